@@ -1,0 +1,46 @@
+# `make train` sets everything up and runs the main job on CPU; `make test` sets everything up and runs the tests.
+# Both can be repeated and then start at once.
+VENV   ?= .venv
+PYTHON ?= python3
+PY     := $(VENV)/bin/python
+ARGS   ?=
+TESTS  ?= tests
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: train test check bench soak doctor clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.installed
+	$(VENV)/bin/megarl train experiment=quickstart $(ARGS)
+
+test: $(VENV)/.installed
+	$(PY) -m pytest --durations=15 $(ARGS) $(TESTS)
+
+check: $(VENV)/.installed  ## lint and types, in seconds
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.installed
+	$(PY) benchmarks/loop.py $(ARGS)
+	$(PY) benchmarks/bench_ops.py
+
+soak: $(VENV)/.installed  ## what is too long for `make test`; resumable
+	$(PY) benchmarks/controls.py $(ARGS)
+
+doctor: $(VENV)/.installed
+	$(VENV)/bin/megarl doctor
+
+# The lock holds exact versions of everything, so nothing is resolved (--no-deps). The CPU build of torch is on
+# PyTorch's own index where the package index does not carry it.
+$(VENV)/.requirements: tools/requirements-cpu.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r $< \
+	  || $(PY) -m pip install -q --disable-pip-version-check --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r $<
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf build $(VENV)/.installed

@@ -1,0 +1,7 @@
+"""``python -m megarl`` is the ``megarl`` command."""
+
+import sys
+
+from megarl.cli import main
+
+sys.exit(main())

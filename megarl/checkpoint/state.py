@@ -1,0 +1,111 @@
+"""Training state: Megatron's dist_checkpointing for model and optimizer, one manifest written last.
+
+Layout (verl's): ``<dir>/global_step_<i>/{actor/, state.json}`` and ``<dir>/latest_checkpointed_iteration.txt``.
+A checkpoint without ``state.json`` was not finished and does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import CheckpointError
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write under a temporary name, then rename: a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest finished checkpoint of ``folder``, or None."""
+    done = [(int(p.name.rpartition("_")[2]), p) for p in folder.glob("global_step_*") if (p / "state.json").is_file()]
+    return max(done)[1] if done else None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    return state
+
+
+def save(folder: Path, step: int, stage: torch.nn.Module, optimizer: Any, state: Mapping[str, Any], keep: int) -> Path:
+    """Save on every rank; rank 0 writes the manifest last and removes all but the newest ``keep``.
+
+    ``step`` names the checkpoint; an unfinished or older one of the same name is replaced.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    target = folder / f"global_step_{step}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(target, ignore_errors=True)
+        (target / "actor").mkdir(parents=True)
+    dist.barrier()
+    strategy = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        True,
+    )
+    dist_checkpointing.save(_sharded_state(stage, optimizer, is_loading=False), str(target / "actor"), strategy)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        write_text(target / "state.json", json.dumps({"step": step, **state}, indent=1))
+        write_text(folder / LATEST, str(step))
+        for old in sorted(folder.glob("global_step_*"), key=lambda p: int(p.name.rpartition("_")[2]))[:-keep]:
+            shutil.rmtree(old)
+    return target
+
+
+def load(checkpoint: Path, stage: torch.nn.Module, optimizer: Any) -> None:
+    """Load model and optimizer on every rank; the grid may differ from the one that saved.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    folder = str(checkpoint / "actor")
+    try:
+        with torch.no_grad():
+            strategy = FullyParallelLoadStrategyWrapper(
+                get_default_load_sharded_strategy(folder),
+                parallel_state.get_data_parallel_group(with_context_parallel=True),
+            )
+            loaded = dist_checkpointing.load(_sharded_state(stage, optimizer, is_loading=True), folder, strategy)
+            _inner(stage).load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+    except (CheckpointingException, KeyError) as error:
+        raise CheckpointError(f"{checkpoint} does not fit this model: {error}; was it made by another model.path?") from error
+
+
+def _inner(stage: torch.nn.Module) -> torch.nn.Module:
+    return stage.module  # inside DistributedDataParallel
+
+
+def _sharded_state(stage: torch.nn.Module, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {"model": _inner(stage).sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state

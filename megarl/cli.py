@@ -1,0 +1,104 @@
+"""The ``megarl`` command. Heavy imports happen inside the commands, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+DESCRIPTION = """Reinforcement learning for language models on Megatron-Core and vLLM.
+
+Settings are hydra overrides: `megarl train experiment=quickstart trainer.steps=20 parallel=pp2`.
+Running a command again resumes it."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="megarl", description=DESCRIPTION, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text, formatter_class=raw)
+
+    train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks; resumes when repeated.")
+    train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
+    train.add_argument("--check", action="store_true", help="validate settings, data and model, start nothing")
+    data = add("data", "Write the tasks of an experiment as verl-style parquet rows.")
+    data.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart")
+    doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
+    doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
+    report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
+    report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart")
+    config = add("config", "Print the settings that overrides compose to, as JSON.")
+    config.add_argument("overrides", nargs="*", help="hydra overrides")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; a user's mistake prints one readable line and exits with status 2, a failed job with 1."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    from megarl.errors import JobError
+
+    try:
+        return COMMANDS[arguments.command](arguments)
+    except ValueError as error:
+        if type(error).__module__ != "megarl.errors":
+            raise
+        logging.error("megarl %s: %s", arguments.command, error)
+        return 2
+    except JobError as error:
+        logging.error("megarl %s: %s", arguments.command, error)
+        return 1
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megarl.config import compose
+    from megarl.launch.job import check, run
+
+    config = compose(arguments.overrides)
+    if arguments.check:
+        check(config)
+        logging.info("the settings, data and model fit; nothing was started")
+        return 0
+    return run(config)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from megarl.config import compose
+    from megarl.launch.prepare import prepare_data
+
+    prepare_data(compose(arguments.overrides), verbose=True)
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megarl.report.doctor import examine
+
+    text, healthy = examine(arguments.host)
+    sys.stdout.write(text)
+    return 0 if healthy else 1
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from megarl.report.html import write_report
+
+    sys.stdout.write(f"{write_report(Path(arguments.run_dir))}\n")
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    import json
+
+    from megarl.config import compose, to_dict
+
+    sys.stdout.write(json.dumps(to_dict(compose(arguments.overrides)), indent=1) + "\n")
+    return 0
+
+
+COMMANDS = {"train": _train, "data": _data, "doctor": _doctor, "report": _report, "config": _config}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""hydra's compose, then one strict walk into the dataclasses of ``schema``.
+
+hydra joins the files and overrides; what a key may be called and which values it takes is decided here alone, so
+that an error can name the nearest known key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+
+
+def config_dir() -> Path:
+    """The ``configs/`` folder: of the checkout, or the copy that the wheel carries."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package.parent / "configs", package / "_configs"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise ConfigError(f"no configs/train.yaml beside {package.parent} or in {package}; reinstall megarl")
+
+
+def compose(overrides: Sequence[str], config_name: str = "train") -> Config:
+    """Compose ``configs/<config_name>.yaml`` with hydra overrides such as ``experiment=quickstart trainer.steps=5``.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a missing mandatory value or a value of the wrong type.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    folder = config_dir()
+    groups = {p.name for p in folder.iterdir() if p.is_dir()}
+    for override in overrides:
+        _check_override(override, groups, folder)
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            # The schema's defaults are no part of the YAML tree, so a key may be set that no file names: "++".
+            tree = hydra_compose(config_name, [_force(o, groups) for o in overrides])
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"the settings could not be composed: {error}") from error
+    assert isinstance(plain, dict)
+    config: Config = from_dict(Config, plain)
+    missing = sorted(_missing(to_dict(config)))
+    if missing:
+        raise ConfigError(f"no value for {', '.join(missing)}; set it in a configs/experiment file or as {missing[0]}=...")
+    return config
+
+
+def _force(override: str, groups: set[str]) -> str:
+    key, _, _ = override.partition("=")
+    return override if key in groups or override[0] in "+~" else "++" + override
+
+
+def _check_override(override: str, groups: set[str], folder: Path) -> None:
+    key, equals, value = override.partition("=")
+    key = key.lstrip("+~")
+    if not equals and not override.startswith("~"):
+        raise ConfigError(f"{override!r} is not an override; write key=value, e.g. trainer.steps=10")
+    if key in groups:
+        known = sorted(p.stem for p in (folder / key).glob("*.yaml"))
+        if value not in known:
+            raise ConfigError(f"no configs/{key}/{value}.yaml;{_nearest(value, known)} there are {', '.join(known)}")
+        return
+    cls: Any = Config
+    seen = []
+    for part in key.split("."):
+        cls = _dataclass_in(cls)
+        if cls is None:
+            return  # inside a free dict such as taskset.options
+        names = [f.name for f in dataclasses.fields(cls)]
+        if part not in names:
+            where = ".".join(seen)
+            known = [f"{where}.{n}" if where else n for n in names] + (sorted(groups) if not seen else [])
+            raise ConfigError(f"unknown setting {key!r};{_nearest('.'.join([*seen, part]), known)} known: {', '.join(known)}")
+        seen.append(part)
+        cls = get_type_hints(cls)[part]
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" did you mean {match[0]!r}?" if match else ""
+
+
+def _dataclass_in(annotation: Any) -> Any:
+    if dataclasses.is_dataclass(annotation):
+        return annotation
+    return next((a for a in get_args(annotation) if dataclasses.is_dataclass(a)), None)
+
+
+def from_dict(cls: Any, values: Mapping[str, Any], where: str = "") -> Any:
+    """Build dataclass ``cls`` from plain ``values``, strictly.
+
+    Raises:
+        ConfigError: a key that ``cls`` does not have, or a value that its annotation does not admit.
+    """
+    names = [f.name for f in dataclasses.fields(cls)]
+    hints = get_type_hints(cls)
+    for key in values:
+        if key not in names:
+            full = [f"{where}{n}" for n in names]
+            raise ConfigError(f"unknown setting {where + key!r};{_nearest(where + key, full)} known: {', '.join(full)}")
+    return cls(**{k: _convert(hints[k], v, where + k) for k, v in values.items()})
+
+
+def _convert(annotation: Any, value: Any, where: str) -> Any:
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        errors = []
+        for option in get_args(annotation):
+            try:
+                return _convert(option, value, where)
+            except ConfigError as error:
+                errors.append(str(error))
+        raise ConfigError(errors[0] if len(errors) == 1 else f"{where}={value!r} fits none of: {'; '.join(errors)}")
+    if dataclasses.is_dataclass(annotation):
+        if isinstance(value, Mapping):
+            return from_dict(annotation, value, where + ".")
+        raise ConfigError(f"{where}={value!r} must be a group of settings")
+    if annotation is type(None):
+        if value is None:
+            return None
+        raise ConfigError(f"{where}={value!r} must be null")
+    if origin is Literal:
+        if value in get_args(annotation):
+            return value
+        allowed = [str(a) for a in get_args(annotation)]
+        raise ConfigError(f"{where}={value!r} is not one of {', '.join(allowed)};{_nearest(str(value), allowed)}".rstrip(";"))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}={value!r} must be a mapping")
+        key_type, item_type = get_args(annotation)
+        return {_convert(key_type, k, where): _convert(item_type, v, f"{where}.{k}") for k, v in value.items()}
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if annotation is float and isinstance(value, str):
+        try:
+            return float(value)  # YAML reads 1e-4 as a string
+        except ValueError:
+            pass
+    if isinstance(value, annotation) and not (annotation is int and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{where}={value!r} must be of type {annotation.__name__}")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def _missing(tree: Mapping[str, Any], where: str = "") -> typing.Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _missing(value, f"{where}{key}.")
+        elif value == "???":
+            yield where + key
+
+
+def save_resolved(config: Config, path: Path) -> None:
+    """Write the settings as JSON under a temporary name, then rename."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(to_dict(config), indent=1))
+    os.replace(temporary, path)
+
+
+def load_resolved(path: str | Path) -> Config:
+    """Read what ``save_resolved`` wrote; every process of a job starts from this file."""
+    config: Config = from_dict(Config, json.loads(Path(path).read_text()))
+    return config

@@ -1,0 +1,205 @@
+"""Every setting of megarl, once. YAML files under ``configs/`` only set values of these frozen dataclasses.
+
+Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docstring is its help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class FromScratchConfig:
+    """A randomly initialised HF checkpoint, written to ``model.path`` when that does not exist."""
+
+    model_type: str = "qwen3"
+    vocab_size: int = 128
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    max_position_embeddings: int = 256
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.05
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "???"
+    """HF checkpoint directory (config.json, safetensors, tokenizer)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type of trainer and engine; masters and optimizer state are float32 in either case."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    from_scratch: FromScratchConfig | None = None
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The trainer's grid; world size = tp * pp * dp."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    coef: float = 0.001
+    estimator: Literal["k2", "k3"] = "k3"
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    name: str = "grpo"
+    group_size: int = 8
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    normalize_by_std: bool = True
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = "token_mean"
+    aggregation_length: int = 1024
+    """L of ``seq_mean_token_sum_norm``."""
+    entropy_coef: float = 0.0
+    kl: KLConfig = field(default_factory=KLConfig)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float | None = None
+    """End of the decay; None keeps ``lr``."""
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps before reinforcement learning, through the same trainer."""
+
+    steps: int = 0
+    batch_size: int = 128
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    steps: int = 100
+    """Reinforcement-learning steps: one rollout each."""
+    tasks_per_step: int = 64
+    updates_per_step: int = 1
+    """Optimizer updates that share one rollout (verl's mini-batches)."""
+    micro_batch_size: int = 128
+    """Rows per forward and backward pass on one data-parallel rank."""
+    checkpoint_interval: int = 20
+    keep_checkpoints: int = 2
+    eval_interval: int = 0
+    """Held-out accuracy every N steps; 0 means before and after only."""
+    seed: int = 1
+    num_threads: int = 1
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    tp: int = 1
+    replicas: int = 1
+    max_prompt_tokens: int = 128
+    max_response_tokens: int = 64
+    temperature: float = 1.0
+    max_num_seqs: int = 256
+    block_size: int = 32
+    kv_cache_bytes: int = 268435456
+    num_threads: int = 1
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 300.0
+    concurrent_groups: int = 64
+    """Groups the explorer keeps in flight."""
+
+
+@dataclass(frozen=True)
+class TasksetConfig:
+    train: str = "???"
+    """Parquet file of verl rows."""
+    eval: str = "???"
+    warm_start: str | None = None
+    """Parquet file of verl rows with a ``response`` column."""
+    generate: str | None = None
+    """Name of the generator that writes the three files when they are missing (``megarl data``)."""
+    seed: int = 7
+    train_size: int = 20000
+    eval_size: int = 500
+    warm_start_size: int = 20000
+    options: dict[str, int] = field(default_factory=dict)
+    """Options of the generator, e.g. the digits of its numbers."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    path: str | None = None
+    """A Python file with verl's ``compute_score``; None uses ``megarl.rewards.compute_score``."""
+    workers: int = 1
+    timeout_s: float = 10.0
+    on_error: Literal["drop", "zero"] = "drop"
+    """What becomes of a group with an error or timeout: dropped from training, or its score counted as 0. Always reported."""
+    shuffle: bool = False
+    """Control experiment: rewards permuted within each rollout, so that they carry no information."""
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    bucket_bytes: int = 67108864
+    """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
+    timeout_s: float = 120.0
+    probe_tokens: int = 16
+    """Length of the probe text whose log-probs are compared on both sides after every sync."""
+    probe_tolerance: float = 1e-3
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    url: str = "sqlite:///${run.dir}/store.db"
+    poll_s: float = 0.02
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "run"
+    dir: str = "runs/${run.name}"
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """First of the job's ports (engines, rendezvous); None lets the machine choose free ones."""
+    shutdown_grace_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    refresh: Literal["never", "every_iteration"] | int = "never"
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    taskset: TasksetConfig = field(default_factory=TasksetConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)

@@ -1,0 +1,135 @@
+"""A training job from its settings: check everything, prepare, run, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl import algorithms
+from megarl.architectures import architecture
+from megarl.checkpoint.hf import read_hf_config
+from megarl.config import Config
+from megarl.errors import ConfigError, DataError
+from megarl.launch.prepare import prepare_data, prepare_model
+from megarl.launch.supervisor import own_run_dir, run_job
+from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
+from megarl.reshard.plan import build_plan
+from megarl.schema import Task
+from megarl.tasksets import ChatTokenizer, check_prompts, read_rows
+
+log = logging.getLogger(__name__)
+VOCAB_MULTIPLE = 64
+
+
+def run(config: Config) -> int:
+    """Run the job to its end; exit status 0 when it finished, 130 when it was stopped and can be resumed."""
+    run_dir = Path(config.run.dir)
+    start = time.monotonic()
+    with own_run_dir(run_dir):
+        tasks = check(config)
+        _fill_store(config, tasks)
+        from megarl.report.html import summary, write_report
+
+        finished = run_job(config)
+        if finished:
+            report = write_report(run_dir)
+            log.info("%s", summary(run_dir))
+            log.info("report:        %s", report)
+            log.info("HF checkpoint: %s", run_dir / "hf")
+            log.info("whole job:     %.0f s", time.monotonic() - start)
+    if not finished:
+        log.warning("stopped; run the same command again to resume")
+    return 0 if finished else 130
+
+
+def check(config: Config) -> dict[str, list[Task]]:
+    """Everything that can be known to fail, before any process is launched; makes missing data and model.
+
+    Returns the tasks by split (train, eval).
+
+    Raises:
+        ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the mend.
+    """
+    _check_settings(config)
+    prepare_data(config)
+    tasks = {name: read_rows(Path(path)) for name, path in (("train", config.taskset.train), ("eval", config.taskset.eval))}
+    demonstrations: list[Task] = []
+    if config.trainer.warm_start.steps:
+        if config.taskset.warm_start is None:
+            raise ConfigError("trainer.warm_start.steps > 0 needs taskset.warm_start, a parquet file with a response column")
+        demonstrations = read_rows(Path(config.taskset.warm_start), require_response=True)
+    _check_held_out(tasks["eval"], {"train": tasks["train"], "warm_start": demonstrations})
+    prepare_model(config)
+    hf_config = read_hf_config(Path(config.model.path))
+    _check_model(config, hf_config)
+    tokenizer = ChatTokenizer.open(config.model.path)
+    for name, path in (("train", config.taskset.train), ("eval", config.taskset.eval)):
+        check_prompts(tasks[name], tokenizer, config.rollout.max_prompt_tokens, path=path)
+    return tasks
+
+
+def _check_settings(config: Config) -> None:
+    algorithms.get(config.algorithm.name)
+    positive = {
+        "parallel.tp": config.parallel.tp,
+        "parallel.pp": config.parallel.pp,
+        "parallel.dp": config.parallel.dp,
+        "rollout.tp": config.rollout.tp,
+        "rollout.replicas": config.rollout.replicas,
+        "trainer.tasks_per_step": config.trainer.tasks_per_step,
+        "trainer.updates_per_step": config.trainer.updates_per_step,
+        "trainer.micro_batch_size": config.trainer.micro_batch_size,
+        "trainer.checkpoint_interval": config.trainer.checkpoint_interval,
+        "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
+        "algorithm.group_size": config.algorithm.group_size,
+        "sync.bucket_bytes": config.sync.bucket_bytes,
+    }
+    for name, value in positive.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    rows = config.trainer.tasks_per_step * config.algorithm.group_size
+    if config.trainer.updates_per_step > rows:
+        raise ConfigError(
+            f"trainer.updates_per_step={config.trainer.updates_per_step} is more than the {rows} rows of a step "
+            f"(trainer.tasks_per_step * algorithm.group_size)"
+        )
+    if config.rollout.temperature <= 0:
+        raise ConfigError(f"rollout.temperature={config.rollout.temperature} must be above 0: training samples")
+
+
+def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """The architecture has a table, and its tensors divide over the trainer's and the engine's grids."""
+    architecture(hf_config)
+    grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
+    source = megatron_layout(hf_config, grid, vocab_multiple=VOCAB_MULTIPLE)
+    build_plan(source, vllm_layout(hf_config, config.rollout.tp, config.rollout.replicas))
+    build_plan(source, hf_layout(hf_config))
+    context = int(hf_config["max_position_embeddings"])
+    wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if wanted > context:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {wanted} is more than the model's context of "
+            f"{context} (max_position_embeddings); lower one of them"
+        )
+
+
+def _check_held_out(held_out: list[Task], others: Mapping[str, list[Task]]) -> None:
+    questions = {str(task.prompt) for task in held_out}
+    for name, tasks in others.items():
+        for number, task in enumerate(tasks):
+            if str(task.prompt) in questions:
+                raise DataError(f"row {number} of taskset.{name} asks a question of taskset.eval: {task.prompt[-1]['content']!r}")
+
+
+def _fill_store(config: Config, tasks: Mapping[str, list[Task]]) -> None:
+    from megarl.store import Store
+
+    store = Store(config.store.url)
+    for split, rows in tasks.items():
+        if store.task_ids(split) != [t.task_id for t in rows]:
+            store.add_tasks(split, rows)
+    store.open_job()
+    store.close()

@@ -1,0 +1,196 @@
+"""Starts the processes of a job on this machine and watches them; a dead one ends the job with its last lines."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from megarl.config import Config, save_resolved
+from megarl.errors import ConfigError, JobError
+from megarl.launch import ports
+from megarl.launch.process import Child
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.1
+STOP_S = 10.0
+"""How long processes get to end after SIGTERM once one of them has died."""
+
+
+@contextmanager
+def own_run_dir(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory: two jobs in one directory would overwrite each other's state.
+
+    Raises:
+        ConfigError: another live job holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handle: IO[str] = (run_dir / "lock").open("a+")
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            raise ConfigError(
+                f"run.dir={run_dir} is in use by process {handle.read().strip() or 'unknown'}; "
+                "end that job or choose another run.name"
+            ) from None
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        yield
+    finally:
+        handle.close()
+
+
+def next_attempt(run_dir: Path) -> int:
+    """Count this start of the job; weights versions carry the number, so none is ever used twice."""
+    path = run_dir / "attempt"
+    attempt = int(path.read_text()) + 1 if path.is_file() else 1
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(str(attempt))
+    os.replace(temporary, path)
+    return attempt
+
+
+def start_job(config: Config) -> list[Child]:
+    """Start engines, trainer ranks and the explorer. The trainer's rank 0 is the first of the list."""
+    from megarl.rollout.engine import engine_process
+
+    run_dir = Path(config.run.dir)
+    host = config.run.host
+    attempt = next_attempt(run_dir)
+    resolved = run_dir / "resolved.json"
+    save_resolved(config, resolved)
+    numbers = ports.choose(host, 2 + config.rollout.replicas, config.run.port)
+    rendezvous, link, *engine_ports = numbers
+    logs = run_dir / "logs" / f"attempt_{attempt}"
+    key = os.environ.get("MEGARL_JOB_KEY") or secrets.token_urlsafe(24)
+    env = {
+        "MEGARL_JOB_KEY": key,
+        "MEGARL_ATTEMPT": str(attempt),
+        "MEGARL_ENGINES": ",".join(f"http://{host}:{p}" for p in engine_ports),
+        "MEGARL_LINK": f"{host}:{link}",
+        "MEGARL_TTY": "1" if sys.stderr.isatty() else "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    children: list[Child] = []
+    try:
+        for i, port in enumerate(engine_ports):
+            argv, engine_env = engine_process(
+                config.model.path, config.rollout, config.model, host=host, port=port, key=key
+            )
+            children.append(Child(f"engine {i}", argv, {**env, **engine_env}, logs / f"engine_{i}.log"))
+        for rank in range(config.parallel.world_size):
+            argv = [sys.executable, "-m", "megarl.loop.trainer", "--config", str(resolved)]
+            rank_env = {
+                **env,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(config.parallel.world_size),
+                "MASTER_ADDR": host,
+                "MASTER_PORT": str(rendezvous),
+                "OMP_NUM_THREADS": str(config.trainer.num_threads),
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            }
+            child = Child(f"trainer rank {rank}", argv, rank_env, logs / f"trainer_{rank}.log", echo=rank == 0)
+            children.append(child)
+        argv = [sys.executable, "-m", "megarl.loop.explorer", "--config", str(resolved)]
+        children.append(Child("explorer", argv, {**env, "OMP_NUM_THREADS": "1"}, logs / "explorer.log"))
+    except BaseException:
+        stop(children, STOP_S)
+        raise
+    log.info("started %s; logs in %s", ", ".join(c.name for c in children), logs)
+    return children
+
+
+def stop(children: list[Child], grace_s: float) -> None:
+    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone."""
+    for child in children:
+        child.signal(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        child.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
+        child.wait(5)
+
+
+class StopRequest:
+    """Turns SIGINT and SIGTERM into a flag: the first asks for a resumable end, the third ends at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> StopRequest:
+        self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def watch(children: list[Child], stop_request: StopRequest, shutdown_grace_s: float) -> bool:
+    """Wait for the trainer to finish, then end the rest. True: finished; False: stopped on request, resumable.
+
+    Raises:
+        JobError: a process died; carries its name, exit status and last lines. All others are gone by then.
+    """
+    trainers = [c for c in children if c.name.startswith("trainer")]
+    others = [c for c in children if c not in trainers]
+    asked_at: float | None = None
+    try:
+        while True:
+            if stop_request.count and asked_at is None:
+                asked_at = time.monotonic()
+                log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
+                for child in trainers:
+                    child.signal(signal.SIGTERM)
+            late = asked_at is not None and time.monotonic() - asked_at > shutdown_grace_s
+            if stop_request.count > 2 or late:
+                log.warning("ended without a new checkpoint; the run resumes from the last one")
+                return False
+            _raise_for_dead(children, trainers)
+            if all(c.poll() == 0 for c in trainers):
+                return asked_at is None
+            time.sleep(WATCH_S)
+    finally:
+        stop(others + trainers, STOP_S)
+
+
+def _raise_for_dead(children: list[Child], trainers: list[Child]) -> None:
+    dead = [c for c in children if c.poll() is not None]
+    failed = [c for c in dead if c.poll() != 0]
+    if not failed:
+        failed = [c for c in dead if c not in trainers and not all(t.poll() == 0 for t in trainers)]
+    if failed:
+        # A peer often fails because another died first: give the first cause a moment to show.
+        time.sleep(0.5)
+        first = min(failed, key=lambda c: c.log.stat().st_mtime)
+        status = first.poll()
+        how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
+        raise JobError(f"{first.name} {how}; its last lines ({first.log}):\n{first.tail()}")
+
+
+def run_job(config: Config, after: Callable[[Config], None] | None = None) -> bool:
+    """Run a whole job; ``after`` is called once the trainer has finished. Returns as ``watch`` does."""
+    with StopRequest() as stop_request:
+        children = start_job(config)
+        finished = watch(children, stop_request, config.run.shutdown_grace_s)
+    if finished and after is not None:
+        after(config)
+    return finished

@@ -1,0 +1,190 @@
+"""What one trainer rank holds for the length of a job, and how ranks agree."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megarl import algorithms
+from megarl.checkpoint import hf, state
+from megarl.config import Config
+from megarl.metrics import MetricWriter, Sums, Timeline
+from megarl.models.gpt import VOCAB_MULTIPLE
+from megarl.parallel import groups
+from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
+from megarl.reshard.plan import build_plan
+from megarl.schema import WeightsVersion
+from megarl.store import Store
+from megarl.sync.publish import WeightPublisher
+from megarl.training.actor import Actor, FrozenModel
+from megarl.training.schedule import Head
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint's manifest holds beside model and optimizer."""
+
+    phase: str = "warm_start"
+    step: int = 0
+    """Completed reinforcement-learning steps."""
+
+
+class Session:
+    """One rank's models, store, links and bookkeeping. Use as a context manager."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.run_dir = Path(config.run.dir)
+        self.attempt = int(os.environ["MEGARL_ATTEMPT"])
+        self.stop_flag = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+        self.position = groups.initialize(config.parallel, seed=config.trainer.seed)
+        self.timeline = Timeline(self.run_dir / "timeline", f"trainer_{self.position.rank}")
+        self.store = Store(config.store.url)
+        self.train_tasks = self.store.task_ids("train")
+        self.eval_tasks = self.store.task_ids("eval")
+        self.algorithm = algorithms.get(config.algorithm.name)
+        self.hf_config = hf.read_hf_config(Path(config.model.path))
+        self.pad_id = int(self.hf_config.get("pad_token_id") or 0)
+        self.length_multiple = config.parallel.tp if config.parallel.sequence_parallel else 1
+        self.grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
+        self.layout = megatron_layout(self.hf_config, self.grid, vocab_multiple=VOCAB_MULTIPLE)
+        self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature)
+        self.writer = MetricWriter(self.run_dir) if self.position.rank == 0 else None
+        self.version = WeightsVersion(self.attempt, 0)
+        self.reference: FrozenModel | None = None
+        self.publisher: WeightPublisher | None = None
+        with self.timeline.phase("load"):
+            self.actor = Actor(self.hf_config, config.model, config.parallel, self.head, config.trainer.optimizer)
+            self.state = self._resume()
+
+    def _resume(self) -> State:
+        found = state.latest(self.run_dir / "checkpoints")
+        if found is None:
+            self._load_hf(self.actor, Path(self.config.model.path))
+            self.actor.weights_changed()
+            return State()
+        saved = state.read_state(found)
+        state.load(found, self.actor.stage, self.actor.optimizer)
+        resumed = State(saved["phase"], saved["step"])
+        if self.position.rank == 0:
+            self.store.discard_rollouts(resumed.step)
+        dist.barrier()
+        self.say(f"resumed from {found}")
+        return resumed
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        self.store.close()
+
+    def begin_reinforcement_learning(self) -> None:
+        """Reference model from the weights that the warm start left; optimizer fresh at step 0; links to the engines."""
+        config = self.config
+        reference_dir = self.run_dir / "reference"
+        if self.state.step == 0:
+            self.actor.restart_optimizer(config.trainer.optimizer)
+            self.export_hf(reference_dir)
+        self.actor.head = self.head
+        if "ref_logp" in self.algorithm.needs:
+            with self.timeline.phase("load"):
+                self.reference = FrozenModel(self.hf_config, config.model, config.parallel, self.head)
+                self._load_hf(self.reference, reference_dir)
+
+    def _load_hf(self, model: FrozenModel, path: Path) -> None:
+        hf.load_into(path, self.layout, self.position.rank, model.tensors)
+
+    # ---------------------------------------------------------------- ranks agree
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.stop_flag = True
+
+    def stop_requested(self) -> bool:
+        """The same answer on every rank: has any of them been asked to stop?"""
+        return not self.agree(not self.stop_flag)
+
+    def agree(self, yes: bool) -> bool:
+        """True on all ranks when it is True on all ranks."""
+        flag = torch.tensor([int(yes)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def gather(self, mine: Sequence[Sums]) -> list[Sums]:
+        """All ranks' metric sums, on every rank."""
+        everyone: list[list[Sums]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, list(mine))
+        return [sums for rank in everyone for sums in rank]
+
+    # ---------------------------------------------------------------- weights and files
+
+    def sync(self) -> dict[str, float]:
+        """Publish the actor's weights to every engine under a new version, proven equal; returns sync metrics."""
+        if self.publisher is None:
+            with self.timeline.phase("wait_for_engine"):
+                self.publisher = WeightPublisher(self.config, self.layout, self.hf_config, self.position.rank)
+                self.publisher.connect()
+        self.version = WeightsVersion(self.attempt, self.version.n + 1)
+        report = self.publisher.publish(self.actor.tensors, self.version)
+        return report.metrics() | {"sync/probe_diff_max": self._probe()}
+
+    def _probe(self) -> float:
+        return 0.0
+
+    def commit(self) -> None:
+        """Checkpoint model, optimizer and state under the current step."""
+        step, keep = self.state.step, self.config.trainer.keep_checkpoints
+        with self.timeline.phase("checkpoint"):
+            state.save(
+                self.run_dir / "checkpoints", step, self.actor.stage, self.actor.optimizer, asdict(self.state), keep
+            )
+
+    def export_hf(self, target: Path) -> None:
+        """Write the actor as an ordinary HF checkpoint."""
+        plan = build_plan(self.layout, hf_layout(self.hf_config))
+        with self.timeline.phase("export"):
+            hf.export_hf(plan, self.position.rank, self.actor.tensors, Path(self.config.model.path), target)
+
+    # ---------------------------------------------------------------- what a person sees
+
+    def progress(self, total: int, label: str, unit: str) -> Any:
+        """A progress bar on rank 0 of a terminal; silent elsewhere."""
+        show = self.position.rank == 0 and os.environ.get("MEGARL_TTY") == "1"
+        return tqdm(total=total, desc=label, unit=unit, leave=False, disable=not show, file=sys.stderr, ncols=100)
+
+    def say(self, text: str) -> None:
+        """A line for a person, from rank 0."""
+        if self.position.rank == 0:
+            tqdm.write(text, file=sys.stderr)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.writer is not None:
+            self.writer.write(step, metrics)
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A finished step's metrics: to the writers and the store."""
+        if self.writer is not None:
+            self.writer.write(step, metrics)
+            self.store.record_step(step, metrics)
+
+    def finish(self) -> None:
+        """Tell the explorer that no more work comes."""
+        if self.position.rank == 0:
+            self.store.close_job()
+        dist.barrier()

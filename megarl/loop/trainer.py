@@ -1,0 +1,162 @@
+"""The reinforcement-learning loop of one trainer rank: ``python -m megarl.loop.trainer --config RUN/resolved.json``.
+
+Reads top to bottom: sync, rollout, inference, update, commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import replace
+
+import torch
+
+from megarl.algorithms import group_stats
+from megarl.batching import Rows, shard, stack_experiences
+from megarl.config import Config, load_resolved
+from megarl.errors import JobError
+from megarl.experience import shuffle_rewards
+from megarl.loop.rollouts import evaluate, request_training_rollout, wait_for_rollout
+from megarl.loop.session import Session
+from megarl.loop.warm_start import warm_start
+from megarl.metrics import console_line, mean_of_sums, spread
+from megarl.schema import Experience
+from megarl.training.actor import Sums, learning_rate
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config) -> None:
+    """Warm start when there is none yet, then ``trainer.steps`` steps; resumes from the newest checkpoint."""
+    with Session(config) as s:
+        if s.state.phase == "warm_start":
+            if not warm_start(s):
+                return  # asked to stop; the warm start is short and begins again
+            s.state = replace(s.state, phase="rl", step=0)
+            s.commit()
+        s.begin_reinforcement_learning()
+        if s.state.step == 0:
+            s.sync()
+            if not evaluate(s, "eval-before"):
+                return
+        while s.state.step < config.trainer.steps:
+            if s.stop_requested():
+                s.commit()
+                return
+            if not step(s):
+                s.commit()
+                return
+        s.sync()
+        if not evaluate(s, "eval-after"):
+            s.commit()
+            return
+        s.commit()
+        s.export_hf(s.run_dir / "hf")
+        s.finish()
+
+
+def step(s: Session) -> bool:
+    """One step: False when it was given up because the job is asked to stop; nothing has changed then."""
+    config, number = s.config, s.state.step
+    s.timeline.reset()
+    with s.timeline.phase("step", step=number):
+        with s.timeline.phase("sync", step=number):
+            report = s.sync()
+        with s.timeline.phase("rollout", step=number):
+            rollout_id = request_training_rollout(s)
+            if not wait_for_rollout(s, rollout_id, f"rollout {number + 1}"):
+                return False
+            experiences = s.store.experiences(rollout_id)
+        if config.reward.shuffle:
+            experiences = shuffle_rewards(experiences, seed=config.trainer.seed * 1_000_003 + number)
+        if not experiences:
+            raise JobError(f"rollout {rollout_id} left no experience to train on: every group had a reward error")
+        with s.timeline.phase("batch", step=number):
+            advantages = _advantages(s, experiences)
+            rows = stack_experiences(experiences, advantages, pad_id=s.pad_id, multiple=s.length_multiple)
+            plan = shard(len(rows), config.trainer.updates_per_step, config.parallel.dp, config.trainer.micro_batch_size)
+            mine = [rows.select(update[s.position.dp_rank]) for update in plan]
+        with s.timeline.phase("inference", step=number):
+            for part in mine:
+                infer(s, part)
+        sums: list[Sums] = [_mismatch(part) for part in mine if s.position.reports]
+        with s.timeline.phase("update", step=number):
+            for i, part in enumerate(mine):
+                done = s.actor.backward(part, config.trainer.micro_batch_size, s.algorithm, config.algorithm)
+                sums += [done] if s.position.reports else []
+                lr = learning_rate(config.trainer.optimizer, number * config.trainer.updates_per_step + i)
+                optimizer_metrics = s.actor.step(lr)
+        s.state = replace(s.state, step=number + 1)
+        if s.state.step % config.trainer.checkpoint_interval == 0 and s.state.step < config.trainer.steps:
+            with s.timeline.phase("checkpoint", step=number):
+                s.commit()
+    metrics = mean_of_sums(s.gather(sums)) | optimizer_metrics | report
+    metrics |= _experience_metrics(experiences, advantages, config.rollout.max_response_tokens)
+    seconds = s.timeline.seconds
+    metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
+    metrics |= {f"rollout/{name}": v for name, v in s.store.rollout_metrics(rollout_id).items()}
+    metrics["perf/throughput"] = sum(len(e.prompt_ids) + len(e.response_ids) for e in experiences) / seconds["step"]
+    s.record(s.state.step, metrics)
+    s.say(console_line(s.state.step, config.trainer.steps, metrics))
+    if config.trainer.eval_interval and s.state.step % config.trainer.eval_interval == 0 and s.state.step < config.trainer.steps:
+        s.sync()
+        return evaluate(s, f"eval-{s.state.step}")
+    return True
+
+
+def infer(s: Session, rows: Rows) -> None:
+    """Fill what the algorithm needs: log-probs under the weights that the update starts from, and the reference's."""
+    for name, model in (("old_logp", s.actor), ("ref_logp", s.reference)):
+        if name in s.algorithm.needs and model is not None:
+            result = model.logprob(rows, s.config.trainer.micro_batch_size)
+            if result is not None:
+                setattr(rows, name, result[0])
+
+
+def _advantages(s: Session, experiences: list[Experience]) -> list[float]:
+    advantage = s.algorithm.advantage
+    assert advantage is not None, f"algorithm {s.algorithm.name} has no advantages"
+    return [advantage(e.reward.score, e.group_stats or group_stats([e.reward.score]), s.config.algorithm) for e in experiences]
+
+
+def _mismatch(rows: Rows) -> Sums:
+    """How far the engine's log-probs are from the trainer's for the same weights and tokens."""
+    if rows.old_logp is None or rows.engine_logp is None or not bool(rows.mask.any()):
+        return {}
+    old, engine = rows.old_logp[rows.mask], rows.engine_logp[rows.mask]
+    difference = (old - engine).abs()
+    probability = (old.exp() - engine.exp()).abs()
+    count = float(difference.numel())
+    return {
+        "training/rollout_logp_diff_mean": (float(difference.sum()), count),
+        "training/rollout_probs_diff_mean": (float(probability.sum()), count),
+        "max:training/rollout_logp_diff_max": (float(difference.max()), 1.0),
+        "max:training/rollout_probs_diff_max": (float(probability.max()), 1.0),
+    }
+
+
+def _experience_metrics(experiences: list[Experience], advantages: list[float], limit: int) -> dict[str, float]:
+    lengths = [float(len(e.response_ids)) for e in experiences]
+    scores = [e.reward.score for e in experiences]
+    metrics = spread("critic/score", scores) | spread("critic/rewards", scores) | spread("critic/advantages", advantages)
+    metrics |= spread("response_length", lengths)
+    metrics |= spread("prompt_length", [float(len(e.prompt_ids)) for e in experiences])
+    metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in experiences) / len(experiences)
+    metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in experiences) / len(experiences)
+    metrics["reward/error_rate"] = sum(e.reward.status in ("error", "timeout") for e in experiences) / len(experiences)
+    return metrics
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megarl.loop.trainer", description="One rank of the trainer.")
+    parser.add_argument("--config", required=True, help="resolved.json of the run")
+    config = load_resolved(parser.parse_args(argv).config)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    torch.set_num_threads(config.trainer.num_threads)
+    train(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Supervised steps on demonstrations, through the same actor, schedule and optimizer as reinforcement learning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl import algorithms
+from megarl.batching import shard, stack_demonstrations
+from megarl.loop.rollouts import tasks_of_step
+from megarl.metrics import mean_of_sums
+from megarl.tasksets import ChatTokenizer, read_rows
+from megarl.training.actor import learning_rate
+
+if TYPE_CHECKING:
+    from megarl.loop.session import Session
+
+
+def warm_start(s: Session) -> bool:
+    """Run ``trainer.warm_start.steps`` steps; False when the job is asked to stop before the end."""
+    config = s.config.trainer.warm_start
+    if config.steps == 0:
+        return True
+    assert s.config.taskset.warm_start is not None, "checked before launch"
+    sft = algorithms.get("sft")
+    tokenizer = ChatTokenizer.open(s.config.model.path)
+    rows = read_rows(Path(s.config.taskset.warm_start), require_response=True)
+    pairs = {str(i): (tokenizer.prompt_ids(t.prompt), tokenizer.response_ids(t.response or "")) for i, t in enumerate(rows)}
+    s.actor.head = replace(s.actor.head, temperature=1.0)
+    s.actor.restart_optimizer(config.optimizer)
+    bar = s.progress(config.steps, "warm start", "step")
+    metrics: dict[str, float] = {}
+    with s.timeline.phase("warm_start"):
+        for step in range(config.steps):
+            if s.stop_requested():
+                return False
+            chosen = tasks_of_step(list(pairs), step, config.batch_size, s.config.trainer.seed)
+            batch = stack_demonstrations([pairs[i] for i in chosen], pad_id=s.pad_id, multiple=s.length_multiple)
+            (update,) = shard(len(batch), 1, s.config.parallel.dp, s.config.trainer.micro_batch_size)
+            part = batch.select(update[s.position.dp_rank])
+            sums = s.actor.backward(part, s.config.trainer.micro_batch_size, sft, s.config.algorithm)
+            optimizer_metrics = s.actor.step(learning_rate(config.optimizer, step))
+            metrics = mean_of_sums(s.gather([sums] if s.position.reports else [])) | optimizer_metrics
+            s.write(step + 1, {name.replace("actor/", "sft/"): value for name, value in metrics.items()})
+            bar.set_postfix_str(f"loss {metrics.get('sft/loss', metrics.get('actor/loss', float('nan'))):.3f}")
+            bar.update(1)
+    bar.close()
+    return True

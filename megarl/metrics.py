@@ -1,0 +1,109 @@
+"""Metrics under verl's names, and where they go: TensorBoard, a jsonl file, one console line; phases of a process."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+Sums = Mapping[str, tuple[float, float]]
+"""Metric name -> (sum, count): what ranks and micro-batches can add up. Under ``max:name`` the first number is a maximum."""
+
+
+def mean_of_sums(parts: Iterable[Sums]) -> dict[str, float]:
+    """Means (or maxima) over everything that the parts counted; a metric that nobody counted is left out."""
+    totals: dict[str, tuple[float, float]] = {}
+    maxima: dict[str, float] = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            if name.startswith("max:"):
+                name = name.removeprefix("max:")
+                maxima[name] = max(total, maxima.get(name, total))
+            else:
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + total, before[1] + count)
+    return {name: total / count for name, (total, count) in totals.items() if count} | maxima
+
+
+def spread(name: str, values: Iterable[float]) -> dict[str, float]:
+    """``name/mean``, ``name/max``, ``name/min`` of some values; {} for none."""
+    known = list(values)
+    if not known:
+        return {}
+    return {f"{name}/mean": sum(known) / len(known), f"{name}/max": max(known), f"{name}/min": min(known)}
+
+
+class MetricWriter:
+    """Writes a step's metrics to TensorBoard and to ``metrics.jsonl`` (one record a line, appended)."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
+        self._file: TextIO = (run_dir / "metrics.jsonl").open("a")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._tensorboard.close()
+        self._file.close()
+
+
+class Timeline:
+    """What one process did when: phases with wall-clock start and end (unix seconds), for the report.
+
+    Written to ``<folder>/<process>.jsonl``, one phase a line; ``seconds`` sums the phases since ``reset``.
+    """
+
+    def __init__(self, folder: Path, process: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"{process}.jsonl").open("a")
+        self.seconds: dict[str, float] = {}
+
+    def reset(self) -> None:
+        self.seconds = {}
+
+    @contextmanager
+    def phase(self, name: str, **labels: Any) -> Iterator[None]:
+        start = time.time()
+        clock = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, start, time.perf_counter() - clock, **labels)
+
+    def add(self, name: str, start: float, seconds: float, **labels: Any) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        record = {"phase": name, "start": round(start, 4), "seconds": round(seconds, 4), **labels}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+CONSOLE = (
+    ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("acc", "training/accuracy", "{:.1%}"),
+    ("len", "response_length/mean", "{:.1f}"),
+    ("kl", "actor/kl_loss", "{:.4f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("clip", "actor/pg_clipfrac", "{:.3f}"),
+    ("|g|", "actor/grad_norm", "{:.2f}"),
+    ("Δlogp", "training/rollout_logp_diff_max", "{:.1e}"),
+    ("rollout", "timing_s/rollout", "{:.1f}s"),
+    ("infer", "timing_s/inference", "{:.1f}s"),
+    ("update", "timing_s/update", "{:.1f}s"),
+    ("sync", "timing_s/sync", "{:.1f}s"),
+)
+
+
+def console_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
+    """One line a step for a person."""
+    shown = [f"{label} {form.format(metrics[name])}" for label, name, form in CONSOLE if name in metrics]
+    return f"step {step}/{steps} | " + " | ".join(shown)

@@ -1,0 +1,1 @@
+"""Models: made from scratch here, or built from a table on Megatron-Core."""

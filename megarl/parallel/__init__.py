@@ -1,0 +1,1 @@
+"""Parallel degrees, process groups, and Megatron-Core on a machine without CUDA."""

@@ -1,0 +1,200 @@
+"""Meets what Megatron-Core 0.16 assumes about CUDA when there is none. On a GPU ``install`` does nothing.
+
+Each point is one function with its reason; ``tests/parallel/test_megatron_on_cpu.py`` shows each of them at work.
+Nothing here changes arithmetic: streams and events become no-ops, device names become "cpu".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_installed = False
+
+
+class _NullObject:
+    """Stands for a CUDA stream, event or stream context: every method exists and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _NullObject:
+        return self
+
+    def __exit__(self, *exc: object) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Callable[..., _NullObject]:
+        return lambda *args, **kwargs: _NullObject()
+
+
+def install() -> bool:
+    """Make Megatron-Core run on this machine's CPU; True when something had to be done. Safe to call twice."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if not _installed:
+        _installed = True
+        _cuda_runtime()
+        _device_literals()
+        _rng_state()
+        _optimizer_dtype_names()
+        _fused_layout_adam()
+    return True
+
+
+def _cuda_runtime() -> None:
+    """Megatron asks for the current device, streams, events and synchronisation without checking for CUDA."""
+    cuda = torch.cuda
+    cpu = torch.device("cpu")
+    replacements: dict[str, Any] = {
+        "current_device": lambda: cpu,
+        "set_device": lambda *a, **k: None,
+        "synchronize": lambda *a, **k: None,
+        "empty_cache": lambda *a, **k: None,
+        "current_stream": lambda *a, **k: _NullObject(),
+        "default_stream": lambda *a, **k: _NullObject(),
+        "stream": lambda *a, **k: contextlib.nullcontext(),
+        "Stream": _NullObject,
+        "Event": _NullObject,
+    }
+    for name, value in replacements.items():
+        setattr(cuda, name, value)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *a, **k: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
+
+
+def _device_literals() -> None:
+    """Schedules, gradient buffers and norm clipping make tensors with ``device="cuda"`` or pinned memory."""
+
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if "pin_memory" in kwargs:
+                del kwargs["pin_memory"]
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _rng_state() -> None:
+    """Tensor-parallel RNG tracking saves and restores the CUDA generator; the CPU generator takes its place."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    cuda = torch.cuda
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
+    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[assignment]
+    cuda.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)  # type: ignore[assignment]
+    cuda.random.get_rng_state = cuda.get_rng_state
+    megatron_random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+
+
+def _optimizer_dtype_names() -> None:
+    """Three optimizer functions compare ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``."""
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer import optimizer as megatron_optimizer
+
+    plain_type = torch.Tensor.type
+
+    @contextlib.contextmanager
+    def cuda_names() -> Iterator[None]:
+        def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if args or kwargs:
+                return plain_type(self, *args, **kwargs)
+            return plain_type(self).replace("torch.", "torch.cuda.", 1)
+
+        torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            torch.Tensor.type = plain_type  # type: ignore[method-assign]
+
+    def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with cuda_names():
+                return function(*args, **kwargs)
+
+        return call
+
+    for cls in (megatron_optimizer.Float16OptimizerWithFloat16Params, distrib_optimizer.DistributedOptimizer):
+        cls.__init__ = within(cls.__init__)
+    clip = within(clip_grads.clip_grad_by_total_norm_fp32)
+    clip_grads.clip_grad_by_total_norm_fp32 = megatron_optimizer.clip_grad_by_total_norm_fp32 = clip
+
+
+class FusedLayoutAdamW(torch.optim.Optimizer):
+    """torch's AdamW arithmetic with the state layout of apex/TE FusedAdam: one integer ``step`` per group.
+
+    Without apex or TE the distributed optimizer gives all parameters one shared ``step`` tensor on load and torch's
+    AdamW then increments it once per parameter, so training does not resume. With this layout it resumes bitwise.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **unused: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # An attribute, not a group entry: loading a checkpoint replaces the groups.
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        from torch.optim.adam import adam
+
+        assert closure is None, "Megatron-Core calls step() without a closure"
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not group["params"]:
+                continue  # FusedAdam does not count steps of empty groups either
+            group["step"] = int(group.get("step") or 0) + 1
+            for p in params:
+                if "exp_avg" not in self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            adam(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                # adam() increments in place: one scalar for each parameter
+                [torch.tensor(float(group["step"] - 1)) for _ in params],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                decoupled_weight_decay=self.adam_w_mode,
+            )
+
+
+def _fused_layout_adam() -> None:
+    """Use ``FusedLayoutAdamW`` and the distributed optimizer's FusedAdam branches; leaves a real apex or TE alone."""
+    import megatron.core.optimizer as optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdamW
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

@@ -1,0 +1,43 @@
+"""From what a reward function returned to a verdict that is plain JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any
+
+STATUSES = ("ok", "wrong", "error", "timeout")
+
+
+def to_verdict(result: Any) -> dict[str, Any]:
+    """``{score, status, parts}`` of a number, or of a dict with ``score``.
+
+    A dict's numeric entries are kept as parts. ``status`` is the dict's own; or ok / wrong by its ``acc``; or else ok
+    from a score of 1.0 on. Raises TypeError or ValueError for a result that is neither, or not finite.
+    """
+    if not isinstance(result, Mapping):
+        score = _number(result, "the result")
+        return {"score": score, "status": "ok" if score >= 1.0 else "wrong", "parts": {}}
+    if "score" not in result:
+        raise ValueError(f"compute_score returned a dict without 'score'; its keys are {sorted(map(str, result))}")
+    score = _number(result["score"], "'score'")
+    parts = {str(name): float(value) for name, value in result.items() if name != "score" and _is_number(value) and math.isfinite(value)}
+    status = result.get("status")
+    if status is None:
+        status = "ok" if (result["acc"] if "acc" in result else score >= 1.0) else "wrong"
+    if status not in STATUSES:
+        raise ValueError(f"compute_score returned status {status!r}; expected one of {', '.join(STATUSES)}")
+    return {"score": score, "status": status, "parts": parts}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) and not isinstance(value, complex)
+
+
+def _number(value: Any, what: str) -> float:
+    if not _is_number(value):
+        raise TypeError(f"compute_score must return a number or a dict with a number 'score'; {what} is {type(value).__name__} {value!r:.60}")
+    if not math.isfinite(value):
+        raise ValueError(f"compute_score returned {value}; a score must be finite")
+    return float(value)

@@ -1,0 +1,120 @@
+"""Blocking controls of one engine server: what a trainer and a supervisor ask of it. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.errors import EngineError
+from megarl.rollout.auth import bearer
+from megarl.rollout.engine import last_lines
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """``version`` as the engine names its weights; ``refusing`` is the reason why it refuses requests, if it does."""
+
+    version: str
+    paused: bool
+    refusing: str | None
+
+
+@dataclass(frozen=True)
+class EngineControl:
+    """One engine server at ``url``. Every method raises EngineError with the server's own words when it is refused."""
+
+    url: str
+    key: str
+    timeout_s: float = 120.0
+    log: Path | None = None
+
+    def wait_ready(self, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> float:
+        """Waits until the server answers; returns the seconds. ``alive`` tells whether its process still runs."""
+        start = time.monotonic()
+        while not self._healthy():
+            waited = time.monotonic() - start
+            if not alive():
+                raise EngineError(self._with_log(f"the engine at {self.url} died after {waited:.0f} s, before it was ready"))
+            if waited > timeout_s:
+                limit = f"rollout.start_timeout_s = {timeout_s:g}"
+                raise EngineError(self._with_log(f"the engine at {self.url} was not ready after {waited:.0f} s ({limit})"))
+            time.sleep(_POLL_S)
+        self.state()
+        return time.monotonic() - start
+
+    def state(self) -> EngineState:
+        return EngineState(**self._call("GET", "/megarl/state"))
+
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
+        """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first."""
+        self._call("POST", f"/pause?mode={mode}")
+
+    def resume(self) -> None:
+        self._call("POST", "/resume")
+
+    def refuse(self, reason: str | None) -> None:
+        """Makes the engine answer generation with 503 and ``reason``; None lets it generate again."""
+        self._call("POST", "/megarl/refuse", {"reason": reason})
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        """Makes every worker join the trainer's group (``megarl.sync.receiver.InitInfo``)."""
+        self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    def start(self) -> None:
+        self._call("POST", "/start_weight_update")
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """Makes every worker receive; returns when all have (``megarl.sync.receiver.UpdateInfo``)."""
+        self._call("POST", "/update_weights", {"update_info": dict(info)})
+
+    def finish(self, version: str) -> None:
+        self._call("POST", "/finish_weight_update", {"weight_version": version})
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets keys and values that older weights computed; fails while requests still hold some of them."""
+        if not self._call("POST", "/reset_prefix_cache")["success"]:
+            raise EngineError(f"the engine at {self.url} kept its prefix cache: requests still run; pause it first")
+
+    def workers(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of ``megarl.sync.receiver.WorkerExtension`` on every worker, in rank order."""
+        return self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of ``token_ids[1:]``, each given those before it, at temperature 1. Length len(token_ids) - 1."""
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        answer = self._call("POST", "/inference/v1/generate", {"token_ids": list(token_ids), "sampling_params": sampling})
+        entries = answer["prompt_logprobs"][1:]
+        return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+
+    def _healthy(self) -> bool:
+        try:
+            self._call("GET", "/health", timeout_s=5.0)
+        except EngineError:
+            return False
+        return True
+
+    def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **bearer(self.key)}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")
+            raise EngineError(f"the engine at {self.url} answered {error.code} to {method} {path}: {said}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(self._with_log(f"the engine at {self.url} did not answer {method} {path}: {error}")) from error
+        return json.loads(text) if text else None
+
+    def _with_log(self, message: str) -> str:
+        return message if self.log is None else f"{message}\nlast lines of {self.log}:\n{last_lines(self.log)}"

@@ -1,0 +1,184 @@
+"""Routes of ours in vLLM's server, through its ``vllm.endpoint_plugins`` interface. Imported by the server only.
+
+``POST /megarl/generate`` takes many prompts and streams one JSON line for each sample the moment it ends. vLLM's own
+``/inference/v1/generate`` takes one prompt a request and either waits for all n samples or sends a line a token.
+
+``Gate`` refuses generation, with the reason, once a weight update has failed: the engine then holds a mixture.
+Requests that come while an update runs are held by vLLM's own pause and are not refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import VLLMError
+from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from megarl.rollout.auth import App, Receive, Scope, Send
+
+_GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
+_UPDATE_PATHS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+_request_numbers = itertools.count()
+
+
+class PromptBody(msgspec.Struct, frozen=True):
+    """One prompt: ``n`` samples; sample j is seeded with ``seed + j`` when a seed is given."""
+
+    token_ids: list[int]
+    n: int = 1
+    seed: int | None = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True):
+    """The body of ``POST /megarl/generate``; ``sampling`` holds keyword arguments of vLLM's SamplingParams."""
+
+    prompts: list[PromptBody]
+    sampling: dict[str, Any]
+
+
+class Endpoints:
+    """vLLM's EndpointPlugin: the entry point ``megarl`` of group ``vllm.endpoint_plugins``."""
+
+    name = "megarl"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.add_api_route("/megarl/generate", _generate, methods=["POST"])
+        app.add_api_route("/megarl/refuse", _refuse, methods=["POST"])
+        app.add_api_route("/megarl/state", _state, methods=["GET"])
+        app.add_middleware(Gate, state=app.state)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        state.megarl_refusing = None
+
+
+class Gate:
+    """ASGI middleware: 503 with the reason for every generation request while ``state.megarl_refusing`` is set.
+
+    It sets the reason itself when a step of a weight update is answered with an error, so that an engine refuses
+    even when the trainer is gone. Only ``POST /megarl/refuse`` with ``reason: null`` opens it again.
+    """
+
+    def __init__(self, app: App, state: State) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"].startswith(_GENERATION_PREFIXES) and self._state.megarl_refusing is not None:
+            await JSONResponse({"error": self._state.megarl_refusing}, status_code=503)(scope, receive, send)
+        elif scope["path"] in _UPDATE_PATHS:
+            await self._watched(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failure = f"{scope['path']} failed: the engine's weights are incomplete until a weight update succeeds"
+
+        async def watching(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start" and message["status"] != 200:
+                self._state.megarl_refusing = failure
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching)
+        except BaseException:
+            self._state.megarl_refusing = failure
+            raise
+
+
+async def _refuse(request: Request) -> JSONResponse:
+    request.app.state.megarl_refusing = (await request.json())["reason"]
+    return JSONResponse({"refusing": request.app.state.megarl_refusing})
+
+
+async def _state(request: Request) -> JSONResponse:
+    engine: EngineClient = request.app.state.engine_client
+    version, paused = await asyncio.gather(engine.get_weight_version(), engine.is_paused())
+    return JSONResponse({"version": version, "paused": paused, "refusing": request.app.state.megarl_refusing})
+
+
+async def _generate(request: Request) -> Response:
+    try:
+        body = msgspec.json.decode(await request.body(), type=GenerateBody)
+        sampling = SamplingParams(
+            **body.sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+    except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
+        return JSONResponse({"error": str(error)}, status_code=400)
+    return StreamingResponse(_stream(request.app.state.engine_client, body, sampling), media_type="application/x-ndjson")
+
+
+async def _stream(engine: EngineClient, body: GenerateBody, sampling: SamplingParams) -> AsyncIterator[bytes]:
+    """One JSON line for each sample, in the order in which they end. Leaving early aborts what still runs."""
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
+    number = next(_request_numbers)
+    tasks = [
+        asyncio.create_task(_sample(engine, prompt, _seeded(sampling, prompt, j), (number, i, j), lines))
+        for i, prompt in enumerate(body.prompts)
+        for j in range(prompt.n)
+    ]
+    try:
+        remaining = len(tasks)
+        while remaining:
+            ready = [await lines.get()]
+            while not lines.empty():
+                ready.append(lines.get_nowait())
+            remaining -= len(ready)
+            yield b"".join(ready)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _seeded(sampling: SamplingParams, prompt: PromptBody, j: int) -> SamplingParams:
+    own = copy.copy(sampling)
+    own.skip_clone = True  # a fresh copy already: vLLM's deep copy of it costs more than the request
+    if prompt.seed is not None:
+        own.seed = prompt.seed + j
+    return own
+
+
+async def _sample(
+    engine: EngineClient,
+    prompt: PromptBody,
+    sampling: SamplingParams,
+    place: tuple[int, int, int],
+    lines: asyncio.Queue[bytes],
+) -> None:
+    number, i, j = place
+    final = None
+    try:
+        async for output in engine.generate(tokens_input(prompt.token_ids), sampling, f"megarl-{number}-{i}-{j}"):
+            final = output
+    except (VLLMError, ValueError) as error:
+        lines.put_nowait(_line({"request": i, "index": j, "error": f"{type(error).__name__}: {error}"}))
+        return
+    lines.put_nowait(_line({"request": i, "index": j, **_sampled(final.outputs[0])}))
+
+
+def _sampled(output: CompletionOutput) -> dict[str, Any]:
+    token_ids = list(output.token_ids)
+    return {
+        "token_ids": token_ids,
+        "logprobs": [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)],
+        "finish_reason": output.finish_reason,
+        "versions": [[span.version, span.start, span.end] for span in output.weight_versions or ()],
+    }
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(record) + b"\n"

@@ -1,0 +1,99 @@
+"""A rollout engine: vLLM's OpenAI server in processes of its own. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Literal
+
+from megarl.config.schema import ModelConfig, RolloutConfig
+
+PLUGIN = "megarl"
+"""Entry point of the groups ``vllm.general_plugins`` and ``vllm.endpoint_plugins``, and name of the weight backend."""
+
+_PREFILL_TOKENS = 8192
+_CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for 19 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes the cores that trainer ranks run on
+}
+
+
+def engine_process(
+    model_path: str,
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    host: str,
+    port: int,
+    device: Literal["cpu", "cuda"] = "cpu",
+) -> tuple[list[str], dict[str, str]]:
+    """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
+
+    It asks for the job's key on every path: ``$MEGARL_JOB_KEY`` must be in its environment as well.
+    """
+    context = rollout.max_prompt_tokens + rollout.max_response_tokens
+    # The vllm command itself asks for the version of a distribution called vllm, which vllm-cpu is not.
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
+    argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
+    argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
+    argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes), "--tensor-parallel-size", str(rollout.tp)]
+    # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
+    argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
+    argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
+    argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    argv += ["--middleware", "megarl.rollout.auth.RequireKey"]
+    argv += ["--weight-transfer-config", json.dumps({"backend": PLUGIN})]
+    argv += ["--worker-extension-cls", "megarl.sync.receiver.WorkerExtension"]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": PLUGIN,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "OMP_NUM_THREADS": str(rollout.num_threads),
+    }
+    if device == "cpu":
+        environment |= _CPU_ENVIRONMENT
+        argv += ["--enforce-eager"]
+        if rollout.tp == 1:
+            # One process fewer: 8 s of imports, 0.5 GB and a hop a step. vLLM keeps a worker process on CPU only to set
+            # its OpenMP environment, which is set above; this variable is its way to be told so.
+            argv += ["--distributed-executor-backend", "uni"]
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return argv, environment
+
+
+def last_lines(log: Path, count: int = 25, limit: int = 65536) -> str:
+    """The last ``count`` non-empty lines of a log, read from its last ``limit`` bytes; they go into error messages."""
+    if not log.exists():
+        return f"(no log at {log})"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - limit))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-count:])
+
+
+def shared_memory(group: int) -> set[Path]:
+    """Shared-memory segments that the processes of a group have mapped; with tp > 1 vLLM leaves some behind."""
+    segments = set()
+    for pid in group_members(group):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = line.rpartition(" ")[2]
+                if path.startswith("/dev/shm/psm_"):
+                    segments.add(Path(path))
+    return segments
+
+
+def group_members(group: int) -> list[int]:
+    """Process ids of a process group, zombies left out (Linux)."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                # The command in parentheses may hold spaces: state, parent and group follow the last ")".
+                state, _, process_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(process_group) == group and state != "Z":
+                    members.append(int(entry.name))
+    return members

@@ -1,0 +1,104 @@
+"""The nouns that travel between the rooms: tasks, experiences, versions.
+
+Numpy only: the explorer and the store handle these without importing torch.
+
+Shape legend: P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+RewardStatus = Literal["ok", "wrong", "error", "timeout"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class WeightsVersion(NamedTuple):
+    """Names one published set of weights: ``n`` counts synchronisations within a job attempt, never reused."""
+
+    attempt: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.attempt}.{self.n}"
+
+    @classmethod
+    def parse(cls, text: str) -> WeightsVersion:
+        attempt, n = text.split(".")
+        return cls(int(attempt), int(n))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One verl data row: a prompt as chat messages and what its verifier needs."""
+
+    task_id: str
+    data_source: str
+    prompt: tuple[dict[str, str], ...]
+    ability: str
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    response: str | None = None
+    """The demonstration, for supervised rows only."""
+
+    @property
+    def ground_truth(self) -> Any:
+        return self.reward_model["ground_truth"]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A verdict: ``score`` is what the algorithm sees; an error is a status, never a silent 0."""
+
+    score: float
+    status: RewardStatus
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """Sufficient statistics of a whole group's rewards (std is the unbiased one; 0 for all-equal and single groups)."""
+
+    mean: float
+    std: float
+    size: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens ``[start, end)`` of a response that one set of weights sampled. Segments tile the response."""
+
+    start: int
+    end: int
+    version: WeightsVersion
+    finish_reason: FinishReason
+    in_loss: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """One sampled response with its reward. Token ids are exactly those that the engine sampled."""
+
+    rollout_id: str
+    task_id: str
+    group_id: str
+    index: int
+    """Position within the group, 0 .. group_size-1."""
+    group_size: int
+    prompt_ids: np.ndarray
+    """int32 [P]"""
+    response_ids: np.ndarray
+    """int32 [R], including the end-of-sequence token when the engine sampled it."""
+    response_mask: np.ndarray
+    """bool [R]; False leaves a token out of every loss."""
+    engine_logp: np.ndarray
+    """float32 [R]; log-prob of each sampled token as the engine computed it, before temperature (raw)."""
+    reward: Reward
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    group_stats: GroupStats | None = None
+    """Set once the group is whole."""
+    metadata: dict[str, Any] = field(default_factory=dict)

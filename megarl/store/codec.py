@@ -1,0 +1,98 @@
+"""Nouns <-> columns. Arrays become one safetensors blob, the rest JSON; nothing is pickled.
+
+Shape legend: P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from megarl.schema import Experience, GroupStats, Reward, Segment, Task, WeightsVersion
+
+ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "engine_logp": np.float32}
+"""Fields of an Experience that are arrays, with the dtype in which they are kept."""
+
+
+def dumps(value: Any) -> str:
+    """Strict JSON: NaN and infinity are refused, since not every database reads them back."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def task_to_row(task: Task) -> dict[str, Any]:
+    return {
+        "task_id": task.task_id,
+        "data_source": task.data_source,
+        "prompt": dumps(list(task.prompt)),
+        "ability": task.ability,
+        "reward_model": dumps(task.reward_model),
+        "extra_info": dumps(task.extra_info),
+        "response": task.response,
+    }
+
+
+def task_from_row(row: Any) -> Task:
+    return Task(
+        task_id=row.task_id,
+        data_source=row.data_source,
+        prompt=tuple(json.loads(row.prompt)),
+        ability=row.ability,
+        reward_model=json.loads(row.reward_model),
+        extra_info=json.loads(row.extra_info),
+        response=row.response,
+    )
+
+
+def experience_to_row(experience: Experience) -> dict[str, Any]:
+    """Columns of one experience. Raises TypeError when an array has another dtype than ``ARRAYS`` or is not 1-D."""
+    arrays = {name: getattr(experience, name) for name in ARRAYS}
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.dtype != ARRAYS[name] or array.ndim != 1:
+            seen = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise TypeError(f"experience {experience.group_id}[{experience.index}]: {name} must be a 1-D {np.dtype(ARRAYS[name])} array, got {seen}")
+    reward, stats = experience.reward, experience.group_stats
+    record = {
+        "group_size": experience.group_size,
+        "parts": reward.parts,
+        "segments": [[s.start, s.end, str(s.version), s.finish_reason, s.in_loss] for s in experience.segments],
+        "finish_reason": experience.finish_reason,
+        "group_stats": None if stats is None else [stats.mean, stats.std, stats.size],
+        "metadata": experience.metadata,
+    }
+    return {
+        "group_id": experience.group_id,
+        "index": experience.index,
+        "rollout_id": experience.rollout_id,
+        "task_id": experience.task_id,
+        "score": reward.score if math.isfinite(reward.score) else None,
+        "status": reward.status,
+        "record": dumps(record),
+        # An owned contiguous copy: safetensors writes the buffer of a strided view as it lies in memory.
+        "tensors": save_tensors({name: np.ascontiguousarray(array) for name, array in arrays.items()}),
+    }
+
+
+def experience_from_row(row: Any) -> Experience:
+    record = json.loads(row.record)
+    stats = record["group_stats"]
+    return Experience(
+        rollout_id=row.rollout_id,
+        task_id=row.task_id,
+        group_id=row.group_id,
+        index=row.index,
+        group_size=record["group_size"],
+        **load_tensors(row.tensors),
+        reward=Reward(score=math.nan if row.score is None else row.score, status=row.status, parts=record["parts"]),
+        segments=tuple(
+            Segment(start, end, WeightsVersion.parse(version), finish_reason, in_loss)
+            for start, end, version, finish_reason, in_loss in record["segments"]
+        ),
+        finish_reason=record["finish_reason"],
+        group_stats=None if stats is None else GroupStats(*stats),
+        metadata=record["metadata"],
+    )

@@ -1,0 +1,372 @@
+"""Tasks, rollouts, groups and experiences in one SQL database.
+
+The trainer asks for a rollout (one group per task); explorers claim groups and hand each back whole, in one
+transaction; the trainer reads what is done. A claim carries a token, and only the claim that a group has *now* may
+finish it: whatever happens to explorers, a group's experiences are written once.
+
+Every write is one transaction. SQLite runs in WAL mode with ``synchronous=NORMAL``: killing any process loses no
+committed transaction (a power cut may lose the last ones, never the file). WAL needs a local file system.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Engine, case, create_engine, delete, event, func, insert, or_, select, update
+from sqlalchemy.engine import make_url
+
+from megarl.errors import ConfigError, DataError
+from megarl.schema import Experience, Task, WeightsVersion
+from megarl.store.codec import dumps, experience_from_row, experience_to_row, task_from_row, task_to_row
+from megarl.store.tables import EVENTS, EXPERIENCES, GROUPS, JOB, METADATA, ROLLOUT_METRICS, ROLLOUTS, STEPS, TASKS
+
+BUSY_TIMEOUT_S = 60.0
+LEASE_S = 3600.0
+"""Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
+
+RolloutKind = Literal["train", "eval"]
+JobState = Literal["open", "closed"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One group handed to one worker: what to generate, and the right to write its experiences."""
+
+    rollout_id: str
+    kind: RolloutKind
+    step: int
+    version: WeightsVersion
+    group_id: str
+    position: int
+    group_size: int
+    sampling: dict[str, Any]
+    task: Task
+    worker: str
+    token: str
+    attempt: int
+    """How often this group has been claimed, this time included."""
+
+
+class Store:
+    """A connection to the store, for one process (make a new one after a fork). ``url`` is SQLAlchemy's.
+
+    Raises ConfigError when the URL cannot be read or its driver is missing.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._reader = _engine(url)
+        self._writer = self._reader.execution_options(megarl_write=True)
+        with self._write() as connection:
+            METADATA.create_all(connection)
+
+    def close(self) -> None:
+        """Close this process's connections."""
+        self._reader.dispose()
+
+    # ------------------------------------------------------------------ tasks
+
+    def add_tasks(self, split: str, tasks: Sequence[Task]) -> None:
+        """Make ``tasks`` the whole of ``split``, in this order. Repeatable.
+
+        Raises DataError when a task id occurs twice or belongs to another split.
+        """
+        ids = [task.task_id for task in tasks]
+        if len(set(ids)) != len(ids):
+            twice = next(task_id for i, task_id in enumerate(ids) if task_id in ids[:i])
+            raise DataError(f"task id {twice!r} occurs twice in split {split!r}; ids must be unique")
+        with self._write() as connection:
+            connection.execute(delete(TASKS).where(TASKS.c.split == split))
+            taken = {row.task_id: row.split for row in connection.execute(select(TASKS.c.task_id, TASKS.c.split))}
+            clash = next((task_id for task_id in ids if task_id in taken), None)
+            if clash is not None:
+                raise DataError(f"task id {clash!r} of split {split!r} belongs to split {taken[clash]!r}; ids must be unique")
+            rows = [task_to_row(task) | {"split": split, "position": i} for i, task in enumerate(tasks)]
+            if rows:
+                connection.execute(insert(TASKS), rows)
+
+    def task_ids(self, split: str) -> list[str]:
+        """Ids of a split's tasks in the order in which they were added."""
+        with self._read() as connection:
+            return list(connection.scalars(select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position)))
+
+    def tasks(self, split: str) -> list[Task]:
+        """A split's tasks in the order in which they were added."""
+        with self._read() as connection:
+            rows = connection.execute(select(TASKS).where(TASKS.c.split == split).order_by(TASKS.c.position))
+            return [task_from_row(row) for row in rows]
+
+    # --------------------------------------------------------------- rollouts
+
+    def request_rollout(
+        self,
+        rollout_id: str,
+        kind: RolloutKind,
+        step: int,
+        version: WeightsVersion,
+        task_ids: Sequence[str],
+        group_size: int,
+        sampling: Mapping[str, Any],
+    ) -> None:
+        """Ask for ``group_size`` samples of every task. A rollout of the same id is replaced with all it produced,
+        so that a resumed trainer asks again with its new weights; a claim on the old one can no longer be finished.
+
+        Raises DataError for an unknown task id.
+        """
+        with self._write() as connection:
+            known = set(connection.scalars(select(TASKS.c.task_id)))
+            unknown = [task_id for task_id in task_ids if task_id not in known]
+            if unknown:
+                raise DataError(f"rollout {rollout_id}: {len(unknown)} task ids are not in the store, the first is {unknown[0]!r}; add_tasks first")
+            _delete_rollouts(connection, [rollout_id])
+            rollout = {
+                "rollout_id": rollout_id,
+                "kind": kind,
+                "step": step,
+                "version": str(version),
+                "num_groups": len(task_ids),
+                "group_size": group_size,
+                "sampling": dumps(dict(sampling)),
+                "requested_at": time.time(),
+            }
+            connection.execute(insert(ROLLOUTS), [rollout])
+            groups = [
+                {
+                    "group_id": f"{rollout_id}/{position}",
+                    "rollout_id": rollout_id,
+                    "position": position,
+                    "task_id": task_id,
+                    "state": "pending",
+                    "attempt": 0,
+                }
+                for position, task_id in enumerate(task_ids)
+            ]
+            if groups:
+                connection.execute(insert(GROUPS), groups)
+
+    def discard_rollouts(self, from_step: int) -> None:
+        """Forget every rollout, its experiences and the recorded metrics of steps >= ``from_step``.
+
+        A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
+        weights that no longer exist.
+        """
+        with self._write() as connection:
+            ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.step >= from_step)))
+            _delete_rollouts(connection, ids)
+            connection.execute(delete(STEPS).where(STEPS.c.step >= from_step))
+
+    def progress(self, rollout_id: str) -> tuple[int, int]:
+        """(groups done, groups in all)."""
+        with self._read() as connection:
+            done = func.sum(case((GROUPS.c.state == "done", 1), else_=0))
+            row = connection.execute(select(done, func.count()).where(GROUPS.c.rollout_id == rollout_id)).one()
+            return int(row[0] or 0), int(row[1])
+
+    def rollout_metrics(self, rollout_id: str) -> dict[str, float]:
+        """What explorers measured for a rollout, summed over them (seconds, tokens, samples)."""
+        with self._read() as connection:
+            texts = connection.scalars(select(ROLLOUT_METRICS.c.metrics).where(ROLLOUT_METRICS.c.rollout_id == rollout_id))
+            total: dict[str, float] = {}
+            for text in texts:
+                for name, value in json.loads(text).items():
+                    total[name] = total.get(name, 0.0) + value
+            return total
+
+    def experiences(self, rollout_id: str) -> list[Experience]:
+        """Experiences of the groups done so far, ordered by (group position, index)."""
+        query = (
+            select(EXPERIENCES)
+            .join(GROUPS, GROUPS.c.group_id == EXPERIENCES.c.group_id)
+            .where(EXPERIENCES.c.rollout_id == rollout_id, GROUPS.c.state == "done")
+            .order_by(GROUPS.c.position, EXPERIENCES.c.index)
+        )
+        with self._read() as connection:
+            return [experience_from_row(row) for row in connection.execute(query)]
+
+    # ----------------------------------------------------------------- claims
+
+    def claim_groups(self, worker: str, limit: int, *, lease_s: float = LEASE_S) -> list[Claim]:
+        """Claim up to ``limit`` groups, oldest rollout first; groups claimed over ``lease_s`` ago count as free.
+
+        No two claims hold the same group: SQLite's writers take turns, PostgreSQL skips rows that another locks.
+        """
+        now = time.time()
+        free = or_(GROUPS.c.state == "pending", (GROUPS.c.state == "claimed") & (GROUPS.c.claimed_at < now - lease_s))
+        with self._read() as connection:  # a look without the write lock: an idle explorer disturbs nobody
+            if limit < 1 or connection.execute(select(GROUPS.c.group_id).where(free).limit(1)).first() is None:
+                return []
+        query = (
+            select(GROUPS, *(c for c in ROLLOUTS.c if c.name not in GROUPS.c))
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(free)
+            .order_by(ROLLOUTS.c.sequence, GROUPS.c.position)
+            .limit(limit)
+            .with_for_update(skip_locked=True, of=GROUPS)  # SQLite has no such clause; BEGIN IMMEDIATE does its work
+        )
+        with self._write() as connection:
+            groups = connection.execute(query).all()
+            if not groups:
+                return []
+            tokens = {group.group_id: uuid.uuid4().hex for group in groups}
+            for group_id, token in tokens.items():
+                values = {"state": "claimed", "claimed_by": worker, "claimed_at": now, "claim_token": token}
+                connection.execute(update(GROUPS).where(GROUPS.c.group_id == group_id).values(**values, attempt=GROUPS.c.attempt + 1))
+            wanted = {group.task_id for group in groups}
+            tasks = {row.task_id: task_from_row(row) for row in connection.execute(select(TASKS).where(TASKS.c.task_id.in_(wanted)))}
+        return [
+            Claim(
+                rollout_id=group.rollout_id,
+                kind=group.kind,
+                step=group.step,
+                version=WeightsVersion.parse(group.version),
+                group_id=group.group_id,
+                position=group.position,
+                group_size=group.group_size,
+                sampling=json.loads(group.sampling),
+                task=tasks[group.task_id],
+                worker=worker,
+                token=tokens[group.group_id],
+                attempt=group.attempt + 1,
+            )
+            for group in groups
+        ]
+
+    def finish_group(self, claim: Claim, experiences: Sequence[Experience], metrics: Mapping[str, float] | None = None) -> bool:
+        """Write a whole group's experiences and mark it done, in one transaction.
+
+        ``metrics`` replaces what this worker has reported for the rollout so far. Returns False, writing nothing,
+        when the claim is no longer the group's (released, expired, or the rollout was asked for again).
+        """
+        rows = [experience_to_row(experience) for experience in experiences]
+        assert sorted(row["index"] for row in rows) == list(range(claim.group_size)), (
+            f"group {claim.group_id} of size {claim.group_size} finished with indices {sorted(row['index'] for row in rows)}"
+        )
+        assert all(row["group_id"] == claim.group_id for row in rows), f"an experience of another group in {claim.group_id}"
+        mine = (GROUPS.c.group_id == claim.group_id, GROUPS.c.state == "claimed", GROUPS.c.claim_token == claim.token)
+        with self._write() as connection:
+            if connection.execute(update(GROUPS).where(*mine).values(state="done", claim_token=None)).rowcount != 1:
+                return False
+            connection.execute(insert(EXPERIENCES), rows)
+            if metrics is not None:
+                key = (ROLLOUT_METRICS.c.rollout_id == claim.rollout_id, ROLLOUT_METRICS.c.worker == claim.worker)
+                connection.execute(delete(ROLLOUT_METRICS).where(*key))
+                row = {"rollout_id": claim.rollout_id, "worker": claim.worker, "metrics": dumps(dict(metrics))}
+                connection.execute(insert(ROLLOUT_METRICS), [row])
+        return True
+
+    def release_claims(self, worker: str) -> int:
+        """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died."""
+        held = (GROUPS.c.state == "claimed", GROUPS.c.claimed_by == worker)
+        with self._write() as connection:
+            free = {"state": "pending", "claimed_by": None, "claimed_at": None, "claim_token": None}
+            return connection.execute(update(GROUPS).where(*held).values(**free)).rowcount
+
+    # ------------------------------------------------------ steps, events, job
+
+    def record_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep a step's metrics; a repeated step replaces its first record."""
+        with self._write() as connection:
+            connection.execute(delete(STEPS).where(STEPS.c.step == step))
+            finite = {name: value if value - value == 0 else None for name, value in metrics.items()}
+            connection.execute(insert(STEPS), [{"step": step, "recorded_at": time.time(), "metrics": dumps(finite)}])
+
+    def steps(self) -> list[tuple[int, dict[str, float | None]]]:
+        """Recorded (step, metrics) in order; a metric that was not finite reads None."""
+        with self._read() as connection:
+            rows = connection.execute(select(STEPS.c.step, STEPS.c.metrics).order_by(STEPS.c.step))
+            return [(row.step, json.loads(row.metrics)) for row in rows]
+
+    def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
+        """Append to the job's log of events (a retry, a restart, a warning)."""
+        with self._write() as connection:
+            connection.execute(insert(EVENTS), [{"at": time.time(), "source": source, "kind": kind, "data": dumps(dict(data))}])
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Events in order: {at (unix seconds), source, kind, data}."""
+        query = select(EVENTS).order_by(EVENTS.c.event_id)
+        if kind is not None:
+            query = query.where(EVENTS.c.kind == kind)
+        with self._read() as connection:
+            rows = connection.execute(query)
+            return [{"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)} for row in rows]
+
+    def open_job(self) -> None:
+        """Say that work may still be asked for."""
+        self._set_job_state("open")
+
+    def close_job(self) -> None:
+        """Say that no more work will be asked for; explorers end when they see it."""
+        self._set_job_state("closed")
+
+    def job_state(self) -> JobState:
+        """``open`` until :meth:`close_job`."""
+        with self._read() as connection:
+            return connection.scalar(select(JOB.c.value).where(JOB.c.key == "state")) or "open"
+
+    def _set_job_state(self, state: JobState) -> None:
+        with self._write() as connection:
+            connection.execute(delete(JOB).where(JOB.c.key == "state"))
+            connection.execute(insert(JOB), [{"key": "state", "value": state}])
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with self._reader.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        with self._writer.begin() as connection:
+            yield connection
+
+
+def _delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
+    for table in (EXPERIENCES, GROUPS, ROLLOUT_METRICS, ROLLOUTS):
+        for rollout_id in rollout_ids:
+            connection.execute(delete(table).where(table.c.rollout_id == rollout_id))
+
+
+def _engine(url: str) -> Engine:
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        try:
+            return create_engine(parsed)
+        except ModuleNotFoundError as missing:
+            raise ConfigError(f"store.url {parsed.render_as_string()} needs the Python module {missing.name!r}; install it") from missing
+    if not parsed.database or parsed.database == ":memory:":
+        raise ConfigError(f"store.url {url!r} names no file; explorer and trainer share the store, so give sqlite:///PATH")
+    Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None  # transactions are begun below, not by the driver's guess
+        connection.execute("PRAGMA synchronous=NORMAL")
+        _enter_wal(connection)
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        # IMMEDIATE takes the write lock at once: a transaction that reads, then writes, can otherwise find the
+        # database changed in between and fail, however long it waits.
+        write = connection.get_execution_options().get("megarl_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+def _enter_wal(connection: sqlite3.Connection) -> None:
+    """Switch to WAL. SQLite does not wait for its busy timeout here when two processes open a new file together."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)

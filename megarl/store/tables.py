@@ -1,0 +1,99 @@
+"""The tables, in the SQL that SQLite and PostgreSQL share. JSON is kept as text, tensors as safetensors bytes."""
+
+from __future__ import annotations
+
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
+
+METADATA = MetaData()
+
+TASKS = Table(
+    "tasks",
+    METADATA,
+    Column("task_id", String, primary_key=True),
+    Column("split", String, nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("data_source", String, nullable=False),
+    Column("prompt", Text, nullable=False),
+    Column("ability", String, nullable=False),
+    Column("reward_model", Text, nullable=False),
+    Column("extra_info", Text, nullable=False),
+    Column("response", Text),
+    Index("tasks_by_split", "split", "position"),
+)
+
+ROLLOUTS = Table(
+    "rollouts",
+    METADATA,
+    Column("sequence", Integer, primary_key=True, autoincrement=True),
+    Column("rollout_id", String, nullable=False, unique=True),
+    Column("kind", String, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("version", String, nullable=False),
+    Column("num_groups", Integer, nullable=False),
+    Column("group_size", Integer, nullable=False),
+    Column("sampling", Text, nullable=False),
+    Column("requested_at", Float, nullable=False),
+)
+
+GROUPS = Table(
+    "groups",
+    METADATA,
+    Column("group_id", String, primary_key=True),
+    Column("rollout_id", String, nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("task_id", String, nullable=False),
+    Column("state", String, nullable=False),  # pending | claimed | done
+    Column("claimed_by", String),
+    Column("claimed_at", Float),
+    Column("claim_token", String),
+    Column("attempt", Integer, nullable=False),
+    Index("groups_by_rollout", "rollout_id", "position"),
+    Index("groups_by_state", "state"),
+)
+
+EXPERIENCES = Table(
+    "experiences",
+    METADATA,
+    Column("group_id", String, primary_key=True),
+    Column("index", Integer, primary_key=True),
+    Column("rollout_id", String, nullable=False),
+    Column("task_id", String, nullable=False),
+    Column("score", Float),  # NULL where there is no verdict (error, timeout)
+    Column("status", String, nullable=False),
+    Column("record", Text, nullable=False),
+    Column("tensors", LargeBinary, nullable=False),
+    Index("experiences_by_rollout", "rollout_id"),
+)
+
+ROLLOUT_METRICS = Table(
+    "rollout_metrics",
+    METADATA,
+    Column("rollout_id", String, primary_key=True),
+    Column("worker", String, primary_key=True),
+    Column("metrics", Text, nullable=False),
+)
+
+STEPS = Table(
+    "steps",
+    METADATA,
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("recorded_at", Float, nullable=False),
+    Column("metrics", Text, nullable=False),
+)
+
+EVENTS = Table(
+    "events",
+    METADATA,
+    Column("event_id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("source", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("data", Text, nullable=False),
+)
+
+JOB = Table(
+    "job",
+    METADATA,
+    Column("key", String, primary_key=True),
+    Column("value", Text, nullable=False),
+)

@@ -1,0 +1,162 @@
+"""Task rows from reasoning-gym: three files whose held-out questions occur in no other.
+
+Which side a question belongs to is a property of its text: a hash decides, so train and eval have the same
+distribution (also where small numbers leave few distinct questions) and cannot overlap, however many rows are drawn.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError, DataError
+from megarl.schema import Task
+from megarl.tasksets.parquet import write_rows
+
+Entry = dict[str, Any]
+"""reasoning-gym's {question: str, answer: str, metadata: dict}. Generators yield None for a draw that does not fit the
+options, so that an impossible limit ends."""
+
+MAX_DRAWS_PER_ROW = 200
+"""Draws allowed for each row wanted before a file counts as unreachable."""
+OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "allow_negation": 0, "max_number": 0}
+"""Options of the arithmetic families and their defaults. ``max_number`` > 0 keeps the questions whose numbers are all
+at most that large (reasoning-gym itself only knows digits); ``allow_negation`` is 0 or 1."""
+
+SPLITS = ("train", "eval", "warm_start")
+
+
+def generate(
+    name: str,
+    paths: Mapping[str, str | Path],
+    sizes: Mapping[str, int],
+    *,
+    seed: int,
+    options: Mapping[str, int] | None = None,
+) -> dict[str, list[Task]]:
+    """Write the splits that ``paths`` names (of train, eval, warm_start) with ``sizes`` rows each; returns them.
+
+    Questions are distinct within a file; train and warm_start may share some; eval shares none with either.
+    ``warm_start`` rows carry the right answer as ``response``. The same arguments write the same rows.
+
+    Raises ConfigError for an unknown generator or option, DataError when there are too few distinct questions.
+    """
+    if name not in GENERATORS:
+        raise ConfigError(f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}")
+    settings = _settings(name, options or {})
+    tasks = {
+        split: _split(name, split, sizes[split], _eval_share(sizes), seed, settings)
+        for split in SPLITS
+        if split in paths
+    }
+    _check_disjoint(tasks)
+    for split, rows in tasks.items():
+        write_rows(paths[split], rows)
+    return tasks
+
+
+def chain_sum(seed: int, settings: Mapping[str, int]) -> Iterator[Entry | None]:
+    """Endless sums and differences: ``State the final answer to the following arithmetic problem: 12 - 5 =``."""
+    return _entries("chain_sum", seed, settings)
+
+
+def basic_arithmetic(seed: int, settings: Mapping[str, int]) -> Iterator[Entry | None]:
+    """Endless expressions with + - * /, brackets and negative numbers: ``Calculate 3 * ( 4 + 5 ).``"""
+    return _entries("basic_arithmetic", seed, settings)
+
+
+GENERATORS: dict[str, Callable[[int, Mapping[str, int]], Iterator[Entry | None]]] = {
+    "chain_sum": chain_sum,
+    "basic_arithmetic": basic_arithmetic,
+}
+
+
+def _entries(family: str, seed: int, settings: Mapping[str, int]) -> Iterator[Entry | None]:
+    import reasoning_gym  # 0.7 s: only where rows are made
+
+    known = {name: value for name, value in settings.items() if name != "max_number"}
+    known["allow_negation"] = bool(settings["allow_negation"])
+    try:
+        dataset = reasoning_gym.create_dataset(family, seed=seed, size=1, **known)
+    except AssertionError as error:
+        raise ConfigError(f"taskset.options {dict(settings)} do not fit reasoning-gym's {family}: {error}") from error
+    limit = settings["max_number"]
+    for index in itertools.count():
+        entry = dataset[index]
+        numbers = re.findall(r"\d+", entry["metadata"]["expression"])
+        yield entry if not limit or all(int(number) <= limit for number in numbers) else None
+
+
+def _split(name: str, split: str, size: int, eval_share: float, seed: int, settings: Mapping[str, int]) -> list[Task]:
+    # The streams of reasoning-gym's seeds s and s+1 are one stream shifted by an entry: keep splits far apart.
+    start = seed * 10**9 + SPLITS.index(split) * 10**8
+    seen: dict[str, Entry] = {}
+    draws = size * MAX_DRAWS_PER_ROW
+    for entry in itertools.islice(GENERATORS[name](start, settings), draws):
+        if len(seen) == size:
+            break
+        if entry and _is_held_out(entry["question"], seed, eval_share) == (split == "eval"):
+            seen.setdefault(entry["question"], entry)
+    if len(seen) < size:
+        raise DataError(
+            f"taskset.{split}_size={size} cannot be reached: {draws} draws of {name} with {dict(settings)} gave only {len(seen)} distinct "
+            f"questions for {split}; lower the size or widen taskset.options"
+        )
+    # Distinct draws come in the order in which the small numbers run out; without this a file would grow harder row by row.
+    entries = list(seen.values())
+    random.Random(start).shuffle(entries)
+    return [_task(name, split, i, entry) for i, entry in enumerate(entries)]
+
+
+def _task(name: str, split: str, index: int, entry: Entry) -> Task:
+    """The row keeps all that reasoning-gym's scorer asks for: question, answer, metadata."""
+    metadata = json.loads(json.dumps(entry["metadata"]))  # tuples become the lists that parquet gives back
+    return Task(
+        task_id=f"{split}/{index}",
+        data_source=f"reasoning_gym/{name}",
+        prompt=({"role": "user", "content": entry["question"]},),
+        ability="math",
+        reward_model={"style": "rule", "ground_truth": entry["answer"]},
+        extra_info={"split": split, "index": index, "question": entry["question"], "metadata": metadata},
+        response=entry["answer"] if split == "warm_start" else None,
+    )
+
+
+def _eval_share(sizes: Mapping[str, int]) -> float:
+    """Share of all questions that is held out: as the files' sizes, at least a tenth, at most a half."""
+    held_out, used = sizes.get("eval", 0), max(sizes.get("train", 0), sizes.get("warm_start", 0))
+    return min(0.5, max(0.1, held_out / max(1, held_out + used)))
+
+
+def _is_held_out(question: str, seed: int, share: float) -> bool:
+    digest = hashlib.blake2b(question.encode(), digest_size=8, key=str(seed).encode()).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _check_disjoint(tasks: Mapping[str, list[Task]]) -> None:
+    held_out = {task.prompt[-1]["content"] for task in tasks.get("eval", ())}
+    for split in ("train", "warm_start"):
+        shared = held_out.intersection(task.prompt[-1]["content"] for task in tasks.get(split, ()))
+        assert not shared, f"{len(shared)} held-out questions occur in {split}, for example {min(shared)!r}"
+
+
+def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
+    for option in options:
+        if option not in OPTIONS:
+            raise ConfigError(f"taskset.options.{option} is not an option of {name};{_nearest(option, OPTIONS)} known: {', '.join(OPTIONS)}")
+    settings = OPTIONS | dict(options)
+    if settings["max_terms"] < settings["min_terms"] or settings["max_digits"] < settings["min_digits"]:
+        raise ConfigError(f"taskset.options: a maximum is below its minimum in {settings}")
+    return settings
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f" did you mean {nearest[0]!r}?" if nearest else ""

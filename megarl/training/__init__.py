@@ -1,0 +1,1 @@
+"""Log-probs and updates on Megatron-Core's pipeline schedules."""

@@ -1,0 +1,40 @@
+"""Markers that need something of the machine: they skip with a reason, and fail where MEGARL_REQUIRE names them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+
+def _missing() -> dict[str, str]:
+    """Marker -> why it cannot run here."""
+    missing = {}
+    if shutil.which("slurmctld") is None:
+        missing["slurm"] = "slurmctld is not installed"
+    if not any(os.path.exists(f"/usr/lib/postgresql/{v}/bin/initdb") for v in range(13, 20)) and shutil.which("initdb") is None:
+        missing["postgres"] = "PostgreSQL's initdb is not installed"
+    if shutil.which("bwrap") is None:
+        missing["sandbox"] = "bubblewrap (bwrap) is not installed"
+    if not os.path.exists("/dev/nvidiactl"):
+        missing["gpu"] = "no NVIDIA GPU"
+    return missing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = _missing()
+    required = {name for name in os.environ.get("MEGARL_REQUIRE", "").split(",") if name}
+    for item in items:
+        for name, reason in missing.items():
+            if item.get_closest_marker(name) is None:
+                continue
+            if name in required:
+                item.add_marker(pytest.mark.usefixtures("_required_but_missing"))
+            else:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def _required_but_missing(request: pytest.FixtureRequest) -> None:
+    pytest.fail(f"MEGARL_REQUIRE={os.environ['MEGARL_REQUIRE']} but this machine lacks what {request.node.name} needs")

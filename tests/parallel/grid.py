@@ -1,0 +1,58 @@
+"""Runs a function on every rank of a gloo world, in processes that a server forks with everything imported."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "transformers", "megarl.training.actor", "megatron.core.models.gpt", "tests.parallel.grid"]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOAD)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _rank_main(function: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, function(rank, *args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # Megatron and gloo leave threads that an ordinary exit would wait for
+
+
+def run_grid(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
+    """``[function(rank, *args) for rank in range(world)]``, each in its own process; the first traceback is raised."""
+    results = _context.Queue()
+    port = free_port()
+    processes = [
+        _context.Process(target=_rank_main, args=(function, r, world, port, args, results), daemon=True) for r in range(world)
+    ]
+    for p in processes:
+        p.start()
+    answers: dict[int, Any] = {}
+    try:
+        while len(answers) < world:
+            rank, value, error = results.get(timeout=timeout_s)
+            if error is not None:
+                raise AssertionError(f"rank {rank} of {world} failed:\n{error}")
+            answers[rank] = value
+    finally:
+        for p in processes:
+            if len(answers) < world:
+                p.kill()
+            p.join(10)
+    return [answers[r] for r in range(world)]
