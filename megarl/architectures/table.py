@@ -47,19 +47,12 @@ class Stage(Enum):
     LAST = "last"
 
 
-class Logical(tuple[str, ...]):
-    """A logical tensor: its HF name, then the names of its axes (attributes of :class:`ModelSizes`)."""
+@dataclass(frozen=True)
+class Logical:
+    """A logical tensor: its HF name, and the names of its axes (attributes of :class:`ModelSizes`, space separated)."""
 
-    def __new__(cls, name: str, *axes: str) -> Logical:
-        return super().__new__(cls, (name, *axes))
-
-    @property
-    def name(self) -> str:
-        return self[0]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self[1:]
+    name: str
+    axes: str
 
 
 @dataclass(frozen=True)
@@ -69,9 +62,10 @@ class Param:
     megatron: str
     op: Op
     hf: tuple[Logical, ...]
-    vllm: str
     shard: Shard
     stage: Stage = Stage.LAYER
+    vllm: str | None = None
+    """vLLM's name where it is not that of the (first) logical tensor."""
     te: str | None = None
     """Megatron's name under the TransformerEngine spec where it differs from the local spec."""
 
@@ -85,13 +79,14 @@ class Param:
         return MEGATRON_LAYER.format(layer) + name if self.stage is Stage.LAYER else name
 
     def vllm_name(self, layer: int) -> str:
-        return VLLM_LAYER.format(layer) + self.vllm if self.stage is Stage.LAYER else self.vllm
+        name = self.vllm or self.hf[0].name
+        return VLLM_LAYER.format(layer) + name if self.stage is Stage.LAYER else name
 
     def logical(self, sizes: ModelSizes, layer: int) -> tuple[tuple[str, Shape], ...]:
         """(HF name, shape) of every tensor in the row, for this model and (global) layer."""
         parts = self.hf if self.op is not Op.TIED else (self.hf[1 if sizes.tied else 0],)
         prefix = HF_LAYER.format(layer) if self.stage is Stage.LAYER else ""
-        return tuple((prefix + part.name, tuple(getattr(sizes, axis) for axis in part.axes)) for part in parts)
+        return tuple((prefix + part.name, tuple(getattr(sizes, axis) for axis in part.axes.split())) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,9 @@ class Architecture:
         def get(key: str) -> int:
             value = hf_config.get(key)
             if not isinstance(value, int) or value < 1:
-                raise ArchitectureError(f"config.json of a {self.name} model has {key}={value!r}; it must be a positive integer")
+                raise ArchitectureError(
+                    f"config.json of a {self.name} model has {key}={value!r}; it must be a positive integer"
+                )
             return value
 
         heads, kv_heads, hidden = get("num_attention_heads"), get("num_key_value_heads"), get("hidden_size")

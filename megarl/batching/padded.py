@@ -91,16 +91,16 @@ def stack_experiences(
 def shard(num_rows: int, updates: int, dp: int, micro_batch_size: int) -> list[list[torch.Tensor]]:
     """Row numbers of every update and data-parallel rank: ``result[update][dp_rank]``, int64, padded with -1.
 
-    Rows are split in order into ``updates`` equal parts, and each part is dealt to the ranks in turn. All ranks of
+    Rows are split in order into ``updates`` equal parts (fewer when there are fewer rows), and each part is dealt to the ranks in turn. All ranks of
     an update get the same number of rows, a multiple of ``min(micro_batch_size, rows)``, so that none waits in a
     collective that another never enters.
     """
-    per_update = -(-num_rows // updates)
+    updates = min(updates, num_rows)
     result = []
     for u in range(updates):
-        part = torch.arange(u * per_update, min((u + 1) * per_update, num_rows))
+        part = torch.arange(u * num_rows // updates, (u + 1) * num_rows // updates)
         per_rank = -(-len(part) // dp)
-        size = min(micro_batch_size, per_rank) or 1
+        size = min(micro_batch_size, per_rank)
         padded = torch.full((dp, per_rank + -per_rank % size), -1)
         for d in range(dp):
             mine = part[d::dp]

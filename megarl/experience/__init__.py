@@ -1,5 +1,5 @@
 """Raw experiences to verified ones."""
 
-from megarl.experience.operators import Report, Verified, verify
+from megarl.experience.operators import Report, Verified, shuffle_rewards, verify
 
-__all__ = ["Report", "Verified", "verify"]
+__all__ = ["Report", "Verified", "shuffle_rewards", "verify"]

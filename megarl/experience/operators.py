@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megarl.algorithms import group_stats
 from megarl.config.schema import RewardConfig
-from megarl.schema import Experience, GroupStats, Reward
+from megarl.schema import Experience
 
 DROPPED_STATUSES = ("error", "timeout")
 
@@ -42,48 +42,49 @@ class Verified(NamedTuple):
     report: Report
 
 
-def verify(experiences: Sequence[Experience], config: RewardConfig, *, vocab_size: int, seed: int = 0) -> Verified:
+def verify(experiences: Sequence[Experience], config: RewardConfig, *, vocab_size: int) -> Verified:
     """Check every group, settle missing verdicts by ``reward.on_error``, and attach the group statistics.
 
-    A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted. With
-    ``reward.shuffle`` the kept rewards are permuted over the whole rollout first (a control experiment; ``seed``
-    chooses the permutation).
+    A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted.
     """
-    groups: dict[str, list[Experience]] = {}
-    for experience in experiences:
-        groups.setdefault(experience.group_id, []).append(experience)
     dropped: Counter[str] = Counter()
     messages: list[str] = []
-    kept: list[list[Experience]] = []
-    for group in groups.values():
+    kept: list[Experience] = []
+    groups = by_group(experiences)
+    for group in groups:
         fault = _group_fault(group, config, vocab_size)
         if fault is None:
-            kept.append([_settled(experience) for experience in group])
+            kept += with_stats([_settled(experience) for experience in group])
         else:
             dropped[fault.reason] += 1
             messages.append(fault.message)
-    if config.shuffle:
-        kept = shuffle_rewards(kept, seed)
-    report = Report(
-        groups=len(groups),
-        dropped=dict(dropped),
-        statuses=dict(Counter(experience.reward.status for experience in experiences)),
-        messages=tuple(messages[:5]),
-    )
-    return Verified([experience for group in kept for experience in with_stats(group)], report)
+    statuses = Counter(experience.reward.status for experience in experiences)
+    return Verified(kept, Report(len(groups), dict(dropped), dict(statuses), tuple(messages[:5])))
 
 
-def with_stats(group: Sequence[Experience], stats: Callable[[Sequence[float]], GroupStats] = group_stats) -> list[Experience]:
-    """The members of a whole group, each with the group's statistics."""
-    value = stats([experience.reward.score for experience in group])
-    return [dataclasses.replace(experience, group_stats=value) for experience in group]
+def by_group(experiences: Sequence[Experience]) -> list[list[Experience]]:
+    """Experiences by group id, groups in the order of their first member."""
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(experience.group_id, []).append(experience)
+    return list(groups.values())
 
 
-def shuffle_rewards(groups: Sequence[Sequence[Experience]], seed: int) -> list[list[Experience]]:
-    """Permute all rewards over all experiences: the same rewards, telling nothing about the responses."""
-    rewards: list[Reward] = [experience.reward for group in groups for experience in group]
-    order = iter(np.random.default_rng(seed).permutation(len(rewards)))
-    return [[dataclasses.replace(experience, reward=rewards[next(order)]) for experience in group] for group in groups]
+def with_stats(group: Sequence[Experience]) -> list[Experience]:
+    """The members of one whole group, each with the statistics of the group's scores."""
+    stats = group_stats([experience.reward.score for experience in group])
+    return [dataclasses.replace(experience, group_stats=stats) for experience in group]
+
+
+def shuffle_rewards(experiences: Sequence[Experience], seed: int) -> list[Experience]:
+    """A control experiment: all rewards of a rollout permuted, so that they tell nothing about the responses.
+
+    Group statistics are those of the permuted rewards. Groups come back in the order of their first member.
+    """
+    order = np.random.default_rng(seed).permutation(len(experiences))
+    pairs = zip(experiences, order, strict=True)
+    shuffled = [dataclasses.replace(experience, reward=experiences[i].reward) for experience, i in pairs]
+    return [experience for group in by_group(shuffled) for experience in with_stats(group)]
 
 
 def check_experience(experience: Experience, vocab_size: int) -> str | None:
@@ -98,7 +99,8 @@ def check_experience(experience: Experience, vocab_size: int) -> str | None:
         if ids.min() < 0 or ids.max() >= vocab_size:
             return f"{name} has ids {ids.min()}..{ids.max()}, the vocabulary has {vocab_size}"
     if not np.isfinite(logp).all() or logp.max() > 1e-3:
-        return f"engine_logp is not a finite log-probability at token {int(np.argmax(~(logp <= 1e-3) | ~np.isfinite(logp)))}"
+        token = int(np.argmax(~np.isfinite(logp) | (logp > 1e-3)))
+        return f"engine_logp {logp[token]} at token {token} is not a log-probability"
     end = 0
     for segment in experience.segments:
         if segment.start != end or segment.end <= segment.start:
@@ -124,12 +126,18 @@ def _group_fault(group: Sequence[Experience], config: RewardConfig, vocab_size: 
     for experience in group:
         status = experience.reward.status
         if status in DROPPED_STATUSES and config.on_error == "drop":
-            return _Fault(f"reward_{status}", f"group {first.group_id}[{experience.index}]: {_why(experience.metadata)}")
+            return _Fault(
+                f"reward_{status}", f"group {first.group_id}[{experience.index}]: {_why(experience.metadata)}"
+            )
     return None
 
 
 def _same_group(first: Experience, other: Experience) -> bool:
-    return other.group_size == first.group_size and other.task_id == first.task_id and np.array_equal(other.prompt_ids, first.prompt_ids)
+    return (
+        other.group_size == first.group_size
+        and other.task_id == first.task_id
+        and np.array_equal(other.prompt_ids, first.prompt_ids)
+    )
 
 
 def _settled(experience: Experience) -> Experience:

@@ -21,7 +21,6 @@ from megarl.schema import Task
 from megarl.tasksets import ChatTokenizer, check_prompts, read_rows
 
 log = logging.getLogger(__name__)
-VOCAB_MULTIPLE = 64
 
 
 def run(config: Config) -> int:
@@ -104,7 +103,7 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """The architecture has a table, and its tensors divide over the trainer's and the engine's grids."""
     architecture(hf_config)
     grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
-    source = megatron_layout(hf_config, grid, vocab_multiple=VOCAB_MULTIPLE)
+    source = megatron_layout(hf_config, grid)
     build_plan(source, vllm_layout(hf_config, config.rollout.tp, config.rollout.replicas))
     build_plan(source, hf_layout(hf_config))
     context = int(hf_config["max_position_embeddings"])

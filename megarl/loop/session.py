@@ -17,10 +17,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megarl import algorithms
+from megarl.batching import Rows
 from megarl.checkpoint import hf, state
 from megarl.config import Config
 from megarl.metrics import MetricWriter, Sums, Timeline
-from megarl.models.gpt import VOCAB_MULTIPLE
 from megarl.parallel import groups
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
 from megarl.reshard.plan import build_plan
@@ -62,7 +62,7 @@ class Session:
         self.pad_id = int(self.hf_config.get("pad_token_id") or 0)
         self.length_multiple = config.parallel.tp if config.parallel.sequence_parallel else 1
         self.grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
-        self.layout = megatron_layout(self.hf_config, self.grid, vocab_multiple=VOCAB_MULTIPLE)
+        self.layout = megatron_layout(self.hf_config, self.grid)
         self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature)
         self.writer = MetricWriter(self.run_dir) if self.position.rank == 0 else None
         self.version = WeightsVersion(self.attempt, 0)
@@ -145,7 +145,19 @@ class Session:
         return report.metrics() | {"sync/probe_diff_max": self._probe()}
 
     def _probe(self) -> float:
-        return 0.0
+        """Largest log-prob difference between this trainer and the engines on a short fixed text."""
+        assert self.publisher is not None
+        length = min(self.config.sync.probe_tokens, self.config.rollout.max_prompt_tokens)
+        length += -length % self.length_multiple
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, self.head.vocab_size, (1, length), generator=generator)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        mask[:, -1] = False
+        result = self.actor.logprob(Rows(tokens, mask), 1, temperature=1.0)
+        mine = None if result is None or not self.position.reports else result[0][0, :-1].tolist()
+        everyone: list[list[float] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return self.publisher.probe(tokens[0].tolist(), next(logp for logp in everyone if logp is not None))
 
     def commit(self) -> None:
         """Checkpoint model, optimizer and state under the current step."""

@@ -16,7 +16,7 @@ from megarl.algorithms import group_stats
 from megarl.batching import Rows, shard, stack_experiences
 from megarl.config import Config, load_resolved
 from megarl.errors import JobError
-from megarl.experience import shuffle_rewards
+from megarl.experience import Report, shuffle_rewards, verify
 from megarl.loop.rollouts import evaluate, request_training_rollout, wait_for_rollout
 from megarl.loop.session import Session
 from megarl.loop.warm_start import warm_start
@@ -67,11 +67,14 @@ def step(s: Session) -> bool:
             rollout_id = request_training_rollout(s)
             if not wait_for_rollout(s, rollout_id, f"rollout {number + 1}"):
                 return False
-            experiences = s.store.experiences(rollout_id)
-        if config.reward.shuffle:
-            experiences = shuffle_rewards(experiences, seed=config.trainer.seed * 1_000_003 + number)
+        with s.timeline.phase("batch", step=number):
+            experiences, verified = verify(s.store.experiences(rollout_id), config.reward, vocab_size=s.head.vocab_size)
+            if config.reward.shuffle:
+                experiences = shuffle_rewards(experiences, seed=config.trainer.seed * 1_000_003 + number)
         if not experiences:
-            raise JobError(f"rollout {rollout_id} left no experience to train on: every group had a reward error")
+            raise JobError(f"rollout {rollout_id} left nothing to train on: {verified.dropped}; {'; '.join(verified.messages)}")
+        for message in verified.messages:
+            s.say(f"dropped from training: {message}")
         with s.timeline.phase("batch", step=number):
             advantages = _advantages(s, experiences)
             rows = stack_experiences(experiences, advantages, pad_id=s.pad_id, multiple=s.length_multiple)
@@ -92,7 +95,7 @@ def step(s: Session) -> bool:
             with s.timeline.phase("checkpoint", step=number):
                 s.commit()
     metrics = mean_of_sums(s.gather(sums)) | optimizer_metrics | report
-    metrics |= _experience_metrics(experiences, advantages, config.rollout.max_response_tokens)
+    metrics |= _experience_metrics(experiences, advantages, verified)
     seconds = s.timeline.seconds
     metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
     metrics |= {f"rollout/{name}": v for name, v in s.store.rollout_metrics(rollout_id).items()}
@@ -136,7 +139,7 @@ def _mismatch(rows: Rows) -> Sums:
     }
 
 
-def _experience_metrics(experiences: list[Experience], advantages: list[float], limit: int) -> dict[str, float]:
+def _experience_metrics(experiences: list[Experience], advantages: list[float], verified: Report) -> dict[str, float]:
     lengths = [float(len(e.response_ids)) for e in experiences]
     scores = [e.reward.score for e in experiences]
     metrics = spread("critic/score", scores) | spread("critic/rewards", scores) | spread("critic/advantages", advantages)
@@ -144,7 +147,9 @@ def _experience_metrics(experiences: list[Experience], advantages: list[float], 
     metrics |= spread("prompt_length", [float(len(e.prompt_ids)) for e in experiences])
     metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in experiences) / len(experiences)
     metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in experiences) / len(experiences)
-    metrics["reward/error_rate"] = sum(e.reward.status in ("error", "timeout") for e in experiences) / len(experiences)
+    errors = verified.statuses.get("error", 0) + verified.statuses.get("timeout", 0)
+    metrics["reward/error_rate"] = errors / max(1, sum(verified.statuses.values()))
+    metrics["reward/dropped_groups"] = float(verified.groups - verified.kept)
     return metrics
 
 

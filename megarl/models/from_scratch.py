@@ -50,12 +50,17 @@ def create(path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iter
     """
     path = Path(path)
     if path.exists():
-        raise ConfigError(f"model.path {path} exists already; remove it or choose another path to make a model from scratch")
+        raise ConfigError(
+            f"model.path {path} exists already; remove it or choose another path to make a model from scratch"
+        )
     if config.model_type not in MODELS:
-        raise ConfigError(f"model.from_scratch.model_type={config.model_type!r} is not known; known: {', '.join(MODELS)}")
+        raise ConfigError(
+            f"model.from_scratch.model_type={config.model_type!r} is not known; known: {', '.join(MODELS)}"
+        )
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
-            f"model.from_scratch: num_key_value_heads {config.num_key_value_heads} does not divide num_attention_heads {config.num_attention_heads}"
+            f"model.from_scratch: num_key_value_heads {config.num_key_value_heads} does not divide "
+            f"num_attention_heads {config.num_attention_heads}"
         )
     tokenizer = train_tokenizer(corpus, config.vocab_size)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,18 +83,25 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
     needed = len(SPECIAL_TOKENS) + len(alphabet)
     if vocab_size < needed:
         raise ConfigError(
-            f"model.from_scratch.vocab_size={vocab_size} is too small: the corpus has {len(alphabet)} characters, with the special tokens at least {needed} are needed"
+            f"model.from_scratch.vocab_size={vocab_size} is too small: the corpus has {len(alphabet)} characters, "
+            f"with the special tokens at least {needed} are needed"
         )
     tokenizer = Tokenizer(models.BPE(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     free = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([AddedToken(f"<|unused_{i}|>", special=True, normalized=False) for i in range(free)])
-    assert tokenizer.get_vocab_size() == vocab_size, f"tokenizer has {tokenizer.get_vocab_size()} ids, wanted {vocab_size}"
+    assert tokenizer.get_vocab_size() == vocab_size, (
+        f"tokenizer has {tokenizer.get_vocab_size()} ids, wanted {vocab_size}"
+    )
     return tokenizer
 
 
@@ -138,7 +150,9 @@ def _qwen3(config: FromScratchConfig, seed: int) -> Qwen3ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(hf_config).to(torch.float32)
-    model.generation_config = GenerationConfig(eos_token_id=SPECIAL_TOKENS.index(END), pad_token_id=SPECIAL_TOKENS.index(PAD), do_sample=True)
+    model.generation_config = GenerationConfig(
+        eos_token_id=SPECIAL_TOKENS.index(END), pad_token_id=SPECIAL_TOKENS.index(PAD), do_sample=True
+    )
     return model
 
 

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 
 from megarl.architectures import architecture
 from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.reshard.layouts import padded_vocab_size
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
-VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this times tp (Megatron-LM's make_vocab_size_divisible_by)."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -22,11 +21,6 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    multiple = VOCAB_MULTIPLE * tp
-    return vocab_size + -vocab_size % multiple
 
 
 def build_stage(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> torch.nn.Module:

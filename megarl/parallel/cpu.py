@@ -39,11 +39,8 @@ def install() -> bool:
         return False
     if not _installed:
         _installed = True
-        _cuda_runtime()
-        _device_literals()
-        _rng_state()
-        _optimizer_dtype_names()
-        _fused_layout_adam()
+        for point in POINTS:
+            point()
     return True
 
 
@@ -198,3 +195,12 @@ def _fused_layout_adam() -> None:
     optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdamW
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+POINTS: tuple[Callable[[], None], ...] = (
+    _cuda_runtime,
+    _device_literals,
+    _rng_state,
+    _optimizer_dtype_names,
+    _fused_layout_adam,
+)

@@ -47,7 +47,9 @@ class RewardPool:
             self._idle.put_nowait(worker)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -79,7 +81,9 @@ class RewardPool:
         except (_WorkerError, ConfigError) as error:
             return Verdict(Reward(math.nan, "error"), str(error))
         if reply["status"] in ("error", "timeout"):
-            return Verdict(Reward(math.nan, reply["status"], reply["parts"]), f"the reward function reported {reply['status']}")
+            return Verdict(
+                Reward(math.nan, reply["status"], reply["parts"]), f"the reward function reported {reply['status']}"
+            )
         return Verdict(Reward(reply["score"], reply["status"], reply["parts"]))
 
 

@@ -9,7 +9,7 @@ from megarl.errors import DataError
 from megarl.rewards import procedural
 
 Scorer = Callable[[str, Any, dict[str, Any] | None], Any]
-"""(solution_str, ground_truth, extra_info) -> float, or a dict with ``score`` (and ``status`` or ``acc``, and parts)."""
+"""(solution_str, ground_truth, extra_info) -> float, or a dict with ``score`` (``status`` or ``acc``, and parts)."""
 
 SCORERS: dict[str, Callable[[str], Scorer]] = {
     "reasoning_gym/": procedural.scorer,
@@ -26,11 +26,16 @@ def scorer_for(data_source: str) -> Scorer:
     """The verifier with the longest matching prefix. Raises DataError when there is none."""
     matching = [prefix for prefix in SCORERS if data_source.startswith(prefix)]
     if not matching:
-        raise DataError(f"data_source {data_source!r} has no verifier; known prefixes: {', '.join(SCORERS)}; or give reward.path, a file with compute_score")
+        raise DataError(
+            f"data_source {data_source!r} has no verifier; known prefixes: {', '.join(SCORERS)}; "
+            f"or give reward.path, a file with compute_score"
+        )
     prefix = max(matching, key=len)
     return SCORERS[prefix](data_source[len(prefix) :])
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Any:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> Any:
     """Score an answer, in verl's signature. Raises DataError for a data source without a verifier."""
     return scorer_for(data_source)(solution_str, ground_truth, extra_info)

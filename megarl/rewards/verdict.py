@@ -22,10 +22,14 @@ def to_verdict(result: Any) -> dict[str, Any]:
     if "score" not in result:
         raise ValueError(f"compute_score returned a dict without 'score'; its keys are {sorted(map(str, result))}")
     score = _number(result["score"], "'score'")
-    parts = {str(name): float(value) for name, value in result.items() if name != "score" and _is_number(value) and math.isfinite(value)}
+    parts = {
+        str(name): float(value)
+        for name, value in result.items()
+        if name != "score" and _is_number(value) and math.isfinite(value)
+    }
     status = result.get("status")
     if status is None:
-        status = "ok" if (result["acc"] if "acc" in result else score >= 1.0) else "wrong"
+        status = "ok" if result.get("acc", score >= 1.0) else "wrong"
     if status not in STATUSES:
         raise ValueError(f"compute_score returned status {status!r}; expected one of {', '.join(STATUSES)}")
     return {"score": score, "status": status, "parts": parts}
@@ -37,7 +41,10 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: Any, what: str) -> float:
     if not _is_number(value):
-        raise TypeError(f"compute_score must return a number or a dict with a number 'score'; {what} is {type(value).__name__} {value!r:.60}")
+        raise TypeError(
+            f"compute_score must return a number or a dict with a number 'score'; "
+            f"{what} is {type(value).__name__} {value!r:.60}"
+        )
     if not math.isfinite(value):
         raise ValueError(f"compute_score returned {value}; a score must be finite")
     return float(value)

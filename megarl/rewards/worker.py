@@ -38,7 +38,10 @@ def load_function(path: str | None) -> Callable[..., Any]:
         raise ConfigError(f"reward.path {path}: cannot be imported: {describe(error)}") from error
     function = getattr(module, "compute_score", None)
     if not callable(function):
-        raise ConfigError(f"reward.path {path}: defines no function compute_score(data_source, solution_str, ground_truth, extra_info=None)")
+        raise ConfigError(
+            f"reward.path {path}: defines no function "
+            f"compute_score(data_source, solution_str, ground_truth, extra_info=None)"
+        )
     return function
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 import numpy as np
@@ -88,7 +88,7 @@ class EngineClient:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> EngineClient:
+    async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
         return self
@@ -132,7 +132,9 @@ class EngineClient:
                     yield _completion(url, json.loads(line))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise EngineError(f"the engine at {url} is gone or silent ({reason}); its log has its last words") from error
+            raise EngineError(
+                f"the engine at {url} is gone or silent ({reason}); its log has its last words"
+            ) from error
 
 
 def _completion(url: str, record: dict[str, Any]) -> Completion:

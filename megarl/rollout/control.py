@@ -43,10 +43,14 @@ class EngineControl:
         while not self._healthy():
             waited = time.monotonic() - start
             if not alive():
-                raise EngineError(self._with_log(f"the engine at {self.url} died after {waited:.0f} s, before it was ready"))
+                raise EngineError(
+                    self._with_log(f"the engine at {self.url} died after {waited:.0f} s, before it was ready")
+                )
             if waited > timeout_s:
                 limit = f"rollout.start_timeout_s = {timeout_s:g}"
-                raise EngineError(self._with_log(f"the engine at {self.url} was not ready after {waited:.0f} s ({limit})"))
+                raise EngineError(
+                    self._with_log(f"the engine at {self.url} was not ready after {waited:.0f} s ({limit})")
+                )
             time.sleep(_POLL_S)
         self.state()
         return time.monotonic() - start
@@ -91,7 +95,9 @@ class EngineControl:
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of ``token_ids[1:]``, each given those before it, at temperature 1. Length len(token_ids) - 1."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = self._call("POST", "/inference/v1/generate", {"token_ids": list(token_ids), "sampling_params": sampling})
+        answer = self._call(
+            "POST", "/inference/v1/generate", {"token_ids": list(token_ids), "sampling_params": sampling}
+        )
         entries = answer["prompt_logprobs"][1:]
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
 
@@ -113,7 +119,9 @@ class EngineControl:
             said = error.read().decode(errors="replace")
             raise EngineError(f"the engine at {self.url} answered {error.code} to {method} {path}: {said}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise EngineError(self._with_log(f"the engine at {self.url} did not answer {method} {path}: {error}")) from error
+            raise EngineError(
+                self._with_log(f"the engine at {self.url} did not answer {method} {path}: {error}")
+            ) from error
         return json.loads(text) if text else None
 
     def _with_log(self, message: str) -> str:

@@ -119,7 +119,9 @@ async def _generate(request: Request) -> Response:
         )
     except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": str(error)}, status_code=400)
-    return StreamingResponse(_stream(request.app.state.engine_client, body, sampling), media_type="application/x-ndjson")
+    return StreamingResponse(
+        _stream(request.app.state.engine_client, body, sampling), media_type="application/x-ndjson"
+    )
 
 
 async def _stream(engine: EngineClient, body: GenerateBody, sampling: SamplingParams) -> AsyncIterator[bytes]:

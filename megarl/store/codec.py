@@ -54,7 +54,10 @@ def experience_to_row(experience: Experience) -> dict[str, Any]:
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray) or array.dtype != ARRAYS[name] or array.ndim != 1:
             seen = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise TypeError(f"experience {experience.group_id}[{experience.index}]: {name} must be a 1-D {np.dtype(ARRAYS[name])} array, got {seen}")
+            raise TypeError(
+                f"experience {experience.group_id}[{experience.index}]: {name} must be a 1-D "
+                f"{np.dtype(ARRAYS[name])} array, got {seen}"
+            )
     reward, stats = experience.reward, experience.group_stats
     record = {
         "group_size": experience.group_size,

@@ -10,6 +10,7 @@ committed transaction (a power cut may lose the last ones, never the file). WAL 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 import time
@@ -87,7 +88,9 @@ class Store:
             taken = {row.task_id: row.split for row in connection.execute(select(TASKS.c.task_id, TASKS.c.split))}
             clash = next((task_id for task_id in ids if task_id in taken), None)
             if clash is not None:
-                raise DataError(f"task id {clash!r} of split {split!r} belongs to split {taken[clash]!r}; ids must be unique")
+                raise DataError(
+                    f"task id {clash!r} of split {split!r} belongs to split {taken[clash]!r}; ids must be unique"
+                )
             rows = [task_to_row(task) | {"split": split, "position": i} for i, task in enumerate(tasks)]
             if rows:
                 connection.execute(insert(TASKS), rows)
@@ -95,7 +98,9 @@ class Store:
     def task_ids(self, split: str) -> list[str]:
         """Ids of a split's tasks in the order in which they were added."""
         with self._read() as connection:
-            return list(connection.scalars(select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position)))
+            return list(
+                connection.scalars(select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position))
+            )
 
     def tasks(self, split: str) -> list[Task]:
         """A split's tasks in the order in which they were added."""
@@ -124,7 +129,10 @@ class Store:
             known = set(connection.scalars(select(TASKS.c.task_id)))
             unknown = [task_id for task_id in task_ids if task_id not in known]
             if unknown:
-                raise DataError(f"rollout {rollout_id}: {len(unknown)} task ids are not in the store, the first is {unknown[0]!r}; add_tasks first")
+                raise DataError(
+                    f"rollout {rollout_id}: {len(unknown)} task ids are not in the store, the first is {unknown[0]!r}; "
+                    f"add_tasks first"
+                )
             _delete_rollouts(connection, [rollout_id])
             rollout = {
                 "rollout_id": rollout_id,
@@ -172,7 +180,9 @@ class Store:
     def rollout_metrics(self, rollout_id: str) -> dict[str, float]:
         """What explorers measured for a rollout, summed over them (seconds, tokens, samples)."""
         with self._read() as connection:
-            texts = connection.scalars(select(ROLLOUT_METRICS.c.metrics).where(ROLLOUT_METRICS.c.rollout_id == rollout_id))
+            texts = connection.scalars(
+                select(ROLLOUT_METRICS.c.metrics).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
+            )
             total: dict[str, float] = {}
             for text in texts:
                 for name, value in json.loads(text).items():
@@ -192,8 +202,12 @@ class Store:
 
     # ----------------------------------------------------------------- claims
 
-    def claim_groups(self, worker: str, limit: int, *, lease_s: float = LEASE_S) -> list[Claim]:
+    def claim_groups(
+        self, worker: str, limit: int, *, max_samples: int | None = None, lease_s: float = LEASE_S
+    ) -> list[Claim]:
         """Claim up to ``limit`` groups, oldest rollout first; groups claimed over ``lease_s`` ago count as free.
+
+        With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
 
         No two claims hold the same group: SQLite's writers take turns, PostgreSQL skips rows that another locks.
         """
@@ -212,14 +226,26 @@ class Store:
         )
         with self._write() as connection:
             groups = connection.execute(query).all()
+            if max_samples is not None:
+                samples = itertools.accumulate(group.group_size for group in groups)
+                groups = [
+                    group
+                    for i, (group, n) in enumerate(zip(groups, samples, strict=True))
+                    if i == 0 or n <= max_samples
+                ]
             if not groups:
                 return []
             tokens = {group.group_id: uuid.uuid4().hex for group in groups}
             for group_id, token in tokens.items():
                 values = {"state": "claimed", "claimed_by": worker, "claimed_at": now, "claim_token": token}
-                connection.execute(update(GROUPS).where(GROUPS.c.group_id == group_id).values(**values, attempt=GROUPS.c.attempt + 1))
+                connection.execute(
+                    update(GROUPS).where(GROUPS.c.group_id == group_id).values(**values, attempt=GROUPS.c.attempt + 1)
+                )
             wanted = {group.task_id for group in groups}
-            tasks = {row.task_id: task_from_row(row) for row in connection.execute(select(TASKS).where(TASKS.c.task_id.in_(wanted)))}
+            tasks = {
+                row.task_id: task_from_row(row)
+                for row in connection.execute(select(TASKS).where(TASKS.c.task_id.in_(wanted)))
+            }
         return [
             Claim(
                 rollout_id=group.rollout_id,
@@ -238,17 +264,22 @@ class Store:
             for group in groups
         ]
 
-    def finish_group(self, claim: Claim, experiences: Sequence[Experience], metrics: Mapping[str, float] | None = None) -> bool:
+    def finish_group(
+        self, claim: Claim, experiences: Sequence[Experience], metrics: Mapping[str, float] | None = None
+    ) -> bool:
         """Write a whole group's experiences and mark it done, in one transaction.
 
         ``metrics`` replaces what this worker has reported for the rollout so far. Returns False, writing nothing,
         when the claim is no longer the group's (released, expired, or the rollout was asked for again).
         """
         rows = [experience_to_row(experience) for experience in experiences]
-        assert sorted(row["index"] for row in rows) == list(range(claim.group_size)), (
-            f"group {claim.group_id} of size {claim.group_size} finished with indices {sorted(row['index'] for row in rows)}"
+        indices = sorted(row["index"] for row in rows)
+        assert indices == list(range(claim.group_size)), (
+            f"group {claim.group_id} of size {claim.group_size} finished with indices {indices}"
         )
-        assert all(row["group_id"] == claim.group_id for row in rows), f"an experience of another group in {claim.group_id}"
+        assert all(row["group_id"] == claim.group_id for row in rows), (
+            f"an experience of another group in {claim.group_id}"
+        )
         mine = (GROUPS.c.group_id == claim.group_id, GROUPS.c.state == "claimed", GROUPS.c.claim_token == claim.token)
         with self._write() as connection:
             if connection.execute(update(GROUPS).where(*mine).values(state="done", claim_token=None)).rowcount != 1:
@@ -286,7 +317,9 @@ class Store:
     def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
         """Append to the job's log of events (a retry, a restart, a warning)."""
         with self._write() as connection:
-            connection.execute(insert(EVENTS), [{"at": time.time(), "source": source, "kind": kind, "data": dumps(dict(data))}])
+            connection.execute(
+                insert(EVENTS), [{"at": time.time(), "source": source, "kind": kind, "data": dumps(dict(data))}]
+            )
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Events in order: {at (unix seconds), source, kind, data}."""
@@ -295,7 +328,9 @@ class Store:
             query = query.where(EVENTS.c.kind == kind)
         with self._read() as connection:
             rows = connection.execute(query)
-            return [{"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)} for row in rows]
+            return [
+                {"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)} for row in rows
+            ]
 
     def open_job(self) -> None:
         """Say that work may still be asked for."""
@@ -338,9 +373,13 @@ def _engine(url: str) -> Engine:
         try:
             return create_engine(parsed)
         except ModuleNotFoundError as missing:
-            raise ConfigError(f"store.url {parsed.render_as_string()} needs the Python module {missing.name!r}; install it") from missing
+            raise ConfigError(
+                f"store.url {parsed.render_as_string()} needs the Python module {missing.name!r}; install it"
+            ) from missing
     if not parsed.database or parsed.database == ":memory:":
-        raise ConfigError(f"store.url {url!r} names no file; explorer and trainer share the store, so give sqlite:///PATH")
+        raise ConfigError(
+            f"store.url {url!r} names no file; explorer and trainer share the store, so give sqlite:///PATH"
+        )
     Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
 

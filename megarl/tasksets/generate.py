@@ -24,8 +24,8 @@ Entry = dict[str, Any]
 """reasoning-gym's {question: str, answer: str, metadata: dict}. Generators yield None for a draw that does not fit the
 options, so that an impossible limit ends."""
 
-MAX_DRAWS_PER_ROW = 200
-"""Draws allowed for each row wanted before a file counts as unreachable."""
+MAX_DRY_DRAWS = 50_000
+"""Draws in a row without a new question after which a file counts as unreachable (half a second)."""
 OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "allow_negation": 0, "max_number": 0}
 """Options of the arithmetic families and their defaults. ``max_number`` > 0 keeps the questions whose numbers are all
 at most that large (reasoning-gym itself only knows digits); ``allow_negation`` is 0 or 1."""
@@ -49,7 +49,9 @@ def generate(
     Raises ConfigError for an unknown generator or option, DataError when there are too few distinct questions.
     """
     if name not in GENERATORS:
-        raise ConfigError(f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}")
+        raise ConfigError(
+            f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}"
+        )
     settings = _settings(name, options or {})
     tasks = {
         split: _split(name, split, sizes[split], _eval_share(sizes), seed, settings)
@@ -98,18 +100,24 @@ def _split(name: str, split: str, size: int, eval_share: float, seed: int, setti
     # The streams of reasoning-gym's seeds s and s+1 are one stream shifted by an entry: keep splits far apart.
     start = seed * 10**9 + SPLITS.index(split) * 10**8
     seen: dict[str, Entry] = {}
-    draws = size * MAX_DRAWS_PER_ROW
-    for entry in itertools.islice(GENERATORS[name](start, settings), draws):
-        if len(seen) == size:
+    dry = 0
+    for entry in GENERATORS[name](start, settings):
+        if len(seen) == size or dry == MAX_DRY_DRAWS:
             break
-        if entry and _is_held_out(entry["question"], seed, eval_share) == (split == "eval"):
-            seen.setdefault(entry["question"], entry)
+        dry += 1
+        if (
+            entry
+            and entry["question"] not in seen
+            and _is_held_out(entry["question"], seed, eval_share) == (split == "eval")
+        ):
+            seen[entry["question"]] = entry
+            dry = 0
     if len(seen) < size:
         raise DataError(
-            f"taskset.{split}_size={size} cannot be reached: {draws} draws of {name} with {dict(settings)} gave only {len(seen)} distinct "
-            f"questions for {split}; lower the size or widen taskset.options"
+            f"taskset.{split}_size={size} cannot be reached: {name} with {dict(settings)} has only about "
+            f"{len(seen)} distinct questions for {split}; lower the size or widen taskset.options"
         )
-    # Distinct draws come in the order in which the small numbers run out; without this a file would grow harder row by row.
+    # Small numbers run out first among distinct draws: without this a file would grow harder row by row.
     entries = list(seen.values())
     random.Random(start).shuffle(entries)
     return [_task(name, split, i, entry) for i, entry in enumerate(entries)]
@@ -150,7 +158,10 @@ def _check_disjoint(tasks: Mapping[str, list[Task]]) -> None:
 def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
     for option in options:
         if option not in OPTIONS:
-            raise ConfigError(f"taskset.options.{option} is not an option of {name};{_nearest(option, OPTIONS)} known: {', '.join(OPTIONS)}")
+            raise ConfigError(
+                f"taskset.options.{option} is not an option of {name};{_nearest(option, OPTIONS)} "
+                f"known: {', '.join(OPTIONS)}"
+            )
     settings = OPTIONS | dict(options)
     if settings["max_terms"] < settings["min_terms"] or settings["max_digits"] < settings["min_digits"]:
         raise ConfigError(f"taskset.options: a maximum is below its minimum in {settings}")

@@ -18,6 +18,7 @@ from megarl.errors import DataError
 from megarl.schema import Task
 
 REQUIRED = ("data_source", "prompt", "reward_model")
+COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "response")
 ROLES = ("system", "user", "assistant")
 
 
@@ -39,12 +40,18 @@ def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, s
     required = (*REQUIRED, "response") if require_response else REQUIRED
     missing = [name for name in required if name not in table.column_names]
     if missing:
-        raise DataError(f"{path}: column {missing[0]!r} is missing; the columns are {table.column_names}, needed are {list(required)}")
+        raise DataError(
+            f"{path}: column {missing[0]!r} is missing; the columns are {table.column_names}, "
+            f"needed are {list(required)}"
+        )
     if table.num_rows == 0:
         raise DataError(f"{path}: has no rows")
-    name = split if split is not None else path.stem
-    columns = [c for c in ("data_source", "prompt", "ability", "reward_model", "extra_info", "response") if c in table.column_names]
-    return [_task(path, i, f"{name}/{i}", row, require_response) for i, row in enumerate(table.select(columns).to_pylist())]
+    prefix = path.stem if split is None else split
+    columns = [name for name in COLUMNS if name in table.column_names]
+    return [
+        _task(path, i, f"{prefix}/{i}", row, require_response)
+        for i, row in enumerate(table.select(columns).to_pylist())
+    ]
 
 
 def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task]) -> None:

@@ -26,7 +26,9 @@ Messages = Sequence[dict[str, str]]
 class ChatTokenizer:
     """The tokenizer and chat template of an HF checkpoint directory."""
 
-    def __init__(self, tokenizer: Tokenizer, template: jinja2.Template, variables: dict[str, Any], eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: jinja2.Template, variables: dict[str, Any], eos_ids: tuple[int, ...]
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._variables = variables
@@ -35,10 +37,12 @@ class ChatTokenizer:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ChatTokenizer:
-        """Read ``tokenizer.json``, the chat template and the end tokens. Raises CheckpointError naming what is missing."""
+        """Read tokenizer.json, the chat template and the end tokens. Raises CheckpointError naming what is missing."""
         folder = Path(path)
         if not (folder / "tokenizer.json").is_file():
-            raise CheckpointError(f"{folder}: tokenizer.json is missing; model.path must be an HF checkpoint with a fast tokenizer")
+            raise CheckpointError(
+                f"{folder}: tokenizer.json is missing; model.path must be an HF checkpoint with a fast tokenizer"
+            )
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         config = _read_json(folder / "tokenizer_config.json")
         template_file = folder / "chat_template.jinja"
@@ -46,15 +50,21 @@ class ChatTokenizer:
         if isinstance(source, list):  # transformers' form for several named templates
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if not source:
-            raise CheckpointError(f"{folder}: no chat template; add chat_template.jinja or tokenizer_config.json's chat_template")
+            raise CheckpointError(
+                f"{folder}: no chat template; add chat_template.jinja or tokenizer_config.json's chat_template"
+            )
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         variables = {name: _content(config.get(name)) for name in names if config.get(name) is not None}
         ends = _read_json(folder / "generation_config.json").get("eos_token_id")
         if ends is None and "eos_token" in variables:
             ends = tokenizer.token_to_id(variables["eos_token"])
         if ends is None:
-            raise CheckpointError(f"{folder}: no end-of-sequence token in generation_config.json or tokenizer_config.json")
-        return cls(tokenizer, _environment().from_string(source), variables, tuple(ends) if isinstance(ends, list) else (ends,))
+            raise CheckpointError(
+                f"{folder}: no end-of-sequence token in generation_config.json or tokenizer_config.json"
+            )
+        return cls(
+            tokenizer, _environment().from_string(source), variables, tuple(ends) if isinstance(ends, list) else (ends,)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -71,11 +81,15 @@ class ChatTokenizer:
 
     def response_ids(self, text: str) -> np.ndarray:
         """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
-        return np.asarray([*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_ids[0]], dtype=np.int32)
+        return np.asarray(
+            [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_ids[0]], dtype=np.int32
+        )
 
     def encode_prompts(self, prompts: Iterable[Messages]) -> list[np.ndarray]:
         """:meth:`prompt_ids` of many prompts at once."""
-        encodings = self._tokenizer.encode_batch([self.render(messages) for messages in prompts], add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch(
+            [self.render(messages) for messages in prompts], add_special_tokens=False
+        )
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -83,7 +97,9 @@ class ChatTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-def check_prompts(tasks: Sequence[Task], tokenizer: ChatTokenizer, limit: int, *, path: str | os.PathLike[str] | None = None) -> None:
+def check_prompts(
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, limit: int, *, path: str | os.PathLike[str] | None = None
+) -> None:
     """Refuse prompts of more than ``limit`` tokens. ``tasks`` are all rows of ``path`` in order (for the message).
 
     Raises DataError naming file, row, length and limit.
@@ -91,12 +107,16 @@ def check_prompts(tasks: Sequence[Task], tokenizer: ChatTokenizer, limit: int, *
     for row, ids in enumerate(tokenizer.encode_prompts(task.prompt for task in tasks)):
         if len(ids) > limit:
             where = f"{path}: row {row}" if path is not None else f"task {tasks[row].task_id}"
-            raise DataError(f"{where}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; raise it or drop the row")
+            raise DataError(
+                f"{where}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; raise it or drop the row"
+            )
 
 
 def _environment() -> jinja2.Environment:
     """As transformers renders chat templates: sandboxed, block tags leave no blank lines."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = _raise_exception
     return environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,13 +44,19 @@ class FrozenModel:
         return named_tensors(self.stage)
 
     @torch.no_grad()
-    def logprob(self, rows: Rows, micro_batch_size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(log-prob, entropy) float32 [N, S] of the masked next tokens; None on ranks without the last stage."""
+    def logprob(
+        self, rows: Rows, micro_batch_size: int, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(log-prob, entropy) float32 [N, S] of the masked next tokens; None on ranks without the last stage.
+
+        ``temperature`` None takes the head's.
+        """
+        head = self.head if temperature is None else replace(self.head, temperature=temperature)
         self.stage.eval()
         parts = run(
             self.stage,
             micro_batches(rows, micro_batch_size),
-            self.head,
+            head,
             lambda _, logp, entropy: (logp.sum(), (logp, entropy)),
             forward_only=True,
         )

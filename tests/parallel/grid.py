@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -26,7 +27,8 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, port: int, a
 
     torch.set_num_threads(1)
     try:
-        results.put((rank, function(rank, *args), None))
+        # Pickled here: torch would otherwise pass tensors by handles that die with this process.
+        results.put((rank, pickle.dumps(function(rank, *args)), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
     results.close()
@@ -39,7 +41,7 @@ def run_grid(world: int, function: Callable[..., Any], *args: Any, timeout_s: fl
     results = _context.Queue()
     port = free_port()
     processes = [
-        _context.Process(target=_rank_main, args=(function, r, world, port, args, results), daemon=True) for r in range(world)
+        _context.Process(target=_rank_main, args=(function, r, world, port, args, results)) for r in range(world)
     ]
     for p in processes:
         p.start()
@@ -49,7 +51,7 @@ def run_grid(world: int, function: Callable[..., Any], *args: Any, timeout_s: fl
             rank, value, error = results.get(timeout=timeout_s)
             if error is not None:
                 raise AssertionError(f"rank {rank} of {world} failed:\n{error}")
-            answers[rank] = value
+            answers[rank] = pickle.loads(value)
     finally:
         for p in processes:
             if len(answers) < world:

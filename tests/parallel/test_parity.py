@@ -79,7 +79,7 @@ def one_update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, 
     from megarl.batching import Rows, shard
     from megarl.checkpoint import hf
     from megarl.metrics import mean_of_sums
-    from megarl.models.gpt import VOCAB_MULTIPLE, unwrap
+    from megarl.models.gpt import unwrap
     from megarl.parallel import groups
     from megarl.reshard.layouts import MegatronGrid, megatron_layout
     from megarl.training.actor import Actor
@@ -87,7 +87,7 @@ def one_update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, 
 
     position = groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
-    layout = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp), vocab_multiple=VOCAB_MULTIPLE)
+    layout = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp))
     actor = Actor(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), OptimizerConfig(lr=1e-3, clip_grad=CLIP_GRAD))
     hf.load_into(Path(path), layout, rank, actor.tensors)
     actor.weights_changed()
@@ -110,13 +110,12 @@ def one_update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, 
 
 
 def to_hf(hf_config: dict[str, Any], parallel: ParallelConfig, answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    from megarl.models.gpt import VOCAB_MULTIPLE
     from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
     from megarl.reshard.plan import build_plan
 
     target = hf_layout(hf_config)
     out = {name: torch.full(shape, float("nan")) for name, shape in target.local_shapes(0).items()}
-    source = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp), vocab_multiple=VOCAB_MULTIPLE)
+    source = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp))
     for m in build_plan(source, target).moves:
         size = [hi - lo for lo, hi in m.box]
         src = answers[m.src]["grads"][m.src_local][tuple(slice(a, a + n) for a, n in zip(m.src_at, size, strict=True))]

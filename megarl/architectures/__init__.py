@@ -1,0 +1,29 @@
+"""One table per model family: the single source of every name and shape that weights have anywhere in megarl."""
+
+from __future__ import annotations
+
+from megarl.architectures.qwen3 import QWEN3
+from megarl.architectures.table import Architecture, HFConfig, ModelSizes, Shape
+from megarl.errors import ArchitectureError
+
+__all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "ModelSizes", "Shape", "architecture"]
+
+ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3}
+"""``model_type`` of config.json -> its table."""
+
+
+def architecture(hf_config: HFConfig) -> Architecture:
+    """The table for a parsed config.json, checked against it.
+
+    Raises ArchitectureError for a family without a table and for a setting that the table does not cover.
+    """
+    model_type = hf_config.get("model_type")
+    found = ARCHITECTURES.get(str(model_type))
+    if found is None:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise ArchitectureError(
+            f"model_type={model_type!r} has no table; supported: {supported}. Use such a checkpoint, or add a table to "
+            "megarl/architectures/"
+        )
+    found.check(hf_config)
+    return found

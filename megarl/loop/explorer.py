@@ -1,0 +1,380 @@
+"""The explorer process: claims groups, keeps the engines busy, has every answer scored as it ends, writes whole groups.
+
+``python -m megarl.loop.explorer --config RUN/resolved.json`` with the engines' URLs in ``MEGARL_ENGINES`` (commas
+between) and the job's key in ``MEGARL_JOB_KEY``. Ends with 0 when the job is closed or on SIGTERM (its claims are
+given back), with 1 and the reason when the engines fail for good. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from megarl.config import Config, load_resolved
+from megarl.errors import EngineError
+from megarl.rewards import RewardPool, Verdict
+from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
+from megarl.schema import Experience, Segment, Task, WeightsVersion
+from megarl.store import Claim, Store
+from megarl.tasksets import ChatTokenizer
+
+log = logging.getLogger(__name__)
+
+RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
+"""Waits before asking again for samples that an engine failed to give: it may be paused or replaced meanwhile."""
+
+
+class Engine(Protocol):
+    """What the explorer asks of ``rollout.client.EngineClient``."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]: ...
+
+
+class Scorer(Protocol):
+    """What the explorer asks of ``rewards.RewardPool``."""
+
+    async def score(self, task: Task, text: str) -> Verdict: ...
+
+
+class RolloutClock:
+    """Seconds during which a rollout had generation under way, rewards under way, and both; and what it counted."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._active = {"generation": 0, "reward": 0}
+        self._last = now()
+        self._seconds = {"generation_s": 0.0, "reward_s": 0.0, "overlap_s": 0.0}
+        self.counts = {"groups": 0, "samples": 0, "prompt_tokens": 0, "response_tokens": 0, "retries": 0}
+
+    def change(self, phase: str, by: int) -> None:
+        """``by`` more (or fewer) samples are in ``phase``: generation or reward."""
+        self._account()
+        self._active[phase] += by
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds and counts so far."""
+        self._account()
+        return {**self._seconds, **{name: float(count) for name, count in self.counts.items()}}
+
+    def _account(self) -> None:
+        now = self._now()
+        passed, self._last = now - self._last, now
+        generating, scoring = self._active["generation"] > 0, self._active["reward"] > 0
+        self._seconds["generation_s"] += passed * generating
+        self._seconds["reward_s"] += passed * scoring
+        self._seconds["overlap_s"] += passed * (generating and scoring)
+
+
+@dataclass
+class _Group:
+    """A claimed group on its way: what has been sampled and what has been scored."""
+
+    claim: Claim
+    prompt_ids: np.ndarray
+    seed: int | None
+    clock: RolloutClock
+    sampled: set[int] = field(default_factory=set)
+    scored: dict[int, Experience] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        return [j for j in range(self.claim.group_size) if j not in self.sampled]
+
+
+class _Ask(NamedTuple):
+    """One prompt of a call to an engine; its sample j is the group's ``first + j``."""
+
+    prompt: Prompt
+    group: _Group
+    first: int
+
+
+class Explorer:
+    """Claims groups until the job is closed.
+
+    Args:
+        capacity: Samples kept under way at once.
+        calls: Calls over which newly claimed groups are spread (one for each engine).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        scorer: Scorer,
+        tokenizer: ChatTokenizer,
+        *,
+        worker: str,
+        capacity: int,
+        calls: int = 1,
+        poll_s: float = 0.02,
+        retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
+    ) -> None:
+        self._store = store
+        self._engine = engine
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._worker = worker
+        self._capacity = capacity
+        self._calls = calls
+        self._poll_s = poll_s
+        self._retry_delays_s = retry_delays_s
+        self._under_way = 0
+        self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
+        # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
+        # claims given back at the end cannot be overtaken by a claim that was still waiting.
+        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+
+    async def run(self) -> None:
+        """Work until the job is closed; claims still held are given back, however this ends.
+
+        Raises EngineError when an engine keeps failing.
+        """
+        flights: set[asyncio.Task[None]] = set()
+        try:
+            await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
+            async with asyncio.TaskGroup() as tasks:
+                while await self._call(self._store.job_state) == "open":
+                    claims = await self._claim()
+                    for batch in self._batches(claims):
+                        flight = tasks.create_task(self._fly(batch))
+                        flights.add(flight)
+                        flight.add_done_callback(flights.discard)
+                    if not claims:
+                        await asyncio.sleep(self._poll_s)
+                for flight in flights:
+                    flight.cancel()
+        except BaseExceptionGroup as failures:
+            if (failure := _first(failures)) is None:
+                raise
+            raise failure from failures
+        finally:
+            await self._call(self._store.release_claims, self._worker)
+            self._store_thread.shutdown()
+
+    async def _claim(self) -> list[Claim]:
+        free = self._capacity - self._under_way
+        if free < 1:
+            return []
+        claims = await self._call(self._store.claim_groups, self._worker, free, max_samples=free)
+        self._under_way += sum(claim.group_size for claim in claims)
+        return claims
+
+    def _batches(self, claims: Sequence[Claim]) -> list[list[_Group]]:
+        """One list of groups for each call to an engine: same rollout, spread over the engines."""
+        rollouts: dict[str, list[_Group]] = {}
+        for claim in claims:
+            rollouts.setdefault(claim.rollout_id, []).append(self._group(claim))
+        return [groups[i :: self._calls] for groups in rollouts.values() for i in range(min(self._calls, len(groups)))]
+
+    def _group(self, claim: Claim) -> _Group:
+        seed = claim.sampling.get("seed")
+        if seed is not None:  # of its own for every group, so that no two groups draw the same numbers
+            seed = int(np.random.SeedSequence([seed, claim.position]).generate_state(1)[0])
+        clock = self._clocks.setdefault((claim.rollout_id, claim.version), RolloutClock())
+        return _Group(claim, self._tokenizer.prompt_ids(claim.task.prompt), seed, clock)
+
+    async def _fly(self, groups: Sequence[_Group]) -> None:
+        """Sample and score some groups of one rollout, asking again for what an engine failed to give."""
+        async with asyncio.TaskGroup() as scoring:
+            for delay_s in (*self._retry_delays_s, None):
+                try:
+                    await self._generate(groups, scoring)
+                    return
+                except EngineError as error:
+                    if delay_s is None:
+                        raise
+                    log.warning("%s; asking again in %g s", error, delay_s)
+                    groups[0].clock.counts["retries"] += 1
+                    await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
+                    await asyncio.sleep(delay_s)
+
+    async def _generate(self, groups: Sequence[_Group], scoring: asyncio.TaskGroup) -> None:
+        """One call for all that is missing; each answer is scored from the moment it ends."""
+        asks = [ask for group in groups for ask in _asks(group)]
+        clock, outstanding = groups[0].clock, sum(ask.prompt.n for ask in asks)
+        sampling = _sampling(groups[0].claim.sampling)
+        clock.change("generation", outstanding)
+        aborted = 0
+        try:
+            async with aclosing(self._engine.generate([ask.prompt for ask in asks], sampling)) as completions:
+                async for completion in completions:
+                    outstanding -= 1
+                    clock.change("generation", -1)
+                    _, group, first = asks[completion.request]
+                    if completion.finish_reason == "abort":
+                        aborted += 1
+                        continue
+                    group.sampled.add(first + completion.index)
+                    scoring.create_task(self._score(group, first + completion.index, completion))
+        finally:
+            clock.change("generation", -outstanding)
+        if aborted:
+            raise EngineError(f"the engine cut {aborted} samples short")
+
+    async def _score(self, group: _Group, index: int, completion: Completion) -> None:
+        group.clock.change("reward", 1)
+        try:
+            verdict = await self._scorer.score(group.claim.task, self._tokenizer.decode(completion.token_ids))
+        finally:
+            group.clock.change("reward", -1)
+        if verdict.message is not None:
+            log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
+        group.scored[index] = experience(group.claim, index, group.prompt_ids, completion, verdict)
+        if len(group.scored) == group.claim.group_size:
+            await self._finish(group)
+
+    async def _finish(self, group: _Group) -> None:
+        counts, members = group.clock.counts, [group.scored[j] for j in range(group.claim.group_size)]
+        counts["groups"] += 1
+        counts["samples"] += len(members)
+        counts["prompt_tokens"] += len(group.prompt_ids) * len(members)
+        counts["response_tokens"] += sum(len(member.response_ids) for member in members)
+        if not await self._call(self._store.finish_group, group.claim, members, group.clock.metrics()):
+            log.warning(
+                "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
+                group.claim.group_id,
+            )
+        self._under_way -= group.claim.group_size
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
+
+
+def experience(
+    claim: Claim, index: int, prompt_ids: np.ndarray, completion: Completion, verdict: Verdict
+) -> Experience:
+    """The record of one sample: tokens and log-probs exactly as the engine gave them."""
+    return Experience(
+        rollout_id=claim.rollout_id,
+        task_id=claim.task.task_id,
+        group_id=claim.group_id,
+        index=index,
+        group_size=claim.group_size,
+        prompt_ids=prompt_ids,
+        response_ids=completion.token_ids,
+        response_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
+        engine_logp=completion.logprobs,
+        reward=verdict.reward,
+        segments=_segments(completion, claim.version),
+        finish_reason=completion.finish_reason,
+        metadata={} if verdict.message is None else {"reward_message": verdict.message},
+    )
+
+
+def _segments(completion: Completion, asked: WeightsVersion) -> tuple[Segment, ...]:
+    """One for each set of weights; an engine that names none ran with those that the rollout was asked for."""
+    spans = completion.versions or [("default", 0, len(completion.token_ids))]
+    last = len(spans) - 1
+    return tuple(
+        Segment(
+            start,
+            end,
+            asked if version == "default" else WeightsVersion.parse(version),
+            completion.finish_reason if i == last else "abort",
+        )
+        for i, (version, start, end) in enumerate(spans)
+    )
+
+
+def _asks(group: _Group) -> list[_Ask]:
+    """The whole group as one prompt; after a failure each missing sample by itself, with the seed that it had."""
+    missing, size = group.missing, group.claim.group_size
+    if len(missing) == size:
+        return [_Ask(Prompt(group.prompt_ids, size, group.seed), group, 0)]
+    return [
+        _Ask(Prompt(group.prompt_ids, 1, None if group.seed is None else group.seed + j), group, j) for j in missing
+    ]
+
+
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    return Sampling(**{name: value for name, value in settings.items() if name != "seed"})
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | None:
+    """The first EngineError, if no task failed for another reason."""
+    failing, others = failures.split(EngineError)
+    if failing is None or others is not None:
+        return None
+    failure: BaseException = failing
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    assert isinstance(failure, EngineError)
+    return failure
+
+
+async def explore(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
+    """Run one explorer of a job until the job is closed. Raises EngineError or ConfigError when it cannot go on."""
+    tokenizer = ChatTokenizer.open(config.model.path)
+    store = Store(config.store.url)
+    try:
+        async with (
+            EngineClient(engines, key, config.rollout.request_timeout_s) as engine,
+            RewardPool(config.reward) as scorer,
+        ):
+            explorer = Explorer(
+                store,
+                engine,
+                scorer,
+                tokenizer,
+                worker=worker,
+                capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
+                calls=len(engines),
+                poll_s=config.store.poll_s,
+            )
+            await explorer.run()
+    finally:
+        store.close()
+
+
+async def _until_signal(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
+    """:func:`explore`; SIGTERM or SIGINT end it in order, and that is no failure."""
+    work = asyncio.ensure_future(explore(config, engines, key, worker))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        log.info("stopped; claims given back")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.loop.explorer", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", required=True, help="the run's resolved.json")
+    parser.add_argument(
+        "--worker", default="explorer-0", help="name of this explorer within the job (default %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    missing = [name for name in ("MEGARL_ENGINES", "MEGARL_JOB_KEY") if not os.environ.get(name)]
+    if missing:
+        parser.error(f"{' and '.join(missing)} must be set in the environment; `megarl train` does")
+    engines = os.environ["MEGARL_ENGINES"].split(",")
+    try:
+        asyncio.run(
+            _until_signal(load_resolved(arguments.config), engines, os.environ["MEGARL_JOB_KEY"], arguments.worker)
+        )
+    except (EngineError, ValueError) as error:
+        if not type(error).__module__ == "megarl.errors":
+            raise
+        log.error("explorer %s: %s", arguments.worker, error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The weight link: one process group of trainer ranks and engine workers, beside both sides' default groups.
+
+Ranks of the link are the trainer's 0 .. W-1, then the workers of engine 0, of engine 1, and so on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from dataclasses import dataclass
+
+import torch
+from torch import distributed as dist
+
+
+@dataclass(frozen=True)
+class LinkAddress:
+    """``generation`` counts the links of a job: a new one replaces a link that a failure has broken."""
+
+    host: str
+    port: int
+    generation: int
+    world_size: int
+    timeout_s: float
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.timeout_s)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Point-to-point transport of flat contiguous tensors, as ``megarl.reshard.execute`` asks for it."""
+
+    group: dist.ProcessGroupGloo
+    peers: int
+    """Link rank of the other side's rank 0."""
+
+    def isend(self, tensor: torch.Tensor, rank: int) -> dist.Work:
+        """Starts to send to the other side's ``rank``; the tensor must stay as it is until ``wait()`` returns."""
+        return self.group.send([tensor], self.peers + rank, 0)
+
+    def recv(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fills the tensor with what the other side's ``rank`` sends next."""
+        self.group.recv([tensor], self.peers + rank, 0).wait()
+
+
+def open_store(address: LinkAddress, *, master: bool) -> dist.TCPStore:
+    """The link's key-value store; the master listens, others wait for it up to the timeout."""
+    return dist.TCPStore(
+        address.host, address.port, None, is_master=master, timeout=address.timeout, wait_for_workers=False
+    )
+
+
+def join(store: dist.Store, address: LinkAddress, rank: int, peers: int) -> Link:
+    """Joins the group as link rank ``rank``; returns when all ``address.world_size`` ranks have.
+
+    Raises:
+        torch.distributed.DistError: some rank did not come within the timeout.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = address.timeout
+    options._devices = [_device(address.host)]
+    prefix = dist.PrefixStore(f"link/{address.generation}", store)
+    return Link(dist.ProcessGroupGloo(prefix, rank, address.world_size, options), peers)
+
+
+def _device(host: str) -> dist.ProcessGroupGloo.Device:
+    """On one machine gloo must not listen outside it; across machines it finds its own address."""
+    loopback = host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    return (
+        dist.ProcessGroupGloo.create_device(hostname=host)
+        if loopback
+        else dist.ProcessGroupGloo.create_default_device()
+    )
+
+
+def _is_address(host: str) -> bool:
+    return host.replace(".", "").isdigit() or ":" in host

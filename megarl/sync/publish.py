@@ -1,0 +1,331 @@
+"""The trainer's side of a weight sync: connect once, publish every version, and prove that the engines have it.
+
+Every trainer rank makes the same calls. Rank 0 talks to the engines; the ranks talk to each other through the link's
+key-value store, so that all of them learn how a publication ended.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from megarl.config.schema import Config
+from megarl.errors import EngineError, WeightSyncError
+from megarl.reshard.execute import Digests, Transport, compare, merge, send
+from megarl.reshard.layout import Layout
+from megarl.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
+from megarl.reshard.plan import build_plan
+from megarl.rollout.addresses import JobAddresses
+from megarl.rollout.control import EngineControl
+from megarl.schema import WeightsVersion
+from megarl.sync.link import LinkAddress, join, open_store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a publication took; the same on every rank."""
+
+    seconds: float
+    """From the first request to pause until every engine generates again."""
+    pause_seconds: float
+    transfer_seconds: float
+    digest_seconds: float
+    bytes: int
+    """Sent over the link by all ranks together."""
+    digests: int
+    """Compared."""
+
+    def metrics(self) -> dict[str, float]:
+        return {f"sync/{name}": float(value) for name, value in asdict(self).items()}
+
+
+class ProbeResult(NamedTuple):
+    """Log-probs of the probe text on both sides: largest difference, and where it is."""
+
+    max_difference: float
+    position: int
+
+
+def check_probe(engine: Sequence[float], trainer: Sequence[float], tolerance: float) -> ProbeResult:
+    """Compares log-probs of the same fixed tokens, as the engine and the trainer compute them with the same weights.
+
+    Raises:
+        WeightSyncError: they differ by more than ``tolerance`` or are not numbers; equal stored weights that compute
+            something else (an old packed copy, stale keys and values, another rope) show here.
+    """
+    differences = [abs(e - t) for e, t in zip(engine, trainer, strict=True)]
+    position = max(range(len(differences)), key=lambda i: (differences[i] != differences[i], differences[i]))
+    largest = differences[position]
+    if not largest <= tolerance:
+        raise WeightSyncError(
+            f"after a sync the engine's log-prob of token {position + 1} of the probe text is {engine[position]:.6f}, the "
+            f"trainer's {trainer[position]:.6f}: {largest:.2e} apart, more than sync.probe_tolerance={tolerance:g}; the "
+            "stored weights agree, so the engine computes from other ones or computes another function"
+        )
+    return ProbeResult(largest, position)
+
+
+class WeightPublisher:
+    """One trainer rank's end of the weight link.
+
+    Args:
+        config: Uses model.dtype, parallel, rollout (tp, replicas, start_timeout_s) and sync.
+        layout: The trainer's: ``megatron_layout`` of config.parallel.
+        hf_config: config.json of the model.
+        rank: This process's rank in the layout.
+        vocab_multiple: What the layout was built with; the engines rebuild it.
+        addresses: Engines and link; read from the environment when not given.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        hf_config: Mapping[str, Any],
+        rank: int,
+        *,
+        vocab_multiple: int = VOCAB_MULTIPLE,
+        addresses: JobAddresses | None = None,
+    ) -> None:
+        addresses = addresses or JobAddresses.from_environment()
+        self._config = config
+        self._rank = rank
+        self._num_trainers = layout.num_ranks
+        self._vocab_multiple = vocab_multiple
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        destination = vllm_layout(hf_config, config.rollout.tp, replicas=config.rollout.replicas)
+        self._plan = build_plan(layout, destination)
+        self._engines = [EngineControl(url, addresses.key, config.sync.timeout_s) for url in addresses.engines]
+        world_size = layout.num_ranks + destination.num_ranks
+        self._address = LinkAddress(
+            addresses.link_host,
+            addresses.link_port,
+            generation=0,
+            world_size=world_size,
+            timeout_s=config.sync.timeout_s,
+        )
+        self._patience_s = config.rollout.start_timeout_s + config.sync.timeout_s
+        self._store: dist.TCPStore | None = None
+        self._count = 0
+        self.transport: Transport | None = None
+        """None until ``connect``, and again after a publication has failed."""
+
+    def connect(self) -> None:
+        """Waits for the engines and joins them in one group; again after a failure, to replace the broken group.
+
+        Raises:
+            EngineError, WeightSyncError: an engine is not ready in time, or refuses; every rank raises.
+        """
+        if self._store is None:
+            self._store = open_store(replace(self._address, timeout_s=self._patience_s), master=self._rank == 0)
+        self._address = replace(self._address, generation=self._address.generation + 1)
+        topic = f"connect/{self._address.generation}"
+        if self._rank == 0:
+            with self._deciding(topic):
+                self._each(lambda i, engine: engine.wait_ready(self._config.rollout.start_timeout_s))
+                self._each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
+        else:
+            self._hear(topic)
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            joining = self._submit(pool, lambda i, engine: engine.init(self._init_info(i))) if self._rank == 0 else []
+            link = join(self._store, self._address, self._rank, peers=self._num_trainers)
+            _results(joining)
+        self.transport = link
+
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+        """Sends this rank's local tensors (Megatron names, any float dtype); returns when every engine has proven to
+        have all weights and generates again.
+
+        Raises:
+            WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and ``publish``
+                bring them back.
+        """
+        if self.transport is None:
+            raise WeightSyncError(f"weights {version} cannot be published without a link: call connect() first")
+        self._count += 1
+        topic = f"publish/{self._address.generation}.{self._count}"
+        try:
+            return self._lead(topic, tensors, version) if self._rank == 0 else self._follow(topic, tensors, version)
+        except BaseException:
+            self.transport = None
+            raise
+
+    def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float:
+        """Largest difference of the log-probs of ``token_ids[1:]`` between this trainer and any engine.
+
+        Every rank calls it; ``trainer_logp`` (len(token_ids) - 1, temperature 1) counts on rank 0 only.
+
+        Raises:
+            WeightSyncError: on every rank, when it is more than sync.probe_tolerance. The engines then refuse requests.
+        """
+        self._count += 1
+        topic = f"probe/{self._address.generation}.{self._count}"
+        if self._rank != 0:
+            return self._hear(topic)["max_difference"]
+        with self._deciding(topic) as told:
+            tolerance = self._config.sync.probe_tolerance
+            try:
+                answers = self._each(lambda i, engine: engine.probe(token_ids))
+                told["max_difference"] = max(check_probe(a, trainer_logp, tolerance).max_difference for a in answers)
+            except WeightSyncError as error:
+                self._close_engines(str(error))
+                raise
+        return told["max_difference"]
+
+    # ---------------------------------------------------------------- one publication
+
+    def _lead(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+        with self._deciding(f"{topic}/end") as told:
+            try:
+                report = self._drive(topic, tensors, version)
+            except Exception as error:
+                failure = f"weights {version} did not reach the engines whole: {error}"
+                self._close_engines(failure)
+                raise WeightSyncError(failure) from error
+            told.update(asdict(report))
+        return report
+
+    def _drive(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+        clock = [time.monotonic()]
+        with self._deciding(f"{topic}/go"):
+            self._each(lambda i, engine: engine.pause())
+            self._each(lambda i, engine: engine.start())
+        clock.append(time.monotonic())
+        sent = [self._transfer(tensors, version)]
+        sent += [_decode(self._hear(f"{topic}/sent/{rank}")["digests"]) for rank in range(1, self._num_trainers)]
+        self._each(lambda i, engine: engine.finish(str(version)))
+        self._each(lambda i, engine: engine.reset_prefix_cache())
+        clock.append(time.monotonic())
+        count = self._prove(sent)
+        clock.append(time.monotonic())
+        self._each(lambda i, engine: engine.refuse(None))
+        self._each(lambda i, engine: engine.resume())
+        paused, transferred, proven = (b - a for a, b in pairwise(clock))
+        size = sum(self._plan.bytes_per_link(self._dtype.itemsize).values())
+        return SyncReport(time.monotonic() - clock[0], paused, transferred, proven, size, count)
+
+    def _transfer(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> Digests:
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            updating = self._submit(pool, lambda i, engine: engine.update({"version": str(version)}))
+            try:
+                sent = self._send(tensors)
+            except Exception:
+                _raise_first(updating)  # the engine's own words explain more than a lost connection
+                raise
+            _results(updating)
+        return sent
+
+    def _follow(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+        self._hear(f"{topic}/go")
+        try:
+            with self._deciding(f"{topic}/sent/{self._rank}") as told:
+                told["digests"] = _encode(self._send(tensors))
+        except Exception as error:
+            raise WeightSyncError(f"rank {self._rank} could not send its part of weights {version}: {error}") from error
+        return SyncReport(**self._hear(f"{topic}/end"))
+
+    def _send(self, tensors: Mapping[str, torch.Tensor]) -> Digests:
+        assert self.transport is not None
+        bucket = self._config.sync.bucket_bytes
+        with torch.no_grad():
+            return send(self._plan, self._rank, tensors, self.transport, dtype=self._dtype, bucket_bytes=bucket)
+
+    def _prove(self, sent: Sequence[Digests]) -> int:
+        """Compares what was sent with what every worker computes with; returns the number of digests."""
+        got: Digests = {}
+        answers = self._each(lambda i, engine: engine.workers("megarl_digests"))
+        for rank, answer in enumerate(worker for engine in answers for worker in engine):
+            got |= {(rank, name): int(digest, 16) for name, digest in answer.items()}
+        compare(self._plan, merge(sent), got)
+        return len(got)
+
+    def _init_info(self, replica: int) -> dict[str, Any]:
+        """``megarl.sync.receiver.InitInfo`` for one engine."""
+        grid, rollout = self._config.parallel, self._config.rollout
+        return {
+            **asdict(self._address),
+            "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp},
+            "vocab_multiple": self._vocab_multiple,
+            "replicas": rollout.replicas,
+            "replica": replica,
+            "dtype": self._config.model.dtype,
+            "bucket_bytes": self._config.sync.bucket_bytes,
+            "fingerprint": self._plan.fingerprint,
+        }
+
+    # ---------------------------------------------------------------- engines (rank 0)
+
+    def _submit(self, pool: ThreadPoolExecutor, call: Callable[[int, EngineControl], T]) -> list[Future[T]]:
+        return [pool.submit(call, i, engine) for i, engine in enumerate(self._engines)]
+
+    def _each(self, call: Callable[[int, EngineControl], T]) -> list[T]:
+        """Calls every engine at once; raises the first failure when all have answered."""
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            return _results(self._submit(pool, call))
+
+    def _close_engines(self, reason: str) -> None:
+        """Makes every engine that still answers refuse generation, and ready for another update."""
+        for engine in self._engines:
+            with suppress(EngineError):
+                engine.refuse(reason)
+                engine.workers("megarl_abandon_update")
+
+    # ---------------------------------------------------------------- ranks among each other
+
+    @contextmanager
+    def _deciding(self, topic: str) -> Iterator[dict[str, Any]]:
+        """Tells the other ranks under ``topic`` what the body puts into the dict, or the error that it raises."""
+        assert self._store is not None
+        told: dict[str, Any] = {}
+        try:
+            yield told
+        except BaseException as error:
+            self._store.set(topic, json.dumps({"error": str(error) or type(error).__name__}))
+            raise
+        self._store.set(topic, json.dumps(told))
+
+    def _hear(self, topic: str) -> dict[str, Any]:
+        """What another rank tells under ``topic``; its error becomes a WeightSyncError here."""
+        assert self._store is not None
+        try:
+            self._store.wait([topic], timedelta(seconds=self._patience_s))
+        except dist.DistStoreError as error:
+            raise WeightSyncError(
+                f"no word of {topic} from another trainer rank in {self._patience_s:.0f} s"
+            ) from error
+        told = json.loads(self._store.get(topic))
+        if "error" in told:
+            raise WeightSyncError(told["error"])
+        return told
+
+
+def _results(futures: Sequence[Future[T]]) -> list[T]:
+    return [future.result() for future in futures]
+
+
+def _raise_first(futures: Sequence[Future[Any]]) -> None:
+    """Raises what the first failed of these futures raised; waits a moment for one that is about to."""
+    for future in futures:
+        with suppress(FutureTimeout):
+            future.result(timeout=1.0)
+
+
+def _encode(digests: Digests) -> list[tuple[int, str, int]]:
+    return [(rank, tensor, digest) for (rank, tensor), digest in digests.items()]
+
+
+def _decode(digests: Sequence[tuple[int, str, int]]) -> Digests:
+    return {(rank, tensor): digest for rank, tensor, digest in digests}

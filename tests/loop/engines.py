@@ -1,0 +1,166 @@
+"""Tiny engines for the tests of this folder: a seeded Qwen3, a real server process, and transformers as the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, SyncConfig
+from megarl.launch import ports
+from megarl.launch.process import Child
+from megarl.rollout.addresses import JobAddresses
+from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
+from megarl.rollout.control import EngineControl
+from megarl.rollout.engine import engine_process, shared_memory
+
+VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way
+EOS = 2
+KEY = "the key of this test"
+HOST = "127.0.0.1"
+
+
+def save_tiny_qwen3(path: Path, *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """An HF checkpoint directory with a word-level tokenizer; weights are far from a symmetric start."""
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": EOS, **{f"t{i}": i for i in range(3, VOCAB)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(path)
+    return path
+
+
+def perturbed(model: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
+    """The same architecture with other weights."""
+    generator = torch.Generator().manual_seed(seed)
+    other = Qwen3ForCausalLM(model.config).to(model.dtype).eval()
+    with torch.no_grad():
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs + 0.05 * torch.randn(theirs.shape, generator=generator))
+    return other
+
+
+@torch.no_grad()
+def transformers_logp(model: Qwen3ForCausalLM, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    """fp32 [len(response)]: log-probs of the response's tokens as transformers computes them, at temperature 1."""
+    tokens = torch.tensor([[*prompt, *response]])
+    logp = model(tokens).logits.float().log_softmax(-1)[0]
+    at = torch.arange(len(prompt) - 1, tokens.shape[1] - 1)
+    return logp[at, tokens[0, at + 1]]
+
+
+def worst_difference(model: Qwen3ForCausalLM, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> float:
+    """Largest |engine's log-prob - transformers'| over all sampled tokens."""
+    return max(
+        (torch.from_numpy(c.logprobs) - transformers_logp(model, prompts[c.request].token_ids, c.token_ids.tolist()))
+        .abs()
+        .max()
+        .item()
+        for c in completions
+    )
+
+
+def some_prompts(count: int = 8, length: int = 9, n: int = 1) -> list[Prompt]:
+    """Prompts that differ from each other in every token but the first."""
+    return [
+        Prompt([1, *((i * 17 + j * 5) % 190 + 4 for j in range(length - 1))], n, seed=1000 * i) for i in range(count)
+    ]
+
+
+@dataclass
+class RunningEngine:
+    """A server process that the tests of a module share; ``ready`` starts another when a test has killed it."""
+
+    config: Config
+    logs: Path
+    _child: Child | None = None
+    _url: str = ""
+
+    def ready(self) -> RunningEngine:
+        if self._child is None or self._child.poll() is not None:
+            self.stop()
+            [port] = ports.choose(HOST, 1, None)
+            argv, environment = engine_process(
+                self.config.model.path, self.config.rollout, self.config.model, HOST, port
+            )
+            log = self.logs / f"engine_{port}.log"
+            self._child = Child("engine", argv, {**environment, "MEGARL_JOB_KEY": KEY}, log)
+            self._url = f"http://{HOST}:{port}"
+            self.control.wait_ready(self.config.rollout.start_timeout_s, alive=lambda: self._child.poll() is None)
+        return self
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    @property
+    def control(self) -> EngineControl:
+        return EngineControl(self._url, KEY, log=self._child.log if self._child else None)
+
+    def addresses(self) -> JobAddresses:
+        [port] = ports.choose(HOST, 1, None)
+        return JobAddresses((self._url,), HOST, port, KEY)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
+        """All samples, ordered by prompt and index."""
+
+        async def collect() -> list[Completion]:
+            async with EngineClient([self._url], KEY, timeout_s=60) as client:
+                return [c async for c in client.generate(prompts, sampling)]
+
+        return sorted(asyncio.run(collect()), key=lambda c: (c.request, c.index))
+
+    def stop(self) -> None:
+        if self._child is None:
+            return
+        segments = shared_memory(self._child.pid)
+        self._child.signal(signal.SIGTERM)
+        self._child.wait(10)
+        self._child.signal(signal.SIGKILL)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+        self._child = None
+
+
+def tiny_engine(directory: Path, *, rollout: RolloutConfig, tied: bool = False, tp: int = 2) -> RunningEngine:
+    """An engine of a tiny model under ``directory``, with the settings of a trainer of ``tp`` ranks; not started."""
+    shutil.rmtree(directory, ignore_errors=True)
+    path = save_tiny_qwen3(directory / "model", tied=tied)
+    config = Config(
+        run=RunConfig(dir=str(directory)),
+        model=ModelConfig(path=str(path)),
+        parallel=ParallelConfig(tp=tp),
+        rollout=rollout,
+        # Small buckets, so that a publication is many of them.
+        sync=SyncConfig(bucket_bytes=16384, timeout_s=30.0),
+    )
+    return RunningEngine(config, directory / "logs")

@@ -1,0 +1,262 @@
+"""A real vLLM server: the key on every path, tokens in and out, log-probs, seeds, and what a client sees when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from megarl.config.schema import ModelConfig, RolloutConfig
+from megarl.errors import EngineError
+from megarl.launch import ports
+from megarl.launch.process import Child
+from megarl.rollout.auth import bearer
+from megarl.rollout.client import EngineClient, Prompt, Sampling
+from megarl.rollout.control import EngineControl
+from megarl.rollout.engine import engine_process, group_members
+from tests.loop.engines import EOS, HOST, KEY, RunningEngine, some_prompts, transformers_logp, worst_difference
+
+FP32_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model(shared_engine: RunningEngine) -> Qwen3ForCausalLM:
+    path = shared_engine.config.model.path
+    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def status_of(url: str, method: str, headers: dict[str, str]) -> int:
+    request = urllib.request.Request(url, method=method, headers=headers, data=b"{}" if method == "POST" else None)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+PATHS = [
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("GET", "/ping"),
+    ("GET", "/no/such/path"),
+    ("GET", "/v1/models"),
+    ("GET", "/megarl/state"),
+    ("GET", "/server_info"),
+    ("OPTIONS", "/v1/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/inference/v1/generate"),
+    ("POST", "/megarl/generate"),
+    ("POST", "/megarl/refuse"),
+    ("POST", "/collective_rpc"),
+    ("POST", "/pause"),
+    ("POST", "/start_weight_update"),
+    ("POST", "/update_weights"),
+    ("POST", "/sleep"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_every_path_asks_for_the_key(engine: RunningEngine, method: str, path: str) -> None:
+    wrong = [{}, bearer("another key"), {"Authorization": KEY}, {"Authorization": f"bearer {KEY}"}]
+    assert [status_of(engine.url + path, method, headers) for headers in wrong] == [401] * len(wrong)
+
+
+def test_the_key_opens_and_dev_routes_are_there(engine: RunningEngine) -> None:
+    assert status_of(engine.url + "/health", "GET", bearer(KEY)) == 200
+    assert status_of(engine.url + "/no/such/path", "GET", bearer(KEY)) == 404
+    state = engine.control.state()
+    assert (state.paused, state.refusing) == (False, None)
+
+
+def test_the_key_is_not_in_any_command_line(engine: RunningEngine) -> None:
+    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in group_members(engine.pid)]
+    assert len(lines) >= 2
+    assert not any(KEY.encode() in line for line in lines)
+
+
+def test_log_probs_are_those_of_transformers(engine: RunningEngine, model: Qwen3ForCausalLM) -> None:
+    prompts = some_prompts(count=8, n=4)
+    completions = engine.generate(prompts, Sampling(max_tokens=12))
+    assert [(c.request, c.index) for c in completions] == [(i, j) for i in range(8) for j in range(4)]
+    assert worst_difference(model, prompts, completions) < FP32_TOLERANCE
+    for c in completions:
+        assert c.token_ids.dtype == np.int32 and c.logprobs.dtype == np.float32 and len(c.token_ids) == len(c.logprobs)
+        ended = c.token_ids[-1] == EOS
+        assert c.finish_reason == ("stop" if ended else "length") and (ended or len(c.token_ids) == 12)
+        assert EOS not in c.token_ids[:-1]
+        assert [(s.start, s.end) for s in c.versions] == [(0, len(c.token_ids))]
+
+
+def test_log_probs_are_of_the_distribution_sampled_from(engine: RunningEngine, model: Qwen3ForCausalLM) -> None:
+    prompts = some_prompts(count=2)
+    for completion in engine.generate(prompts, Sampling(max_tokens=4, temperature=0.5, ignore_eos=True)):
+        tokens = [*prompts[completion.request].token_ids, *completion.token_ids.tolist()]
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -5:-1].float()
+        expected = (logits / 0.5).log_softmax(-1)[torch.arange(4), torch.tensor(tokens[-4:])]
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=FP32_TOLERANCE)
+
+
+def test_greedy_follows_transformers(engine: RunningEngine, model: Qwen3ForCausalLM) -> None:
+    prompts = some_prompts(count=4)
+    for completion in engine.generate(prompts, Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)):
+        tokens = list(prompts[completion.request].token_ids)
+        for token in completion.token_ids.tolist():
+            with torch.no_grad():
+                assert token == model(torch.tensor([tokens])).logits[0, -1].argmax().item()
+            tokens.append(token)
+
+
+def test_seeds_reproduce_each_sample(engine: RunningEngine) -> None:
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
+
+    def tokens(prompts: list[Prompt]) -> list[list[int]]:
+        return [c.token_ids.tolist() for c in engine.generate(prompts, sampling)]
+
+    ids = [1, 20, 30, 40]
+    together = tokens([Prompt(ids, n=4, seed=7)])
+    assert tokens([Prompt(ids, n=4, seed=7)]) == together
+    assert [tokens([Prompt(ids, n=1, seed=7 + j)])[0] for j in range(4)] == together
+    assert len({tuple(t) for t in together}) == 4
+
+
+def test_seeded_prompts_beyond_one_prefill_batch(engine: RunningEngine) -> None:
+    """vLLM 0.32.0 dies on CPU when a seeded request's prefill is cut in two; the engine's settings must prevent it."""
+    prompts = [Prompt([1, *range(3, 120), 3 + i], n=2, seed=i) for i in range(60)]
+    assert len(engine.generate(prompts, Sampling(max_tokens=2, ignore_eos=True))) == 120
+
+
+def test_probe_is_the_log_prob_of_given_tokens(engine: RunningEngine, model: Qwen3ForCausalLM) -> None:
+    tokens = [1, 9, 77, 150, 199, 4, 4, 31]
+    expected = transformers_logp(model, tokens[:1], tokens[1:]).numpy()
+    np.testing.assert_allclose(engine.control.probe(tokens), expected, atol=FP32_TOLERANCE)
+
+
+def test_answers_arrive_one_by_one(engine: RunningEngine) -> None:
+    """A short answer must not wait for a long one of the same call: it is scored meanwhile."""
+
+    async def arrivals() -> list[tuple[int, float]]:
+        short, long = Prompt([1, 5, 6], seed=1), Prompt([1, 7, 8], seed=2)
+        start = time.monotonic()
+
+        async def run(prompt: Prompt, tokens: int) -> tuple[int, float]:
+            async with aclosing(client.generate([prompt], Sampling(max_tokens=tokens, ignore_eos=True))) as answers:
+                async for _ in answers:
+                    return tokens, time.monotonic() - start
+            raise AssertionError("no answer")
+
+        async with EngineClient([engine.url], KEY) as client:
+            return list(await asyncio.gather(run(long, 60), run(short, 2)))
+
+    (_, long_s), (_, short_s) = asyncio.run(arrivals())
+    assert short_s < long_s / 2
+
+    async def order() -> list[int]:
+        # Which sample ends when depends on where each meets the end of sequence: lengths come out sorted.
+        async with EngineClient([engine.url], KEY) as client:
+            prompt = Prompt([1, 5, 6], n=32, seed=1)
+            return [len(c.token_ids) async for c in client.generate([prompt], Sampling(max_tokens=60))]
+
+    lengths = asyncio.run(order())
+    assert lengths == sorted(lengths) and len(set(lengths)) > 3
+
+
+def test_leaving_early_aborts_the_rest(engine: RunningEngine) -> None:
+    async def leave() -> None:
+        async with EngineClient([engine.url], KEY) as client:
+            prompts = [Prompt([1, 5, 6], seed=1), *(Prompt([1, 7, i + 9], n=8) for i in range(8))]
+            async with aclosing(client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True))) as answers:
+                async for _ in answers:
+                    break
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + 5
+    while (running := _running_requests(engine)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running == 0
+
+
+def _running_requests(engine: RunningEngine) -> int:
+    """Pausing without draining and aborting tells how many requests the engine still had."""
+    request = urllib.request.Request(f"{engine.url}/abort_requests", method="POST", headers=bearer(KEY), data=b"{}")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)["aborted"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "words"),
+    [
+        ([Prompt([1] * 300)], Sampling(max_tokens=4), "192"),  # longer than the context
+        ([Prompt([1, 5])], Sampling(max_tokens=4, temperature=-1.0), "temperature"),
+        ([Prompt([1, 100_000])], Sampling(max_tokens=4), "vocab"),
+    ],
+)
+def test_a_bad_request_is_refused_with_its_reason(
+    engine: RunningEngine, prompts: list[Prompt], sampling: Sampling, words: str
+) -> None:
+    with pytest.raises(EngineError, match=words):
+        engine.generate(prompts, sampling)
+    assert engine.generate(some_prompts(1), Sampling(max_tokens=1))
+
+
+def test_a_refusing_engine_says_why(engine: RunningEngine) -> None:
+    engine.control.refuse("its weights are a mixture")
+    try:
+        for path in ("/megarl/generate", "/inference/v1/generate", "/v1/completions"):
+            assert status_of(engine.url + path, "POST", bearer(KEY)) == 503
+        with pytest.raises(EngineError, match="its weights are a mixture"):
+            engine.generate(some_prompts(1), Sampling(max_tokens=1))
+        assert engine.control.state().refusing == "its weights are a mixture"
+    finally:
+        engine.control.refuse(None)
+    assert engine.generate(some_prompts(1), Sampling(max_tokens=1))
+
+
+def test_a_start_that_fails_is_told_with_the_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    [port] = ports.choose(HOST, 1, None)
+    argv, environment = engine_process(str(tmp_path), RolloutConfig(), ModelConfig(), HOST, port)
+    child = Child("engine", argv, {**environment, "MEGARL_JOB_KEY": KEY}, tmp_path / "engine.log")
+    try:
+        control = EngineControl(f"http://{HOST}:{port}", KEY, log=child.log)
+        with pytest.raises(EngineError, match=r"died after(.|\n)*model_type"):
+            control.wait_ready(120, alive=lambda: child.poll() is None)
+    finally:
+        child.signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", ["server", "core"])
+def test_a_killed_engine_is_an_error_at_once(engine: RunningEngine, victim: str) -> None:
+    members = group_members(engine.pid)
+    core = next(pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    async def wait_for_answers() -> float:
+        async with EngineClient([engine.url], KEY) as client:
+            prompts = [Prompt([1, 5, i + 6], n=8) for i in range(100)]
+            first = True
+            killed = 0.0
+            try:
+                async for _ in client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True)):
+                    if first:
+                        os.kill(core if victim == "core" else engine.pid, signal.SIGKILL)
+                        killed = time.monotonic()
+                        first = False
+            except EngineError:
+                return time.monotonic() - killed
+            raise AssertionError("the client did not notice")
+
+    assert asyncio.run(wait_for_answers()) < 5.0
+    engine.stop()
+    assert group_members(members[0]) == []

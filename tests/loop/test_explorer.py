@@ -1,0 +1,385 @@
+"""The explorer against engines that answer as told: overlap, retries, restarts, and the process as `megarl train` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megarl.config import Config, save_resolved
+from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, RunConfig, StoreConfig, TasksetConfig
+from megarl.errors import EngineError
+from megarl.loop.explorer import Explorer, RolloutClock
+from megarl.rewards import Verdict
+from megarl.rollout.client import Completion, Prompt, Sampling, VersionSpan
+from megarl.schema import Reward, Task, WeightsVersion
+from megarl.store import Store
+from megarl.tasksets import ChatTokenizer
+
+VERSION = WeightsVersion(2, 7)
+KEY = "key of the job"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from megarl.models.from_scratch import create
+
+    path = tmp_path_factory.mktemp("models") / "model"
+    small = FromScratchConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+                              num_key_value_heads=1, head_dim=16)  # fmt: skip
+    create(path, small, ["1 + 2 ="], seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: Path) -> ChatTokenizer:
+    return ChatTokenizer.open(model_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", [task(i) for i in range(12)])
+    return store
+
+
+def task(i: int) -> Task:
+    messages = ({"role": "user", "content": f"{i} + 1 ="},)
+    return Task(f"train/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)})
+
+
+def answer(tokenizer: ChatTokenizer, prompt: Prompt, seed: int) -> np.ndarray:
+    """The right answer for even seeds, 0 for odd ones."""
+    question = tokenizer.decode(prompt.token_ids)
+    return tokenizer.response_ids(str(int(question.split(" ")[0]) + 1) if seed % 2 == 0 else "0")
+
+
+class FakeEngine:
+    """Answers after ``delays_s(request, index)``; its first calls fail after ``fail_after`` samples each."""
+
+    def __init__(self, tokenizer: ChatTokenizer, fail_after: Sequence[int] = (), abort: bool = False) -> None:
+        self.tokenizer, self.failures, self.abort = tokenizer, list(fail_after), abort
+        self.calls: list[list[Prompt]] = []
+        self.seeds: list[int] = []
+        self.delay_s: Callable[[int], float] = lambda n: 0.0
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
+        self.calls.append(list(prompts))
+        self.sampling = sampling
+        fail_after = self.failures.pop(0) if self.failures else None
+        samples = [(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)]
+        for n, (i, j) in enumerate(samples):
+            if n == fail_after and not self.abort:
+                raise EngineError("the engine is gone")
+            await asyncio.sleep(self.delay_s(n))
+            seed = (prompts[i].seed or 0) + j
+            ids = answer(self.tokenizer, prompts[i], seed)
+            cut = fail_after is not None and n >= fail_after
+            spans = (VersionSpan("2.6", 0, 1), VersionSpan("2.7", 1, len(ids)))
+            if not cut:
+                self.seeds.append(seed)
+            yield Completion(i, j, ids, np.full(len(ids), -0.1, np.float32), "abort" if cut else "stop", spans)
+
+
+class FakeScorer:
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.starts: list[float] = []
+
+    async def score(self, task: Task, text: str) -> Verdict:
+        self.starts.append(time.monotonic())
+        await asyncio.sleep(self.seconds)
+        if text == "2":
+            return Verdict(Reward(float("nan"), "error"), "ValueError: two")
+        return Verdict(Reward(float(text == task.ground_truth), "ok" if text == task.ground_truth else "wrong"))
+
+
+def explore(store: Store, engine: FakeEngine, scorer: FakeScorer, tokenizer: ChatTokenizer, **changes: Any) -> None:
+    """Run an explorer until everything asked for is done, then close the job."""
+    settings: dict[str, Any] = {"worker": "e0", "capacity": 1000, "poll_s": 0.005, "retry_delays_s": (0.0, 0.0)}
+
+    async def main() -> None:
+        explorer = Explorer(store, engine, scorer, tokenizer, **(settings | changes))
+        running = asyncio.create_task(explorer.run())
+        while not running.done() and store.claim_groups("probe", 0) == []:
+            done, total = store.progress("r0")
+            if total and done == total:
+                store.close_job()
+                break
+            await asyncio.sleep(0.005)
+        await running
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def request(store: Store, groups: int = 3, group_size: int = 4, **sampling: Any) -> None:
+    settings = {"temperature": 0.9, "max_tokens": 8, "seed": 11} | sampling
+    store.request_rollout("r0", "train", 5, VERSION, store.task_ids("train")[:groups], group_size, settings)
+
+
+def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store)
+    engine = FakeEngine(tokenizer)
+    explore(store, engine, FakeScorer(), tokenizer)
+    got = store.experiences("r0")
+    assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
+    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9)
+    for e in got:
+        asked = task(int(e.group_id[-1]))
+        np.testing.assert_array_equal(e.prompt_ids, tokenizer.prompt_ids(asked.prompt))
+        np.testing.assert_array_equal(e.engine_logp, np.full(len(e.response_ids), -0.1, np.float32))
+        assert e.response_ids[-1] == tokenizer.eos_ids[0] and e.response_mask.all() and e.finish_reason == "stop"
+        assert [(s.start, s.end, str(s.version)) for s in e.segments] == [(0, 1, "2.6"), (1, len(e.response_ids), "2.7")]
+        text = tokenizer.decode(e.response_ids)
+        expected = "error" if text == "2" else "ok" if text == asked.ground_truth else "wrong"
+        assert e.reward.status == expected
+        assert e.metadata == ({"reward_message": "ValueError: two"} if expected == "error" else {})
+    metrics = store.rollout_metrics("r0")
+    assert metrics["samples"] == 12 and metrics["groups"] == 3 and metrics["retries"] == 0
+    assert metrics["response_tokens"] == sum(len(e.response_ids) for e in got)
+
+
+def test_an_answer_is_scored_while_others_are_still_generated(store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store, groups=1)
+    engine, scorer = FakeEngine(tokenizer), FakeScorer(seconds=0.1)
+    engine.delay_s = lambda n: 0.15
+    start = time.monotonic()
+    explore(store, engine, scorer, tokenizer)
+    metrics = store.rollout_metrics("r0")
+    assert scorer.starts[0] - start < 0.4, "the first answer waited for the last"
+    assert metrics["generation_s"] == pytest.approx(0.6, abs=0.2) and metrics["reward_s"] == pytest.approx(0.4, abs=0.15)
+    assert metrics["overlap_s"] == pytest.approx(0.3, abs=0.15), "three of the four rewards run under generation"
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_what_an_engine_fails_to_give_is_asked_for_again_with_its_own_seed(
+    store: Store, tokenizer: ChatTokenizer, abort: bool
+) -> None:
+    request(store)
+    engine = FakeEngine(tokenizer, fail_after=[5, 0], abort=abort)
+    explore(store, engine, FakeScorer(), tokenizer)
+    assert store.progress("r0") == (3, 3)
+    assert [[p.n for p in call] for call in engine.calls] == [[4, 4, 4], [1, 1, 1, 4], [1, 1, 1, 4]]
+    whole = [p.seed + j for p in engine.calls[0] for j in range(4) if p.seed is not None]
+    assert sorted(engine.seeds) == sorted(whole) and len(set(whole)) == 12
+    assert store.rollout_metrics("r0")["retries"] == 2 and len(store.events("engine_retry")) == 2
+
+
+def test_an_engine_that_stays_dead_ends_the_explorer_and_frees_its_claims(store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store)
+    with pytest.raises(EngineError, match="the engine is gone"):
+        explore(store, FakeEngine(tokenizer, fail_after=[5, 1, 0]), FakeScorer(), tokenizer)
+    assert len(store.claim_groups("next", 10)) == 3 - store.progress("r0")[0]
+
+
+def test_another_fault_is_not_disguised(store: Store, tokenizer: ChatTokenizer) -> None:
+    class Broken(FakeScorer):
+        async def score(self, task: Task, text: str) -> Verdict:
+            raise ZeroDivisionError
+
+    request(store)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        explore(store, FakeEngine(tokenizer), Broken(), tokenizer)
+    assert caught.value.subgroup(ZeroDivisionError) is not None
+
+
+def test_capacity_bounds_what_is_under_way(store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store, groups=12)
+    engine = FakeEngine(tokenizer)
+    engine.delay_s = lambda n: 0.002
+    explore(store, engine, FakeScorer(), tokenizer, capacity=9)
+    assert max(sum(p.n for p in call) for call in engine.calls) == 8 and store.progress("r0") == (12, 12)
+
+
+def test_new_groups_are_spread_over_the_engines(store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store, groups=5, group_size=1, seed=None)
+    engine = FakeEngine(tokenizer)
+    explore(store, engine, FakeScorer(), tokenizer, calls=3)
+    assert sorted(len(call) for call in engine.calls) == [1, 2, 2]
+    assert all(p.seed is None for call in engine.calls for p in call)
+
+
+def test_a_predecessors_claims_are_taken_up(store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store)
+    assert len(store.claim_groups("e0", 2)) == 2  # and then it was killed
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer)
+    assert store.progress("r0") == (3, 3)
+
+
+def test_clock() -> None:
+    now = [0.0]
+    clock = RolloutClock(lambda: now[0])
+    for at, phase, by in [(1, "generation", 2), (2, "generation", -1), (2, "reward", 1), (4, "generation", -1)]:
+        now[0] = at
+        clock.change(phase, by)
+    now[0] = 7
+    clock.change("reward", -1)
+    now[0] = 9
+    metrics = clock.metrics()
+    assert (metrics["generation_s"], metrics["reward_s"], metrics["overlap_s"]) == (3.0, 5.0, 2.0)
+
+
+class FakeServer:
+    """``/megarl/generate`` as the engine's endpoint speaks it. ``alive`` off: the connection breaks mid-answer."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.tokenizer, self.alive, self.delay_s = tokenizer, True, 0.0
+        self.received = threading.Event()
+
+    async def handle(self, http: web.Request) -> web.StreamResponse:
+        if http.headers.get("Authorization") != f"Bearer {KEY}":
+            return web.Response(status=401)
+        body = await http.json()
+        self.received.set()
+        stream = web.StreamResponse()
+        await stream.prepare(http)
+        for i, record in enumerate(body["prompts"]):
+            for j in range(record["n"]):
+                if not self.alive:
+                    assert http.transport is not None
+                    http.transport.abort()
+                    return stream
+                await asyncio.sleep(self.delay_s)
+                ids = answer(self.tokenizer, Prompt(record["token_ids"]), j).tolist()
+                line = {"request": i, "index": j, "token_ids": ids, "logprobs": [-0.5] * len(ids),
+                        "finish_reason": "stop", "versions": [["2.7", 0, len(ids)]]}  # fmt: skip
+                await stream.write(json.dumps(line).encode() + b"\n")
+        return stream
+
+
+@contextmanager
+def serving(server: FakeServer) -> Iterator[str]:
+    loop, started, urls = asyncio.new_event_loop(), threading.Event(), []
+
+    async def start() -> None:
+        app = web.Application()
+        app.router.add_post("/megarl/generate", server.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        started.set()
+
+    def main() -> None:
+        loop.run_until_complete(start())
+        loop.run_forever()
+
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+@contextmanager
+def process(tmp_path: Path, model_path: Path, engines: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    config = Config(
+        run=RunConfig(dir=str(tmp_path)),
+        model=ModelConfig(path=str(model_path)),
+        taskset=TasksetConfig(train="-", eval="-"),
+        rollout=RolloutConfig(request_timeout_s=5),
+        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
+    )
+    save_resolved(config, tmp_path / "resolved.json")
+    command = [sys.executable, "-m", "megarl.loop.explorer", "--config", str(tmp_path / "resolved.json")]
+    variables = {**os.environ, "MEGARL_ENGINES": engines, "MEGARL_JOB_KEY": KEY, **env}
+    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as explorer:
+        try:
+            yield explorer
+        finally:
+            explorer.kill()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_the_process_works_until_the_job_is_closed(
+    tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer
+) -> None:
+    request(store, groups=12)
+    with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url) as explorer:
+        wait_for(lambda: store.progress("r0") == (12, 12))
+        got = store.experiences("r0")
+        assert [e.reward.status for e in got] == ["ok", "wrong"] * 24, "reasoning-gym's verdicts"
+        store.request_rollout("r1", "eval", 5, VERSION, store.task_ids("train"), 1, {"temperature": 0.0, "max_tokens": 8})
+        wait_for(lambda: store.progress("r1") == (12, 12))
+        store.close_job()
+        assert explorer.wait(10) == 0
+
+
+def test_sigterm_gives_the_claims_back(tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer) -> None:
+    server = FakeServer(tokenizer)
+    server.delay_s = 60.0
+    request(store)
+    with serving(server) as url, process(tmp_path, model_path, url) as explorer:
+        assert server.received.wait(30)
+        assert store.claim_groups("other", 10) == []
+        explorer.send_signal(signal.SIGTERM)
+        assert explorer.wait(10) == 0
+        assert "claims given back" in explorer.communicate()[1]
+    assert len(store.claim_groups("other", 10)) == 3
+
+
+def test_a_killed_process_is_taken_over_by_the_next(
+    tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer
+) -> None:
+    server = FakeServer(tokenizer)
+    server.delay_s = 0.05
+    request(store, groups=12)
+    with serving(server) as url:
+        with process(tmp_path, model_path, url) as explorer:
+            wait_for(lambda: store.progress("r0")[0] >= 2)
+            explorer.kill()
+        before = {(e.group_id, e.index): e.response_ids.tolist() for e in store.experiences("r0")}
+        assert 0 < len(before) < 48
+        server.delay_s = 0.0
+        with process(tmp_path, model_path, url) as explorer:
+            wait_for(lambda: store.progress("r0") == (12, 12))
+            store.close_job()
+            assert explorer.wait(10) == 0
+    after = {(e.group_id, e.index): e.response_ids.tolist() for e in store.experiences("r0")}
+    assert len(store.experiences("r0")) == len(after) == 48 and before.items() <= after.items()
+
+
+def test_a_dead_engine_ends_the_process_with_its_reason(
+    tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer
+) -> None:
+    server = FakeServer(tokenizer)
+    server.alive = False
+    request(store)
+    with serving(server) as url, process(tmp_path, model_path, url) as explorer:
+        assert explorer.wait(30) == 1
+        last = explorer.communicate()[1].strip().splitlines()[-1]
+        assert f"ERROR explorer explorer-0: the engine at {url} is gone or silent" in last
+
+
+def test_a_wrong_key_is_named(tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store)
+    with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url, MEGARL_JOB_KEY="other") as explorer:
+        assert explorer.wait(30) == 1
+        assert "answered 401 to /megarl/generate" in explorer.communicate()[1]
+
+
+def test_the_process_imports_neither_torch_nor_vllm() -> None:
+    code = "import sys, megarl.loop.explorer; sys.exit(bool({'torch', 'transformers', 'vllm', 'megatron'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

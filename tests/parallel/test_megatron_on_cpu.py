@@ -1,0 +1,127 @@
+"""Megatron-Core trains on CPU with ``megarl.parallel.cpu``, and each of its points is needed."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from tests.parallel.grid import run_grid
+from tests.parallel.models import VOCAB, save_tiny_qwen3
+
+
+def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> Any:
+    from megarl.checkpoint import hf
+    from megarl.parallel import groups
+    from megarl.reshard.layouts import MegatronGrid, megatron_layout
+    from megarl.training.actor import Actor
+    from megarl.training.schedule import Head
+
+    position = groups.initialize(parallel, seed=1)
+    hf_config = hf.read_hf_config(Path(path))
+    layout = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp))
+    actor = Actor(hf_config, ModelConfig(path=path, dtype=dtype), parallel, Head(VOCAB), OptimizerConfig(lr=1e-2))
+    hf.load_into(Path(path), layout, position.rank, actor.tensors)
+    actor.weights_changed()
+    return actor, position
+
+
+def sft_steps(actor: Any, position: Any, parallel: ParallelConfig, steps: range) -> list[tuple[float, float]]:
+    """(this rank's part of the loss, gradient norm) of some supervised steps on seeded rows."""
+    from megarl import algorithms
+    from megarl.batching import Rows, shard
+    from megarl.config.schema import AlgorithmConfig
+
+    out = []
+    for step in steps:
+        g = torch.Generator().manual_seed(step)
+        rows = Rows(torch.randint(2, VOCAB, (4, 16), generator=g), torch.rand(4, 16, generator=g) < 0.5)
+        rows.mask[:, -1] = False
+        (update,) = shard(4, 1, parallel.dp, 2)
+        sums = actor.backward(rows.select(update[position.dp_rank]), 2, algorithms.get("sft"), AlgorithmConfig())
+        out.append((sums.get("actor/loss", (0.0, 0.0))[0], actor.step(1e-2)["actor/grad_norm"]))
+    return out
+
+
+def train(rank: int, path: str, parallel: ParallelConfig, dtype: str, without: str | None) -> list[tuple[float, float]]:
+    from megarl.parallel import cpu
+
+    cpu.POINTS = tuple(p for p in cpu.POINTS if p.__name__ != without)
+    actor, position = make_actor(path, parallel, dtype)
+    return sft_steps(actor, position, parallel, range(3))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), layers=2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loss_falls(model: str, dtype: str) -> None:
+    (losses,) = run_grid(1, train, model, ParallelConfig(), dtype, None)
+    assert all(norm > 0 for _, norm in losses)
+    again = run_grid(2, train, model, ParallelConfig(tp=2), dtype, None)
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    for (loss, _), (loss_tp2, _) in zip(losses, again[0], strict=True):
+        assert loss_tp2 == pytest.approx(loss, rel=tolerance)
+
+
+NEEDED = {
+    "_cuda_runtime": "NVIDIA driver|not compiled with CUDA",
+    "_device_literals": "NVIDIA driver|not compiled with CUDA",
+    "_rng_state": "NVIDIA driver|not compiled with CUDA",
+    "_optimizer_dtype_names": "torch.BFloat16Tensor",
+}
+
+
+@pytest.mark.parametrize("point", list(NEEDED))
+def test_each_point_is_needed(model: str, point: str) -> None:
+    dtype = "bfloat16" if point == "_optimizer_dtype_names" else "float32"
+    with pytest.raises(AssertionError, match=NEEDED[point]):
+        run_grid(1, train, model, ParallelConfig(), dtype, point)
+
+
+def save_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str) -> tuple[Any, str]:
+    from megarl.checkpoint import state
+
+    actor, position = make_actor(path, parallel)
+    sft_steps(actor, position, parallel, range(2))
+    state.save(Path(folder), 2, actor.stage, actor.optimizer, {"phase": "rl"}, keep=2)
+    return sft_steps(actor, position, parallel, range(2, 5)), weights_digest(actor)
+
+
+def resume_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str) -> tuple[Any, str]:
+    from megarl.checkpoint import state
+
+    actor, position = make_actor(path, parallel)
+    found = state.latest(Path(folder))
+    assert found is not None and state.read_state(found)["phase"] == "rl"
+    state.load(found, actor.stage, actor.optimizer)
+    return sft_steps(actor, position, parallel, range(2, 5)), weights_digest(actor)
+
+
+def weights_digest(actor: Any) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(actor.tensors.items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("grid", ["tp2", "pp2", "dp2"])
+def test_resume_is_bitwise(model: str, grid: str, tmp_path: Path) -> None:
+    parallel = ParallelConfig(**{grid[:2]: 2})
+    uninterrupted = run_grid(2, save_and_go_on, model, parallel, str(tmp_path))
+    resumed = run_grid(2, resume_and_go_on, model, parallel, str(tmp_path))
+    assert resumed == uninterrupted
+
+
+def test_resume_on_another_grid(model: str, tmp_path: Path) -> None:
+    uninterrupted = run_grid(2, save_and_go_on, model, ParallelConfig(tp=2), str(tmp_path))
+    resumed = run_grid(1, resume_and_go_on, model, ParallelConfig(), str(tmp_path))
+    for (loss, norm), (loss_1, norm_1) in zip(uninterrupted[0][0], resumed[0][0], strict=True):
+        assert loss_1 == pytest.approx(loss, rel=1e-5)
+        assert norm_1 == pytest.approx(norm, rel=1e-5)

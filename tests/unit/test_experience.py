@@ -1,0 +1,138 @@
+"""Raw -> verified: an invalid member, a missing one or a missing verdict costs its whole group, and is counted."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.schema import RewardConfig
+from megarl.experience import shuffle_rewards, verify
+from megarl.experience.operators import check_experience
+from megarl.schema import Experience, Reward, Segment, WeightsVersion
+
+VERSION = WeightsVersion(0, 1)
+VOCAB = 16
+
+
+def make(group: str = "g0", index: int = 0, score: float = 1.0, size: int = 2, **changes: Any) -> Experience:
+    experience = Experience(
+        rollout_id="r",
+        task_id=f"task of {group}",
+        group_id=group,
+        index=index,
+        group_size=size,
+        prompt_ids=np.array([1, 2, 3], dtype=np.int32),
+        response_ids=np.array([4, 5], dtype=np.int32),
+        response_mask=np.ones(2, dtype=np.bool_),
+        engine_logp=np.array([-0.5, 0.0], dtype=np.float32),
+        reward=Reward(score, "ok" if score >= 1 else "wrong"),
+        segments=(Segment(0, 1, VERSION, "abort"), Segment(1, 2, VERSION, "stop")),
+        finish_reason="stop",
+    )
+    return replace(experience, **changes)
+
+
+def group(name: str, *scores: float) -> list[Experience]:
+    return [make(name, i, score, len(scores)) for i, score in enumerate(scores)]
+
+
+def test_whole_groups_get_their_statistics() -> None:
+    verified, report = verify([*group("a", 1.0, 0.0, 0.0), *group("b", 1.0, 1.0)], RewardConfig(), vocab_size=VOCAB)
+    assert [e.group_id for e in verified] == ["a"] * 3 + ["b"] * 2
+    a, b = verified[0].group_stats, verified[-1].group_stats
+    assert a is not None and b is not None
+    assert (a.mean, a.std, a.size) == (pytest.approx(1 / 3), pytest.approx(math.sqrt(1 / 3)), 3)
+    assert (b.mean, b.std, b.size) == (1.0, 0.0, 2)
+    assert report.groups == report.kept == 2 and report.dropped == {} and report.statuses == {"ok": 3, "wrong": 2}
+
+
+def test_group_order_does_not_matter() -> None:
+    members = [*group("a", 1.0, 0.0), *group("b", 0.0, 1.0)]
+    mixed = [members[i] for i in (3, 0, 2, 1)]
+    verified = verify(mixed, RewardConfig(), vocab_size=VOCAB).experiences
+    assert Counter((e.group_id, e.index) for e in verified) == Counter((e.group_id, e.index) for e in members)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"response_mask": np.ones(3, dtype=np.bool_)}, "lengths 2, 3, 2"),
+        ({"engine_logp": np.zeros(1, dtype=np.float32)}, "lengths 2, 2, 1"),
+        ({"engine_logp": np.array([0.0, np.nan], dtype=np.float32)}, "engine_logp nan at token 1"),
+        ({"engine_logp": np.array([-np.inf, 0.0], dtype=np.float32)}, "engine_logp -inf at token 0"),
+        ({"engine_logp": np.array([-1.0, 0.5], dtype=np.float32)}, "engine_logp 0.5 at token 1"),
+        ({"response_ids": np.array([4, VOCAB], dtype=np.int32)}, "response_ids has ids 4..16, the vocabulary has 16"),
+        ({"prompt_ids": np.array([-1], dtype=np.int32)}, "prompt_ids has ids -1..-1"),
+        ({"prompt_ids": np.array([], dtype=np.int32)}, "prompt has 0 tokens"),
+        ({"segments": ()}, "segments cover 0 of 2"),
+        ({"segments": (Segment(0, 1, VERSION, "stop"),)}, "segments cover 1 of 2"),
+        ({"segments": (Segment(1, 2, VERSION, "stop"),)}, "segment 1..2 does not follow on token 0"),
+        ({"segments": (Segment(0, 2, VERSION, "stop"), Segment(1, 2, VERSION, "stop"))}, "does not follow on token 2"),
+    ],
+)
+def test_validity(changes: dict[str, Any], reason: str | None) -> None:
+    found = check_experience(make(**changes), VOCAB)
+    assert found is None if reason is None else reason in (found or "")
+    raw = [make(index=0), make(index=1, **changes), *group("b", 0.0)]
+    verified, report = verify(raw, RewardConfig(), vocab_size=VOCAB)
+    if reason is None:
+        assert report.dropped == {} and [e.group_id for e in verified] == ["g0", "g0", "b"]
+    else:  # a member with another prompt is none of its group
+        assert report.dropped == {"incomplete" if "prompt_ids" in changes else "invalid": 1}
+        assert [e.group_id for e in verified] == ["b"]
+
+
+@given(cuts=st.lists(st.integers(1, 7), unique=True).map(sorted))
+def test_any_tiling_is_valid(cuts: list[int]) -> None:
+    edges = [0, *cuts, 8]
+    segments = tuple(Segment(a, b, VERSION, "stop") for a, b in zip(edges, edges[1:], strict=False))
+    arrays = {
+        "response_ids": np.zeros(8, dtype=np.int32),
+        "response_mask": np.ones(8, dtype=np.bool_),
+        "engine_logp": np.zeros(8, dtype=np.float32),
+    }
+    assert check_experience(make(segments=segments, **arrays), VOCAB) is None
+    for i in range(len(segments)):
+        assert check_experience(make(segments=segments[:i] + segments[i + 1 :], **arrays), VOCAB) is not None
+
+
+@pytest.mark.parametrize("members", [[0], [0, 0], [0, 2], [0, 1, 1]])
+def test_incomplete_groups_are_dropped(members: list[int]) -> None:
+    report = verify([make(index=i) for i in members], RewardConfig(), vocab_size=VOCAB).report
+    assert report.dropped == {"incomplete": 1} and report.kept == 0
+    assert report.messages == (f"group g0 of size 2 has members {members}",)
+
+
+def test_missing_verdicts_drop_the_group_or_count_as_zero() -> None:
+    failed = make(index=1, reward=Reward(math.nan, "timeout"), metadata={"reward_message": "no verdict within 1 s"})
+    raw = [make(index=0), failed, *group("b", 0.0)]
+    verified, report = verify(raw, RewardConfig(on_error="drop"), vocab_size=VOCAB)
+    assert [e.group_id for e in verified] == ["b"]
+    assert report.dropped == {"reward_timeout": 1} and report.statuses == {"ok": 1, "timeout": 1, "wrong": 1}
+    assert report.messages == ("group g0[1]: no verdict within 1 s",)
+    verified, report = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
+    assert [e.reward.score for e in verified] == [1.0, 0.0, 0.0] and report.dropped == {}
+    assert verified[1].reward.status == "timeout" and verified[1].group_stats is not None
+    assert verified[1].group_stats.mean == 0.5
+
+
+def test_shuffling_permutes_rewards_over_the_rollout_and_redoes_statistics() -> None:
+    raw = [e for i in range(8) for e in group(f"g{i}", *([1.0] * 4 if i < 4 else [0.0] * 4))]
+    verified = verify(raw, RewardConfig(), vocab_size=VOCAB).experiences
+    shuffled = shuffle_rewards(verified, seed=5)
+    assert [(e.group_id, e.index) for e in shuffled] == [(e.group_id, e.index) for e in verified]
+    scores = [e.reward.score for e in shuffled]
+    assert sorted(scores) == sorted(e.reward.score for e in verified) and scores != [e.reward.score for e in verified]
+    for name in {e.group_id for e in shuffled}:
+        members = [e for e in shuffled if e.group_id == name]
+        assert {e.group_stats.mean for e in members if e.group_stats} == {sum(e.reward.score for e in members) / 4}
+    assert [e.reward for e in shuffle_rewards(verified, seed=5)] == [e.reward for e in shuffled]
+    assert [e.reward for e in shuffle_rewards(verified, seed=6)] != [e.reward for e in shuffled]

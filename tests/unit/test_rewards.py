@@ -1,0 +1,215 @@
+"""Verdicts, and the pool: a reward function that loops, dies or raises costs one sample, never the run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import RewardConfig
+from megarl.errors import ConfigError, DataError
+from megarl.rewards import RewardPool, Verdict, compute_score, is_known
+from megarl.rewards.verdict import to_verdict
+from megarl.schema import Reward, Task
+
+TASK = Task("t/0", "reasoning_gym/chain_sum", ({"role": "user", "content": "9 + 3 ="},), "math", {"ground_truth": "12"})
+
+USER_FILE = """
+import os, sys, time
+print("imported")
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    print("noise on stdout")
+    if solution_str == "loop":
+        while True: pass
+    if solution_str == "die": os._exit(3)
+    if solution_str == "raise": raise KeyError("boom")
+    if solution_str == "nan": return float("nan")
+    if solution_str == "none": return None
+    if solution_str == "pid": return float(os.getpid())
+    if solution_str == "stdin": return float(len(sys.stdin.read()))
+    if solution_str == "sleep": time.sleep(0.4); return 1
+    return {"score": float(solution_str == ground_truth), "format": True, "comment": "text"}
+"""
+
+
+def test_reasoning_gym_scores_its_own_answers() -> None:
+    assert compute_score("reasoning_gym/chain_sum", " 12 \n", "12", {}) == 1.0
+    assert compute_score("reasoning_gym/chain_sum", "12.0", "12", None) == 1.0
+    assert compute_score("reasoning_gym/chain_sum", "first <answer>1</answer> then <answer>12</answer>", "12") == 1.0
+    assert compute_score("reasoning_gym/chain_sum", "13", "12") == 0.0
+    assert compute_score("reasoning_gym/chain_sum", "", "12") == 0.0
+    assert compute_score("reasoning_gym/basic_arithmetic", "-7", "-7") == 1.0
+
+
+def test_an_unknown_data_source_is_an_error() -> None:
+    assert is_known("reasoning_gym/chain_sum") and not is_known("gsm8k")
+    with pytest.raises(DataError, match="'gsm8k' has no verifier; known prefixes: reasoning_gym/"):
+        compute_score("gsm8k", "1", "1")
+    with pytest.raises(DataError, match="reasoning-gym has no such family"):
+        compute_score("reasoning_gym/chain_sums", "1", "1")
+
+
+@pytest.mark.parametrize(
+    ("result", "score", "status", "parts"),
+    [
+        (1, 1.0, "ok", {}),
+        (0.5, 0.5, "wrong", {}),
+        (True, 1.0, "ok", {}),
+        (np.float32(2.0), 2.0, "ok", {}),
+        ({"score": 0.1, "acc": True, "format": 1}, 0.1, "ok", {"acc": 1.0, "format": 1.0}),
+        ({"score": 1.0, "acc": False}, 1.0, "wrong", {"acc": 0.0}),
+        ({"score": 1.0, "status": "wrong", "text": "x", "bad": math.nan}, 1.0, "wrong", {}),
+        ({"score": 0, "status": "error"}, 0.0, "error", {}),
+    ],
+)
+def test_results_become_verdicts(result: Any, score: float, status: str, parts: dict[str, float]) -> None:
+    assert to_verdict(result) == {"score": score, "status": status, "parts": parts}
+
+
+@pytest.mark.parametrize("result", [None, "1", [1.0], 1j, math.inf, {"acc": 1}, {"score": "1"}, {"score": 1, "status": "fine"}])
+def test_other_results_are_refused(result: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="compute_score"):
+        to_verdict(result)
+
+
+def run_pool(config: RewardConfig, work: Callable[[RewardPool], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with RewardPool(config) as pool:
+            return await work(pool)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def user_config(tmp_path: Path) -> RewardConfig:
+    path = tmp_path / "reward.py"
+    path.write_text(USER_FILE)
+    return RewardConfig(path=str(path), timeout_s=0.5)
+
+
+def test_the_pool_scores_with_reasoning_gym() -> None:
+    async def work(pool: RewardPool) -> list[Verdict]:
+        return await asyncio.gather(*(pool.score(TASK, text) for text in ["12", "13", "12"]))
+
+    assert run_pool(RewardConfig(workers=2), work) == [
+        Verdict(Reward(1.0, "ok")),
+        Verdict(Reward(0.0, "wrong")),
+        Verdict(Reward(1.0, "ok")),
+    ]
+
+
+def test_loading_a_verifier_is_no_part_of_a_tasks_time() -> None:
+    """reasoning-gym takes longer to import than this limit; scoring takes 0.1 ms."""
+    verdict = run_pool(RewardConfig(timeout_s=0.1), lambda pool: pool.score(TASK, "12"))
+    assert verdict.reward.status == "ok"
+
+
+def test_a_users_function_that_fails_costs_one_sample(user_config: RewardConfig) -> None:
+    async def work(pool: RewardPool) -> list[Verdict]:
+        return [await pool.score(TASK, text) for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "13"]]
+
+    good, loop, after_loop, die, after_death, raised, nan, none, wrong = run_pool(user_config, work)
+    assert good == after_loop == after_death == Verdict(Reward(1.0, "ok", {"format": 1.0}))
+    assert wrong == Verdict(Reward(0.0, "wrong", {"format": 1.0}))
+    assert loop.reward.status == "timeout" and loop.message == "no verdict within 0.5 s"
+    assert die.reward.status == "error" and "ended with code 3" in die.message
+    assert raised.reward.status == "error" and "KeyError: 'boom' (reward.py:9)" in raised.message
+    assert nan.reward.status == "error" and "must be finite" in nan.message
+    assert none.reward.status == "error" and "NoneType" in none.message
+    assert all(math.isnan(v.reward.score) for v in (loop, die, raised, nan, none)), "an error must not look like a 0"
+
+
+def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardConfig) -> None:
+    async def work(pool: RewardPool) -> tuple[float, Verdict]:
+        hanging = asyncio.create_task(pool.score(TASK, "loop"))
+        await asyncio.sleep(0.05)
+        start = time.monotonic()
+        await pool.score(TASK, "12")
+        return time.monotonic() - start, await hanging
+
+    config = RewardConfig(path=user_config.path, timeout_s=2.0, workers=2)
+    seconds, verdict = run_pool(config, work)
+    assert seconds < 1.0 and verdict.reward.status == "timeout"
+
+
+def test_a_cancelled_score_does_not_answer_the_next_one(user_config: RewardConfig) -> None:
+    async def work(pool: RewardPool) -> Verdict:
+        slow = asyncio.create_task(pool.score(TASK, "sleep"))
+        await asyncio.sleep(0.1)
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        return await pool.score(TASK, "13")
+
+    assert run_pool(user_config, work).reward == Reward(0.0, "wrong", {"format": 1.0})
+
+
+def test_the_functions_input_and_output_are_not_the_protocol(user_config: RewardConfig) -> None:
+    assert run_pool(user_config, lambda pool: pool.score(TASK, "stdin")).reward.score == 0.0
+
+
+def test_closing_the_pool_ends_its_processes(user_config: RewardConfig) -> None:
+    pid = int(run_pool(user_config, lambda pool: pool.score(TASK, "pid")).reward.score)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_killed_explorer_takes_looping_workers_with_it(user_config: RewardConfig) -> None:
+    """Nobody is left to time the loop out: the kernel must end the worker."""
+    code = f"""
+import asyncio
+from megarl.config.schema import RewardConfig
+from megarl.rewards import RewardPool
+from tests.unit.test_rewards import TASK
+async def main():
+    async with RewardPool(RewardConfig(path={user_config.path!r}, timeout_s=60)) as pool:
+        print(int((await pool.score(TASK, "pid")).reward.score), flush=True)
+        await pool.score(TASK, "loop")
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as explorer:
+        assert explorer.stdout is not None
+        worker = int(explorer.stdout.readline())
+        time.sleep(0.2)
+        assert Path(f"/proc/{worker}").exists()
+        explorer.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while _running(worker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _running(worker)
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "no such file"),
+        ("def compute_scores(): pass", "defines no function compute_score"),
+        ("import no_such_module", r"cannot be imported: ModuleNotFoundError: .* \(reward.py:1\)"),
+    ],
+)
+def test_a_file_that_cannot_be_used_stops_the_job_at_once(tmp_path: Path, source: str | None, message: str) -> None:
+    path = tmp_path / "reward.py"
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        run_pool(RewardConfig(path=str(path)), lambda pool: pool.score(TASK, "1"))
+
+
+def test_the_workers_imports_are_light() -> None:
+    code = "import sys, megarl.rewards.worker; sys.exit(bool({'torch', 'sqlalchemy', 'reasoning_gym'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0

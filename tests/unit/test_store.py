@@ -1,0 +1,266 @@
+"""The store: what goes in comes out with its dtypes, and a group is never claimed or finished twice."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.errors import ConfigError, DataError
+from megarl.schema import Experience, GroupStats, Reward, Segment, Task, WeightsVersion
+from megarl.store import Claim, Store
+from megarl.store.codec import ARRAYS, experience_from_row, experience_to_row
+
+VERSION = WeightsVersion(0, 3)
+
+
+def make_task(i: int, split: str = "train") -> Task:
+    messages = ({"role": "user", "content": f"{i} + 1 ="},)
+    return Task(f"{split}/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)}, {"index": i})
+
+
+def make_experience(claim: Claim, index: int, length: int = 4) -> Experience:
+    return Experience(
+        rollout_id=claim.rollout_id,
+        task_id=claim.task.task_id,
+        group_id=claim.group_id,
+        index=index,
+        group_size=claim.group_size,
+        prompt_ids=np.arange(5, dtype=np.int32),
+        response_ids=np.full(length, claim.position, dtype=np.int32),
+        response_mask=np.ones(length, dtype=np.bool_),
+        engine_logp=np.linspace(-1, 0, length, dtype=np.float32),
+        reward=Reward(1.0, "ok", {"format": 0.5}),
+        segments=(Segment(0, length, claim.version, "stop"),),
+        finish_reason="stop",
+        metadata={"note": "ä"},
+    )
+
+
+def finish(store: Store, claim: Claim) -> bool:
+    return store.finish_group(claim, [make_experience(claim, i) for i in range(claim.group_size)], {"samples": 2.0})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(f"sqlite:///{tmp_path}/store/store.db")
+    store.add_tasks("train", [make_task(i) for i in range(6)])
+    return store
+
+
+def request(store: Store, name: str = "r0", step: int = 0, groups: int = 6, group_size: int = 2) -> None:
+    ids = store.task_ids("train")[:groups]
+    store.request_rollout(name, "train", step, VERSION, ids, group_size, {"temperature": 0.7})
+
+
+def test_tasks_keep_order_and_content_and_can_be_replaced(store: Store) -> None:
+    assert store.tasks("train") == [make_task(i) for i in range(6)]
+    backwards = [make_task(i) for i in reversed(range(4))]
+    store.add_tasks("train", backwards)
+    assert store.task_ids("train") == [task.task_id for task in backwards]
+    assert store.task_ids("eval") == []
+
+
+def test_task_ids_are_unique(store: Store) -> None:
+    with pytest.raises(DataError, match="'train/1' of split 'eval' belongs to split 'train'"):
+        store.add_tasks("eval", [make_task(1)])
+    with pytest.raises(DataError, match="'eval/1' occurs twice"):
+        store.add_tasks("eval", [make_task(1, "eval"), make_task(1, "eval")])
+    assert store.task_ids("eval") == []
+
+
+def test_a_rollout_from_request_to_experiences(store: Store) -> None:
+    request(store)
+    claims = store.claim_groups("a", 4)
+    assert [claim.task.task_id for claim in claims] == [f"train/{i}" for i in range(4)]
+    assert claims[1].sampling == {"temperature": 0.7} and claims[1].version == VERSION and claims[1].attempt == 1
+    for claim in reversed(claims):  # finished in another order than asked for
+        assert finish(store, claim)
+    assert store.progress("r0") == (4, 6)
+    got = store.experiences("r0")
+    assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", i) for p in range(4) for i in range(2)]
+    assert store.rollout_metrics("r0") == {"samples": 2.0}
+    assert store.progress("no such rollout") == (0, 0)
+
+
+def test_unknown_task(store: Store) -> None:
+    with pytest.raises(DataError, match=r"1 task ids are not in the store, the first is 'train/99'"):
+        store.request_rollout("r", "train", 0, VERSION, ["train/1", "train/99"], 2, {})
+
+
+ids = st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(prompt=ids, response=ids, score=st.sampled_from([0.0, -1.5, 1.0, math.nan]), stats=st.booleans(), data=st.data())
+def test_experiences_come_back_exactly(
+    prompt: list[int], response: list[int], score: float, stats: bool, data: st.DataObject
+) -> None:
+    length = len(response)
+    floats = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length)
+    bools = st.lists(st.booleans(), min_size=length, max_size=length)
+    cut = data.draw(st.integers(0, length))
+    before = Experience(
+        rollout_id="r",
+        task_id="t/0",
+        group_id="r/0",
+        index=1,
+        group_size=2,
+        prompt_ids=np.asarray(prompt, dtype=np.int32),
+        # Strided views must be stored by value, not as they lie in memory.
+        response_ids=np.repeat(np.asarray(response, dtype=np.int32), 2)[::2],
+        response_mask=np.asarray(data.draw(bools), dtype=np.bool_),
+        engine_logp=np.asarray(data.draw(floats), dtype=np.float32),
+        reward=Reward(score, "error" if math.isnan(score) else "ok", {"a": 0.25}),
+        segments=(Segment(0, cut, VERSION, "abort", False), Segment(cut, length, WeightsVersion(1, 4), "length")),
+        finish_reason="length",
+        group_stats=GroupStats(0.1, 0.2, 2) if stats else None,
+        metadata={"k": [1, None, "ü"]},
+    )
+    row = type("Row", (), experience_to_row(before))()
+    after = experience_from_row(row)
+    for name, dtype in ARRAYS.items():
+        assert getattr(after, name).dtype == dtype
+        np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+    assert after.reward.score == score or (math.isnan(score) and row.score is None and math.isnan(after.reward.score))
+    for name in ("segments", "group_stats", "metadata", "finish_reason", "index", "group_size", "group_id", "task_id"):
+        assert getattr(after, name) == getattr(before, name)
+
+
+def test_a_wrong_dtype_is_refused(store: Store) -> None:
+    request(store)
+    (claim,) = store.claim_groups("a", 1)
+    members = [make_experience(claim, i) for i in range(2)]
+    members[1] = replace(members[1], engine_logp=members[1].engine_logp.astype(np.float64))
+    with pytest.raises(TypeError, match=r"r0/0\[1\]: engine_logp must be a 1-D float32 array, got float64"):
+        store.finish_group(claim, members)
+    assert store.progress("r0") == (0, 6)
+
+
+def test_an_incomplete_group_is_refused(store: Store) -> None:
+    request(store)
+    (claim,) = store.claim_groups("a", 1)
+    with pytest.raises(AssertionError, match=r"finished with indices \[1\]"):
+        store.finish_group(claim, [make_experience(claim, 1)])
+
+
+def test_claims_respect_samples_and_age(store: Store) -> None:
+    request(store, "r1", step=1, group_size=4)
+    request(store, "r0", step=0, group_size=2)
+    assert [c.group_id for c in store.claim_groups("a", 10, max_samples=9)] == ["r1/0", "r1/1"]
+    assert len(store.claim_groups("a", 10, max_samples=1)) == 1  # a group larger than the room still goes on
+    assert store.claim_groups("a", 0) == []
+
+
+def test_released_claims_are_free_again_and_the_old_ones_void(store: Store) -> None:
+    request(store)
+    held = store.claim_groups("a", 3)
+    other = store.claim_groups("b", 3)
+    assert store.release_claims("a") == 3
+    again = store.claim_groups("b", 6)
+    assert {c.group_id for c in again} == {c.group_id for c in held} and all(c.attempt == 2 for c in again)
+    assert not finish(store, held[0])
+    assert store.progress("r0") == (0, 6)
+    assert all(finish(store, claim) for claim in [*again, *other])
+    assert not finish(store, again[0])  # not twice either
+    assert store.progress("r0") == (6, 6) and len(store.experiences("r0")) == 12
+    assert store.release_claims("b") == 0
+
+
+def test_an_expired_lease_frees_a_claim(store: Store) -> None:
+    request(store, groups=1)
+    (dead,) = store.claim_groups("a", 1)
+    assert store.claim_groups("b", 1) == []
+    time.sleep(0.02)
+    (alive,) = store.claim_groups("b", 1, lease_s=0.01)
+    assert not finish(store, dead) and finish(store, alive)
+
+
+def test_asking_again_replaces_a_rollout_and_voids_its_claims(store: Store) -> None:
+    request(store)
+    first, second = store.claim_groups("a", 2)
+    assert finish(store, first)
+    request(store)
+    assert store.progress("r0") == (0, 6) and store.experiences("r0") == [] and store.rollout_metrics("r0") == {}
+    assert not finish(store, second)
+
+
+def test_discard_rollouts_from_a_step_on(store: Store) -> None:
+    for step in range(3):
+        request(store, f"r{step}", step)
+        store.record_step(step, {"reward": float(step), "bad": math.inf})
+    store.discard_rollouts(1)
+    assert [store.progress(f"r{step}")[1] for step in range(3)] == [6, 0, 0]
+    assert store.steps() == [(0, {"reward": 0.0, "bad": None})]
+    store.record_step(0, {"reward": 9.0})
+    assert store.steps() == [(0, {"reward": 9.0})]
+
+
+def test_job_state_and_events(store: Store) -> None:
+    assert store.job_state() == "open"
+    store.close_job()
+    assert store.job_state() == "closed"
+    store.open_job()
+    assert store.job_state() == "open"
+    store.record_event("explorer", "retry", {"n": 1})
+    store.record_event("trainer", "evaluation", {"accuracy": 0.5})
+    assert [event["kind"] for event in store.events()] == ["retry", "evaluation"]
+    assert store.events("evaluation")[0]["data"] == {"accuracy": 0.5}
+
+
+def test_a_memory_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no file"):
+        Store("sqlite://")
+
+
+WORKER = """
+import sys
+from megarl.store import Store
+from tests.unit.test_store import finish
+store, worker = Store(sys.argv[1]), sys.argv[2]
+sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()
+while True:
+    claims = store.claim_groups(worker, 2)
+    if not claims:
+        break
+    for claim in claims:
+        assert finish(store, claim)
+        sys.stdout.write(claim.group_id + "\\n")
+"""
+
+
+def test_two_processes_never_claim_the_same_group(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/store.db"
+    store = Store(url)
+    store.add_tasks("train", [make_task(i) for i in range(60)])
+    request(store, groups=60)
+    command = [sys.executable, "-c", WORKER, url]
+    processes = [
+        subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in "ab"
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor(2) as threads:
+        outputs = list(threads.map(lambda process: process.communicate("go\n", timeout=60)[0].split(), processes))
+    assert [process.returncode for process in processes] == [0, 0]
+    counts = Counter(group for output in outputs for group in output)
+    assert counts == {f"r0/{i}": 1 for i in range(60)}
+    assert all(outputs), "one process did everything: the test did not test concurrency"
+    assert store.progress("r0") == (60, 60) and len(store.experiences("r0")) == 120
+
+
+def test_two_processes_open_a_new_store_together(tmp_path: Path) -> None:
+    code = "import sys; from megarl.store import Store; Store(sys.argv[1]).open_job()"
+    command = [sys.executable, "-c", code, f"sqlite:///{tmp_path}/new.db"]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=60)[1] for process in processes] == ["", "", ""]

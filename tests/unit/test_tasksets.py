@@ -1,0 +1,175 @@
+"""Rows: every fault is named with its file, row and field; generated splits never share a held-out question."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.errors import ConfigError, DataError
+from megarl.rewards import compute_score
+from megarl.schema import Task
+from megarl.tasksets import generate, read_rows, write_rows
+from megarl.tasksets.generate import SPLITS
+
+SIZES = {"train": 300, "eval": 100, "warm_start": 250}
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {
+        "data_source": "reasoning_gym/chain_sum",
+        "prompt": [{"role": "user", "content": "1 + 1 ="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"index": 0},
+    } | changes
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_verl_rows_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.parquet", [row(), row(ability=None, extra_info=None)])
+    first, second = read_rows(path)
+    assert first == Task(
+        "train/0",
+        "reasoning_gym/chain_sum",
+        ({"role": "user", "content": "1 + 1 ="},),
+        "math",
+        {"style": "rule", "ground_truth": "2"},
+        {"index": 0},
+    )
+    assert second.ability == "" and second.extra_info == {} and second.ground_truth == "2"
+    assert read_rows(path, split="gsm8k")[1].task_id == "gsm8k/1"
+
+
+SYSTEM, USER = {"role": "system", "content": "a"}, {"role": "user", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"data_source": ""}, r"data_source must be a non-empty string, got ''"),
+        ({"data_source": None}, r"data_source must be a non-empty string, got None"),
+        ({"prompt": []}, r"prompt must be a non-empty list"),
+        ({"prompt": "1 + 1"}, r"prompt must be a non-empty list .* got '1 \+ 1' \(str\)"),
+        ({"prompt": ["1 + 1"]}, r"prompt\[0\] must be a message"),
+        ({"prompt": [{"role": "user"}]}, r"prompt\[0\].content must be a non-empty string, got None"),
+        ({"prompt": [{"role": "robot", "content": "a"}]}, r"prompt\[0\].role must be one of system, user, assistant"),
+        ({"prompt": [USER, {"role": "user", "content": ""}]}, r"prompt\[1\].content must be a non-empty string"),
+        ({"prompt": [USER, SYSTEM]}, r"prompt\[1\].role must be user"),
+        ({"reward_model": None}, r"reward_model must be a struct"),
+        ({"reward_model": {"style": "rule"}}, r"reward_model.ground_truth must be the expected answer, got None"),
+        ({"ability": 3}, r"ability must be a string, got 3 \(int\)"),
+        ({"extra_info": "x"}, r"extra_info must be a struct"),
+        ({"extra_info": {"x": b"bytes"}}, r"extra_info must be made of JSON values"),
+        ({"response": None}, r"response must be a non-empty string, got None"),
+        ({"response": 3}, r"response must be a non-empty string, got 3"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
+    good, bad = row(response="2"), row(response="2") | changes
+    rows = [good, bad] if _same_types(good, bad) else [bad]  # parquet's own types exclude some mixtures
+    path = write(tmp_path / "d.parquet", rows)
+    with pytest.raises(DataError, match=rf"{re.escape(str(path))}: row {len(rows) - 1}: {field}"):
+        read_rows(path, require_response=True)
+
+
+def _same_types(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    try:
+        pa.Table.from_pylist([a, b])
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return False
+    return True
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none.parquet: no such file"):
+        read_rows(tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("not parquet")
+    with pytest.raises(DataError, match=r"text.parquet: not a readable parquet file"):
+        read_rows(tmp_path / "text.parquet")
+    path = write(tmp_path / "short.parquet", [{"data_source": "a", "prompt": "b"}])
+    with pytest.raises(DataError, match=r"column 'reward_model' is missing; the columns are \['data_source', 'prompt'\]"):
+        read_rows(path)
+    path = write(tmp_path / "no_response.parquet", [row()])
+    with pytest.raises(DataError, match="column 'response' is missing"):
+        read_rows(path, require_response=True)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    good = Task("t/0", "s", ({"role": "user", "content": "q"},), "math", {"ground_truth": "1"}, {"a": 1})
+    write_rows(path, [good])
+    with pytest.raises(DataError, match="do not share one schema"):
+        write_rows(path, [good, Task("t/1", "s", good.prompt, "math", {"ground_truth": "1"}, {"a": "text"})])
+    assert read_rows(path) == [good]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "basic_arithmetic"])
+def test_generated_splits(tmp_path: Path, name: str) -> None:
+    paths = {split: tmp_path / f"{split}.parquet" for split in SPLITS}
+    written = generate(name, paths, SIZES, seed=3, options={"max_terms": 3})
+    questions = {}
+    for split in SPLITS:
+        tasks = read_rows(paths[split], require_response=split == "warm_start")
+        assert tasks == written[split]
+        questions[split] = [task.prompt[-1]["content"] for task in tasks]
+        assert len(set(questions[split])) == len(tasks) == SIZES[split]
+        for task in tasks:
+            assert compute_score(task.data_source, task.ground_truth, task.ground_truth, task.extra_info) == 1.0
+            assert compute_score(task.data_source, "x", task.ground_truth, task.extra_info) == 0.0
+            assert task.response == (task.ground_truth if split == "warm_start" else None)
+    assert not set(questions["eval"]) & set(questions["train"] + questions["warm_start"])
+    assert questions["train"] != questions["warm_start"][: SIZES["train"]]
+
+
+def test_the_same_arguments_write_the_same_bytes_and_another_seed_other_rows(tmp_path: Path) -> None:
+    digests = []
+    for i, seed in enumerate([3, 3, 4]):
+        paths = {split: tmp_path / f"{split}{i}.parquet" for split in SPLITS}
+        generate("chain_sum", paths, SIZES, seed=seed)
+        digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in paths.values()])
+    assert digests[0] == digests[1]
+    assert not set(digests[0]) & set(digests[2])
+
+
+def test_small_numbers_leave_both_sides_the_same_distribution(tmp_path: Path) -> None:
+    """200 one-digit questions exist; a split by order of drawing would give nearly all of them to one file."""
+    paths = {split: tmp_path / f"{split}.parquet" for split in SPLITS}
+    tasks = generate("chain_sum", paths, {"train": 600, "eval": 200, "warm_start": 600}, seed=1)
+    share = {split: sum(len(t.extra_info["metadata"]["expression"]) == 5 for t in rows) for split, rows in tasks.items()}
+    assert 30 <= share["eval"] <= 70  # a quarter of 200
+    assert 120 <= share["train"] <= 160 and 120 <= share["warm_start"] <= 160
+
+
+def test_max_number_filters(tmp_path: Path) -> None:
+    options = {"min_digits": 2, "max_digits": 2, "max_number": 30}
+    tasks = generate("chain_sum", {"train": tmp_path / "t.parquet"}, {"train": 100, "eval": 50}, seed=1, options=options)
+    numbers = [int(n) for t in tasks["train"] for n in re.findall(r"\d+", t.extra_info["metadata"]["expression"])]
+    assert max(numbers) <= 30 and max(numbers) > 25 and min(numbers) >= 10
+
+
+def test_an_unreachable_size_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
+    paths = {split: tmp_path / f"{split}.parquet" for split in SPLITS}
+    with pytest.raises(DataError, match=r"taskset.train_size=300 cannot be reached: .* about 1\d\d distinct questions"):
+        generate("chain_sum", paths, SIZES, seed=1, options={"max_digits": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_names_have_a_nearest(tmp_path: Path) -> None:
+    paths = {"train": tmp_path / "t.parquet"}
+    with pytest.raises(ConfigError, match=r"taskset.generate='chain_sums' is not known; did you mean 'chain_sum'\?"):
+        generate("chain_sums", paths, SIZES, seed=1)
+    with pytest.raises(ConfigError, match=r"taskset.options.max_digit is not an option.*did you mean 'max_digits'\?"):
+        generate("chain_sum", paths, SIZES, seed=1, options={"max_digit": 1})
+    with pytest.raises(ConfigError, match="a maximum is below its minimum"):
+        generate("chain_sum", paths, SIZES, seed=1, options={"min_terms": 3})
