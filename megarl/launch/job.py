@@ -30,10 +30,10 @@ def run(config: Config) -> int:
     with own_run_dir(run_dir):
         tasks = check(config)
         _fill_store(config, tasks)
-        from megarl.report.html import summary, write_report
-
         finished = run_job(config)
         if finished:
+            from megarl.report.html import summary, write_report
+
             report = write_report(run_dir)
             log.info("%s", summary(run_dir))
             log.info("report:        %s", report)

@@ -88,11 +88,11 @@ def start_job(config: Config) -> list[Child]:
     try:
         for i, port in enumerate(engine_ports):
             argv, engine_env = engine_process(
-                config.model.path, config.rollout, config.model, host=host, port=port, key=key
+                config.model.path, config.rollout, config.model, host=host, port=port
             )
             children.append(Child(f"engine {i}", argv, {**env, **engine_env}, logs / f"engine_{i}.log"))
         for rank in range(config.parallel.world_size):
-            argv = [sys.executable, "-m", "megarl.loop.trainer", "--config", str(resolved)]
+            argv = [sys.executable, "-m", "megarl.loop", "trainer", "--config", str(resolved)]
             rank_env = {
                 **env,
                 "RANK": str(rank),
@@ -105,7 +105,7 @@ def start_job(config: Config) -> list[Child]:
             }
             child = Child(f"trainer rank {rank}", argv, rank_env, logs / f"trainer_{rank}.log", echo=rank == 0)
             children.append(child)
-        argv = [sys.executable, "-m", "megarl.loop.explorer", "--config", str(resolved)]
+        argv = [sys.executable, "-m", "megarl.loop", "explorer", "--config", str(resolved)]
         children.append(Child("explorer", argv, {**env, "OMP_NUM_THREADS": "1"}, logs / "explorer.log"))
     except BaseException:
         stop(children, STOP_S)

@@ -172,6 +172,7 @@ class Session:
         plan = build_plan(self.layout, hf_layout(self.hf_config))
         with self.timeline.phase("export"):
             hf.export_hf(plan, self.position.rank, self.actor.tensors, Path(self.config.model.path), target)
+            dist.barrier()  # rank 0 writes; the others may read it next
 
     # ---------------------------------------------------------------- what a person sees
 

@@ -1,4 +1,4 @@
-"""The reinforcement-learning loop of one trainer rank: ``python -m megarl.loop.trainer --config RUN/resolved.json``.
+"""The reinforcement-learning loop of one trainer rank: ``python -m megarl.loop trainer --config RUN/resolved.json``.
 
 Reads top to bottom: sync, rollout, inference, update, commit.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import warnings
 from dataclasses import replace
 
 import torch
@@ -154,14 +155,20 @@ def _experience_metrics(experiences: list[Experience], advantages: list[float], 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megarl.loop.trainer", description="One rank of the trainer.")
+    parser = argparse.ArgumentParser(prog="python -m megarl.loop trainer", description="One rank of the trainer.")
     parser.add_argument("--config", required=True, help="resolved.json of the run")
     config = load_resolved(parser.parse_args(argv).config)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Megatron logs its settings and warns of every fusion that needs TransformerEngine or apex; `megarl doctor` says which.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     torch.set_num_threads(config.trainer.num_threads)
-    train(config)
+    try:
+        train(config)
+    except (ValueError, RuntimeError) as error:
+        if type(error).__module__ != "megarl.errors":
+            raise
+        log.error("trainer: %s", error)
+        return 1
     return 0
 
-
-if __name__ == "__main__":
-    sys.exit(main())

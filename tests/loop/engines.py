@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,7 +20,7 @@ from megarl.launch.process import Child
 from megarl.rollout.addresses import JobAddresses
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
-from megarl.rollout.engine import engine_process, shared_memory
+from megarl.rollout.engine import engine_process, group_members, shared_memory
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way
 EOS = 2
@@ -99,6 +100,7 @@ class RunningEngine:
     logs: Path
     _child: Child | None = None
     _url: str = ""
+    _last_pid: int = -1
 
     def ready(self) -> RunningEngine:
         if self._child is None or self._child.poll() is not None:
@@ -112,6 +114,10 @@ class RunningEngine:
             self._url = f"http://{HOST}:{port}"
             self.control.wait_ready(self.config.rollout.start_timeout_s, alive=lambda: self._child.poll() is None)
         return self
+
+    @property
+    def model_path(self) -> Path:
+        return Path(self.config.model.path)
 
     @property
     def url(self) -> str:
@@ -143,6 +149,7 @@ class RunningEngine:
         if self._child is None:
             return
         segments = shared_memory(self._child.pid)
+        self._last_pid = self._child.pid
         self._child.signal(signal.SIGTERM)
         self._child.wait(10)
         self._child.signal(signal.SIGKILL)
@@ -150,15 +157,21 @@ class RunningEngine:
             segment.unlink(missing_ok=True)
         self._child = None
 
+    def leftovers(self) -> list[int]:
+        """Processes that outlived ``stop``."""
+        return group_members(self._last_pid)
 
-def tiny_engine(directory: Path, *, rollout: RolloutConfig, tied: bool = False, tp: int = 2) -> RunningEngine:
-    """An engine of a tiny model under ``directory``, with the settings of a trainer of ``tp`` ranks; not started."""
+
+def tiny_engine(
+    directory: Path, *, rollout: RolloutConfig, tied: bool = False, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> RunningEngine:
+    """An engine of a tiny model under ``directory``, with the settings of a trainer with tp=2; not started."""
     shutil.rmtree(directory, ignore_errors=True)
-    path = save_tiny_qwen3(directory / "model", tied=tied)
+    path = save_tiny_qwen3(directory / "model", tied=tied, dtype=getattr(torch, dtype))
     config = Config(
         run=RunConfig(dir=str(directory)),
-        model=ModelConfig(path=str(path)),
-        parallel=ParallelConfig(tp=tp),
+        model=ModelConfig(path=str(path), dtype=dtype),
+        parallel=ParallelConfig(tp=2),
         rollout=rollout,
         # Small buckets, so that a publication is many of them.
         sync=SyncConfig(bucket_bytes=16384, timeout_s=30.0),

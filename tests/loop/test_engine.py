@@ -176,23 +176,17 @@ def test_answers_arrive_one_by_one(engine: RunningEngine) -> None:
 def test_leaving_early_aborts_the_rest(engine: RunningEngine) -> None:
     async def leave() -> None:
         async with EngineClient([engine.url], KEY) as client:
-            prompts = [Prompt([1, 5, 6], seed=1), *(Prompt([1, 7, i + 9], n=8) for i in range(8))]
+            prompts = [Prompt([1, 5, 6]), *(Prompt([1, 7, i + 9], n=8) for i in range(60))]  # seconds of work
             async with aclosing(client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True))) as answers:
                 async for _ in answers:
                     break
 
     asyncio.run(leave())
-    deadline = time.monotonic() + 5
-    while (running := _running_requests(engine)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert running == 0
-
-
-def _running_requests(engine: RunningEngine) -> int:
-    """Pausing without draining and aborting tells how many requests the engine still had."""
+    time.sleep(0.5)
+    # vLLM tells how many requests this aborts: those that it still had.
     request = urllib.request.Request(f"{engine.url}/abort_requests", method="POST", headers=bearer(KEY), data=b"{}")
     with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)["aborted"]
+        assert json.load(answer)["aborted"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The explorer against engines that answer as told: overlap, retries, restarts, and the process as `megarl train` runs it."""
+"""The explorer against engines that answer as told: overlap, retries, restarts, and the process itself."""
 
 from __future__ import annotations
 
@@ -142,7 +142,10 @@ def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenize
         np.testing.assert_array_equal(e.prompt_ids, tokenizer.prompt_ids(asked.prompt))
         np.testing.assert_array_equal(e.engine_logp, np.full(len(e.response_ids), -0.1, np.float32))
         assert e.response_ids[-1] == tokenizer.eos_ids[0] and e.response_mask.all() and e.finish_reason == "stop"
-        assert [(s.start, s.end, str(s.version)) for s in e.segments] == [(0, 1, "2.6"), (1, len(e.response_ids), "2.7")]
+        assert [(s.start, s.end, str(s.version)) for s in e.segments] == [
+            (0, 1, "2.6"),
+            (1, len(e.response_ids), "2.7"),
+        ]
         text = tokenizer.decode(e.response_ids)
         expected = "error" if text == "2" else "ok" if text == asked.ground_truth else "wrong"
         assert e.reward.status == expected
@@ -160,7 +163,9 @@ def test_an_answer_is_scored_while_others_are_still_generated(store: Store, toke
     explore(store, engine, scorer, tokenizer)
     metrics = store.rollout_metrics("r0")
     assert scorer.starts[0] - start < 0.4, "the first answer waited for the last"
-    assert metrics["generation_s"] == pytest.approx(0.6, abs=0.2) and metrics["reward_s"] == pytest.approx(0.4, abs=0.15)
+    assert metrics["generation_s"] == pytest.approx(0.6, abs=0.2) and metrics["reward_s"] == pytest.approx(
+        0.4, abs=0.15
+    )
     assert metrics["overlap_s"] == pytest.approx(0.3, abs=0.15), "three of the four rewards run under generation"
 
 
@@ -178,7 +183,9 @@ def test_what_an_engine_fails_to_give_is_asked_for_again_with_its_own_seed(
     assert store.rollout_metrics("r0")["retries"] == 2 and len(store.events("engine_retry")) == 2
 
 
-def test_an_engine_that_stays_dead_ends_the_explorer_and_frees_its_claims(store: Store, tokenizer: ChatTokenizer) -> None:
+def test_an_engine_that_stays_dead_ends_the_explorer_and_frees_its_claims(
+    store: Store, tokenizer: ChatTokenizer
+) -> None:
     request(store)
     with pytest.raises(EngineError, match="the engine is gone"):
         explore(store, FakeEngine(tokenizer, fail_after=[5, 1, 0]), FakeScorer(), tokenizer)
@@ -321,13 +328,17 @@ def test_the_process_works_until_the_job_is_closed(
         wait_for(lambda: store.progress("r0") == (12, 12))
         got = store.experiences("r0")
         assert [e.reward.status for e in got] == ["ok", "wrong"] * 24, "reasoning-gym's verdicts"
-        store.request_rollout("r1", "eval", 5, VERSION, store.task_ids("train"), 1, {"temperature": 0.0, "max_tokens": 8})
+        store.request_rollout(
+            "r1", "eval", 5, VERSION, store.task_ids("train"), 1, {"temperature": 0.0, "max_tokens": 8}
+        )
         wait_for(lambda: store.progress("r1") == (12, 12))
         store.close_job()
         assert explorer.wait(10) == 0
 
 
-def test_sigterm_gives_the_claims_back(tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer) -> None:
+def test_sigterm_gives_the_claims_back(
+    tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer
+) -> None:
     server = FakeServer(tokenizer)
     server.delay_s = 60.0
     request(store)
@@ -381,5 +392,6 @@ def test_a_wrong_key_is_named(tmp_path: Path, model_path: Path, store: Store, to
 
 
 def test_the_process_imports_neither_torch_nor_vllm() -> None:
-    code = "import sys, megarl.loop.explorer; sys.exit(bool({'torch', 'transformers', 'vllm', 'megatron'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "vllm", "megatron"}
+    code = f"import sys, megarl.loop.explorer; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -93,7 +94,7 @@ def test_validity(changes: dict[str, Any], reason: str | None) -> None:
 @given(cuts=st.lists(st.integers(1, 7), unique=True).map(sorted))
 def test_any_tiling_is_valid(cuts: list[int]) -> None:
     edges = [0, *cuts, 8]
-    segments = tuple(Segment(a, b, VERSION, "stop") for a, b in zip(edges, edges[1:], strict=False))
+    segments = tuple(Segment(a, b, VERSION, "stop") for a, b in itertools.pairwise(edges))
     arrays = {
         "response_ids": np.zeros(8, dtype=np.int32),
         "response_mask": np.ones(8, dtype=np.bool_),

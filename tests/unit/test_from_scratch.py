@@ -124,7 +124,7 @@ def test_bad_input_is_refused_and_leaves_nothing(model_path: Path, tmp_path: Pat
 
 
 def test_an_incomplete_checkpoint_is_named(model_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="tokenizer.json is missing"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is missing"):
         ChatTokenizer.open(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((model_path / "tokenizer.json").read_bytes())
     with pytest.raises(CheckpointError, match="no chat template"):

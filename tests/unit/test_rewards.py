@@ -76,7 +76,9 @@ def test_results_become_verdicts(result: Any, score: float, status: str, parts: 
     assert to_verdict(result) == {"score": score, "status": status, "parts": parts}
 
 
-@pytest.mark.parametrize("result", [None, "1", [1.0], 1j, math.inf, {"acc": 1}, {"score": "1"}, {"score": 1, "status": "fine"}])
+@pytest.mark.parametrize(
+    "result", [None, "1", [1.0], 1j, math.inf, {"acc": 1}, {"score": "1"}, {"score": 1, "status": "fine"}]
+)
 def test_other_results_are_refused(result: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="compute_score"):
         to_verdict(result)
@@ -116,7 +118,9 @@ def test_loading_a_verifier_is_no_part_of_a_tasks_time() -> None:
 
 def test_a_users_function_that_fails_costs_one_sample(user_config: RewardConfig) -> None:
     async def work(pool: RewardPool) -> list[Verdict]:
-        return [await pool.score(TASK, text) for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "13"]]
+        return [
+            await pool.score(TASK, text) for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "13"]
+        ]
 
     good, loop, after_loop, die, after_death, raised, nan, none, wrong = run_pool(user_config, work)
     assert good == after_loop == after_death == Verdict(Reward(1.0, "ok", {"format": 1.0}))
@@ -211,5 +215,7 @@ def test_a_file_that_cannot_be_used_stops_the_job_at_once(tmp_path: Path, source
 
 
 def test_the_workers_imports_are_light() -> None:
-    code = "import sys, megarl.rewards.worker; sys.exit(bool({'torch', 'sqlalchemy', 'reasoning_gym'} & set(sys.modules)))"
+    code = (
+        "import sys, megarl.rewards.worker; sys.exit(bool({'torch', 'sqlalchemy', 'reasoning_gym'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0

@@ -97,7 +97,9 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"text.parquet: not a readable parquet file"):
         read_rows(tmp_path / "text.parquet")
     path = write(tmp_path / "short.parquet", [{"data_source": "a", "prompt": "b"}])
-    with pytest.raises(DataError, match=r"column 'reward_model' is missing; the columns are \['data_source', 'prompt'\]"):
+    with pytest.raises(
+        DataError, match=r"column 'reward_model' is missing; the columns are \['data_source', 'prompt'\]"
+    ):
         read_rows(path)
     path = write(tmp_path / "no_response.parquet", [row()])
     with pytest.raises(DataError, match="column 'response' is missing"):
@@ -146,14 +148,18 @@ def test_small_numbers_leave_both_sides_the_same_distribution(tmp_path: Path) ->
     """200 one-digit questions exist; a split by order of drawing would give nearly all of them to one file."""
     paths = {split: tmp_path / f"{split}.parquet" for split in SPLITS}
     tasks = generate("chain_sum", paths, {"train": 600, "eval": 200, "warm_start": 600}, seed=1)
-    share = {split: sum(len(t.extra_info["metadata"]["expression"]) == 5 for t in rows) for split, rows in tasks.items()}
+    share = {
+        split: sum(len(t.extra_info["metadata"]["expression"]) == 5 for t in rows) for split, rows in tasks.items()
+    }
     assert 30 <= share["eval"] <= 70  # a quarter of 200
     assert 120 <= share["train"] <= 160 and 120 <= share["warm_start"] <= 160
 
 
 def test_max_number_filters(tmp_path: Path) -> None:
     options = {"min_digits": 2, "max_digits": 2, "max_number": 30}
-    tasks = generate("chain_sum", {"train": tmp_path / "t.parquet"}, {"train": 100, "eval": 50}, seed=1, options=options)
+    tasks = generate(
+        "chain_sum", {"train": tmp_path / "t.parquet"}, {"train": 100, "eval": 50}, seed=1, options=options
+    )
     numbers = [int(n) for t in tasks["train"] for n in re.findall(r"\d+", t.extra_info["metadata"]["expression"])]
     assert max(numbers) <= 30 and max(numbers) > 25 and min(numbers) >= 10
 

@@ -1,0 +1,24 @@
+"""``python -m megarl.loop trainer|explorer --config RUN/resolved.json``: one process of a job.
+
+Imports nothing heavy at the top: checkpoint writers are spawned, and every spawned process imports this file again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
+    if role == "trainer":
+        from megarl.loop.trainer import main as run
+    elif role == "explorer":
+        from megarl.loop.explorer import main as run
+    else:
+        sys.stderr.write("usage: python -m megarl.loop trainer|explorer --config RUN/resolved.json\n")
+        return 2
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""Weights go from two trainer ranks (tp=2 shards of Megatron's layout) to a real engine, and both sides prove it.
+
+The ranks are threads here, each with its own publisher and link; processes make no difference to either.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from megarl.checkpoint.hf import read_hf_config
+from megarl.config.schema import Config, ParallelConfig, RolloutConfig
+from megarl.errors import EngineError, WeightSyncError
+from megarl.reshard import boxes
+from megarl.reshard.execute import Transport, Work
+from megarl.reshard.layouts import Layout, MegatronGrid, megatron_layout
+from megarl.rollout.client import Prompt, Sampling
+from megarl.schema import WeightsVersion
+from megarl.sync.publish import SyncReport, WeightPublisher, check_probe
+from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
+
+T = TypeVar("T")
+FP32_TOLERANCE = 1e-4
+SAMPLING = Sampling(max_tokens=8, ignore_eos=True)
+versions = (WeightsVersion(1, n) for n in itertools.count(1))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The trainer's ranks, with no trainer: publishers that share an engine."""
+
+    publishers: tuple[WeightPublisher, ...]
+    layout: Layout
+
+    def call(self, do: Callable[[int, WeightPublisher], T]) -> list[T | Exception]:
+        """What every rank returned or raised; they run at the same time."""
+
+        def one(rank: int) -> T | Exception:
+            try:
+                return do(rank, self.publishers[rank])
+            except (EngineError, WeightSyncError) as error:
+                return error
+
+        with ThreadPoolExecutor(len(self.publishers)) as pool:
+            return list(pool.map(one, range(len(self.publishers))))
+
+    def publish(self, model: Qwen3ForCausalLM, version: WeightsVersion) -> list[SyncReport | Exception]:
+        return self.call(lambda rank, p: p.publish(shards(model, self.layout, rank), version))
+
+    def publish_whole(self, model: Qwen3ForCausalLM) -> SyncReport:
+        """Publishes, reconnecting first when a failure has broken the link; fails the test unless it succeeds."""
+        if any(p.transport is None for p in self.publishers):
+            assert self.call(lambda rank, p: p.connect()) == [None] * len(self.publishers)
+        first, *others = self.publish(model, next(versions))
+        assert isinstance(first, SyncReport), first
+        assert others == [first] * len(others)
+        return first
+
+
+def ranks_of(engine: RunningEngine, config: Config | None = None) -> Ranks:
+    config = config or engine.config
+    hf_config = read_hf_config(engine.model_path)
+    grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
+    layout = megatron_layout(hf_config, grid)
+    addresses = engine.addresses()
+    publishers = (WeightPublisher(config, layout, hf_config, r, addresses=addresses) for r in range(layout.num_ranks))
+    return Ranks(tuple(publishers), layout)
+
+
+def shards(model: Qwen3ForCausalLM, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    """What a Megatron rank would hold of this model; padding is NaN, which must reach no engine."""
+    full = model.state_dict()
+    out = {name: torch.full(shape, torch.nan) for name, shape in layout.local_shapes(rank).items()}
+    for piece in layout.pieces(rank):
+        box = boxes.index_of(boxes.start_of(piece.box), boxes.shape_of(piece.box))
+        out[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))] = full[piece.tensor][box]
+    return out
+
+
+def difference(engine: RunningEngine, model: Qwen3ForCausalLM, prompts: list[Prompt] | None = None) -> float:
+    prompts = prompts or some_prompts()
+    return worst_difference(model, prompts, engine.generate(prompts, SAMPLING))
+
+
+@pytest.fixture(scope="module")
+def model(shared_engine: RunningEngine) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(shared_engine.model_path, attn_implementation="eager").eval()
+
+
+@pytest.fixture
+def ranks(engine: RunningEngine, linked: dict[str, Ranks]) -> Ranks:
+    """Linked to the engine that runs now."""
+    if engine.url not in linked:
+        linked[engine.url] = ranks_of(engine)
+    return linked[engine.url]
+
+
+@pytest.fixture(scope="module")
+def linked() -> Iterator[dict[str, Ranks]]:
+    yield {}
+
+
+def test_published_weights_are_what_the_engine_computes_with(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+) -> None:
+    for seed in (1, 2):
+        new = perturbed(model, seed)
+        before = difference(engine, new)
+        report = ranks.publish_whole(new)
+        assert before > 0.05
+        assert difference(engine, new) < FP32_TOLERANCE
+        assert report.bytes == 4 * sum(p.numel() for p in new.parameters())
+        assert report.digests == len(list(new.parameters()))
+
+
+def test_samples_carry_the_version_that_sampled_them(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+) -> None:
+    ranks.publish_whole(model)
+    version = str(WeightsVersion(1, next(versions).n - 1))
+    assert engine.control.state().version == version
+    for completion in engine.generate(some_prompts(), SAMPLING):
+        assert completion.versions == ((version, 0, len(completion.token_ids)),)
+
+
+def test_one_perturbed_weight_changes_the_log_probs_as_transformers_says(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+) -> None:
+    tokens = [1, 9, 77, 150, 199, 4, 4, 31]
+    ranks.publish_whole(model)
+    before = torch.tensor(engine.control.probe(tokens))
+    other = perturbed(model, 0)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        other.model.layers[1].mlp.down_proj.weight[3, 5] += 1.0
+    ranks.publish_whole(other)
+    after = torch.tensor(engine.control.probe(tokens))
+    predicted = transformers_logp(other, tokens[:1], tokens[1:]) - transformers_logp(model, tokens[:1], tokens[1:])
+    assert predicted.abs().max() > 1e-3
+    torch.testing.assert_close(after - before, predicted, atol=FP32_TOLERANCE, rtol=0)
+
+
+def test_no_stale_prefix_cache(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
+    prompts = some_prompts(length=100)  # three whole blocks of 32, which the engine keeps
+    ranks.publish_whole(model)
+    assert difference(engine, model, prompts) < FP32_TOLERANCE
+    new = perturbed(model, 3)
+    ranks.publish_whole(new)
+    assert difference(engine, new, prompts) < FP32_TOLERANCE
+
+
+def test_signed_zeros_and_subnormals_are_proven_too(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+) -> None:
+    """A product with the identity loses them; a weight that decays to nothing must not stop the job."""
+    new = perturbed(model, 4)
+    with torch.no_grad():
+        new.model.layers[0].self_attn.k_proj.weight[0, :4] = torch.tensor([-0.0, 1e-40, -1e-40, 0.0])
+        new.lm_head.weight[7] = -0.0
+    ranks.publish_whole(new)
+    assert difference(engine, new) < FP32_TOLERANCE
+
+
+class Flipping:
+    """Flips one bit of the ``nth`` message on its way."""
+
+    def __init__(self, inner: Transport, nth: int) -> None:
+        self._inner = inner
+        self._left = nth
+
+    def isend(self, tensor: torch.Tensor, rank: int, /) -> Work:
+        if self._left == 0:
+            tensor.view(torch.int32)[17] ^= 1 << 20
+        self._left -= 1
+        return self._inner.isend(tensor, rank)
+
+    def recv(self, tensor: torch.Tensor, rank: int, /) -> None:
+        raise AssertionError("trainer ranks only send")
+
+
+class Breaking(Flipping):
+    """Fails at the ``nth`` message, as a connection would."""
+
+    def isend(self, tensor: torch.Tensor, rank: int, /) -> Work:
+        if self._left == 0:
+            raise RuntimeError("the cable was cut")
+        self._left -= 1
+        return self._inner.isend(tensor, rank)
+
+
+def refusing(engine: RunningEngine) -> str:
+    with pytest.raises(EngineError) as refused:
+        engine.generate(some_prompts(1), SAMPLING)
+    assert "503" in str(refused.value)
+    return str(refused.value)
+
+
+def test_one_flipped_bit_names_its_tensor_and_a_retry_mends_it(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+) -> None:
+    ranks.publish_whole(model)
+    publisher = ranks.publishers[1]
+    publisher.transport = Flipping(publisher.transport, nth=0)
+    new = perturbed(model, 5)
+    failures = ranks.publish(new, next(versions))
+    for failure in failures:
+        assert isinstance(failure, WeightSyncError)
+        assert "model.embed_tokens.weight" in str(failure)
+        assert str(failure).count("digest sent") == 1
+    assert "model.embed_tokens.weight" in refusing(engine)
+    ranks.publish_whole(new)
+    assert difference(engine, new) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_cut_midway_refuses_and_a_retry_mends_it(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM, rank: int
+) -> None:
+    ranks.publish_whole(model)
+    publisher = ranks.publishers[rank]
+    publisher.transport = Breaking(publisher.transport, nth=3)
+    new = perturbed(model, 6)
+    failures = ranks.publish(new, next(versions))
+    assert all(isinstance(failure, WeightSyncError) for failure in failures)
+    assert "the cable was cut" in str(failures[rank])
+    refusing(engine)
+    ranks.publish_whole(new)
+    assert difference(engine, new) < FP32_TOLERANCE
+
+
+def test_trainer_and_engine_that_do_not_agree_are_told_apart(engine: RunningEngine, ranks: Ranks) -> None:
+    """Before anything joins, so at once; the engine goes on with the weights it has."""
+    config = replace(engine.config, model=replace(engine.config.model, dtype="bfloat16"))
+    for failure in ranks_of(engine, config).call(lambda rank, p: p.connect()):
+        assert isinstance(failure, EngineError | WeightSyncError)
+        assert "trainer and engine do not agree on the weights" in str(failure)
+    assert engine.generate(some_prompts(1), SAMPLING)
+
+
+def test_the_probe_compares_both_sides(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
+    ranks.publish_whole(model)
+    tokens = [1, 9, 77, 150, 199, 4, 4, 31]
+    logp = transformers_logp(model, tokens[:1], tokens[1:]).tolist()
+    first, second = ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else []))
+    assert isinstance(first, float) and first == second and first < FP32_TOLERANCE
+    logp[3] += 0.01
+    for failure in ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else [])):
+        assert isinstance(failure, WeightSyncError) and "token 4 of the probe text" in str(failure)
+    assert "token 4 of the probe text" in refusing(engine)
+    ranks.publish_whole(model)
+
+
+def test_check_probe_takes_no_nan_for_agreement() -> None:
+    assert check_probe([-1.0, -2.0], [-1.0, -2.0005], 1e-3).position == 1
+    for engine_logp in ([-1.0, float("nan")], [float("nan"), -2.0]):
+        with pytest.raises(WeightSyncError):
+            check_probe(engine_logp, [-1.0, -2.0], 1e-3)
+
+
+OTHER_ENGINES: dict[str, dict[str, Any]] = {
+    "two workers": {"rollout": {"tp": 2}},
+    "tied": {"tied": True},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHER_ENGINES)
+def test_other_engines(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
+    options: Mapping[str, Any] = OTHER_ENGINES[kind]
+    rollout = RolloutConfig(
+        **{"max_num_seqs": 64, "kv_cache_bytes": 2**26, "start_timeout_s": 240.0, **options.get("rollout", {})}
+    )
+    dtype = options.get("dtype", "float32")
+    engine = tiny_engine(
+        tmp_path_factory.mktemp("engine"), rollout=rollout, tied=options.get("tied", False), dtype=dtype
+    )
+    tolerance = FP32_TOLERANCE if dtype == "float32" else 0.05
+    try:
+        engine.ready()
+        ranks = ranks_of(engine)
+        torch_dtype = getattr(torch, dtype)
+        model = Qwen3ForCausalLM.from_pretrained(
+            engine.model_path, attn_implementation="eager", dtype=torch_dtype
+        ).eval()
+        for seed in (1, 2):
+            new = perturbed(model, seed)
+            assert difference(engine, new) > 0.2
+            ranks.publish_whole(new)
+            assert difference(engine, new) < tolerance
+    finally:
+        engine.stop()
+    assert engine.leftovers() == []
+
+
+def test_grids_without_tensor_parallelism(engine: RunningEngine, model: Qwen3ForCausalLM) -> None:
+    """A pipeline of two stages, and two data-parallel copies that share the sending."""
+    for parallel in (ParallelConfig(pp=2), ParallelConfig(dp=2)):
+        ranks = ranks_of(engine, replace(engine.config, parallel=parallel))
+        new = perturbed(model, 7 + parallel.dp)
+        ranks.publish_whole(new)
+        assert difference(engine, new) < FP32_TOLERANCE

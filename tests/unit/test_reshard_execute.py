@@ -1,0 +1,228 @@
+"""Plans executed in memory, against hand-written expectations (reshard_oracle)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.reshard_oracle import (
+    Case,
+    Network,
+    Tensors,
+    assert_same,
+    cases,
+    configs,
+    divisors,
+    megatron_grid,
+    qwen3_config,
+    random_hf,
+    run_threads,
+    unwritten,
+    vllm_rank,
+)
+
+from megarl.errors import ConfigError, PlanError, WeightSyncError
+from megarl.reshard.execute import Digests, buckets_of, compare, digests_of, exchange, merge, receive, send
+from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
+from megarl.reshard.plan import ReshardPlan, build_plan
+
+fast = settings(max_examples=25, deadline=None)
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def run_plan(
+    plan: ReshardPlan,
+    sources: list[Tensors],
+    network: Network,
+    bucket_bytes: int = 4096,
+    dtype: torch.dtype = FP32,
+) -> tuple[list[Tensors], Digests]:
+    """Send and receive in threads; what every destination rank holds then, and the digests of all senders."""
+    got = [unwritten(dict(plan.destination.local_shapes(r)), dtype) for r in range(plan.destination.num_ranks)]
+    written = [dict.fromkeys(tensors, 0) for tensors in got]
+
+    def count(rank: int, local: str, numel: int) -> None:
+        written[rank][local] += numel
+
+    keys = {"dtype": dtype, "bucket_bytes": bucket_bytes}
+    senders = [functools.partial(send, plan, r, t, network.port(r), **keys) for r, t in enumerate(sources)]
+    receivers = [
+        functools.partial(
+            receive, plan, r, t.__getitem__, network.port(r), wrote=functools.partial(count, r), **keys
+        )
+        for r, t in enumerate(got)
+    ]
+    results = run_threads([*senders, *receivers])
+    assert written == [{name: t.numel() for name, t in tensors.items()} for tensors in got]
+    return got, merge(results[: len(senders)])
+
+
+def run_exchange(plan: ReshardPlan, sources: list[Tensors], bucket_bytes: int = 4096) -> list[Tensors]:
+    """Every rank is source and destination of a colocated plan."""
+    ranks = max(plan.source.num_ranks, plan.destination.num_ranks)
+    shapes = [dict(plan.destination.local_shapes(r)) for r in range(plan.destination.num_ranks)]
+    got = [unwritten(s) for s in shapes]
+    network = Network()
+    run_threads(
+        [
+            functools.partial(
+                exchange,
+                plan,
+                r,
+                sources[r] if r < len(sources) else {},
+                (got[r] if r < len(got) else {}).__getitem__,
+                network.port(r),
+                dtype=FP32,
+                bucket_bytes=bucket_bytes,
+            )
+            for r in range(ranks)
+        ]
+    )
+    assert network.largest_bytes <= bucket_bytes
+    return got
+
+
+def to_engine(case: Case) -> ReshardPlan:
+    return build_plan(
+        megatron_layout(case.config, MegatronGrid(case.tp, case.pp, case.dp)),
+        vllm_layout(case.config, case.engine_tp, case.replicas),
+    )
+
+
+def engine_digests(plan: ReshardPlan, got: list[Tensors]) -> Digests:
+    return {
+        (rank, tensor): value
+        for rank, tensors in enumerate(got)
+        for tensor, value in digests_of(plan.destination, rank, tensors.__getitem__).items()
+    }
+
+
+@fast
+@given(case=cases(), bucket_bytes=st.sampled_from([4, 37, 256, 4096, 1 << 20]), dtype=st.sampled_from([FP32, BF16]))
+def test_megatron_to_vllm_equals_hand_written_shards(case: Case, bucket_bytes: int, dtype: torch.dtype) -> None:
+    hf = random_hf(case.config)
+    plan = to_engine(case)
+    network = Network()
+    got, sent = run_plan(
+        plan, megatron_grid(case.config, hf, case.tp, case.pp, case.dp), network, bucket_bytes, dtype
+    )
+    for rank, tensors in enumerate(got):
+        assert_same(tensors, vllm_rank(case.config, hf, case.engine_tp, rank % case.engine_tp), dtype)
+    assert network.largest_bytes <= bucket_bytes
+    assert network.most_alive <= 2
+    compare(plan, sent, engine_digests(plan, got))
+
+
+@fast
+@given(case=cases())
+def test_hf_to_megatron_equals_hand_written_shards(case: Case) -> None:
+    hf = random_hf(case.config)
+    plan = build_plan(hf_layout(case.config), megatron_layout(case.config, MegatronGrid(case.tp, case.pp, case.dp)))
+    got, _ = run_plan(plan, [hf], Network())
+    for tensors, expected in zip(got, megatron_grid(case.config, hf, case.tp, case.pp, case.dp), strict=True):
+        assert_same(tensors, expected)
+
+
+@fast
+@given(case=cases(), bucket_bytes=st.sampled_from([16, 300, 4096]))
+def test_megatron_to_hf_returns_every_bit(case: Case, bucket_bytes: int) -> None:
+    hf = random_hf(case.config)
+    grid = megatron_layout(case.config, MegatronGrid(case.tp, case.pp, case.dp))
+    plan = build_plan(grid, hf_layout(case.config), colocated=True)
+    assert_same(run_exchange(plan, megatron_grid(case.config, hf, case.tp, case.pp, case.dp), bucket_bytes)[0], hf)
+
+
+@fast
+@given(data=st.data(), config=configs(layers=4))
+def test_grid_to_grid(data: st.DataObject, config: dict) -> None:
+    def grid() -> MegatronGrid:
+        return MegatronGrid(
+            data.draw(st.sampled_from(divisors(config["num_key_value_heads"]))) if config["intermediate_size"] != 8 else 1,
+            data.draw(st.sampled_from([1, 2, 4])),
+            data.draw(st.integers(1, 2)),
+        )
+
+    a, b = grid(), grid()
+    hf = random_hf(config)
+    plan = build_plan(megatron_layout(config, a), megatron_layout(config, b), colocated=True)
+    got = run_exchange(plan, megatron_grid(config, hf, a.tp, a.pp, a.dp))
+    for tensors, expected in zip(got, megatron_grid(config, hf, b.tp, b.pp, b.dp), strict=True):
+        assert_same(tensors, expected)
+
+
+def test_equal_grids_move_nothing_between_ranks() -> None:
+    layout = megatron_layout(qwen3_config(), MegatronGrid(2, 2, 2))
+    assert build_plan(layout, layout, colocated=True).bytes_per_link(4) == {}
+
+
+@fast
+@given(case=cases(), data=st.data())
+def test_one_flipped_element_is_named(case: Case, data: st.DataObject) -> None:
+    plan = to_engine(case)
+    bucket_bytes = 512
+    link = data.draw(st.sampled_from(sorted(plan.links)))
+    buckets = buckets_of(plan, [link], bucket_bytes // 4)
+    number = data.draw(st.integers(0, len(buckets) - 1))
+    element = data.draw(st.integers(0, buckets[number].elements - 1))
+    victim = [chunk for chunk in buckets[number].chunks if chunk.offset <= element][-1].move
+
+    def corrupt(src: int, dst: int, count: int, flat: torch.Tensor) -> None:
+        if (src, dst, count) == (*link, number):
+            flat.view(torch.int32)[element] ^= 1
+
+    sources = megatron_grid(case.config, random_hf(case.config), case.tp, case.pp, case.dp)
+    got, sent = run_plan(plan, sources, Network(corrupt), bucket_bytes)
+    with pytest.raises(WeightSyncError) as error:
+        compare(plan, sent, engine_digests(plan, got))
+    faults = [line for line in str(error.value).splitlines() if "destination rank" in line]
+    assert len(faults) == 1
+    assert faults[0].startswith(f"{victim.tensor} in ")
+    assert victim.dst_local in faults[0]
+    assert f"destination rank {link.dst}, from source ranks" in faults[0]
+
+
+def test_digest_of_a_tensor_is_the_same_number_everywhere() -> None:
+    """Trainer shards, engine shards and the file add up to one checksum (vocabulary cut unevenly, no copies)."""
+    config = qwen3_config(num_key_value_heads=4)
+    hf = random_hf(config)
+    file = digests_of(hf_layout(config), 0, hf.__getitem__)
+    trainer, engine = megatron_layout(config, MegatronGrid(2)), vllm_layout(config, 4)
+    parts = [digests_of(trainer, r, t.__getitem__) for r, t in enumerate(megatron_grid(config, hf, 2, 1, 1))]
+    shards = [digests_of(engine, r, vllm_rank(config, hf, 4, r).__getitem__) for r in range(4)]
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.3.self_attn.k_proj.weight"):
+        assert sum(p.get(name, 0) for p in parts) % 2**64 == file[name]
+        assert sum(s.get(name, 0) for s in shards) % 2**64 == file[name]
+
+
+def test_a_missing_digest_is_an_error_naming_its_tensor() -> None:
+    plan = build_plan(hf_layout(qwen3_config()), vllm_layout(qwen3_config(), 1))
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight in model\.norm\.weight on destination rank 0.*found nothing"):
+        compare(plan, {(0, "model.norm.weight"): 1}, {})
+
+
+def test_tensors_of_another_shape_are_refused_before_anything_is_sent() -> None:
+    config = qwen3_config()
+    plan = build_plan(megatron_layout(config, MegatronGrid()), vllm_layout(config, 1))
+    tensors = megatron_grid(config, random_hf(config), 1, 1, 1)[0]
+    tensors["output_layer.weight"] = tensors["output_layer.weight"][:70]
+    with pytest.raises(PlanError, match=r"output_layer\.weight .* must have shape \(128, 8\), found \(70, 8\)"):
+        send(plan, 0, tensors, Network().port(0), dtype=FP32, bucket_bytes=64)
+
+
+def test_a_bucket_smaller_than_an_element_is_refused() -> None:
+    plan = build_plan(hf_layout(qwen3_config()), vllm_layout(qwen3_config(), 1))
+    with pytest.raises(ConfigError, match=r"sync\.bucket_bytes=3"):
+        send(plan, 0, random_hf(qwen3_config()), Network().port(0), dtype=FP32, bucket_bytes=3)
+
+
+def test_parameters_that_require_gradients_are_sources_and_destinations() -> None:
+    config = qwen3_config()
+    hf = {name: torch.nn.Parameter(t) for name, t in random_hf(config).items()}
+    plan = replace(build_plan(hf_layout(config), hf_layout(config)), colocated=True)
+    got = {name: torch.nn.Parameter(torch.zeros_like(t)) for name, t in hf.items()}
+    exchange(plan, 0, hf, got.__getitem__, Network().port(0), dtype=FP32, bucket_bytes=1 << 20)
+    assert_same(got, hf)
