@@ -95,7 +95,7 @@ class Experience:
     response_mask: np.ndarray
     """bool [R]; False leaves a token out of every loss."""
     engine_logp: np.ndarray
-    """float32 [R]; log-prob of each sampled token as the engine computed it, before temperature (raw)."""
+    """float32 [R]; log-prob of each sampled token under the distribution that the engine sampled from (temperature applied)."""
     reward: Reward
     segments: tuple[Segment, ...]
     finish_reason: FinishReason

@@ -6,8 +6,10 @@ Shape legend: N rows, S padded sequence length, P prompt tokens, R response toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +38,13 @@ class Rows:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def map(self, function: object) -> Rows:
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
         """Apply ``function(tensor) -> tensor`` to every array that is set."""
-        assert callable(function)
-        return Rows(**{f.name: None if (v := getattr(self, f.name)) is None else function(v) for f in fields(self)})
+        values: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            values[f.name] = None if value is None else function(value)
+        return Rows(**values)
 
     def select(self, index: torch.Tensor) -> Rows:
         """Rows at ``index`` (int64); -1 makes a dummy row that is masked out everywhere."""
@@ -113,4 +118,5 @@ def micro_batches(rows: Rows, micro_batch_size: int) -> list[MicroBatch]:
     """Cut rows of ``shard`` into equally shaped micro-batches."""
     size = min(micro_batch_size, len(rows))
     assert len(rows) % size == 0, f"{len(rows)} rows are no multiple of {size}: make them with shard()"
-    return [rows.map(lambda x, s=start: x[s : s + size]) for start in range(0, len(rows), size)]
+    starts = range(0, len(rows), size)
+    return [rows.map(partial(torch.narrow, dim=0, start=start, length=size)) for start in starts]

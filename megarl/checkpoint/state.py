@@ -93,7 +93,7 @@ def load(checkpoint: Path, stage: torch.nn.Module, optimizer: Any) -> None:
         raise CheckpointError(f"{checkpoint} does not fit this model: {error}; was it made by another model.path?") from error
 
 
-def _inner(stage: torch.nn.Module) -> torch.nn.Module:
+def _inner(stage: Any) -> Any:
     return stage.module  # inside DistributedDataParallel
 
 

@@ -53,7 +53,7 @@ def compose(overrides: Sequence[str], config_name: str = "train") -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"the settings could not be composed: {error}") from error
     assert isinstance(plain, dict)
-    config: Config = from_dict(Config, plain)
+    config: Config = from_dict(Config, {str(k): v for k, v in plain.items()})
     missing = sorted(_missing(to_dict(config)))
     if missing:
         raise ConfigError(f"no value for {', '.join(missing)}; set it in a configs/experiment file or as {missing[0]}=...")
@@ -76,7 +76,7 @@ def _check_override(override: str, groups: set[str], folder: Path) -> None:
             raise ConfigError(f"no configs/{key}/{value}.yaml;{_nearest(value, known)} there are {', '.join(known)}")
         return
     cls: Any = Config
-    seen = []
+    seen: list[str] = []
     for part in key.split("."):
         cls = _dataclass_in(cls)
         if cls is None:

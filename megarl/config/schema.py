@@ -63,6 +63,8 @@ class AlgorithmConfig:
     group_size: int = 8
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None
+    """c > 1 bounds the loss of tokens with a negative advantage by c·|A|; None for no bound."""
     normalize_by_std: bool = True
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = "token_mean"
     aggregation_length: int = 1024

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megarl import algorithms
+from megarl import algorithms, rewards
 from megarl.architectures import architecture
 from megarl.checkpoint.hf import read_hf_config
-from megarl.config import Config
+from megarl.checkpoint.state import latest, read_state
+from megarl.config import Config, load_resolved
 from megarl.errors import ConfigError, DataError
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.supervisor import own_run_dir, run_job
@@ -28,7 +30,14 @@ def run(config: Config) -> int:
     run_dir = Path(config.run.dir)
     start = time.monotonic()
     with own_run_dir(run_dir):
+        _check_same_run(config, run_dir)
         tasks = check(config)
+        if _is_finished(config, run_dir):
+            from megarl.report.html import summary
+
+            log.info("%s", summary(run_dir))
+            log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
+            return 0
         _fill_store(config, tasks)
         finished = run_job(config)
         if finished:
@@ -42,6 +51,33 @@ def run(config: Config) -> int:
     if not finished:
         log.warning("stopped; run the same command again to resume")
     return 0 if finished else 130
+
+
+def _check_same_run(config: Config, run_dir: Path) -> None:
+    """A run directory keeps its model and its tasks; anything else may change between attempts.
+
+    Raises:
+        ConfigError: the directory holds a run of another model or taskset.
+    """
+    if not (run_dir / "resolved.json").is_file():
+        return
+    before = load_resolved(run_dir / "resolved.json")
+    for name in ("model", "taskset"):
+        old, new = getattr(before, name), getattr(config, name)
+        if old != new:
+            changed = [f.name for f in fields(old) if getattr(old, f.name) != getattr(new, f.name)]
+            raise ConfigError(
+                f"run.dir={run_dir} holds a run with other settings: {', '.join(f'{name}.{c}' for c in changed)}; "
+                "take another run.name, or remove the directory"
+            )
+
+
+def _is_finished(config: Config, run_dir: Path) -> bool:
+    found = latest(run_dir / "checkpoints")
+    if found is None or not (run_dir / "hf" / "config.json").is_file():
+        return False
+    saved = read_state(found)
+    return saved["phase"] == "rl" and int(saved["step"]) >= config.trainer.steps
 
 
 def check(config: Config) -> dict[str, list[Task]]:
@@ -64,6 +100,7 @@ def check(config: Config) -> dict[str, list[Task]]:
     prepare_model(config)
     hf_config = read_hf_config(Path(config.model.path))
     _check_model(config, hf_config)
+    _check_rewards(config, tasks)
     tokenizer = ChatTokenizer.open(config.model.path)
     for name, path in (("train", config.taskset.train), ("eval", config.taskset.eval)):
         check_prompts(tasks[name], tokenizer, config.rollout.max_prompt_tokens, path=path)
@@ -113,6 +150,21 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {wanted} is more than the model's context of "
             f"{context} (max_position_embeddings); lower one of them"
         )
+
+
+def _check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
+    """Every row has a verifier."""
+    if config.reward.path is not None:
+        if not Path(config.reward.path).is_file():
+            raise ConfigError(f"reward.path={config.reward.path}: no such file; give a Python file with compute_score")
+        return
+    for split, rows in tasks.items():
+        for number, task in enumerate(rows):
+            if not rewards.is_known(task.data_source):
+                raise DataError(
+                    f"row {number} of taskset.{split} has data_source={task.data_source!r}, which no verifier of megarl "
+                    "knows; set reward.path to a Python file with compute_score"
+                )
 
 
 def _check_held_out(held_out: list[Task], others: Mapping[str, list[Task]]) -> None:

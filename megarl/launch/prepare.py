@@ -20,14 +20,15 @@ def prepare_data(config: Config, *, verbose: bool = False) -> None:
     """
     taskset = config.taskset
     files = {"train": taskset.train, "eval": taskset.eval, "warm_start": taskset.warm_start}
-    missing = [f"taskset.{name}={path}" for name, path in files.items() if path is not None and not Path(path).is_file()]
+    missing = {name: Path(path) for name, path in files.items() if path is not None and not Path(path).is_file()}
     if missing:
         if taskset.generate is None:
-            raise ConfigError(f"{', '.join(missing)}: no such file; give the file, or set taskset.generate")
-        log.info("writing tasks of %s", taskset.generate)
+            named = ", ".join(f"taskset.{name}={path}" for name, path in missing.items())
+            raise ConfigError(f"{named}: no such file; give the file, or set taskset.generate")
+        log.info("writing tasks of %s: %s", taskset.generate, ", ".join(missing))
         generate(
             taskset.generate,
-            {name: Path(path) for name, path in files.items() if path is not None},
+            missing,
             {"train": taskset.train_size, "eval": taskset.eval_size, "warm_start": taskset.warm_start_size},
             seed=taskset.seed,
             options=taskset.options,

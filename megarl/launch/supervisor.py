@@ -164,7 +164,7 @@ def watch(children: list[Child], stop_request: StopRequest, shutdown_grace_s: fl
             if stop_request.count > 2 or late:
                 log.warning("ended without a new checkpoint; the run resumes from the last one")
                 return False
-            _raise_for_dead(children, trainers)
+            _raise_for_dead(children)
             if all(c.poll() == 0 for c in trainers):
                 return asked_at is None
             time.sleep(WATCH_S)
@@ -172,11 +172,10 @@ def watch(children: list[Child], stop_request: StopRequest, shutdown_grace_s: fl
         stop(others + trainers, STOP_S)
 
 
-def _raise_for_dead(children: list[Child], trainers: list[Child]) -> None:
+def _raise_for_dead(children: list[Child]) -> None:
     dead = [c for c in children if c.poll() is not None]
-    failed = [c for c in dead if c.poll() != 0]
-    if not failed:
-        failed = [c for c in dead if c not in trainers and not all(t.poll() == 0 for t in trainers)]
+    # An explorer ends with 0 when the trainer has closed the job; an engine never ends by itself.
+    failed = [c for c in dead if c.poll() != 0 or c.name.startswith("engine")]
     if failed:
         # A peer often fails because another died first: give the first cause a moment to show.
         time.sleep(0.5)

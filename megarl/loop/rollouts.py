@@ -72,8 +72,9 @@ def evaluate(s: Session, rollout_id: str) -> bool:
         answers = s.store.experiences(rollout_id)
         right = sum(e.reward.status == "ok" for e in answers)
         accuracy = right / len(s.eval_tasks)
-        mean_score = sum(e.reward.score for e in answers) / len(s.eval_tasks)
+        errors = sum(e.reward.status in ("error", "timeout") for e in answers)
         s.store.record_event("trainer", "evaluation", {"rollout_id": rollout_id, "step": s.state.step, "accuracy": accuracy})
-        s.write(s.state.step, {"val/accuracy": accuracy, "val/score": mean_score})
-        s.say(f"held-out accuracy at step {s.state.step}: {accuracy:.1%} ({right} of {len(s.eval_tasks)} tasks, greedy)")
+        s.write(s.state.step, {"val/accuracy": accuracy, "val/error_rate": errors / len(s.eval_tasks)})
+        s.say(f"held-out accuracy at step {s.state.step}: {accuracy:.1%} ({right} of {len(s.eval_tasks)} tasks, greedy)"
+            + (f"; {errors} without a verdict" if errors else ""))
     return True

@@ -103,9 +103,11 @@ def _block_spec(config: Any, model: ModelConfig) -> Any:
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The GPTModel inside DistributedDataParallel and Float16Module."""
-    while hasattr(module, "module"):
-        module = module.module
-    return module
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    assert isinstance(inner, torch.nn.Module)
+    return inner
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -25,8 +25,8 @@ class _NullObject:
     def __enter__(self) -> _NullObject:
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Callable[..., _NullObject]:
         return lambda *args, **kwargs: _NullObject()

@@ -1,4 +1,4 @@
-"""Small charts as SVG text: no script, no style of their own (the page's CSS colours them), readable by screen readers."""
+"""Small charts as SVG text: no script, no style of their own (the page's CSS colours them), a label to read out."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ class _Axes:
         for value in ticks(self.y_low, self.y_high, max(2, self.height // 50)):
             y = self.y(value)
             parts.append(f'<line class="grid" x1="{self.left}" x2="{self.width - self.right}" y1="{y}" y2="{y}"/>')
-            parts.append(f'<text class="tick" x="{self.left - 6}" y="{y + 3.5}" text-anchor="end">{number(value)}</text>')
+            parts.append(
+                f'<text class="tick" x="{self.left - 6}" y="{y + 3.5}" text-anchor="end">{number(value)}</text>'
+            )
         for value in ticks(self.x_low, self.x_high, max(2, self.width // 90)):
             if value == int(value):
                 x, y = self.x(value), self.height - 6
@@ -132,7 +134,13 @@ def _line(axes: _Axes, points: Series, css: str) -> str:
 
 
 def line_chart(
-    label: str, points: Series, *, markers: Markers | None = None, width: int = 340, height: int = 150, zero: bool = False
+    label: str,
+    points: Series,
+    *,
+    markers: Markers | None = None,
+    width: int = 340,
+    height: int = 150,
+    zero: bool = False,
 ) -> str:
     """A metric over steps: every point thin, the running mean thick, ``markers`` as diamonds with their values.
 
@@ -148,22 +156,30 @@ def line_chart(
     if points:
         body.append(_line(axes, smoothed(points), "mean"))
         for x, y in thinned(points, 120):  # what a pointing device shows
-            body.append(f'<circle class="hit" cx="{axes.x(x)}" cy="{axes.y(y)}" r="5"><title>step {x}: {number(y)}</title></circle>')
+            body.append(
+                f'<circle class="hit" cx="{axes.x(x)}" cy="{axes.y(y)}" r="5"><title>step {x}: {number(y)}</title></circle>'
+            )
     for x, y in marked:
         cx, cy = axes.x(x), axes.y(y)
         text = f"{y:.1%}" if markers and markers.percent else number(y)
         anchor = "start" if cx < width * 0.15 else "end" if cx > width * 0.85 else "middle"
         above = cy > 34
         title = f"{markers.label if markers else ''} at step {x}: {text}"
-        body.append(f'<path class="mark" d="M{cx} {cy - 6}L{cx + 6} {cy}L{cx} {cy + 6}L{cx - 6} {cy}Z"><title>{escape(title)}</title></path>')
-        body.append(f'<text class="value" x="{cx}" y="{cy - 11 if above else cy + 20}" text-anchor="{anchor}">{text}</text>')
+        body.append(
+            f'<path class="mark" d="M{cx} {cy - 6}L{cx + 6} {cy}L{cx} {cy + 6}L{cx - 6} {cy}Z"><title>{escape(title)}</title></path>'
+        )
+        body.append(
+            f'<text class="value" x="{cx}" y="{cy - 11 if above else cy + 20}" text-anchor="{anchor}">{text}</text>'
+        )
     spoken = f"{label} over steps"
     if points:
         spoken += f": {number(points[0][1])} at step {points[0][0]}, {number(points[-1][1])} at step {points[-1][0]}"
     return _svg(width, height, spoken, "".join(body))
 
 
-def stacked_chart(label: str, steps: Mapping[int, Mapping[str, float]], order: Sequence[str], *, width: int, height: int) -> str:
+def stacked_chart(
+    label: str, steps: Mapping[int, Mapping[str, float]], order: Sequence[str], *, width: int, height: int
+) -> str:
     """Bars of seconds by step, one colour a phase, ``order`` from the bottom; over 120 steps bars are means of several."""
     numbers = list(steps)
     count = min(len(numbers), 120)
@@ -186,7 +202,9 @@ def stacked_chart(label: str, steps: Mapping[int, Mapping[str, float]], order: S
     return _svg(width, height, label, "".join(body))
 
 
-def lanes_chart(lanes: Sequence[tuple[str, Sequence[Sequence[Phase]]]], start: float, end: float, steps: Mapping[int, float]) -> str:
+def lanes_chart(
+    lanes: Sequence[tuple[str, Sequence[Sequence[Phase]]]], start: float, end: float, steps: Mapping[int, float]
+) -> str:
     """One lane a process with its rows of phases between two moments (unix seconds); waiting is hatched.
 
     ``steps``: number of a step -> when it began, drawn as a line through all lanes.
@@ -201,7 +219,9 @@ def lanes_chart(lanes: Sequence[tuple[str, Sequence[Sequence[Phase]]]], start: f
     body, y = [], top
     for name, rows in lanes:
         lane = row * max(1, len(rows))
-        body.append(f'<text class="lane" x="{left - 10}" y="{y + lane / 2 + 4}" text-anchor="end">{escape(name)}</text>')
+        body.append(
+            f'<text class="lane" x="{left - 10}" y="{y + lane / 2 + 4}" text-anchor="end">{escape(name)}</text>'
+        )
         body.append(f'<rect class="track" x="{left}" y="{y}" width="{width - left - 12}" height="{lane}"/>')
         for i, phases in enumerate(rows):
             for phase in phases:
@@ -214,7 +234,9 @@ def lanes_chart(lanes: Sequence[tuple[str, Sequence[Sequence[Phase]]]], start: f
         body.append(f'<line class="begin" x1="{at}" x2="{at}" y1="{top - 6}" y2="{y - gap}"/>')
         body.append(f'<text class="tick" x="{at + 4}" y="{top - 8}">step {number_}</text>')
     for seconds in ticks(0.0, end - start, 8):
-        body.append(f'<text class="tick" x="{x(start + seconds):.1f}" y="{height - 6}" text-anchor="middle">{number(seconds)} s</text>')
+        body.append(
+            f'<text class="tick" x="{x(start + seconds):.1f}" y="{height - 6}" text-anchor="middle">{number(seconds)} s</text>'
+        )
     return _svg(width, height, f"What every process did during {end - start:.1f} seconds", "".join(body))
 
 

@@ -116,7 +116,7 @@ class EngineControl:
             with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")
+            said = _message(error.read().decode(errors="replace"))
             raise EngineError(f"the engine at {self.url} answered {error.code} to {method} {path}: {said}") from error
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(
@@ -126,3 +126,12 @@ class EngineControl:
 
     def _with_log(self, message: str) -> str:
         return message if self.log is None else f"{message}\nlast lines of {self.log}:\n{last_lines(self.log)}"
+
+
+def _message(text: str) -> str:
+    """The message within vLLM's or our own error body, or the body itself."""
+    try:
+        said = json.loads(text)["error"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return text.strip()
+    return said["message"] if isinstance(said, dict) and "message" in said else str(said)

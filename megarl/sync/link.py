@@ -28,21 +28,37 @@ class LinkAddress:
         return datetime.timedelta(seconds=self.timeout_s)
 
 
-@dataclass(frozen=True)
 class Link:
-    """Point-to-point transport of flat contiguous tensors, as ``megarl.reshard.execute`` asks for it."""
+    """Point-to-point transport of flat contiguous tensors, as ``megarl.reshard.execute`` asks for it.
 
-    group: dist.ProcessGroupGloo
-    peers: int
-    """Link rank of the other side's rank 0."""
+    Args:
+        group: Of all link ranks.
+        peers: Link rank of the other side's rank 0.
+    """
 
-    def isend(self, tensor: torch.Tensor, rank: int) -> dist.Work:
+    def __init__(self, group: dist.ProcessGroupGloo, peers: int) -> None:
+        self._group: dist.ProcessGroupGloo | None = group
+        self._peers = peers
+
+    def isend(self, tensor: torch.Tensor, rank: int, /) -> dist.Work:
         """Starts to send to the other side's ``rank``; the tensor must stay as it is until ``wait()`` returns."""
-        return self.group.send([tensor], self.peers + rank, 0)
+        return self._open().send([tensor], self._peers + rank, 0)
 
-    def recv(self, tensor: torch.Tensor, rank: int) -> None:
+    def recv(self, tensor: torch.Tensor, rank: int, /) -> None:
         """Fills the tensor with what the other side's ``rank`` sends next."""
-        self.group.recv([tensor], self.peers + rank, 0).wait()
+        self._open().recv([tensor], self._peers + rank, 0).wait()
+
+    def close(self) -> None:
+        """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.
+
+        gloo closes them only when the group's last reference goes (``abort`` and ``shutdown`` do nothing): the works of
+        sends under way must be gone by then.
+        """
+        self._group = None
+
+    def _open(self) -> dist.ProcessGroupGloo:
+        assert self._group is not None, "the link is closed"
+        return self._group
 
 
 def open_store(address: LinkAddress, *, master: bool) -> dist.TCPStore:

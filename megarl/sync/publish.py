@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
+from traceback import clear_frames
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,9 +29,11 @@ from megarl.reshard.plan import build_plan
 from megarl.rollout.addresses import JobAddresses
 from megarl.rollout.control import EngineControl
 from megarl.schema import WeightsVersion
-from megarl.sync.link import LinkAddress, join, open_store
+from megarl.sync.link import Link, LinkAddress, join, open_store
 
 T = TypeVar("T")
+_WORDS_S = 5.0
+"""How long ranks wait for each other's account of a failure."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class WeightPublisher:
         self._patience_s = config.rollout.start_timeout_s + config.sync.timeout_s
         self._store: dist.TCPStore | None = None
         self._count = 0
+        self._link: Link | None = None
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
 
@@ -143,7 +146,7 @@ class WeightPublisher:
             joining = self._submit(pool, lambda i, engine: engine.init(self._init_info(i))) if self._rank == 0 else []
             link = join(self._store, self._address, self._rank, peers=self._num_trainers)
             _results(joining)
-        self.transport = link
+        self._link = self.transport = link
 
     def publish(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
         """Sends this rank's local tensors (Megatron names, any float dtype); returns when every engine has proven to
@@ -160,7 +163,7 @@ class WeightPublisher:
         try:
             return self._lead(topic, tensors, version) if self._rank == 0 else self._follow(topic, tensors, version)
         except BaseException:
-            self.transport = None
+            self._disconnect()
             raise
 
     def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float:
@@ -192,7 +195,9 @@ class WeightPublisher:
             try:
                 report = self._drive(topic, tensors, version)
             except Exception as error:
-                failure = f"weights {version} did not reach the engines whole: {error}"
+                failure = "; ".join(
+                    [f"weights {version} did not reach the engines whole: {error}", *self._others(topic)]
+                )
                 self._close_engines(failure)
                 raise WeightSyncError(failure) from error
             told.update(asdict(report))
@@ -222,9 +227,8 @@ class WeightPublisher:
             updating = self._submit(pool, lambda i, engine: engine.update({"version": str(version)}))
             try:
                 sent = self._send(tensors)
-            except Exception:
-                _raise_first(updating)  # the engine's own words explain more than a lost connection
-                raise
+            except Exception as error:
+                raise WeightSyncError("; ".join([str(error), *_failures(updating)])) from error
             _results(updating)
         return sent
 
@@ -234,14 +238,26 @@ class WeightPublisher:
             with self._deciding(f"{topic}/sent/{self._rank}") as told:
                 told["digests"] = _encode(self._send(tensors))
         except Exception as error:
-            raise WeightSyncError(f"rank {self._rank} could not send its part of weights {version}: {error}") from error
+            try:
+                self._hear(f"{topic}/end", _WORDS_S)  # so that every rank ends with the same words
+            except WeightSyncError as verdict:
+                raise WeightSyncError(f"{verdict} (here: {error})") from error
         return SyncReport(**self._hear(f"{topic}/end"))
 
     def _send(self, tensors: Mapping[str, torch.Tensor]) -> Digests:
         assert self.transport is not None
         bucket = self._config.sync.bucket_bytes
-        with torch.no_grad():
+        try:
             return send(self._plan, self._rank, tensors, self.transport, dtype=self._dtype, bucket_bytes=bucket)
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = self.transport = None
 
     def _prove(self, sent: Sequence[Digests]) -> int:
         """Compares what was sent with what every worker computes with; returns the number of digests."""
@@ -316,11 +332,10 @@ def _results(futures: Sequence[Future[T]]) -> list[T]:
     return [future.result() for future in futures]
 
 
-def _raise_first(futures: Sequence[Future[Any]]) -> None:
-    """Raises what the first failed of these futures raised; waits a moment for one that is about to."""
-    for future in futures:
-        with suppress(FutureTimeout):
-            future.result(timeout=1.0)
+def _failures(futures: Sequence[Future[Any]]) -> list[str]:
+    """What the engines say, which explains more than a lost connection; waits a moment for one about to say it."""
+    done, _ = wait(futures, timeout=1.0)
+    return [str(error) for future in done if (error := future.exception()) is not None]
 
 
 def _encode(digests: Digests) -> list[tuple[int, str, int]]:

@@ -119,6 +119,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             return digests_of(self._layout, self._rank, lru_cache(maxsize=1)(self._writer.computed_with))
 
     def shutdown(self) -> None:
+        if self._link is not None:
+            self._link.close()
         self._link = None
         self._store = None
 

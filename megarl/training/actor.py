@@ -36,7 +36,7 @@ class FrozenModel:
     def __init__(self, hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, head: Head) -> None:
         self.hf_config = hf_config
         self.head = head
-        self.stage = build_stage(hf_config, model, parallel)
+        self.stage: Any = build_stage(hf_config, model, parallel)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ class Actor(FrozenModel):
 
         super().__init__(hf_config, model, parallel, head)
         self.model_config = model
-        config = unwrap(self.stage).config
+        config: Any = unwrap(self.stage).config
         self.stage = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(

@@ -229,7 +229,7 @@ def test_an_update_cut_midway_refuses_and_a_retry_mends_it(
     new = perturbed(model, 6)
     failures = ranks.publish(new, next(versions))
     assert all(isinstance(failure, WeightSyncError) for failure in failures)
-    assert "the cable was cut" in str(failures[rank])
+    assert all("the cable was cut" in str(failure) for failure in failures)
     refusing(engine)
     ranks.publish_whole(new)
     assert difference(engine, new) < FP32_TOLERANCE

@@ -1,0 +1,300 @@
+"""The report of a run as one HTML file that needs nothing beside it; the reward curve as PNG beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megarl.report import svg
+from megarl.report.data import Answer, Run, changed_settings, load
+from megarl.report.png import reward_png, share_axis
+from megarl.report.style import CSS, HATCH
+from megarl.report.text import VERDICTS, asked, clean, duration, percent, points_gained, right, status, summary
+from megarl.report.timeline import CONTAINER, WAITING, rows, seconds_by_phase, seconds_by_step
+
+__all__ = ["page", "summary", "write_report"]
+
+CHARTS = (
+    ("Length of responses", "tokens", "response_length/mean"),
+    ("KL to the reference", "", "actor/kl_loss"),
+    ("Entropy", "nats", "actor/entropy"),
+    ("Gradient norm", "", "actor/grad_norm"),
+    ("Clipped tokens", "share", "actor/pg_clipfrac"),
+    ("Engine − trainer log-prob, mean", "absolute", "training/rollout_logp_diff_mean"),
+    ("Engine − trainer log-prob, largest", "absolute", "training/rollout_logp_diff_max"),
+    ("Tokens a second", "whole job", "perf/throughput"),
+)
+"""(title, unit, metric under verl's name)"""
+SHOWN_STEPS = 3
+SHOWN_PROCESSES = 16
+EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at once", "overlap_s"))
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write ``report/report.html`` and ``report/reward_curve.png`` of a run; returns the HTML's path.
+
+    A run that was stopped early gets a report of what there is.
+
+    Raises:
+        ConfigError: ``run_dir`` is no run directory.
+    """
+    run = load(run_dir)
+    folder = run_dir / "report"
+    folder.mkdir(exist_ok=True)
+    _replace(folder / "reward_curve.png", lambda path: reward_png(run, path))
+    _replace(folder / "report.html", lambda path: path.write_text(page(run), encoding="utf-8"))
+    return folder / "report.html"
+
+
+def page(run: Run) -> str:
+    """The whole report as HTML."""
+    sections = (_headline, _curve, _accuracy, _charts, _answers, _lanes, _phase_table, _settings, _files)
+    title = escape(f"{run.config.run.name}: megarl report")
+    body = "".join(section(run) for section in sections)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<style>{CSS}</style></head><body>{HATCH}<main>{body}</main></body></html>\n"
+    )
+
+
+# ------------------------------------------------------------------- sections
+
+
+def _headline(run: Run) -> str:
+    before, after = percent(run.before), percent(run.after)
+    if run.after is not None and run.after.accuracy is not None:
+        head = f"Held-out accuracy {before} → {after}"
+    elif run.before is not None and run.before.accuracy is not None:
+        head = f"Held-out accuracy {before} before training"
+    else:
+        head = "No held-out accuracy yet"
+    rewards = run.series("critic/rewards/mean")
+    gain = points_gained(run)
+    tiles = [
+        ("accuracy gained", "—" if gain is None else f"{gain:+.1f} points"),
+        ("steps", f"{run.steps_done} of {run.config.trainer.steps}"),
+        ("wall time", duration(run.wall_s) if run.wall_s else "—"),
+        ("mean reward, last step", svg.number(rewards[-1][1]) if rewards else "—"),
+    ]
+    boxes = "".join(f'<div class="card"><b>{escape(value)}</b><span>{label}</span></div>' for label, value in tiles)
+    notes = "".join(f'<p class="note">{escape(clean(note))}</p>' for note in run.notes)
+    name = escape(f"{run.config.run.name} · {run.config.algorithm.name}")
+    return f'<header><div class="soft">{name}</div><h1>{head}</h1><div class="soft">{escape(status(run))}</div></header>{notes}<div class="tiles">{boxes}</div>'
+
+
+def _curve(run: Run) -> str:
+    rewards = run.series("critic/rewards/mean")
+    shared = share_axis(rewards)
+    markers = svg.Markers("held-out accuracy", run.accuracies) if run.accuracies else None
+    if not rewards and not markers:
+        return _section("Reward", "No step and no evaluation has been recorded yet.")
+    big = {"width": 1060, "height": 290}
+    drawn = (
+        svg.line_chart("Mean reward", rewards, markers=markers if shared else None, zero=shared, **big)
+        if rewards
+        else ""
+    )
+    if markers and not (rewards and shared):
+        drawn += svg.line_chart("Held-out accuracy", (), markers=markers, zero=True, **big)
+    width = svg.window(len(rewards))
+    text = f"Mean over a step’s samples{f'; thick: running mean of {width} steps' if width > 1 else ''}."
+    text += " Diamonds: accuracy on the held-out tasks, greedy." if markers else ""
+    return _section("Reward", text, _card(drawn, scroll=True))
+
+
+def _accuracy(run: Run) -> str:
+    body = []
+    for label, evaluation in (("before", run.before), ("after", run.after)):
+        s = evaluation.statuses if evaluation else {}
+        faults = s.get("error", 0) + s.get("timeout", 0) if s else "—"
+        length = f"{evaluation.mean_length:.1f}" if evaluation and evaluation.mean_length is not None else "—"
+        step = "—" if evaluation is None or evaluation.step is None else evaluation.step
+        body.append((label, step, percent(evaluation), right(evaluation), asked(run, evaluation), faults, length))
+    text = "Greedy answers to tasks that no training row asks."
+    if run.after is not None and run.after.statuses and run.before is not None and run.before.statuses:
+        text += f" {run.learned} tasks went from wrong to right, {run.unlearned} from right to wrong."
+    head = ("", "after step", "accuracy", "right", "tasks", "no verdict", "mean tokens")
+    return _section("Accuracy before and after", text, _card(_table(head, body)))
+
+
+def _charts(run: Run) -> str:
+    loss = [(step, metrics["sft/loss"]) for step, metrics in run.warm_start if "sft/loss" in metrics]
+    known = [("Warm start: loss", "supervised", "sft/loss", loss), *((*c, run.series(c[2])) for c in CHARTS)]
+    cards = []
+    for title, unit, metric, points in known:
+        if points:
+            label = f"{title}, {unit}" if unit else title
+            cards.append(_chart_card(label, metric, svg.number(points[-1][1]), svg.line_chart(label, points)))
+    body = f'<div class="charts">{"".join(cards)}</div>' if cards else ""
+    if by_step := seconds_by_step(run.timelines.get("trainer_0", ())):
+        order = _ordered({name for seconds in by_step.values() for name in seconds})
+        chart = svg.stacked_chart("Seconds per phase", by_step, order, width=1060, height=230)
+        body += _card(f"<h3>Seconds per phase, trainer rank 0</h3>{chart}{_legend(order)}", scroll=True)
+    return _section("Curves", "Over training steps; the number is the last step’s.", body) if body else ""
+
+
+def _answers(run: Run) -> str:
+    if not run.samples:
+        return _section("Sample answers", "No held-out task has been answered yet.")
+    head = ("", "question", "ground truth", "before", "after")
+    body = [
+        (
+            i,
+            *(_Html(f'<div class="text">{_text(t)}</div>') for t in (s.question, s.ground_truth)),
+            _answer(s.before),
+            _answer(s.after),
+        )
+        for i, s in enumerate(run.samples, 1)
+    ]
+    text = f"{len(run.samples)} of {run.held_out} held-out tasks, taken at equal distances, whatever the answer was."
+    return _section("Sample answers", text, _card(_table(head, body, numeric=())))
+
+
+def _lanes(run: Run) -> str:
+    timelines = dict(sorted(run.timelines.items(), key=lambda item: _process_order(item[0])))
+    if not timelines:
+        return ""
+    steps = [p for p in next(iter(timelines.values())) if p.name == CONTAINER and p.step is not None][-SHOWN_STEPS:]
+    everything = [p for phases in timelines.values() for p in phases]
+    end = steps[-1].end if steps else max(p.end for p in everything)
+    start = steps[0].start if steps else max(min(p.start for p in everything), end - 60)
+    lanes = [
+        (name, rows(name, [p for p in phases if p.end > start and p.start < end])) for name, phases in timelines.items()
+    ][:SHOWN_PROCESSES]
+    drawn = svg.lanes_chart(
+        lanes, start, max(end, start + 1e-3), {s.step + 1: s.start for s in steps if s.step is not None}
+    )
+    shown = {phase.name for _, rs in lanes for r in rs for phase in r}
+    what = f"The last {len(steps)} steps" if len(steps) > 1 else "The last step" if steps else "The last minute"
+    more = f" The first {SHOWN_PROCESSES} of {len(timelines)} processes." if len(timelines) > SHOWN_PROCESSES else ""
+    text = f"{what}, every process a lane; hatched: a trainer rank waits for explorer and engines.{more}"
+    return _section("Who did what", text, _card(drawn + _legend(_ordered(shown)), scroll=True))
+
+
+def _phase_table(run: Run) -> str:
+    if not run.timelines:
+        return ""
+    wall = run.wall_s or 1.0
+    steps = len(seconds_by_step(run.timelines.get("trainer_0", ())))
+    body: list[tuple[Any, ...]] = []
+    for process in sorted(run.timelines, key=_process_order)[:SHOWN_PROCESSES]:
+        seconds = seconds_by_phase(process, run.timelines[process])
+        for i, (name, total) in enumerate(seconds.items()):
+            label = f"{name} (waiting)" if process.startswith("trainer") and name in WAITING else name
+            body.append(
+                (
+                    process if i == 0 else "",
+                    label,
+                    f"{total:.1f}",
+                    f"{total / wall:.1%}",
+                    _Html(f'<span class="bar" style="width:{120 * min(1.0, total / wall):.0f}px"></span>'),
+                )
+            )
+        if process.startswith("trainer") and (rest := wall - sum(seconds.values())) > 0:
+            body.append(("", "in no phase", f"{rest:.1f}", f"{rest / wall:.1%}", ""))
+    table = _table(("process", "phase", "seconds", "share of wall time", ""), body, numeric=(2, 3))
+    inside = [(name, [v for _, v in run.series(f"rollout/{key}")]) for name, key in EXPLORER]
+    extra = ""
+    if all(values for _, values in inside):
+        means = ", ".join(f"{name} {sum(v) / len(v):.2f} s" for name, v in inside)
+        extra = f'<p class="soft">Inside a step’s rollout, mean by the explorer’s clock: {means}.</p>'
+    text = f"Whole run: {duration(run.wall_s)} from the first recorded phase to the last, {steps} steps."
+    return _section("Seconds per phase", f"{text} Each moment counts for the innermost phase.", _card(table) + extra)
+
+
+def _settings(run: Run) -> str:
+    body = [(name, _value(value), _value(default)) for name, default, value in changed_settings(run.config)]
+    return _section(
+        "Settings that differ from the defaults", "", _card(_table(("setting", "value", "default"), body, numeric=()))
+    )
+
+
+def _files(run: Run) -> str:
+    checkpoint = f"<code>{escape(str(run.hf_checkpoint))}</code>" if run.hf_checkpoint else "not exported yet"
+    body = [
+        ("HF checkpoint", _Html(checkpoint)),
+        ("run", _Html(f"<code>{escape(str(run.run_dir))}</code>")),
+        ("reward curve", _Html('<a href="reward_curve.png">reward_curve.png</a>')),
+    ]
+    return _section("Files", "", _card(_table(("", ""), body, numeric=())))
+
+
+# --------------------------------------------------------------------- pieces
+
+
+def _section(title: str, note: str, body: str = "") -> str:
+    below = f'<p class="soft">{note}</p>' if note else ""
+    return f"<section><h2>{title}</h2>{below}{body}</section>"
+
+
+def _card(body: str, *, scroll: bool = False) -> str:
+    return f'<div class="card wide{" scroll" if scroll else ""}">{body}</div>'
+
+
+class _Html(str):
+    """Text that is HTML already."""
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[Any]], *, numeric: Sequence[int] | None = None) -> str:
+    """A table whose first column names the row; all other columns are numbers unless ``numeric`` lists which."""
+    right = range(1, len(head)) if numeric is None else numeric
+    css = ['class="n"' if i in right else "" for i in range(len(head))]
+    top = "".join(f'<th scope="col" {css[i]}>{escape(text)}</th>' for i, text in enumerate(head)) if any(head) else ""
+    lines = []
+    for row in body:
+        cells = [v if isinstance(v, _Html) else escape(clean(str(v))) for v in row]
+        first = f'<th scope="row">{cells[0]}</th>'
+        lines.append(f"<tr>{first}{''.join(f'<td {css[i]}>{c}</td>' for i, c in enumerate(cells) if i)}</tr>")
+    return f"<table>{f'<thead><tr>{top}</tr></thead>' if top else ''}<tbody>{''.join(lines)}</tbody></table>"
+
+
+def _chart_card(label: str, metric: str, last: str, chart: str) -> str:
+    return f'<div class="card"><div class="head"><h3>{escape(label)}</h3><span class="last">{last}</span></div>{chart}<div class="head"><code>{metric}</code></div></div>'
+
+
+def _legend(names: Sequence[str]) -> str:
+    def swatch(name: str) -> str:
+        css = "wait" if name in WAITING else svg.colour(name)
+        return f'<li><svg viewBox="0 0 14 14" aria-hidden="true"><rect class="{css}" width="14" height="14" rx="2"/></svg>{escape(name)}</li>'
+
+    return f'<ul class="legend">{"".join(swatch(name) for name in names)}</ul>'
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """Phases in the order of a step, unknown ones by name, the rest of a step last."""
+    known = [name for name in svg.COLOURS if name != "other"]
+    return sorted(names, key=lambda n: (n == "other", known.index(n) if n in known else len(known), n))
+
+
+def _process_order(name: str) -> tuple[bool, str, int]:
+    stem, _, rank = name.rpartition("_")
+    return (not name.startswith("trainer"), stem, int(rank)) if rank.isdigit() else (True, name, 0)
+
+
+def _answer(answer: Answer | None) -> _Html:
+    if answer is None:
+        return _Html('<span class="soft">no answer</span>')
+    text, css = VERDICTS[answer.status]
+    shown = _text(answer.text) if answer.text.strip() else '<span class="soft">(empty)</span>'
+    return _Html(f'<span class="verdict {css}">{text}</span><div class="text">{shown}</div>')
+
+
+def _text(text: str) -> str:
+    return escape(clean(text))
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

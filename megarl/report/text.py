@@ -1,0 +1,95 @@
+"""Words and numbers of the report, and the summary for the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.report.data import Answer, Evaluation, Run, load
+
+VERDICTS = {
+    "ok": ("✓ right", "right"),
+    "wrong": ("✗ wrong", "wrong"),
+    "error": ("! reward error", "wrong"),
+    "timeout": ("! reward timeout", "wrong"),
+}
+
+
+def summary(run_dir: Path) -> str:
+    """Text for the terminal: accuracy before and after, ten answers before and after, where the files are."""
+    run = load(run_dir)
+    lines = [
+        f"{run.config.run.name}: {status(run)}",
+        "",
+        f"{'held-out tasks':<16}{'accuracy':>10}{'right':>8}{'of':>8}",
+    ]
+    for label, evaluation in (("before", run.before), ("after", run.after)):
+        lines.append(f"{label:<16}{percent(evaluation):>10}{right(evaluation):>8}{asked(run, evaluation):>8}")
+    if (gain := points_gained(run)) is not None:
+        lines.append(f"{'change':<16}{gain:>+10.1f}{' points':>8}")
+    if run.samples:
+        lines += ["", f"{len(run.samples)} sample answers:", ""]
+        table = [("question", "truth", "before", "after")]
+        for s in run.samples:
+            table.append((_short(s.question, 44), _short(s.ground_truth, 16), _marked(s.before), _marked(s.after)))
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+    lines.append("")
+    for label, path in (
+        ("reward curve", run_dir / "report" / "reward_curve.png"),
+        ("report", run_dir / "report" / "report.html"),
+    ):
+        lines.append(f"{label + ':':<15}{path if path.is_file() else 'not written yet'}")
+    lines.append(f"{'HF checkpoint:':<15}{run.hf_checkpoint or 'not exported yet'}")
+    return "\n".join([*lines, *run.notes])
+
+
+def percent(evaluation: Evaluation | None) -> str:
+    return "—" if evaluation is None or evaluation.accuracy is None else f"{evaluation.accuracy:.1%}"
+
+
+def right(evaluation: Evaluation | None) -> str:
+    return str(evaluation.statuses.get("ok", 0)) if evaluation and evaluation.statuses else "—"
+
+
+def asked(run: Run, evaluation: Evaluation | None) -> str:
+    answered = sum(evaluation.statuses.values()) if evaluation else 0
+    return f"{answered}/{run.held_out}" if 0 < answered < run.held_out else str(run.held_out or "—")
+
+
+def points_gained(run: Run) -> float | None:
+    """Points of held-out accuracy gained."""
+    if run.before is None or run.after is None or run.before.accuracy is None or run.after.accuracy is None:
+        return None
+    return 100 * (run.after.accuracy - run.before.accuracy)
+
+
+def status(run: Run) -> str:
+    took = f" in {duration(run.wall_s)}" if run.wall_s else ""
+    if run.finished:
+        return f"finished: {run.steps_done} steps{took}"
+    return f"not finished: {run.steps_done} of {run.config.trainer.steps} steps{took}; the same command resumes it"
+
+
+def duration(seconds: float) -> str:
+    """``8 min 12 s``; tenths below a minute."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def clean(text: str) -> str:
+    """Without control characters: what a model says must not steer a terminal or break a page."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+
+
+def _short(text: str, limit: int) -> str:
+    line = " ".join(clean(text).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _marked(answer: Answer | None) -> str:
+    return "—" if answer is None else f"{VERDICTS[answer.status][0][0]} {_short(answer.text, 30)}"

@@ -1,0 +1,271 @@
+"""Vocabulary-parallel log-prob and entropy against float64, over shards, dtypes, strides and instruction sets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl import _C, ops
+from megarl.ops import logprob
+
+INSTRUCTION_SETS = ("generic", "avx2", "avx512")
+
+
+@pytest.fixture(autouse=True)
+def _same_isa_and_threads():
+    isa, threads = _C.isa(), torch.get_num_threads()
+    yield
+    _C.use_isa(isa)
+    torch.set_num_threads(threads)
+
+
+class Case(NamedTuple):
+    logits: torch.Tensor  # float64, [T, padded vocabulary]
+    targets: torch.Tensor
+    vocab_size: int
+    shards: int
+    temperature: float
+    grad_logp: torch.Tensor
+    grad_entropy: torch.Tensor
+
+
+def make_case(seed, rows, vocab_size, shards, temperature=1.0, scale=4.0, offset=0.0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    width = -(-vocab_size // shards)
+    logits = (torch.randn(rows, width * shards, generator=g) * scale + offset).to(dtype)
+    targets = torch.randint(0, vocab_size, (rows,), generator=g)
+    targets[torch.rand(rows, generator=g) < 0.2] = -100
+    return Case(logits, targets, vocab_size, shards, temperature, torch.randn(rows, generator=g), torch.randn(rows, generator=g))
+
+
+cases = st.builds(
+    make_case,
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 6),
+    vocab_size=st.one_of(st.integers(1, 70), st.integers(1000, 2100)),
+    shards=st.integers(1, 8),
+    temperature=st.sampled_from([1.0, 0.6, 2.5]),
+    scale=st.sampled_from([0.1, 4.0, 30.0]),
+    offset=st.sampled_from([0.0, 50.0, -200.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+
+
+def by_shards(case: Case):
+    """(logp, entropy, gradient [T, padded vocabulary]) as the ranks of a group would compute them."""
+    parts = list(case.logits.chunk(case.shards, dim=1))
+    width = parts[0].shape[1]
+    kw = [{"vocab_start": r * width, "vocab_size": case.vocab_size, "temperature": case.temperature} for r in range(case.shards)]
+    stats = torch.stack([logprob.local_stats(x, case.targets, **k) for x, k in zip(parts, kw, strict=True)])
+    logp, entropy, norm = logprob.combine(stats, case.targets)
+    grads = []
+    for x, k in zip(parts, kw, strict=True):
+        out = torch.full(x.shape, 99.0, dtype=x.dtype)
+        logprob.local_gradient(x, case.targets, norm, entropy, case.grad_logp, case.grad_entropy, **k, out=out)
+        grads.append(out)
+    return logp, entropy, torch.cat(grads, dim=1)
+
+
+def truth(case: Case):
+    logits = case.logits.double().requires_grad_()
+    logp, entropy = ops.vocab_parallel_logprob_reference(
+        logits, case.targets, vocab_size=case.vocab_size, temperature=case.temperature
+    )
+    (logp * case.grad_logp + entropy * case.grad_entropy).sum().backward()
+    return logp.detach(), entropy.detach(), logits.grad
+
+
+def assert_close(case: Case, got, want):
+    # An fp32 logit of size |z| carries half an ulp of the division by the temperature; log-probs inherit it.
+    largest = (case.logits.double() / case.temperature).abs().max().clamp(min=1.0)
+    size = want[0].abs().clamp(min=1.0)
+    assert ((got[0] - want[0]).abs() <= 2e-6 * size + 1.2e-7 * largest).all()
+    assert ((got[1] - want[1]).abs() <= 2e-6 * want[1].abs().clamp(min=1.0) + 4e-7 * largest).all()
+    rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[case.logits.dtype]
+    error = (got[2].double() - want[2]).abs()
+    upstream = (case.grad_logp.abs() + case.grad_entropy.abs() * (1 + want[1].abs())).clamp(min=1.0)[:, None].double()
+    # fp16 gradients below 2^-24 are flushed.
+    assert (error <= rounding * want[2].abs() + 4e-6 * upstream * largest / case.temperature + (6e-8 if rounding else 0)).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases)
+def test_shards_agree_with_float64(case):
+    assert_close(case, by_shards(case), truth(case))
+
+
+@settings(deadline=None, max_examples=20)
+@given(cases)
+def test_all_instruction_sets_give_the_same_bits(case):
+    results = []
+    for isa in INSTRUCTION_SETS:
+        if _C.use_isa(isa):
+            results.append(by_shards(case))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_unknown_instruction_set_is_refused():
+    assert not _C.use_isa("mmx")
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 2**31), threads=st.sampled_from([1, 2, 3]), pick=st.integers(0, 299))
+def test_a_row_has_the_same_bits_whatever_surrounds_it(seed, threads, pick):
+    case = make_case(seed, rows=300, vocab_size=1500, shards=1)
+    torch.set_num_threads(1)
+    alone = by_shards(case._replace(logits=case.logits[pick : pick + 1].clone(), targets=case.targets[pick : pick + 1],
+                                    grad_logp=case.grad_logp[pick : pick + 1], grad_entropy=case.grad_entropy[pick : pick + 1]))
+    torch.set_num_threads(threads)
+    together = by_shards(case)
+    assert all(torch.equal(a[0], b[pick]) for a, b in zip(alone, together, strict=True))
+
+
+def test_autograd_writes_the_gradient_over_the_logits_and_refuses_a_second_use():
+    case = make_case(3, rows=5, vocab_size=37, shards=1)
+    weight = case.logits.clone().requires_grad_()
+    logits = weight * 1
+    address = logits.data_ptr()
+    seen = []
+    logits.register_hook(lambda g: seen.append(g.data_ptr()))
+    logp, entropy = ops.vocab_parallel_logprob(logits, case.targets, vocab_size=37)
+    total = (logp * case.grad_logp + entropy * case.grad_entropy).sum()
+    total.backward(retain_graph=True)
+    assert seen == [address]
+    assert_close(case, (logp.detach(), entropy.detach(), weight.grad), truth(case))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_logits_survive_without_inplace_and_a_leaf_survives_always():
+    case = make_case(4, rows=4, vocab_size=40, shards=1)
+    leaf = case.logits.clone().requires_grad_()
+    ops.vocab_parallel_logprob(leaf, case.targets, vocab_size=40)[0].sum().backward()
+    assert torch.equal(leaf, case.logits) and leaf.grad.abs().sum() > 0
+    logits = leaf * 1
+    ops.vocab_parallel_logprob(logits, case.targets, vocab_size=40, inplace_backward=False)[0].sum().backward()
+    assert torch.equal(logits, case.logits)
+
+
+def test_only_one_output_used():
+    case = make_case(5, rows=4, vocab_size=33, shards=1)
+    for pick, kept in enumerate(("grad_logp", "grad_entropy")):
+        dropped = "grad_entropy" if kept == "grad_logp" else "grad_logp"
+        case_one = case._replace(**{dropped: torch.zeros(4)})
+        leaf = case.logits.clone().requires_grad_()
+        out = ops.vocab_parallel_logprob(leaf * 1, case.targets, vocab_size=33)[pick]
+        (out * getattr(case, kept)).sum().backward()
+        assert (leaf.grad - truth(case_one)[2]).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_rows_of_a_transposed_view(dtype):
+    base = torch.randn(6, 3, 50, dtype=torch.float32).to(dtype)  # [s, b, V]
+    rows = base[:, 1]  # row stride 150
+    targets = torch.tensor([0, 49, -100, 7, 20, 33])
+    got = ops.vocab_parallel_logprob(rows, targets, vocab_size=50)
+    want = ops.vocab_parallel_logprob(rows.contiguous(), targets, vocab_size=50)
+    assert not rows.is_contiguous() and torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    leaf = base.float().requires_grad_()
+    plain = base.float().requires_grad_()
+    for x, op in ((leaf, ops.vocab_parallel_logprob), (plain, ops.vocab_parallel_logprob_reference)):
+        logp, entropy = op((x * 1)[:, 1], targets, vocab_size=50)
+        (logp + 0.3 * entropy).sum().backward()
+    assert (leaf.grad - plain.grad).abs().max() < 2e-6
+    assert (leaf.grad[:, [0, 2]] == 0).all()
+
+
+def test_expanded_rows_do_not_share_one_gradient():
+    leaf = torch.randn(1, 20, requires_grad=True)
+    targets = torch.tensor([1, 2, 3])
+    ops.vocab_parallel_logprob((leaf * 1).expand(3, 20), targets, vocab_size=20)[0].sum().backward()
+    plain = leaf.detach().clone().requires_grad_()
+    ops.vocab_parallel_logprob_reference((plain * 1).expand(3, 20), targets, vocab_size=20)[0].sum().backward()
+    assert (leaf.grad - plain.grad).abs().max() < 2e-6
+
+
+def test_minus_infinity_logits_have_no_probability_and_no_gradient():
+    logits = torch.randn(3, 40)
+    logits[:, 5:30] = -torch.inf
+    case = Case(logits, torch.tensor([0, 35, 3]), 40, 4, 1.0, torch.randn(3), torch.randn(3))
+    got = by_shards(case)  # the second and third shard hold -inf only
+    keep = torch.ones(40, dtype=torch.bool)
+    keep[5:30] = False
+    small = Case(logits[:, keep].clone(), torch.tensor([0, 10, 3]), 15, 1, 1.0, case.grad_logp, case.grad_entropy)
+    want = truth(small)
+    assert_close(small, (got[0], got[1], got[2][:, keep]), want)
+    assert (got[2][:, ~keep] == 0).all()
+
+
+def test_nan_is_not_hidden():
+    logits = torch.randn(2, 40)
+    logits[0, 7] = torch.nan
+    logits[0, 8:] = -torch.inf
+    logp, entropy = ops.vocab_parallel_logprob(logits, torch.tensor([1, 1]), vocab_size=40)
+    assert logp[0].isnan() and entropy[0].isnan() and logp[1].isfinite() and entropy[1].isfinite()
+
+
+def test_closed_form():
+    """Logits 0 and log 3: probabilities 1/4 and 3/4."""
+    logits = torch.tensor([[0.0, 1.0986122886681098]])
+    logp, entropy = ops.vocab_parallel_logprob(logits, torch.tensor([1]), vocab_size=2)
+    assert logp.item() == pytest.approx(-0.2876820724517809, abs=1e-7)
+    assert entropy.item() == pytest.approx(0.5623351446188083, abs=1e-7)
+
+
+def test_a_million_columns_keep_their_accuracy():
+    case = make_case(9, rows=2, vocab_size=1_000_003, shards=1, scale=1.0)
+    want = ops.vocab_parallel_logprob_reference(case.logits.double(), case.targets, vocab_size=case.vocab_size)
+    got = ops.vocab_parallel_logprob(case.logits, case.targets, vocab_size=case.vocab_size)
+    assert (got[0] - want[0]).abs().max() < 2e-6 and (got[1] - want[1]).abs().max() < 4e-6
+
+
+def test_half_precision_conversions_are_exact_and_rounded_like_torch():
+    """Through the op: one column has probability 1, so the gradient is g·(p − 1[target]) spread over two columns."""
+    for dtype in (torch.float16, torch.bfloat16):
+        patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+        finite = patterns[patterns.isfinite()]
+        # Loading: with one column the statistics hold the logit itself as the maximum.
+        stats = logprob.local_stats(finite[:, None].contiguous(), torch.zeros(len(finite), dtype=torch.int64), vocab_start=0, vocab_size=1)
+        assert torch.equal(stats[:, 0], finite.float()) and torch.equal(stats[:, 3], finite.float())
+        # Storing: two equal logits, target 0 -> gradient (g/2, -g/2) in the logits' dtype.
+        g = torch.cat([torch.randn(4000) * s for s in (1e-8, 1e-6, 1e-4, 1.0, 1e3)])
+        leaf = torch.zeros(len(g), 2, dtype=dtype, requires_grad=True)
+        ops.vocab_parallel_logprob(leaf * 1, torch.zeros(len(g), dtype=torch.int64), vocab_size=2)[0].backward(g)
+        half = (1 - torch.exp(torch.tensor(-0.6931471805599453))) * g
+        assert (leaf.grad[:, 0].float() - half.to(dtype).float()).abs().max() <= 2e-7 * g.abs().max() * 2**4
+        assert torch.equal(leaf.grad[:, 0], -leaf.grad[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"logits": torch.randn(3, 8, dtype=torch.float64)}, TypeError, "logits must be float32 or bfloat16 or float16, got float64"),
+        ({"logits": torch.randn(24)}, ValueError, "logits must have shape"),
+        ({"logits": torch.randn(8, 3).T}, ValueError, "logits must have contiguous columns"),
+        ({"targets": torch.zeros(3, dtype=torch.int32)}, TypeError, "targets must be int64, got int32"),
+        ({"targets": torch.zeros(4, dtype=torch.int64)}, ValueError, r"targets must have shape \[3\], got \[4\]"),
+        ({"targets": torch.tensor([0, 8, 1])}, ValueError, r"targets\[1\] = 8 is outside the vocabulary of 8"),
+        ({"targets": torch.tensor([0, 1, -1])}, ValueError, r"targets\[2\] = -1"),
+        ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1"),
+        ({"logits": torch.empty(3, 8, device="meta")}, ValueError, "logits is on meta"),
+    ],
+)
+def test_errors_name_the_argument(change, error, text):
+    arguments = {"logits": torch.randn(3, 8), "targets": torch.tensor([0, 1, 2]), "vocab_size": 8} | change
+    with pytest.raises(error, match=text):
+        ops.vocab_parallel_logprob(arguments.pop("logits"), arguments.pop("targets"), **arguments)
+
+
+def test_no_rows():
+    logp, entropy = ops.vocab_parallel_logprob(torch.empty(0, 8), torch.empty(0, dtype=torch.int64), vocab_size=8)
+    assert logp.shape == entropy.shape == (0,)
+
+
+def test_backend_names_the_path_in_use():
+    assert ops.backend()["cpu"] in {f"C++ ({isa})" for isa in INSTRUCTION_SETS}
