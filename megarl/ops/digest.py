@@ -14,6 +14,8 @@ import torch
 
 from megarl import _C
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def slice_digest(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> int:
     """Digest of the box ``x`` that sits at ``start`` in a logical tensor of ``shape``.
@@ -45,8 +47,8 @@ def slice_digest(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int])
 def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> int:
     """What :func:`slice_digest` computes, in numpy."""
     _check(x, start, shape)
-    flat = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    element_bits = flat.view(f"u{x.element_size()}").astype(np.uint64)
+    as_integers = x.detach().view(_INTEGERS[x.element_size()]).numpy()
+    element_bits = as_integers.reshape(-1).view(f"u{x.element_size()}").astype(np.uint64)
     index = np.zeros(tuple(x.shape), dtype=np.uint64)
     for d, (size, first, step) in enumerate(zip(x.shape, start, _row_major_steps(shape), strict=True)):
         along = (np.arange(size, dtype=np.uint64) + np.uint64(first)) * np.uint64(step)
@@ -66,7 +68,7 @@ def _row_major_steps(shape: Sequence[int]) -> list[int]:
 def _check(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
     if x.device.type != "cpu":
         raise ValueError(f"x is on {x.device}; megarl's kernels run on CPU tensors only, move it with .cpu()")
-    if x.is_complex() or x.element_size() not in (1, 2, 4, 8):
+    if x.is_complex() or x.element_size() not in _INTEGERS:
         raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes that are not complex, got {x.dtype}")
     if not x.dim() == len(start) == len(shape):
         raise ValueError(f"x has {x.dim()} dimensions, start {tuple(start)} and shape {tuple(shape)} must have as many")

@@ -217,5 +217,5 @@ def _gather(stats: torch.Tensor, group: torch.distributed.ProcessGroup | None) -
     if group is None or group.size() == 1:
         return stats[None]
     gathered = stats.new_empty((group.size(), *stats.shape))
-    torch.distributed.all_gather_into_tensor(gathered, stats, group=group)
+    torch.distributed.all_gather(list(gathered.unbind(0)), stats, group=group)
     return gathered

@@ -52,7 +52,13 @@ class EngineControl:
                     self._with_log(f"the engine at {self.url} was not ready after {waited:.0f} s ({limit})")
                 )
             time.sleep(_POLL_S)
-        self.state()
+        try:
+            self.state()
+        except EngineError as error:
+            raise EngineError(
+                f"{error}; a server without megarl's routes was started from an environment where megarl's entry point in "
+                "vllm.endpoint_plugins is not installed: install the package again (pip install --no-deps -e .)"
+            ) from error
         return time.monotonic() - start
 
     def state(self) -> EngineState:
