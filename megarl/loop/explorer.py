@@ -18,12 +18,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megarl.config import Config, load_resolved
 from megarl.errors import EngineError
+from megarl.metrics import Timeline
 from megarl.rewards import RewardPool, Verdict
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
 from megarl.schema import Experience, Segment, Task, WeightsVersion
@@ -51,8 +53,13 @@ class Scorer(Protocol):
 class RolloutClock:
     """Seconds during which a rollout had generation under way, rewards under way, and both; and what it counted."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, timeline: Timeline | None = None, rollout_id: str = ""
+    ) -> None:
         self._now = now
+        self._timeline = timeline
+        self._rollout_id = rollout_id
+        self._began: dict[str, float] = {}
         self._active = {"generation": 0, "reward": 0}
         self._last = now()
         self._seconds = {"generation_s": 0.0, "reward_s": 0.0, "overlap_s": 0.0}
@@ -61,7 +68,13 @@ class RolloutClock:
     def change(self, phase: str, by: int) -> None:
         """``by`` more (or fewer) samples are in ``phase``: generation or reward."""
         self._account()
-        self._active[phase] += by
+        before, after = self._active[phase], self._active[phase] + by
+        self._active[phase] = after
+        if before == 0 < after:
+            self._began[phase] = time.time()
+        if after == 0 < before and self._timeline is not None:
+            began = self._began[phase]
+            self._timeline.add(phase, began, time.time() - began, rollout=self._rollout_id)
 
     def metrics(self) -> dict[str, float]:
         """Seconds and counts so far."""
@@ -121,7 +134,9 @@ class Explorer:
         calls: int = 1,
         poll_s: float = 0.02,
         retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline
         self._store = store
         self._engine = engine
         self._scorer = scorer
@@ -183,7 +198,9 @@ class Explorer:
         seed = claim.sampling.get("seed")
         if seed is not None:  # of its own for every group, so that no two groups draw the same numbers
             seed = int(np.random.SeedSequence([seed, claim.position]).generate_state(1)[0])
-        clock = self._clocks.setdefault((claim.rollout_id, claim.version), RolloutClock())
+        clock = self._clocks.setdefault(
+            (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
+        )
         return _Group(claim, self._tokenizer.prompt_ids(claim.task.prompt), seed, clock)
 
     async def _fly(self, groups: Sequence[_Group]) -> None:
@@ -334,6 +351,7 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 calls=len(engines),
                 poll_s=config.store.poll_s,
+                timeline=Timeline(Path(config.run.dir) / "timeline", worker),
             )
             await explorer.run()
     finally:

@@ -6,12 +6,14 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -54,6 +56,8 @@ class Session:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
         self.position = groups.initialize(config.parallel, seed=config.trainer.seed)
         self.timeline = Timeline(self.run_dir / "timeline", f"trainer_{self.position.rank}")
+        born = psutil.Process().create_time()
+        self.timeline.add("start", born, time.time() - born, attempt=self.attempt)
         self.store = Store(config.store.url)
         self.train_tasks = self.store.task_ids("train")
         self.eval_tasks = self.store.task_ids("eval")

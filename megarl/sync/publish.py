@@ -313,15 +313,24 @@ class WeightPublisher:
             raise
         self._store.set(topic, json.dumps(told))
 
-    def _hear(self, topic: str) -> dict[str, Any]:
+    def _others(self, topic: str) -> list[str]:
+        """What other ranks say about a transfer that has failed on rank 0."""
+        said = []
+        for rank in range(1, self._num_trainers):
+            try:
+                self._hear(f"{topic}/sent/{rank}", _WORDS_S / self._num_trainers)
+            except WeightSyncError as error:
+                said.append(f"rank {rank}: {error}")
+        return said
+
+    def _hear(self, topic: str, patience_s: float | None = None) -> dict[str, Any]:
         """What another rank tells under ``topic``; its error becomes a WeightSyncError here."""
         assert self._store is not None
+        patience_s = patience_s or self._patience_s
         try:
-            self._store.wait([topic], timedelta(seconds=self._patience_s))
+            self._store.wait([topic], timedelta(seconds=patience_s))
         except dist.DistStoreError as error:
-            raise WeightSyncError(
-                f"no word of {topic} from another trainer rank in {self._patience_s:.0f} s"
-            ) from error
+            raise WeightSyncError(f"no word of {topic} from another trainer rank in {patience_s:.0f} s") from error
         told = json.loads(self._store.get(topic))
         if "error" in told:
             raise WeightSyncError(told["error"])

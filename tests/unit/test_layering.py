@@ -1,0 +1,133 @@
+"""The rooms of ARCHITECTURE.md against the import graph, and what each process may leave unimported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import megarl
+
+PACKAGE = Path(megarl.__file__).parent
+ROOT = PACKAGE.parent
+HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "matplotlib", "tensorboard")
+
+
+def rooms_in_order() -> list[str]:
+    """Rooms as the table of ARCHITECTURE.md names them: from top to bottom, within a row from left to right."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    table = text.split("## Rooms")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")][2:]
+    names = [name for cell in cells for name in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
+    return [name for name in names if name != "csrc"]
+
+
+def modules() -> dict[str, list[Path]]:
+    """Room -> its Python files; ``__init__`` and ``__main__`` of the package are no rooms."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if not room.startswith("__"):
+            found.setdefault(room, []).append(path)
+    return found
+
+
+def imported_rooms(source: str) -> Iterator[tuple[str, int]]:
+    """(room, line) of every import of megarl in a file, also those inside functions and ``if TYPE_CHECKING``."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "megarl" and rest:
+                yield rest.partition(".")[0], node.lineno
+
+
+def violations(room: str, source: str, order: list[str]) -> list[str]:
+    above = set(order[: order.index(room)]) | {room, "_C"}
+    return [f"line {line}: {room} imports {other}" for other, line in imported_rooms(source) if other not in above]
+
+
+def test_architecture_names_every_room_once() -> None:
+    order = rooms_in_order()
+    assert len(order) == len(set(order))
+    assert set(order) == set(modules())
+
+
+@pytest.mark.parametrize("room", rooms_in_order())
+def test_room_imports_only_from_rooms_above_it(room: str) -> None:
+    order = rooms_in_order()
+    found = [
+        f"{path.relative_to(ROOT)} {violation}"
+        for path in modules()[room]
+        for violation in violations(room, path.read_text(), order)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_violations_are_seen_wherever_the_import_stands() -> None:
+    order = ["errors", "store", "loop"]
+    source = "from megarl import loop\ndef f():\n    import megarl.loop.trainer\n    from megarl.errors import JobError\n"
+    assert violations("store", source, order) == ["line 1: store imports loop", "line 3: store imports loop"]
+
+
+@pytest.mark.parametrize("room", rooms_in_order())
+def test_only_the_engines_side_names_vllm(room: str) -> None:
+    """The trainer's and the explorer's processes never import vLLM: it costs 13 s and takes over the process."""
+    if room == "sync":
+        pytest.skip("sync holds the plugin, which runs inside the engine")
+    for path in modules()[room]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            allowed = path.name == "endpoint.py" and room == "rollout"  # the routes that vLLM's server loads
+            assert allowed or not any(name.split(".")[0] == "vllm" for name in names), f"{path}:{node.lineno}"
+
+
+def run_python(code: str, blocked: tuple[str, ...] = ()) -> str:
+    """Run ``code`` in a fresh interpreter in which importing any of ``blocked`` fails; returns what it prints."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
+    done = subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imported_by(module: str) -> set[str]:
+    return set(run_python(f"import {module}\nprint(*sys.modules)").split())
+
+
+@pytest.mark.parametrize("module", ["megarl", "megarl.cli", "megarl.config", "megarl.schema", "megarl.launch.supervisor"])
+def test_importing_is_light(module: str) -> None:
+    assert not imported_by(module) & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["megarl.loop.explorer", "megarl.rollout.client", "megarl.rollout.control", "megarl.rewards.worker", "megarl.report.html"],
+)
+def test_runs_without_torch(module: str) -> None:
+    """Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""
+    assert not imported_by(module) & {"torch", "vllm", "megatron", "transformers"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["megarl.reshard.plan", "megarl.reshard.execute", "megarl.architectures", "megarl.rollout.client",
+     "megarl.checkpoint.hf", "megarl.ops", "megarl.algorithms", "megarl.launch.job"],
+)  # fmt: skip
+def test_needs_neither_megatron_nor_vllm(module: str) -> None:
+    run_python(f"import {module}", blocked=("megatron", "vllm", "transformer_engine", "apex"))
+
+
+@pytest.mark.parametrize("module", ["megarl.loop.trainer", "megarl.sync.publish"])
+def test_trainer_needs_no_vllm(module: str) -> None:
+    run_python(f"import {module}", blocked=("vllm", "transformer_engine", "apex"))
