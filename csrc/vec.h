@@ -9,12 +9,32 @@
 namespace {
 
 constexpr int kLanes = 16;
-typedef float vfloat __attribute__((vector_size(4 * kLanes)));
-typedef int32_t vint __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t vuint __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t vhalf __attribute__((vector_size(2 * kLanes)));
+// Lanes of one register. (GCC computes vectors that are wider than a register one element at a time.)
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+constexpr int kParts = kLanes / kWidth;
 
-MEGARL_INLINE vfloat splat(float x) { return x - vfloat{}; }
+template <class T>
+struct Lanes {
+  typedef T Part __attribute__((vector_size(sizeof(T) * kWidth)));
+  Part part[kParts];
+};
+using vfloat = Lanes<float>;
+using vint = Lanes<int32_t>;  // masks too: -1 where true
+using vuint = Lanes<uint32_t>;
+using vhalf = Lanes<uint16_t>;
+
+template <class T>
+MEGARL_INLINE Lanes<T> splat(T x) {
+  Lanes<T> v;
+  for (int i = 0; i < kParts; ++i) v.part[i] = x - typename Lanes<T>::Part{};
+  return v;
+}
 template <class To, class From>
 MEGARL_INLINE To bits(From x) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -22,11 +42,74 @@ MEGARL_INLINE To bits(From x) {
   std::memcpy(&y, &x, sizeof y);
   return y;
 }
-MEGARL_INLINE vfloat select(vint mask, vfloat yes, vfloat no) {
-  return bits<vfloat>((mask & bits<vint>(yes)) | (~mask & bits<vint>(no)));
+
+#define MEGARL_BINARY(op)                                              \
+  template <class T>                                                   \
+  MEGARL_INLINE Lanes<T> operator op(Lanes<T> a, Lanes<T> b) {         \
+    for (int i = 0; i < kParts; ++i) a.part[i] = a.part[i] op b.part[i]; \
+    return a;                                                          \
+  }                                                                    \
+  template <class T>                                                   \
+  MEGARL_INLINE Lanes<T> operator op(Lanes<T> a, T b) {                \
+    return a op splat(b);                                              \
+  }
+MEGARL_BINARY(+)
+MEGARL_BINARY(-)
+MEGARL_BINARY(*)
+MEGARL_BINARY(/)
+MEGARL_BINARY(&)
+MEGARL_BINARY(|)
+MEGARL_BINARY(^)
+#undef MEGARL_BINARY
+
+#define MEGARL_COMPARE(op)                                                     \
+  template <class T>                                                           \
+  MEGARL_INLINE vint operator op(Lanes<T> a, Lanes<T> b) {                     \
+    vint mask;                                                                 \
+    for (int i = 0; i < kParts; ++i) mask.part[i] = (vint::Part)(a.part[i] op b.part[i]); \
+    return mask;                                                               \
+  }
+MEGARL_COMPARE(<)
+MEGARL_COMPARE(>)
+MEGARL_COMPARE(>=)
+MEGARL_COMPARE(!=)
+#undef MEGARL_COMPARE
+
+template <class T>
+MEGARL_INLINE Lanes<T>& operator+=(Lanes<T>& a, Lanes<T> b) { return a = a + b; }
+MEGARL_INLINE vfloat operator-(vfloat a) {
+  for (int i = 0; i < kParts; ++i) a.part[i] = -a.part[i];
+  return a;
 }
-MEGARL_INLINE vuint select(vint mask, vuint yes, vuint no) {
-  return ((vuint)mask & yes) | (~(vuint)mask & no);
+MEGARL_INLINE vuint operator<<(vuint a, int n) {
+  for (int i = 0; i < kParts; ++i) a.part[i] <<= n;
+  return a;
+}
+MEGARL_INLINE vuint operator>>(vuint a, int n) {
+  for (int i = 0; i < kParts; ++i) a.part[i] >>= n;
+  return a;
+}
+template <class T>
+MEGARL_INLINE Lanes<T> select(vint mask, Lanes<T> yes, Lanes<T> no) {
+  const vuint m = bits<vuint>(mask), y = bits<vuint>(yes), n = bits<vuint>(no);
+  return bits<Lanes<T>>(n ^ (m & (y ^ n)));
+}
+MEGARL_INLINE vuint widen(vhalf h) {
+  vuint v;
+  for (int i = 0; i < kParts; ++i) v.part[i] = __builtin_convertvector(h.part[i], vuint::Part);
+  return v;
+}
+MEGARL_INLINE vhalf narrow(vuint v) {
+  vhalf h;
+  for (int i = 0; i < kParts; ++i) h.part[i] = __builtin_convertvector(v.part[i], vhalf::Part);
+  return h;
+}
+MEGARL_INLINE float first(vfloat v) { return v.part[0][0]; }
+MEGARL_INLINE vint lanes_below(int64_t count) {
+  const int32_t number[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vint lane;
+  std::memcpy(&lane, number, sizeof lane);
+  return lane < splat((int32_t)count);
 }
 
 // Pairwise, in a fixed order.
@@ -79,12 +162,12 @@ struct BF16 {
   MEGARL_INLINE vfloat load(const Element* p) {
     vhalf h;
     std::memcpy(&h, p, sizeof h);
-    return bits<vfloat>(__builtin_convertvector(h, vuint) << 16);
+    return bits<vfloat>(widen(h) << 16);
   }
   MEGARL_INLINE void store(Element* p, vfloat v) {  // nearest, ties to even; NaN stays NaN
     const vuint u = bits<vuint>(v);
-    const vuint rounded = (u + (0x7fffu + ((u >> 16) & 1u))) >> 16;
-    const vhalf h = __builtin_convertvector(select(v != v, (u >> 16) | 0x40u, rounded), vhalf);
+    const vuint rounded = (u + (((u >> 16) & 1u) + 0x7fffu)) >> 16;
+    const vhalf h = narrow(select(v != v, (u >> 16) | 0x40u, rounded));
     std::memcpy(p, &h, sizeof h);
   }
 };
@@ -94,23 +177,23 @@ struct F16 {
   MEGARL_INLINE vfloat load(const Element* p) {
     vhalf h;
     std::memcpy(&h, p, sizeof h);
-    const vuint u = __builtin_convertvector(h, vuint);
+    const vuint u = widen(h);
     const vuint magnitude = (u & 0x7fffu) << 13;
     // Times 2^112 moves the exponent's bias and normalises subnormals; infinity and NaN need all exponent bits set.
     const vuint scaled = bits<vuint>(bits<vfloat>(magnitude) * 5.192296858534828e33f);
-    const vint special = (vint)(magnitude >= (0x7c00u << 13));
+    const vint special = magnitude >= splat(0x7c00u << 13);
     return bits<vfloat>(select(special, scaled | 0x7f800000u, scaled) | ((u & 0x8000u) << 16));
   }
   MEGARL_INLINE void store(Element* p, vfloat v) {  // nearest, ties to even
     const vuint u = bits<vuint>(v);
     const vuint a = u & 0x7fffffffu;
-    const vuint normal = (a - (112u << 23) + (0xfffu + ((a >> 13) & 1u))) >> 13;
+    const vuint normal = (a - (112u << 23) + (((a >> 13) & 1u) + 0xfffu)) >> 13;
     // Adding 0.5 leaves the subnormal half's bits, correctly rounded, at the bottom of the sum.
     const vuint small = bits<vuint>(bits<vfloat>(a) + 0.5f) - 0x3f000000u;
-    vuint h = select((vint)(a < (113u << 23)), small, normal);
-    h = select((vint)(a >= 0x477ff000u), vuint{} + 0x7c00u, h);
-    h = select((vint)(a > 0x7f800000u), vuint{} + 0x7e00u, h);
-    const vhalf out = __builtin_convertvector(h | ((u >> 16) & 0x8000u), vhalf);
+    vuint h = select(a < splat(113u << 23), small, normal);
+    h = select(a >= splat(0x477ff000u), splat(0x7c00u), h);
+    h = select(a > splat(0x7f800000u), splat(0x7e00u), h);
+    const vhalf out = narrow(h | ((u >> 16) & 0x8000u));
     std::memcpy(p, &out, sizeof out);
   }
 };

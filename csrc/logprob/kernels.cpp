@@ -25,11 +25,6 @@ MEGARL_INLINE void store_part(typename T::Element* p, vfloat v, int64_t count) {
   std::memcpy(p, padded, count * sizeof padded[0]);
 }
 
-MEGARL_INLINE vint lanes_below(int64_t count) {
-  const vint lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return lane < (int32_t)count;
-}
-
 // Scaled logits of one block into `z`, the last vector filled up with -inf; returns the vectors' number.
 template <class T>
 MEGARL_INLINE int64_t load_block(const typename T::Element* x, int64_t count, float temperature, vfloat* z, float* top) {
@@ -88,7 +83,7 @@ void local_rows(const MegarlLogits& x, const int64_t* targets, float* stats, int
     out[0] = m;
     out[1] = (float)s;
     out[2] = (float)u;
-    out[3] = target >= 0 && target < x.valid_cols ? (load_part<T>(logits + target, 1) / x.temperature)[0] : 0.0f;
+    out[3] = target >= 0 && target < x.valid_cols ? first(load_part<T>(logits + target, 1) / x.temperature) : 0.0f;
   }
 }
 

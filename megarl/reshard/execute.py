@@ -164,8 +164,7 @@ def _run(
         _Outgoing(plan, rank, tensors, transport, buckets, dtype, device) if sources and tensors is not None else None
     )
     incoming = _Incoming(plan, rank, write, wrote) if receives and write is not None else None
-    arriving = max((b.elements for b in buckets if receives and b.link.src != rank), default=0)
-    inbox = torch.empty(arriving if incoming else 0, dtype=dtype, device=device)
+    inbox = torch.empty(_largest_arrival(plan, rank, buckets) if incoming else 0, dtype=dtype, device=device)
     for bucket in buckets:
         if plan.colocated and bucket.link.src == bucket.link.dst:
             assert outgoing is not None and incoming is not None
@@ -179,6 +178,12 @@ def _run(
     if incoming is not None:
         incoming.finish()
     return outgoing.finish() if outgoing is not None else {}
+
+
+def _largest_arrival(plan: ReshardPlan, rank: int, buckets: list[Bucket]) -> int:
+    """Elements of the largest bucket that another process sends to destination rank ``rank``."""
+    arriving = (b for b in buckets if b.link.dst == rank and not (plan.colocated and b.link.src == rank))
+    return max((bucket.elements for bucket in arriving), default=0)
 
 
 def _capacity(bucket_bytes: int, dtype: torch.dtype) -> int:

@@ -5,8 +5,10 @@ Also an in-memory network for running both sides of a plan in threads of one pro
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,9 +58,7 @@ def engine_sizes(config: Config) -> list[int]:
     heads, kv, ffn = config["num_attention_heads"], config["num_key_value_heads"], config["intermediate_size"]
     padded = -(-config["vocab_size"] // 64) * 64
     return [
-        t
-        for t in range(1, 9)
-        if heads % t == 0 and ffn % t == 0 and padded % t == 0 and (kv % t == 0 or t % kv == 0)
+        t for t in range(1, 9) if heads % t == 0 and ffn % t == 0 and padded % t == 0 and (kv % t == 0 or t % kv == 0)
     ]
 
 
@@ -229,6 +229,14 @@ class Network:
         self.largest_bytes = 0
         self.messages: dict[tuple[int, int], int] = defaultdict(int)
         self.corrupt = corrupt
+        self.failed = threading.Event()
+
+    def sleep(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready()``; an error in any thread ends the wait."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not ready():
+            assert not self.failed.is_set(), f"{what}: another rank failed"
+            assert time.monotonic() < deadline, f"{what}: nothing came"
 
     def port(self, rank: int) -> Port:
         return Port(self, rank)
@@ -245,7 +253,7 @@ class Sent:
     event: threading.Event
 
     def wait(self) -> None:
-        assert self.event.wait(TIMEOUT_S), f"source rank {self.rank}: nobody received"
+        self.network.sleep(lambda: self.event.wait(0.1), f"source rank {self.rank} sending")
         with self.network.lock:
             self.network.alive[self.rank] -= 1
 
@@ -270,7 +278,16 @@ class Port:
 
     def recv(self, tensor: Tensor, rank: int) -> None:
         net = self.network
-        sent, event = net.queue((rank, self.rank)).get(timeout=TIMEOUT_S)
+        inbox = net.queue((rank, self.rank))
+        arrived: list[tuple[Tensor, threading.Event]] = []
+
+        def ready() -> bool:
+            with contextlib.suppress(queue.Empty):
+                arrived.append(inbox.get(timeout=0.1))
+            return bool(arrived)
+
+        net.sleep(ready, f"destination rank {self.rank} waiting for {rank}")
+        sent, event = arrived[0]
         assert sent.shape == tensor.shape and sent.dtype == tensor.dtype
         tensor.copy_(sent)
         if net.corrupt is not None:
@@ -281,8 +298,8 @@ class Port:
         event.set()
 
 
-def run_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """Run all jobs at once; their results in order, or the first job's error."""
+def run_threads(network: Network, jobs: list[Callable[[], Any]]) -> list[Any]:
+    """Run all jobs at once; their results in order, or the first error of any."""
     results: list[Any] = [None] * len(jobs)
     errors: list[BaseException] = []
 
@@ -291,6 +308,7 @@ def run_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
             results[i] = jobs[i]()
         except BaseException as error:
             errors.append(error)
+            network.failed.set()
 
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(jobs))]
     for thread in threads:

@@ -51,12 +51,10 @@ def run_plan(
     keys = {"dtype": dtype, "bucket_bytes": bucket_bytes}
     senders = [functools.partial(send, plan, r, t, network.port(r), **keys) for r, t in enumerate(sources)]
     receivers = [
-        functools.partial(
-            receive, plan, r, t.__getitem__, network.port(r), wrote=functools.partial(count, r), **keys
-        )
+        functools.partial(receive, plan, r, t.__getitem__, network.port(r), wrote=functools.partial(count, r), **keys)
         for r, t in enumerate(got)
     ]
-    results = run_threads([*senders, *receivers])
+    results = run_threads(network, [*senders, *receivers])
     assert written == [{name: t.numel() for name, t in tensors.items()} for tensors in got]
     return got, merge(results[: len(senders)])
 
@@ -68,6 +66,7 @@ def run_exchange(plan: ReshardPlan, sources: list[Tensors], bucket_bytes: int = 
     got = [unwritten(s) for s in shapes]
     network = Network()
     run_threads(
+        network,
         [
             functools.partial(
                 exchange,
@@ -80,7 +79,7 @@ def run_exchange(plan: ReshardPlan, sources: list[Tensors], bucket_bytes: int = 
                 bucket_bytes=bucket_bytes,
             )
             for r in range(ranks)
-        ]
+        ],
     )
     assert network.largest_bytes <= bucket_bytes
     return got
@@ -107,9 +106,7 @@ def test_megatron_to_vllm_equals_hand_written_shards(case: Case, bucket_bytes: i
     hf = random_hf(case.config)
     plan = to_engine(case)
     network = Network()
-    got, sent = run_plan(
-        plan, megatron_grid(case.config, hf, case.tp, case.pp, case.dp), network, bucket_bytes, dtype
-    )
+    got, sent = run_plan(plan, megatron_grid(case.config, hf, case.tp, case.pp, case.dp), network, bucket_bytes, dtype)
     for rank, tensors in enumerate(got):
         assert_same(tensors, vllm_rank(case.config, hf, case.engine_tp, rank % case.engine_tp), dtype)
     assert network.largest_bytes <= bucket_bytes
@@ -141,7 +138,9 @@ def test_megatron_to_hf_returns_every_bit(case: Case, bucket_bytes: int) -> None
 def test_grid_to_grid(data: st.DataObject, config: dict) -> None:
     def grid() -> MegatronGrid:
         return MegatronGrid(
-            data.draw(st.sampled_from(divisors(config["num_key_value_heads"]))) if config["intermediate_size"] != 8 else 1,
+            data.draw(st.sampled_from(divisors(config["num_key_value_heads"])))
+            if config["intermediate_size"] != 8
+            else 1,
             data.draw(st.sampled_from([1, 2, 4])),
             data.draw(st.integers(1, 2)),
         )
@@ -200,7 +199,9 @@ def test_digest_of_a_tensor_is_the_same_number_everywhere() -> None:
 
 def test_a_missing_digest_is_an_error_naming_its_tensor() -> None:
     plan = build_plan(hf_layout(qwen3_config()), vllm_layout(qwen3_config(), 1))
-    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight in model\.norm\.weight on destination rank 0.*found nothing"):
+    with pytest.raises(
+        WeightSyncError, match=r"model\.norm\.weight in model\.norm\.weight on destination rank 0.*found nothing"
+    ):
         compare(plan, {(0, "model.norm.weight"): 1}, {})
 
 

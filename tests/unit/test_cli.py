@@ -1,0 +1,84 @@
+"""The command line without the heavy packages: help, wrong input, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import COMMANDS, build_parser
+
+HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "triton")
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def megarl(*arguments: str, blocked: tuple[str, ...] = HEAVY) -> subprocess.CompletedProcess[str]:
+    """Run the command in a fresh interpreter in which importing any of ``blocked`` fails."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); from megarl.cli import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_blocking_works() -> None:
+    """Else the tests below prove nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; import torch"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "torch" in done.stderr
+
+
+def test_help_names_every_command() -> None:
+    done = megarl("--help")
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert re.search(rf"^\s+{command}\s", done.stdout, re.MULTILINE), f"{command} is not in\n{done.stdout}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_needs_no_heavy_package(command: str) -> None:
+    done = megarl(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert command in done.stdout
+
+
+def test_help_imports_nothing_but_the_standard_library() -> None:
+    """What makes it answer at once; the time itself is nothing that a test could pin."""
+    code = (
+        "import sys\nfrom megarl.cli import main\n"
+        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print(*sorted({name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {ROOT!r})\n{code}"],
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert set(done.stderr.split()) <= {"megarl", "__main__"}
+
+
+def test_every_command_of_the_parser_has_a_function() -> None:
+    actions = next(a for a in build_parser()._actions if a.dest == "command")
+    assert set(actions.choices or ()) == set(COMMANDS)
+
+
+def test_config_prints_what_overrides_compose_to() -> None:
+    done = megarl("config", "experiment=quickstart", "trainer.steps=7", "parallel=pp2")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads(done.stdout)
+    assert settings["trainer"]["steps"] == 7
+    assert (settings["parallel"]["tp"], settings["parallel"]["pp"]) == (1, 2)
+
+
+def test_a_users_mistake_is_one_line_and_status_2() -> None:
+    done = megarl("config", "experiment=quickstart", "trainer.stepz=3")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("megarl config: unknown setting 'trainer.stepz'")
+    assert "did you mean 'trainer.steps'?" in done.stderr
+
+
+def test_without_a_command_it_says_so() -> None:
+    done = megarl()
+    assert done.returncode == 2
+    assert "required: command" in done.stderr
