@@ -19,11 +19,10 @@ STD_EPSILON = 1e-6
 
 
 def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> float:
-    """A group of one has A = r; an all-equal group has A exactly 0. Arithmetic is float64."""
+    """A group of one has A = r. An all-equal group has A exactly 0, as ``group_stats`` then has the very reward as its
+    mean. Arithmetic is float64."""
     if stats.size == 1:
         return reward
-    if stats.std == 0.0:
-        return 0.0
     centred = reward - stats.mean
     return centred / (stats.std + STD_EPSILON) if config.normalize_by_std else centred
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megarl.checkpoint.hf import read_hf_config
 from megarl.checkpoint.state import latest, read_state
 from megarl.config import Config, load_resolved
 from megarl.errors import ConfigError, DataError
+from megarl.launch import ports
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.supervisor import own_run_dir, run_job
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
@@ -134,6 +135,7 @@ def _check_settings(config: Config) -> None:
         )
     if config.rollout.temperature <= 0:
         raise ConfigError(f"rollout.temperature={config.rollout.temperature} must be above 0: training samples")
+    ports.choose(config.run.host, ports.needed(config.rollout.replicas), config.run.port)
 
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
@@ -143,6 +145,12 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     source = megatron_layout(hf_config, grid)
     build_plan(source, vllm_layout(hf_config, config.rollout.tp, config.rollout.replicas))
     build_plan(source, hf_layout(hf_config))
+    for setting, value in asdict(config.model.from_scratch).items() if config.model.from_scratch else ():
+        if hf_config.get(setting, value) != value:
+            raise ConfigError(
+                f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
+                "remove that directory to make the model anew, or set the value that it has"
+            )
     context = int(hf_config["max_position_embeddings"])
     wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if wanted > context:

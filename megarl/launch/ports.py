@@ -6,8 +6,11 @@ import socket
 
 from megarl.errors import ConfigError
 
+MAX_PORT = 65535
+
 
 def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now; port 0 asks whether it could on any port."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -17,14 +20,23 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def needed(replicas: int) -> int:
+    """How many ports a job takes: the trainer ranks' rendezvous, the weight link, one for each engine."""
+    return 2 + replicas
+
+
 def choose(host: str, count: int, first: int | None) -> list[int]:
     """``count`` ports: ``first``, ``first``+1, … or free ones of the machine's choice.
 
     Raises:
-        ConfigError: a fixed port is in use.
+        ConfigError: a fixed port is in use or no port at all, or ``host`` is no address of this machine.
     """
+    if not is_free(host, 0):
+        raise ConfigError(f"run.host={host} is no address of this machine; give one that its network interfaces have")
     if first is not None:
         ports = list(range(first, first + count))
+        if not 0 < ports[0] <= ports[-1] <= MAX_PORT:
+            raise ConfigError(f"run.port={first} takes {ports[0]}..{ports[-1]}; ports are 1..{MAX_PORT}, choose another run.port")
         for port in ports:
             if not is_free(host, port):
                 raise ConfigError(

@@ -72,7 +72,7 @@ def start_job(config: Config) -> list[Child]:
     attempt = next_attempt(run_dir)
     resolved = run_dir / "resolved.json"
     save_resolved(config, resolved)
-    numbers = ports.choose(host, 2 + config.rollout.replicas, config.run.port)
+    numbers = ports.choose(host, ports.needed(config.rollout.replicas), config.run.port)
     rendezvous, link, *engine_ports = numbers
     logs = run_dir / "logs" / f"attempt_{attempt}"
     key = os.environ.get("MEGARL_JOB_KEY") or secrets.token_urlsafe(24)

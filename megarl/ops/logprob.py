@@ -102,13 +102,16 @@ def local_gradient(
     out: torch.Tensor,
 ) -> None:
     """One shard's gradient [T, V] into ``out``, which may be ``logits`` itself."""
-    upstream = [None if g is None else g.float().contiguous() for g in (grad_logp, grad_entropy)]
+    # Kept in variables: the kernel reads them through their pointers.
+    grad_logp = None if grad_logp is None else grad_logp.float().contiguous()
+    grad_entropy = None if grad_entropy is None else grad_entropy.float().contiguous()
     _C.logprob_backward(
         _kernel_logits(logits, vocab_start, vocab_size, temperature),
         targets.data_ptr(),
         norm.data_ptr(),
         entropy.data_ptr(),
-        *(0 if g is None else g.data_ptr() for g in upstream),
+        0 if grad_logp is None else grad_logp.data_ptr(),
+        0 if grad_entropy is None else grad_entropy.data_ptr(),
         out.data_ptr(),
         out.stride(0),
         torch.get_num_threads(),
@@ -127,7 +130,7 @@ class _LogProb(torch.autograd.Function):
         temperature: float,
         inplace: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shard = {"vocab_start": vocab_start, "vocab_size": vocab_size, "temperature": temperature}
+        shard: dict[str, Any] = {"vocab_start": vocab_start, "vocab_size": vocab_size, "temperature": temperature}
         stats = local_stats(logits, targets, **shard)
         logp, entropy, norm = combine(_gather(stats, group), targets)
         ctx.save_for_backward(logits, targets, norm, entropy)

@@ -135,12 +135,12 @@ def _offset(inner: Box, outer: Box) -> Shape:
 def _index(source: Layout) -> dict[str, dict[Box, list[_Copy]]]:
     """tensor -> distinct source box -> the ranks that hold it, one copy each."""
     ranks: list[list[int]] = [[] for _ in source.holdings]
-    for rank, holding in enumerate(source.holding_of):
-        ranks[holding].append(rank)
+    for rank, which in enumerate(source.holding_of):
+        ranks[which].append(rank)
     index: dict[str, dict[Box, list[_Copy]]] = defaultdict(dict)
-    for which, holding in enumerate(source.holdings):
+    for which, contents in enumerate(source.holdings):
         seen: set[tuple[str, Box]] = set()
-        for piece in holding.pieces:
+        for piece in contents.pieces:
             if (piece.tensor, piece.box) in seen:
                 continue
             seen.add((piece.tensor, piece.box))

@@ -13,7 +13,7 @@ import asyncio
 import copy
 import itertools
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from typing import Any
 
 import msgspec
@@ -88,7 +88,7 @@ class Gate:
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
         failure = f"{scope['path']} failed: the engine's weights are incomplete until a weight update succeeds"
 
-        async def watching(message: dict[str, Any]) -> None:
+        async def watching(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start" and message["status"] != 200:
                 self._state.megarl_refusing = failure
             await send(message)
@@ -162,14 +162,13 @@ async def _sample(
     lines: asyncio.Queue[bytes],
 ) -> None:
     number, i, j = place
-    final = None
+    place_fields = {"request": i, "index": j}
     try:
+        # FINAL_ONLY: the one output is the finished sample.
         async for output in engine.generate(tokens_input(prompt.token_ids), sampling, f"megarl-{number}-{i}-{j}"):
-            final = output
+            lines.put_nowait(_line(place_fields | _sampled(output.outputs[0])))
     except (VLLMError, ValueError) as error:
-        lines.put_nowait(_line({"request": i, "index": j, "error": f"{type(error).__name__}: {error}"}))
-        return
-    lines.put_nowait(_line({"request": i, "index": j, **_sampled(final.outputs[0])}))
+        lines.put_nowait(_line(place_fields | {"error": f"{type(error).__name__}: {error}"}))
 
 
 def _sampled(output: CompletionOutput) -> dict[str, Any]:

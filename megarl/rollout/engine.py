@@ -75,13 +75,13 @@ def last_lines(log: Path, count: int = 25, limit: int = 65536) -> str:
 
 
 def shared_memory(group: int) -> set[Path]:
-    """Shared-memory segments that the processes of a group have mapped; with tp > 1 vLLM leaves some behind."""
+    """Shared-memory files that the processes of a group have mapped; with tp > 1 vLLM leaves some in /dev/shm."""
     segments = set()
     for pid in group_members(group):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 path = line.rpartition(" ")[2]
-                if path.startswith("/dev/shm/psm_"):
+                if path.startswith("/dev/shm/"):
                     segments.add(Path(path))
     return segments
 

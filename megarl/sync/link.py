@@ -8,9 +8,14 @@ from __future__ import annotations
 import datetime
 import ipaddress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+
+ProcessGroupGloo: Any = dist.ProcessGroupGloo
+"""PyTorch's stubs know neither its options nor its point-to-point methods."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +37,15 @@ class Link:
     """Point-to-point transport of flat contiguous tensors, as ``megarl.reshard.execute`` asks for it.
 
     Args:
-        group: Of all link ranks.
+        group: ProcessGroupGloo of all link ranks.
         peers: Link rank of the other side's rank 0.
     """
 
-    def __init__(self, group: dist.ProcessGroupGloo, peers: int) -> None:
-        self._group: dist.ProcessGroupGloo | None = group
+    def __init__(self, group: Any, peers: int) -> None:
+        self._group: Any = group
         self._peers = peers
 
-    def isend(self, tensor: torch.Tensor, rank: int, /) -> dist.Work:
+    def isend(self, tensor: torch.Tensor, rank: int, /) -> Work:
         """Starts to send to the other side's ``rank``; the tensor must stay as it is until ``wait()`` returns."""
         return self._open().send([tensor], self._peers + rank, 0)
 
@@ -56,39 +61,33 @@ class Link:
         """
         self._group = None
 
-    def _open(self) -> dist.ProcessGroupGloo:
+    def _open(self) -> Any:
         assert self._group is not None, "the link is closed"
         return self._group
 
 
-def open_store(address: LinkAddress, *, master: bool) -> dist.TCPStore:
+def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
     """The link's key-value store; the master listens, others wait for it up to the timeout."""
-    return dist.TCPStore(
-        address.host, address.port, None, is_master=master, timeout=address.timeout, wait_for_workers=False
-    )
+    return TCPStore(address.host, address.port, None, is_master=master, timeout=address.timeout, wait_for_workers=False)
 
 
-def join(store: dist.Store, address: LinkAddress, rank: int, peers: int) -> Link:
+def join(store: Store, address: LinkAddress, rank: int, peers: int) -> Link:
     """Joins the group as link rank ``rank``; returns when all ``address.world_size`` ranks have.
 
     Raises:
         torch.distributed.DistError: some rank did not come within the timeout.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()
     options._timeout = address.timeout
     options._devices = [_device(address.host)]
-    prefix = dist.PrefixStore(f"link/{address.generation}", store)
-    return Link(dist.ProcessGroupGloo(prefix, rank, address.world_size, options), peers)
+    prefix = PrefixStore(f"link/{address.generation}", store)
+    return Link(ProcessGroupGloo(prefix, rank, address.world_size, options), peers)
 
 
-def _device(host: str) -> dist.ProcessGroupGloo.Device:
+def _device(host: str) -> Any:
     """On one machine gloo must not listen outside it; across machines it finds its own address."""
     loopback = host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-    return (
-        dist.ProcessGroupGloo.create_device(hostname=host)
-        if loopback
-        else dist.ProcessGroupGloo.create_default_device()
-    )
+    return ProcessGroupGloo.create_device(hostname=host) if loopback else ProcessGroupGloo.create_default_device()
 
 
 def _is_address(host: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from megarl.config.schema import Config
 from megarl.errors import EngineError, WeightSyncError
@@ -120,7 +121,7 @@ class WeightPublisher:
             timeout_s=config.sync.timeout_s,
         )
         self._patience_s = config.rollout.start_timeout_s + config.sync.timeout_s
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._count = 0
         self._link: Link | None = None
         self.transport: Transport | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from megarl.checkpoint.hf import read_hf_config
@@ -52,7 +52,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     _link: Link | None = None
-    _store: dist.TCPStore | None = None
+    _store: TCPStore | None = None
 
     def agree(self, info: InitInfo) -> None:
         """Builds the plan and checks that it is the trainer's; apart from joining, so that a difference shows at once.
@@ -93,6 +93,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._writer.start()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self._link is not None, "no link: init_weight_transfer_engine comes before update_weights"
         try:
             with torch.device(self.device), torch.no_grad():
                 receive(
@@ -127,6 +128,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 class WorkerExtension:
     """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``."""
+
+    weight_transfer_engine: Receiver
+    _weight_update_active: bool
 
     def megarl_agree(self, info: dict[str, Any]) -> None:
         """``Receiver.agree`` with the fields of an InitInfo."""

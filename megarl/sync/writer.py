@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,7 +118,7 @@ class SliceWriter:
         if not _is_packable(module):
             return
         name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
-        weight = module.weight.data.reshape(-1)
+        weight = _weight(module).data.reshape(-1)
         tiny = weight.abs() < torch.finfo(weight.dtype).tiny
         index = (tiny & (weight.signbit() | (weight != 0))).nonzero().view(-1)
         if index.numel():
@@ -141,20 +142,26 @@ def _is_packed(module: nn.Module) -> bool:
     return _is_packable(module) and hasattr(module, "cpu_linear")
 
 
-def _unpack(module: nn.Module) -> torch.Tensor:
+def _unpack(module: Any) -> torch.Tensor:
     """W [out, in] of ``x -> x W^T``: the image of the identity, which is exact, in bounded blocks of columns."""
-    dtype = module.weight.dtype
+    weight = _weight(module)
     columns = _in_features(module)
     blocks = []
     for start in range(0, columns, _UNPACK_COLUMNS):
         rows = min(_UNPACK_COLUMNS, columns - start)
-        unit = torch.zeros(rows, columns, dtype=dtype)
+        unit = torch.zeros(rows, columns, dtype=weight.dtype)
         unit[:, start : start + rows].fill_diagonal_(1)
-        blocks.append(module.cpu_linear(unit, module.weight, None).t())
+        blocks.append(module.cpu_linear(unit, weight, None).t())
     return torch.cat(blocks, dim=1).contiguous()
 
 
-def _in_features(module: nn.Module) -> int:
+def _weight(module: Any) -> torch.Tensor:
+    """Empty where only the packed copy is left."""
+    weight: torch.Tensor = module.weight
+    return weight
+
+
+def _in_features(module: Any) -> int:
     if isinstance(module, ParallelLMHead):
-        return module.embedding_dim
-    return getattr(module, "input_size_per_partition", None) or module.input_size
+        return int(module.embedding_dim)
+    return int(getattr(module, "input_size_per_partition", None) or module.input_size)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -101,6 +102,7 @@ class RunningEngine:
     _child: Child | None = None
     _url: str = ""
     _last_pid: int = -1
+    _segments: set[Path] = field(default_factory=set)
 
     def ready(self) -> RunningEngine:
         if self._child is None or self._child.poll() is not None:
@@ -148,18 +150,21 @@ class RunningEngine:
     def stop(self) -> None:
         if self._child is None:
             return
-        segments = shared_memory(self._child.pid)
+        self._segments = shared_memory(self._child.pid)
         self._last_pid = self._child.pid
         self._child.signal(signal.SIGTERM)
         self._child.wait(10)
         self._child.signal(signal.SIGKILL)
-        for segment in segments:
+        deadline = time.monotonic() + 10
+        while group_members(self._child.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for segment in self._segments:
             segment.unlink(missing_ok=True)
         self._child = None
 
-    def leftovers(self) -> list[int]:
-        """Processes that outlived ``stop``."""
-        return group_members(self._last_pid)
+    def leftovers(self) -> list[str]:
+        """Processes and shared-memory files that outlived ``stop``."""
+        return [str(pid) for pid in group_members(self._last_pid)] + [str(s) for s in self._segments if s.exists()]
 
 
 def tiny_engine(

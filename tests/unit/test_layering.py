@@ -77,7 +77,9 @@ def test_room_imports_only_from_rooms_above_it(room: str) -> None:
 
 def test_violations_are_seen_wherever_the_import_stands() -> None:
     order = ["errors", "store", "loop"]
-    source = "from megarl import loop\ndef f():\n    import megarl.loop.trainer\n    from megarl.errors import JobError\n"
+    source = (
+        "from megarl import loop\ndef f():\n    import megarl.loop.trainer\n    from megarl.errors import JobError\n"
+    )
     assert violations("store", source, order) == ["line 1: store imports loop", "line 3: store imports loop"]
 
 
@@ -104,14 +106,22 @@ def imported_by(module: str) -> set[str]:
     return set(run_python(f"import {module}\nprint(*sys.modules)").split())
 
 
-@pytest.mark.parametrize("module", ["megarl", "megarl.cli", "megarl.config", "megarl.schema", "megarl.launch.supervisor"])
+@pytest.mark.parametrize(
+    "module", ["megarl", "megarl.cli", "megarl.config", "megarl.schema", "megarl.launch.supervisor"]
+)
 def test_importing_is_light(module: str) -> None:
     assert not imported_by(module) & set(HEAVY)
 
 
 @pytest.mark.parametrize(
     "module",
-    ["megarl.loop.explorer", "megarl.rollout.client", "megarl.rollout.control", "megarl.rewards.worker", "megarl.report.html"],
+    [
+        "megarl.loop.explorer",
+        "megarl.rollout.client",
+        "megarl.rollout.control",
+        "megarl.rewards.worker",
+        "megarl.report.html",
+    ],
 )
 def test_runs_without_torch(module: str) -> None:
     """Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""

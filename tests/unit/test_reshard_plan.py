@@ -8,7 +8,6 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.reshard_oracle import Case, cases, qwen3_config
 
 from megarl.errors import ConfigError, PlanError
 from megarl.reshard import boxes
@@ -16,6 +15,7 @@ from megarl.reshard.execute import buckets_of
 from megarl.reshard.layout import Holding, Layout, Padding, Piece
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.reshard.plan import build_plan
+from tests.unit.reshard_oracle import Case, cases, qwen3_config
 
 fast = settings(max_examples=40, deadline=None)
 

@@ -1,0 +1,334 @@
+"""One tiny job through the command line, and everything that it must have left behind, checked by other means."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
+
+from megarl.checkpoint.state import LATEST, latest, read_state
+from megarl.rewards import compute_score
+from megarl.rewards.verdict import to_verdict
+from megarl.schema import Experience, Task
+from megarl.store import Store
+from tests.loop.engines import transformers_logp
+from tests.system.jobs import TINY, Job
+
+STEPS = 3
+GROUP_SIZE = 8
+TASKS_PER_STEP = 8
+TRAINED = [f"train-{step:06d}" for step in range(STEPS)]
+EVALUATED = ["eval-before", "eval-after"]
+VERL_METRICS = (
+    "actor/pg_loss",
+    "actor/pg_clipfrac",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/lr",
+    "critic/rewards/mean",
+    "critic/score/mean",
+    "critic/advantages/mean",
+    "response_length/mean",
+    "prompt_length/mean",
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+    "training/rollout_logp_diff_mean",
+    "training/rollout_logp_diff_max",
+    "timing_s/rollout",
+    "timing_s/inference",
+    "timing_s/update",
+    "timing_s/sync",
+    "timing_s/step",
+    "perf/throughput",
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Run once to its end."""
+    overrides = [*TINY, f"trainer.steps={STEPS}", f"algorithm.group_size={GROUP_SIZE}"]
+    job = Job(tmp_path_factory.mktemp("job") / "run", overrides).start()
+    try:
+        job.until(lambda: bool(job.steps()), "the first step")
+        job.processes()  # remembers their sessions
+        job.wait(120)
+        yield job
+    finally:
+        job.clean_up()
+
+
+@pytest.fixture(scope="module")
+def run_dir(job: Job) -> Path:
+    return job.run_dir
+
+
+@pytest.fixture(scope="module")
+def store(run_dir: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{run_dir}/store.db")
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def records(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def steps(records: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics of the reinforcement-learning steps."""
+    return [record for record in records if "actor/pg_loss" in record]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(run_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(run_dir / "hf")
+
+
+def load(path: Path) -> Qwen3ForCausalLM:
+    model, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+# ---------------------------------------------------------------- how it ended
+
+
+def test_it_finished(job: Job) -> None:
+    assert job.poll() == 0, job.output.read_text()
+
+
+def test_no_process_is_left(job: Job) -> None:
+    assert job.processes() == {}
+
+
+def test_a_person_was_told(job: Job, run_dir: Path) -> None:
+    said = job.output.read_text()
+    for step in range(1, STEPS + 1):
+        assert re.search(rf"^step {step}/{STEPS} \| reward .* kl .* entropy .* clip .* rollout .* sync ", said, re.MULTILINE)
+    for words in ("before", "after", "10 sample answers", str(run_dir / "hf"), str(run_dir / "report" / "report.html")):
+        assert words in said
+
+
+def test_report_stands_alone(run_dir: Path) -> None:
+    html = (run_dir / "report" / "report.html").read_text()
+    assert "<svg" in html or "<img" in html
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", html), "it refers to other files"
+    png = (run_dir / "report" / "reward_curve.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 5000
+
+
+def test_checkpoints(run_dir: Path) -> None:
+    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("global_step_*"))
+    assert kept == ["global_step_2", "global_step_3"]
+    newest = latest(run_dir / "checkpoints")
+    assert newest is not None and newest.name == "global_step_3"
+    assert read_state(newest) == {"phase": "rl", "step": STEPS}
+    assert (run_dir / "checkpoints" / LATEST).read_text() == "3"
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_every_step_has_verls_metrics(steps: list[dict[str, float]]) -> None:
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    for record in steps:
+        missing = [name for name in VERL_METRICS if name not in record]
+        assert not missing
+        assert all(math.isfinite(value) for value in record.values())
+
+
+def test_accuracy_before_and_after(records: list[dict[str, float]]) -> None:
+    assert [record["step"] for record in records if "val/accuracy" in record] == [0, STEPS]
+
+
+def test_engine_and_trainer_agree_in_every_step(steps: list[dict[str, float]]) -> None:
+    for record in steps:
+        assert 0 < record["training/rollout_logp_diff_max"] < 1e-4
+        assert 0 < record["training/rollout_logp_diff_mean"] <= record["training/rollout_logp_diff_max"]
+
+
+def test_every_sync_was_proven(steps: list[dict[str, float]], run_dir: Path) -> None:
+    tensors = load(run_dir / "hf").state_dict()
+    size = sum(tensor.numel() for tensor in tensors.values()) * 4
+    for record in steps:
+        assert record["sync/digests"] == len(tensors)
+        assert record["sync/bytes"] == size
+        assert record["sync/probe_diff_max"] < 1e-4
+
+
+def test_parts_of_a_step_add_up(steps: list[dict[str, float]]) -> None:
+    for record in steps:
+        parts = [value for name, value in record.items() if name.startswith("timing_s/") and name != "timing_s/step"]
+        assert 0.8 * record["timing_s/step"] < sum(parts) <= record["timing_s/step"]
+
+
+def test_the_policy_moved(steps: list[dict[str, float]]) -> None:
+    """Several updates share a rollout, so the ratio leaves 1 within a step; the reference stays where it was."""
+    assert all(record["actor/grad_norm"] > 0 for record in steps)
+    assert steps[-1]["actor/kl_loss"] > 0
+    assert steps[-1]["actor/ppo_kl"] != 0
+
+
+def test_tensorboard_holds_the_same(run_dir: Path, records: list[dict[str, float]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    written = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    for record in records:
+        for name, value in record.items():
+            if name != "step":
+                assert written[name][int(record["step"])] == pytest.approx(value, rel=1e-6)
+
+
+def test_the_store_holds_the_same(store: Store, steps: list[dict[str, float]]) -> None:
+    assert [(step, metrics) for step, metrics in store.steps()] == [
+        (record["step"], {name: value for name, value in record.items() if name != "step"}) for record in steps
+    ]
+    assert store.job_state() == "closed"
+
+
+def test_time_of_rewards_beside_generation_is_known(store: Store) -> None:
+    for rollout in TRAINED + EVALUATED:
+        metrics = store.rollout_metrics(rollout)
+        assert metrics["generation_s"] > 0 and metrics["reward_s"] > 0
+        assert 0 <= metrics["overlap_s"] <= min(metrics["generation_s"], metrics["reward_s"])
+    assert sum(store.rollout_metrics(rollout)["overlap_s"] for rollout in TRAINED) > 0
+
+
+# ---------------------------------------------------------------- experiences
+
+
+@pytest.fixture(scope="module")
+def experiences(store: Store) -> dict[str, list[Experience]]:
+    return {rollout: store.experiences(rollout) for rollout in TRAINED + EVALUATED}
+
+
+@pytest.fixture(scope="module")
+def tasks(store: Store) -> dict[str, Task]:
+    return {task.task_id: task for split in ("train", "eval") for task in store.tasks(split)}
+
+
+def test_groups_are_whole(experiences: dict[str, list[Experience]]) -> None:
+    for rollout in TRAINED:
+        sizes = Counter(e.group_id for e in experiences[rollout])
+        assert list(sizes.values()) == [GROUP_SIZE] * TASKS_PER_STEP
+        assert [e.index for e in experiences[rollout]] == list(range(GROUP_SIZE)) * TASKS_PER_STEP
+        assert len({(e.group_id, e.task_id) for e in experiences[rollout]}) == TASKS_PER_STEP
+
+
+def test_every_held_out_task_was_answered_once(experiences: dict[str, list[Experience]], store: Store) -> None:
+    for rollout in EVALUATED:
+        assert [e.task_id for e in experiences[rollout]] == store.task_ids("eval")
+
+
+def test_no_training_task_is_asked_twice_in_an_epoch(experiences: dict[str, list[Experience]]) -> None:
+    asked = [task_id for rollout in TRAINED for task_id in {e.task_id for e in experiences[rollout]}]
+    assert len(asked) == len(set(asked))
+
+
+def test_each_rollout_ran_on_its_own_weights(experiences: dict[str, list[Experience]], store: Store) -> None:
+    """One version per rollout, later ones newer; and the version is the engine's word, not the request's."""
+    order = ["eval-before", *TRAINED, "eval-after"]
+    versions = [{s.version for e in experiences[rollout] for s in e.segments} for rollout in order]
+    assert all(len(found) == 1 for found in versions)
+    flat = [version for found in versions for version in found]
+    assert flat == sorted(flat) and len(set(flat)) == len(flat)
+    assert {version.attempt for version in flat} == {1}
+
+
+def test_tokens_and_log_probs_as_the_engine_gave_them(
+    experiences: dict[str, list[Experience]], tasks: dict[str, Task], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for e in (e for rollout in experiences.values() for e in rollout):
+        asked = tokenizer.apply_chat_template(list(tasks[e.task_id].prompt), add_generation_prompt=True, return_dict=False)
+        assert e.prompt_ids.tolist() == asked
+        assert 1 <= len(e.response_ids) <= 8
+        assert len(e.engine_logp) == len(e.response_ids) == len(e.response_mask)
+        assert np.isfinite(e.engine_logp).all() and (e.engine_logp <= 0).all()
+        assert e.response_mask.all()
+        ended = e.response_ids[-1] == tokenizer.eos_token_id
+        assert e.finish_reason == ("stop" if ended else "length")
+        assert tokenizer.eos_token_id not in e.response_ids[:-1]
+        assert ended or len(e.response_ids) == 8
+
+
+def test_samples_of_a_group_differ(experiences: dict[str, list[Experience]]) -> None:
+    """Each sample is a draw of its own: one seed for all would give a group no signal."""
+    for rollout in TRAINED:
+        groups: dict[str, set[tuple[int, ...]]] = {}
+        for e in experiences[rollout]:
+            groups.setdefault(e.group_id, set()).add(tuple(e.response_ids.tolist()))
+        assert np.mean([len(different) for different in groups.values()]) > 2
+
+
+def test_rewards_are_what_the_scorer_says_again(
+    experiences: dict[str, list[Experience]], tasks: dict[str, Task], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for e in (e for rollout in experiences.values() for e in rollout):
+        task = tasks[e.task_id]
+        text = tokenizer.decode(e.response_ids, skip_special_tokens=True)
+        verdict = to_verdict(compute_score(task.data_source, text, task.ground_truth, task.extra_info))
+        assert (e.reward.score, e.reward.status, e.reward.parts) == tuple(verdict.values())
+
+
+def test_metrics_of_a_step_are_those_of_its_experiences(
+    experiences: dict[str, list[Experience]], steps: list[dict[str, float]]
+) -> None:
+    for rollout, record in zip(TRAINED, steps, strict=True):
+        scores = [e.reward.score for e in experiences[rollout]]
+        assert record["critic/rewards/mean"] == pytest.approx(np.mean(scores))
+        assert record["response_length/mean"] == pytest.approx(np.mean([len(e.response_ids) for e in experiences[rollout]]))
+
+
+def test_engine_logp_is_that_of_the_weights_it_was_sent(run_dir: Path, experiences: dict[str, list[Experience]]) -> None:
+    """The first rollout ran on the weights after the warm start, which plain transformers loads from the reference."""
+    reference = load(run_dir / "reference")
+    worst = max(
+        (torch.from_numpy(e.engine_logp) - transformers_logp(reference, e.prompt_ids.tolist(), e.response_ids.tolist()))
+        .abs()
+        .max()
+        .item()
+        for e in experiences[TRAINED[0]]
+    )
+    assert worst < 1e-4
+
+
+# ---------------------------------------------------------------- the exported model
+
+
+def test_exported_model_is_the_trained_one(run_dir: Path) -> None:
+    before, after = load(run_dir / "reference").state_dict(), load(run_dir / "hf").state_dict()
+    assert set(before) == set(after)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+@torch.no_grad()
+def test_exported_model_answers_as_the_engine_did(
+    run_dir: Path, experiences: dict[str, list[Experience]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Plain transformers, greedy. The sums of float32 run in another order there, so where the two best tokens are within
+    1e-4 of each other either may come out first; everywhere else the tokens must be the same.
+    """
+    model = load(run_dir / "hf")
+    differing = []
+    for e in experiences["eval-after"]:
+        prompt = torch.tensor([e.prompt_ids.tolist()])
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8)
+        mine, theirs = out[0, prompt.shape[1] :].tolist(), e.response_ids.tolist()
+        if mine != theirs:
+            at = next(i for i in range(len(mine)) if mine[: i + 1] != theirs[: i + 1])
+            context = torch.tensor([[*prompt[0].tolist(), *mine[:at]]])
+            best = model(context).logits[0, -1].topk(2).values
+            differing.append((e.task_id, at, float(best[0] - best[1])))
+    assert all(margin < 1e-4 for _, _, margin in differing), differing
+    assert len(differing) <= 1, differing

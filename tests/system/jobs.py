@@ -1,0 +1,155 @@
+"""A real job through the command line, for tests that watch it, break it and look for what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.rollout.engine import shared_memory
+
+TINY = (
+    "experiment=quickstart",
+    "trainer.tasks_per_step=8",
+    "trainer.updates_per_step=2",
+    "trainer.checkpoint_interval=2",
+    "trainer.warm_start.steps=5",
+    "trainer.warm_start.batch_size=32",
+    "taskset.train_size=300",
+    "taskset.eval_size=40",
+    "taskset.warm_start_size=300",
+    "rollout.kv_cache_bytes=33554432",
+    "rollout.max_num_seqs=64",
+)
+"""The quickstart on few rows: everything that a job has, in about half a minute, most of it imports."""
+MARK = "MEGARL_TEST_JOB"
+START_S = 240.0
+"""How long a start may take on a loaded machine before a test gives up waiting for something to happen."""
+
+
+@dataclass
+class Job:
+    """``megarl train`` as a process group of its own; every process of the job carries a mark in its environment."""
+
+    run_dir: Path
+    overrides: Sequence[str]
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _process: subprocess.Popen[bytes] | None = None
+    _sessions: set[int] = field(default_factory=set)
+
+    def start(self) -> Job:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with self.output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megarl", "train", *self.overrides, f"run.dir={self.run_dir}"],
+                env={**os.environ, MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    @property
+    def output(self) -> Path:
+        """What the command printed."""
+        return self.run_dir.with_name(f"{self.run_dir.name}.{self.mark[:8]}.log")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        assert self._process is not None
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit status. Raises subprocess.TimeoutExpired."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def processes(self) -> dict[int, str]:
+        """Living processes of the job, the command itself left out: pid -> command line.
+
+        Marked in their environment, or in a session in which such a one has been seen: vLLM's own processes write their
+        titles over it.
+        """
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                marked = f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
+                if marked and int(folder.name) != self.pid:
+                    self._sessions.add(int(session))
+                if state != "Z" and int(folder.name) != self.pid and (marked or int(session) in self._sessions):
+                    command = (folder / "cmdline").read_bytes()
+                    found[int(folder.name)] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+        return found
+
+    def pid_of(self, role: str) -> int:
+        """The process of a role: ``engine``, ``explorer`` or ``trainer <rank>``."""
+        kind, _, rank = role.partition(" ")
+        words = {"engine": "vllm.entrypoints", "explorer": "megarl.loop explorer", "trainer": "megarl.loop trainer"}[kind]
+        for pid, command in self.processes().items():
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            # A rank's spawned helpers have another command line; the engine's server leads its session.
+            if words in command and (not rank or f"RANK={rank}".encode() in environment):
+                return pid
+        raise AssertionError(f"no {role} among {self.processes()}")
+
+    def steps(self) -> list[int]:
+        """Steps recorded in the store so far."""
+        return [int(row[0]) for row in self.query("select step from steps order by step")]
+
+    def query(self, sql: str) -> list[tuple[object, ...]]:
+        """Rows of the job's store, read without disturbing it; none before there is a store."""
+        with suppress(sqlite3.OperationalError):
+            connection = sqlite3.connect(f"file:{self.run_dir}/store.db?mode=ro", uri=True)
+            try:
+                return connection.execute(sql).fetchall()
+            finally:
+                connection.close()
+        return []
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
+        """Wait for a condition while the job runs. Raises AssertionError with the job's output."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.poll() is None, f"ended with {self.poll()} before {what}:\n{self.output.read_text()}"
+            assert time.monotonic() < deadline, f"no {what} after {timeout_s} s:\n{self.output.read_text()}"
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        """Wait until the store has this step's metrics."""
+        self.until(lambda: step in self.steps(), f"step {step}")
+
+    def until_gone(self, timeout_s: float) -> float:
+        """Wait until no process of the job lives; returns the seconds. Raises AssertionError naming what is left."""
+        start = time.monotonic()
+        while left := self.processes():
+            assert time.monotonic() - start < timeout_s, f"left after {timeout_s} s: {left}"
+            time.sleep(0.05)
+        return time.monotonic() - start
+
+    def shared_memory(self) -> set[Path]:
+        """Shared-memory files that processes of the job have open; none may be there when the job has ended."""
+        return {path for session in self._sessions for path in shared_memory(session)}
+
+    def clean_up(self) -> None:
+        """Kill whatever of the job still lives."""
+        for pid in [*self.processes(), self.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait(30)

@@ -1,0 +1,241 @@
+"""HF checkpoints in and out of any grid, against hand-written shards."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megarl.checkpoint import hf
+from megarl.errors import CheckpointError
+from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
+from megarl.reshard.plan import build_plan
+from tests.unit.reshard_oracle import (
+    Case,
+    Config,
+    Network,
+    Tensors,
+    assert_same,
+    cases,
+    megatron_grid,
+    qwen3_config,
+    random_hf,
+    run_threads,
+    unwritten,
+)
+
+fast = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def write_checkpoint(folder: Path, config: Config, tensors: Tensors, files: int = 1) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    names = list(tensors)
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for i in range(files):
+        part = {name: tensors[name] for name in names[i::files]}
+        file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def export(config: Config, grid: MegatronGrid, tensors: Tensors, source: Path, target: Path, **options: Any) -> Network:
+    plan = build_plan(megatron_layout(config, grid), hf_layout(config))
+    network = Network()
+    ranks = megatron_grid(config, tensors, grid.tp, grid.pp, grid.dp)
+    run_threads(
+        network,
+        [
+            functools.partial(hf.export_hf, plan, r, t, source, target, transport=network.port(r), **options)
+            for r, t in enumerate(ranks)
+        ],
+    )
+    return network
+
+
+@fast
+@given(case=cases())
+def test_every_rank_loads_its_hand_written_shard(tmp_path: Path, case: Case) -> None:
+    tensors = random_hf(case.config)
+    path = write_checkpoint(tmp_path / "model", case.config, tensors)
+    layout = megatron_layout(case.config, MegatronGrid(case.tp, case.pp, case.dp))
+    for rank, expected in enumerate(megatron_grid(case.config, tensors, case.tp, case.pp, case.dp)):
+        got = unwritten(dict(layout.local_shapes(rank)))
+        hf.load_into(path, layout, rank, got)
+        assert_same(got, expected)
+
+
+def test_sharded_files_and_another_dtype(tmp_path: Path) -> None:
+    config = qwen3_config()
+    tensors = random_hf(config)
+    path = write_checkpoint(tmp_path, config, {name: t.bfloat16() for name, t in tensors.items()}, files=3)
+    layout = megatron_layout(config, MegatronGrid(2))
+    got = unwritten(dict(layout.local_shapes(1)))
+    hf.load_into(path, layout, 1, got)
+    expected = megatron_grid(config, tensors, 2, 1, 1)[1]
+    assert_same(got, {name: t.bfloat16().float() for name, t in expected.items()})
+
+
+def test_only_the_slices_of_the_rank_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = qwen3_config()
+    path = write_checkpoint(tmp_path, config, random_hf(config))
+    read = 0
+
+    class Slice:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def get_shape(self) -> list[int]:
+            return self.inner.get_shape()
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            nonlocal read
+            values = self.inner[index]
+            read += values.numel()
+            return values
+
+    class File:
+        def __init__(self, *args: Any, **keys: Any) -> None:
+            self.inner = safe_open(*args, **keys)
+
+        def __enter__(self) -> File:
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.inner.__exit__(*error)
+
+        def keys(self) -> list[str]:
+            return self.inner.keys()
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.inner.get_slice(name))
+
+    monkeypatch.setattr(hf, "safe_open", File)
+    layout = megatron_layout(config, MegatronGrid(2, 2))
+    got = unwritten(dict(layout.local_shapes(0)))
+    hf.load_into(path, layout, 0, got)
+    assert read == sum(t.numel() for t in got.values())  # tp rank 0 of 70 rows has 64 of them: no padding
+
+
+@fast
+@given(case=cases())
+def test_export_returns_every_bit(tmp_path: Path, case: Case) -> None:
+    tensors = random_hf(case.config)
+    source = write_checkpoint(tmp_path / "source", case.config, {})
+    grid = MegatronGrid(case.tp, case.pp, case.dp)
+    network = export(case.config, grid, tensors, source, tmp_path / "out", bucket_bytes=256)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
+    assert network.largest_bytes <= 256
+
+
+def test_export_in_several_files_in_bf16(tmp_path: Path) -> None:
+    config = qwen3_config()
+    tensors = random_hf(config)
+    source = write_checkpoint(tmp_path / "source", config, tensors, files=2)
+    out = tmp_path / "deep" / "out"
+    export(config, MegatronGrid(2, 2), tensors, source, out, dtype=torch.bfloat16, file_bytes=2000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and sorted(p.name for p in out.glob("*.safetensors")) == files
+    assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in tensors.values())
+    got = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
+    assert_same(got, tensors, torch.bfloat16)
+    assert hf.read_hf_config(out) == {**config, "dtype": "bfloat16"}
+    assert (out / "tokenizer.json").read_text() == "{}"
+
+
+def test_transformers_loads_what_was_exported(tmp_path: Path) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    config = qwen3_config(tie_word_embeddings=True)
+    tensors = random_hf(config)
+    source = write_checkpoint(tmp_path / "source", config, {})
+    export(config, MegatronGrid(2, 2), tensors, source, tmp_path / "out")
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "out")
+    assert_same({name: p.detach() for name, p in model.named_parameters()}, tensors)
+
+
+def test_an_older_export_is_replaced_whole_and_a_failed_one_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = qwen3_config()
+    old, new = random_hf(config, seed=1), random_hf(config, seed=2)
+    source, out = write_checkpoint(tmp_path / "source", config, {}), tmp_path / "out"
+    export(config, MegatronGrid(), old, source, out)
+    (out / "leftover.txt").write_text("of the old export")
+
+    def disk_full(*args: Any, **keys: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "save_file", disk_full)
+        with pytest.raises(OSError, match="no space left"):
+            export(config, MegatronGrid(), new, source, out)
+    assert_same(load_file(out / "model.safetensors"), old)
+    export(config, MegatronGrid(), new, source, out)
+    assert_same(load_file(out / "model.safetensors"), new)
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+
+
+def load(path: Path, config: Config) -> None:
+    layout = megatron_layout(config, MegatronGrid())
+    hf.load_into(path, layout, 0, unwritten(dict(layout.local_shapes(0))))
+
+
+def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    config = qwen3_config()
+    tensors = random_hf(config)
+    missing = {name: t for name, t in tensors.items() if "layers.2.mlp.up_proj" not in name}
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.2\.mlp\.up_proj\.weight;"):
+        load(write_checkpoint(tmp_path / "missing", config, missing), config)
+    extra = tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(8)}
+    with pytest.raises(CheckpointError, match=r"does not know: model\.layers\.0\.self_attn\.q_proj\.bias;"):
+        load(write_checkpoint(tmp_path / "extra", config, extra), config)
+    other = tensors | {"model.norm.weight": torch.zeros(9)}
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight in .* has shape \(9,\), config\.json asks for \(8,\)"
+    ):
+        load(write_checkpoint(tmp_path / "other", config, other), config)
+
+
+def test_a_tied_checkpoint_may_carry_its_copy(tmp_path: Path) -> None:
+    config = qwen3_config(tie_word_embeddings=True)
+    tensors = random_hf(config)
+    copy = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    load(write_checkpoint(tmp_path, config, copy), config)
+
+
+def test_broken_directories_are_named(tmp_path: Path) -> None:
+    config = qwen3_config()
+    with pytest.raises(CheckpointError, match=r"has no config\.json; set model\.path"):
+        hf.read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
+        hf.read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="must hold a JSON object, found list"):
+        hf.read_hf_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
+        load(tmp_path, config)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(tmp_path, config)
+    path = write_checkpoint(tmp_path / "sharded", config, random_hf(config), files=2)
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is listed in"):
+        load(path, config)

@@ -1,0 +1,308 @@
+"""Every input that cannot work is refused with the rule, the value and the mend, before any process is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config import Config, compose, save_resolved
+from megarl.errors import ArchitectureError, ConfigError, DataError
+from megarl.launch import job, ports
+from megarl.launch.supervisor import next_attempt, own_run_dir, start_job
+from megarl.schema import Task
+from megarl.tasksets import read_rows
+from megarl.tasksets.parquet import write_rows
+
+SMALL = [
+    "experiment=quickstart",
+    "taskset.train_size=30",
+    "taskset.eval_size=10",
+    "taskset.warm_start_size=30",
+    "model.from_scratch.hidden_size=32",
+    "model.from_scratch.intermediate_size=48",
+    "model.from_scratch.head_dim=8",
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data and model of a job that is right, made by the check itself; no test changes them."""
+    folder = tmp_path_factory.mktemp("prepared")
+    tasks = job.check(compose([*SMALL, f"run.dir={folder}"]))
+    assert {split: len(rows) for split, rows in tasks.items()} == {"train": 30, "eval": 10}
+    return folder
+
+
+def config_of(prepared: Path, *overrides: str) -> Config:
+    return compose([*SMALL, f"run.dir={prepared}", *overrides])
+
+
+def refused(error: type[ValueError], config: Config, *words: str) -> None:
+    """``check`` raises exactly ``error``, and its text has all ``words``; what exists already is not touched."""
+    with pytest.raises(error) as raised:
+        job.check(config)
+    assert type(raised.value) is error
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+
+def test_a_right_configuration_passes_again_and_writes_nothing(prepared: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+    job.check(config_of(prepared))
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+
+
+def test_unknown_key_names_the_nearest(prepared: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_of(prepared, "rollout.max_promt_tokens=3")
+    assert "did you mean 'rollout.max_prompt_tokens'?" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.tp=3"], ["parallel.tp=3", "num_key_value_heads=2"]),
+        (["parallel.tp=4"], ["parallel.tp=4", "num_key_value_heads=2"]),
+        (["parallel=pp2", "parallel.pp=3"], ["parallel.pp=3", "num_hidden_layers=4", "1, 2 or 4"]),
+        (["parallel.dp=0"], ["parallel.dp=0", "at least 1"]),
+        (["rollout.tp=3"], ["rollout.tp=3", "num_attention_heads=4", "[1, 2, 4]"]),
+        (["rollout.replicas=0"], ["rollout.replicas=0", "at least 1"]),
+        (["trainer.tasks_per_step=2", "algorithm.group_size=4", "trainer.updates_per_step=9"],
+         ["trainer.updates_per_step=9", "8 rows"]),
+        (["trainer.micro_batch_size=0"], ["trainer.micro_batch_size=0"]),
+        (["rollout.temperature=0"], ["rollout.temperature=0"]),
+        (["algorithm.name=grpoo"], ["grpoo", "grpo"]),
+        (["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
+         ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"]),
+        (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
+        (["taskset.warm_start=null"], ["taskset.warm_start", "response"]),
+    ],
+)  # fmt: skip
+def test_setting_that_cannot_work(prepared: Path, overrides: list[str], words: list[str]) -> None:
+    refused(ConfigError, config_of(prepared, *overrides), *words)
+
+
+def with_model(prepared: Path, path: Path, **changes: Any) -> list[str]:
+    """Overrides for a copy of the prepared model whose config.json differs; None removes a key."""
+    shutil.copytree(prepared / "model", path)
+    values = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    return [f"model.path={path}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba2"}, ["'mamba2'", "supported: qwen3"]),
+        ({"model_type": None}, ["model_type=None"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type='yarn'"]),
+    ],
+)
+def test_model_without_a_table(prepared: Path, tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    refused(ArchitectureError, config_of(prepared, *with_model(prepared, tmp_path / "model", **changes)), *words)
+
+
+def test_grid_that_does_not_divide_the_vocabulary(prepared: Path, tmp_path: Path) -> None:
+    model = with_model(
+        prepared, tmp_path / "model", num_attention_heads=3, num_key_value_heads=3, vocab_size=100, intermediate_size=48
+    )
+    config = config_of(prepared, *model, "parallel=tp1", "rollout.tp=3")
+    refused(ConfigError, config, "rollout.tp=3", "the padded vocabulary=128")
+
+
+def test_model_directory_that_is_no_checkpoint(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, f"model.path={tmp_path}/nothing")
+    config = replace(config, model=replace(config.model, from_scratch=None))
+    refused(ConfigError, config, f"{tmp_path}/nothing", "config.json", "model.from_scratch")
+
+
+def test_model_made_from_other_settings(prepared: Path) -> None:
+    """An earlier start may have made it; to train that one instead would go unnoticed."""
+    config = config_of(prepared, "model.from_scratch.num_hidden_layers=2")
+    refused(ConfigError, config, "model.from_scratch.num_hidden_layers=2", str(prepared / "model"), "has 4")
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_missing_file_without_a_generator(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, f"taskset.eval={tmp_path}/eval.parquet", "taskset.generate=null")
+    refused(ConfigError, config, f"taskset.eval={tmp_path}/eval.parquet", "no such file")
+
+
+def test_unknown_generator(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, f"taskset.eval={tmp_path}/eval.parquet", "taskset.generate=chain_summ")
+    refused(ConfigError, config, "chain_summ", "chain_sum")
+
+
+def rewritten(prepared: Path, split: str, path: Path, row: int, **changes: Any) -> str:
+    """An override for a copy of a split's file in which some columns of one row differ; without a value the column goes."""
+    table = pq.read_table(prepared / "data" / f"{split}.parquet", partitioning=None)
+    rows = table.to_pylist()
+    for name, value in changes.items():
+        if value is Ellipsis:
+            rows = [{k: v for k, v in r.items() if k != name} for r in rows]
+        else:
+            rows[row][name] = value
+    pq.write_table(type(table).from_pylist(rows), path)
+    return f"taskset.{split}={path}"
+
+
+@pytest.mark.parametrize(
+    ("split", "changes", "words"),
+    [
+        ("train", {"prompt": ...}, ["column 'prompt' is missing"]),
+        ("eval", {"reward_model": ...}, ["column 'reward_model' is missing"]),
+        ("train", {"prompt": []}, ["row 3", "prompt must be", "non-empty list"]),
+        ("train", {"prompt": [{"role": "user", "content": ""}]}, ["row 3", "prompt[0].content"]),
+        ("eval", {"prompt": [{"role": "robot", "content": "1 + 1"}]}, ["row 3", "prompt[0].role", "'robot'"]),
+        ("train", {"data_source": ""}, ["row 3", "data_source must be"]),
+        ("train", {"reward_model": {"style": "rule", "ground_truth": None}}, ["row 3", "reward_model.ground_truth"]),
+        ("warm_start", {"response": None}, ["row 3", "response must be"]),
+        ("warm_start", {"response": ...}, ["column 'response' is missing"]),
+    ],
+)
+def test_malformed_row(prepared: Path, tmp_path: Path, split: str, changes: dict[str, Any], words: list[str]) -> None:
+    path = tmp_path / "rows.parquet"
+    refused(DataError, config_of(prepared, rewritten(prepared, split, path, 3, **changes)), str(path), *words)
+
+
+def test_file_that_is_not_parquet(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_text("question,answer\n1+1,2\n")
+    config = config_of(prepared, f"taskset.train={tmp_path}/rows.parquet")
+    refused(DataError, config, f"{tmp_path}/rows.parquet", "not a readable parquet file")
+
+
+def test_data_source_without_a_verifier(prepared: Path, tmp_path: Path) -> None:
+    override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, data_source="my/own")
+    refused(DataError, config_of(prepared, override), "row 3", "taskset.train", "'my/own'", "reward.path")
+
+
+def test_own_reward_function_takes_any_data_source(prepared: Path, tmp_path: Path) -> None:
+    override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, data_source="my/own")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    job.check(config_of(prepared, override, f"reward.path={tmp_path}/reward.py"))
+
+
+@pytest.mark.parametrize("split", ["train", "warm_start"])
+def test_held_out_question_among_the_others(prepared: Path, tmp_path: Path, split: str) -> None:
+    rows, held_out = (read_rows(prepared / "data" / f"{name}.parquet") for name in (split, "eval"))
+    leaked: list[Task] = [*rows[:5], replace(rows[5], prompt=held_out[2].prompt), *rows[6:]]
+    write_rows(tmp_path / "rows.parquet", leaked)
+    config = config_of(prepared, f"taskset.{split}={tmp_path}/rows.parquet")
+    refused(DataError, config, f"row 5 of taskset.{split}", "taskset.eval", held_out[2].prompt[-1]["content"])
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_prompt_longer_than_the_limit(prepared: Path, tmp_path: Path, split: str) -> None:
+    long = [{"role": "user", "content": "1 + 2 + 3 + 4 " * 30}]
+    override = rewritten(prepared, split, tmp_path / "rows.parquet", 3, prompt=long)
+    refused(
+        DataError,
+        config_of(prepared, override),
+        f"{tmp_path}/rows.parquet: row 3",
+        "tokens",
+        "rollout.max_prompt_tokens is 48",
+    )
+
+
+# ---------------------------------------------------------------- ports and run directories
+
+
+@pytest.fixture
+def busy_port() -> Any:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_port_in_use(prepared: Path, busy_port: int) -> None:
+    refused(ConfigError, config_of(prepared, f"run.port={busy_port}"), f"port {busy_port}", "in use", "run.port")
+
+
+def test_a_later_port_of_the_job_in_use(prepared: Path, busy_port: int) -> None:
+    refused(ConfigError, config_of(prepared, f"run.port={busy_port - 2}"), "in use", f"run.port={busy_port - 2} takes")
+
+
+def test_starting_on_a_port_in_use_launches_nothing(prepared: Path, busy_port: int, tmp_path: Path) -> None:
+    config = config_of(prepared, f"run.port={busy_port}")
+    config = replace(config, run=replace(config.run, dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match=f"port {busy_port} .* in use"):
+        start_job(config)
+    assert not (tmp_path / "logs").exists()
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(p)]
+
+
+def test_port_that_is_none(prepared: Path) -> None:
+    refused(ConfigError, config_of(prepared, "run.port=65535"), "run.port=65535", "65535")
+
+
+def test_host_of_another_machine(prepared: Path) -> None:
+    refused(ConfigError, config_of(prepared, "run.host=192.0.2.1"), "run.host=192.0.2.1", "this machine")
+
+
+def test_chosen_ports_are_free_and_differ() -> None:
+    chosen = ports.choose("127.0.0.1", 20, None)
+    assert len(set(chosen)) == 20
+    assert all(ports.is_free("127.0.0.1", port) for port in chosen)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ("model.from_scratch.num_hidden_layers=2", "model.from_scratch"),
+        ("taskset.seed=8", "taskset.seed"),
+    ],
+)
+def test_run_directory_of_another_model_or_taskset(tmp_path: Path, override: str, changed: str) -> None:
+    save_resolved(compose([*SMALL, f"run.dir={tmp_path}"]), tmp_path / "resolved.json")
+    with pytest.raises(ConfigError) as raised:
+        job.run(compose([*SMALL, f"run.dir={tmp_path}", override]))
+    for word in (str(tmp_path), changed, "run.name"):
+        assert word in str(raised.value)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_run_directory_in_use(tmp_path: Path) -> None:
+    """By another process, as it is in life: a lock of one's own process would prove less."""
+    hold = (
+        "import sys\nfrom pathlib import Path\nfrom megarl.launch.supervisor import own_run_dir\n"
+        f"with own_run_dir(Path({str(tmp_path)!r})):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdin is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError) as raised:
+            job.run(compose([*SMALL, f"run.dir={tmp_path}"]))
+        for word in (str(tmp_path), "in use", str(holder.pid), "run.name"):
+            assert word in str(raised.value)
+        holder.stdin.close()
+        holder.wait(30)
+    with own_run_dir(tmp_path):  # free again
+        assert (tmp_path / "lock").read_text() == str(os.getpid())
+
+
+def test_attempts_are_counted(tmp_path: Path) -> None:
+    assert [next_attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
