@@ -58,7 +58,7 @@ def verify(experiences: Sequence[Experience], config: RewardConfig, *, vocab_siz
         else:
             dropped[fault.reason] += 1
             messages.append(fault.message)
-    statuses = Counter(experience.reward.status for experience in experiences)
+    statuses: Counter[str] = Counter(experience.reward.status for experience in experiences)
     return Verified(kept, Report(len(groups), dict(dropped), dict(statuses), tuple(messages[:5])))
 
 

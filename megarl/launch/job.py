@@ -21,6 +21,7 @@ from megarl.launch.supervisor import own_run_dir, run_job
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
 from megarl.reshard.plan import build_plan
 from megarl.schema import Task
+from megarl.store import Store
 from megarl.tasksets import ChatTokenizer, check_prompts, read_rows
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def run(config: Config) -> int:
     """Run the job to its end; exit status 0 when it finished, 130 when it was stopped and can be resumed."""
     run_dir = Path(config.run.dir)
     start = time.monotonic()
-    with own_run_dir(run_dir):
+    with own_run_dir(run_dir) as lock:
         _check_same_run(config, run_dir)
         tasks = check(config)
         if _is_finished(config, run_dir):
@@ -40,7 +41,8 @@ def run(config: Config) -> int:
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
             return 0
         _fill_store(config, tasks)
-        finished = run_job(config)
+        # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
+        finished = run_job(config, lock) and _is_finished(config, run_dir)
         if finished:
             from megarl.report.html import summary, write_report
 
@@ -78,7 +80,14 @@ def _is_finished(config: Config, run_dir: Path) -> bool:
     if found is None or not (run_dir / "hf" / "config.json").is_file():
         return False
     saved = read_state(found)
-    return saved["phase"] == "rl" and int(saved["step"]) >= config.trainer.steps
+    if saved["phase"] != "rl" or int(saved["step"]) < config.trainer.steps:
+        return False
+    store = Store(config.store.url)
+    try:
+        # Closed last of all: the files of an earlier end, at fewer steps, may still be there.
+        return store.job_state() == "closed"
+    finally:
+        store.close()
 
 
 def check(config: Config) -> dict[str, list[Task]]:
@@ -142,7 +151,7 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """The architecture has a table, and its tensors divide over the trainer's and the engine's grids."""
     architecture(hf_config)
     grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
-    source = megatron_layout(hf_config, grid)
+    source = megatron_layout(hf_config, grid, transformer_impl=config.model.transformer_impl)
     build_plan(source, vllm_layout(hf_config, config.rollout.tp, config.rollout.replicas))
     build_plan(source, hf_layout(hf_config))
     for setting, value in asdict(config.model.from_scratch).items() if config.model.from_scratch else ():
@@ -184,8 +193,6 @@ def _check_held_out(held_out: list[Task], others: Mapping[str, list[Task]]) -> N
 
 
 def _fill_store(config: Config, tasks: Mapping[str, list[Task]]) -> None:
-    from megarl.store import Store
-
     store = Store(config.store.url)
     for split, rows in tasks.items():
         if store.task_ids(split) != [t.task_id for t in rows]:

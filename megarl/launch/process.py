@@ -8,51 +8,75 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+TAIL_BYTES = 65536
 TAIL_LINES = 20
+ECHO_S = 0.1
 
 
-def _die_with_parent() -> None:
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call itself is safe
+
+
+def _die_with(parent: int) -> None:
     """Ask Linux for SIGTERM when the supervisor is gone, however it went: no orphans after kill -9."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was gone before the call above
+        os._exit(1)
 
 
 class Child:
-    """A running process; everything it prints goes to ``log`` and, with ``echo``, to this terminal as well."""
+    """A running process that prints into ``log``; with ``echo`` that is shown on this terminal as well.
+
+    It holds the file itself, not a pipe to us: it can go on printing, and its last words are kept, when we are gone.
+    The descriptors ``keep`` stay open in it.
+    """
 
     def __init__(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, *, echo: bool = False
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        *,
+        echo: bool = False,
+        keep: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._tail: deque[bytes] = deque(maxlen=400)
-        self._process = subprocess.Popen(
-            list(argv),
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        self._reader = threading.Thread(target=self._pump, args=(echo,), daemon=True)
-        self._reader.start()
+        with log.open("ab") as output:
+            self._start = output.tell()
+            self._process = subprocess.Popen(
+                list(argv),
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(_die_with, os.getpid()),
+                pass_fds=keep,
+            )
+        self._echo = threading.Thread(target=self._show, daemon=True) if echo else None
+        if self._echo is not None:
+            self._echo.start()
 
-    def _pump(self, echo: bool) -> None:
-        assert self._process.stdout is not None
-        with self.log.open("ab", buffering=0) as log:
-            # Raw chunks, not lines: a progress bar redraws its line with carriage returns.
-            while chunk := os.read(self._process.stdout.fileno(), 65536):
-                log.write(chunk)
-                self._tail.append(chunk)
-                if echo:
+    def _show(self) -> None:
+        with self.log.open("rb", buffering=0) as log:
+            log.seek(self._start)
+            while True:
+                ended = self.poll() is not None  # asked before reading: what it printed last is read below
+                # Raw chunks, not lines: a progress bar redraws its line with carriage returns.
+                while chunk := log.read(TAIL_BYTES):
                     sys.stderr.buffer.write(chunk)
                     sys.stderr.buffer.flush()
+                if ended:
+                    return
+                time.sleep(ECHO_S)
 
     @property
     def pid(self) -> int:
@@ -64,9 +88,10 @@ class Child:
 
     def tail(self) -> str:
         """Its last lines, as it printed them."""
-        self._reader.join(timeout=2)
-        text = b"".join(self._tail).decode(errors="replace").replace("\r", "\n")
-        return "\n".join([line for line in text.splitlines() if line.strip()][-TAIL_LINES:])
+        with self.log.open("rb") as log:
+            log.seek(max(self._start, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        return "\n".join(lines[-TAIL_LINES:]) or "(it printed nothing)"
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself; SIGKILL goes to its whole group."""
@@ -79,9 +104,11 @@ class Child:
             pass
 
     def wait(self, timeout_s: float) -> bool:
-        """True when it ended within ``timeout_s``."""
+        """True when it ended within ``timeout_s``; what it printed has then been shown."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
+        if self._echo is not None:
+            self._echo.join(timeout=2)
         return True

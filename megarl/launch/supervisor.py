@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,32 +25,53 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.1
 STOP_S = 10.0
 """How long processes get to end after SIGTERM once one of them has died."""
+ORPHANS_S = 40.0
+"""How long a start waits for the processes of a supervisor that was killed: longer than they take to end."""
 
 
 @contextmanager
-def own_run_dir(run_dir: Path) -> Iterator[None]:
+def own_run_dir(run_dir: Path) -> Iterator[int]:
     """Hold the run directory: two jobs in one directory would overwrite each other's state.
+
+    Yields the lock's descriptor. Every process that keeps it open holds the directory too, so that after the death of
+    a supervisor the next one waits until all of the job's processes are gone.
 
     Raises:
         ConfigError: another live job holds it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     handle: IO[str] = (run_dir / "lock").open("a+")
+    deadline = time.monotonic() + ORPHANS_S
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            handle.seek(0)
-            raise ConfigError(
-                f"run.dir={run_dir} is in use by process {handle.read().strip() or 'unknown'}; "
-                "end that job or choose another run.name"
-            ) from None
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                handle.seek(0)
+                holder = handle.read().strip()
+                if _is_alive(holder) or time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run.dir={run_dir} is in use by {'' if _is_alive(holder) else 'what is left of '}"
+                        f"process {holder or 'unknown'}; end that job or choose another run.name"
+                    ) from None
+            time.sleep(WATCH_S)
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()
-        yield
+        yield handle.fileno()
     finally:
         handle.close()
+
+
+def _is_alive(pid: str) -> bool:
+    if not pid.isdigit():
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # dead, and its parent has not asked yet
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -63,8 +84,8 @@ def next_attempt(run_dir: Path) -> int:
     return attempt
 
 
-def start_job(config: Config) -> list[Child]:
-    """Start engines, trainer ranks and the explorer. The trainer's rank 0 is the first of the list."""
+def start_job(config: Config, lock: int) -> list[Child]:
+    """Start engines, trainer ranks and the explorer; each holds the run directory by ``lock`` for as long as it lives."""
     from megarl.rollout.engine import engine_process
 
     run_dir = Path(config.run.dir)
@@ -81,6 +102,7 @@ def start_job(config: Config) -> list[Child]:
         "MEGARL_ATTEMPT": str(attempt),
         "MEGARL_ENGINES": ",".join(f"http://{host}:{p}" for p in engine_ports),
         "MEGARL_LINK": f"{host}:{link}",
+        "MEGARL_SUPERVISOR": str(os.getpid()),
         "MEGARL_TTY": "1" if sys.stderr.isatty() else "0",
         "PYTHONUNBUFFERED": "1",
     }
@@ -90,7 +112,7 @@ def start_job(config: Config) -> list[Child]:
             argv, engine_env = engine_process(
                 config.model.path, config.rollout, config.model, host=host, port=port
             )
-            children.append(Child(f"engine {i}", argv, {**env, **engine_env}, logs / f"engine_{i}.log"))
+            children.append(Child(f"engine {i}", argv, {**env, **engine_env}, logs / f"engine_{i}.log", keep=[lock]))
         for rank in range(config.parallel.world_size):
             argv = [sys.executable, "-m", "megarl.loop", "trainer", "--config", str(resolved)]
             rank_env = {
@@ -103,10 +125,10 @@ def start_job(config: Config) -> list[Child]:
                 "OMP_NUM_THREADS": str(config.trainer.num_threads),
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             }
-            child = Child(f"trainer rank {rank}", argv, rank_env, logs / f"trainer_{rank}.log", echo=rank == 0)
-            children.append(child)
+            log_file = logs / f"trainer_{rank}.log"
+            children.append(Child(f"trainer rank {rank}", argv, rank_env, log_file, echo=rank == 0, keep=[lock]))
         argv = [sys.executable, "-m", "megarl.loop", "explorer", "--config", str(resolved)]
-        children.append(Child("explorer", argv, {**env, "OMP_NUM_THREADS": "1"}, logs / "explorer.log"))
+        children.append(Child("explorer", argv, {**env, "OMP_NUM_THREADS": "1"}, logs / "explorer.log", keep=[lock]))
     except BaseException:
         stop(children, STOP_S)
         raise
@@ -173,23 +195,27 @@ def watch(children: list[Child], stop_request: StopRequest, shutdown_grace_s: fl
 
 
 def _raise_for_dead(children: list[Child]) -> None:
-    dead = [c for c in children if c.poll() is not None]
-    # An explorer ends with 0 when the trainer has closed the job; an engine never ends by itself.
-    failed = [c for c in dead if c.poll() != 0 or c.name.startswith("engine")]
-    if failed:
+    if _failed(children):
         # A peer often fails because another died first: give the first cause a moment to show.
         time.sleep(0.5)
-        first = min(failed, key=lambda c: c.log.stat().st_mtime)
-        status = first.poll()
-        how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-        raise JobError(f"{first.name} {how}; its last lines ({first.log}):\n{first.tail()}")
+        first, *others = sorted(_failed(children), key=lambda c: c.log.stat().st_mtime)
+        also = "".join(f"\nthen {_ending(child)} ({child.log})" for child in others)
+        raise JobError(f"{_ending(first)}; its last lines ({first.log}):\n{first.tail()}{also}")
 
 
-def run_job(config: Config, after: Callable[[Config], None] | None = None) -> bool:
-    """Run a whole job; ``after`` is called once the trainer has finished. Returns as ``watch`` does."""
+def _ending(child: Child) -> str:
+    status = child.poll()
+    how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
+    return f"{child.name} {how}"
+
+
+def _failed(children: list[Child]) -> list[Child]:
+    dead = [c for c in children if c.poll() is not None]
+    # An explorer ends with 0 when the trainer has closed the job; an engine never ends by itself.
+    return [c for c in dead if c.poll() != 0 or c.name.startswith("engine")]
+
+
+def run_job(config: Config, lock: int) -> bool:
+    """Run a whole job in a directory held by ``lock``. Returns and raises as ``watch`` does."""
     with StopRequest() as stop_request:
-        children = start_job(config)
-        finished = watch(children, stop_request, config.run.shutdown_grace_s)
-    if finished and after is not None:
-        after(config)
-    return finished
+        return watch(start_job(config, lock), stop_request, config.run.shutdown_grace_s)

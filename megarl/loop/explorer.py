@@ -1,8 +1,8 @@
 """The explorer process: claims groups, keeps the engines busy, has every answer scored as it ends, writes whole groups.
 
 ``python -m megarl.loop.explorer --config RUN/resolved.json`` with the engines' URLs in ``MEGARL_ENGINES`` (commas
-between) and the job's key in ``MEGARL_JOB_KEY``. Ends with 0 when the job is closed or on SIGTERM (its claims are
-given back), with 1 and the reason when the engines fail for good. Imports no torch.
+between) and the job's key in ``MEGARL_JOB_KEY``. Ends with 0 when the job is closed, with 143 on SIGTERM or SIGINT (its
+claims are given back), with 1 and the reason when the engines fail for good. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -37,11 +37,14 @@ log = logging.getLogger(__name__)
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
 """Waits before asking again for samples that an engine failed to give: it may be paused or replaced meanwhile."""
 
+STOPPED = 128 + signal.SIGTERM
+"""Exit status of an explorer that was told to stop before the job was closed."""
+
 
 class Engine(Protocol):
     """What the explorer asks of ``rollout.client.EngineClient``."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]: ...
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncGenerator[Completion, None]: ...
 
 
 class Scorer(Protocol):
@@ -358,8 +361,11 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
         store.close()
 
 
-async def _until_signal(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
-    """:func:`explore`; SIGTERM or SIGINT end it in order, and that is no failure."""
+async def _until_signal(config: Config, engines: Sequence[str], key: str, worker: str) -> int:
+    """:func:`explore`, ended in order by SIGTERM or SIGINT; returns the exit status.
+
+    The supervisor reads in it whether the job is closed: without an explorer the trainer would wait for ever.
+    """
     work = asyncio.ensure_future(explore(config, engines, key, worker))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
@@ -367,6 +373,8 @@ async def _until_signal(config: Config, engines: Sequence[str], key: str, worker
         await work
     except asyncio.CancelledError:
         log.info("stopped; claims given back")
+        return STOPPED
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -383,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{' and '.join(missing)} must be set in the environment; `megarl train` does")
     engines = os.environ["MEGARL_ENGINES"].split(",")
     try:
-        asyncio.run(
+        return asyncio.run(
             _until_signal(load_resolved(arguments.config), engines, os.environ["MEGARL_JOB_KEY"], arguments.worker)
         )
     except (EngineError, ValueError) as error:
@@ -391,7 +399,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         log.error("explorer %s: %s", arguments.worker, error)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

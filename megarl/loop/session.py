@@ -66,12 +66,13 @@ class Session:
         self.pad_id = int(self.hf_config.get("pad_token_id") or 0)
         self.length_multiple = config.parallel.tp if config.parallel.sequence_parallel else 1
         self.grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
-        self.layout = megatron_layout(self.hf_config, self.grid)
+        self.layout = megatron_layout(self.hf_config, self.grid, transformer_impl=config.model.transformer_impl)
         self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature)
         self.writer = MetricWriter(self.run_dir) if self.position.rank == 0 else None
         self.version = WeightsVersion(self.attempt, 0)
         self.reference: FrozenModel | None = None
         self.publisher: WeightPublisher | None = None
+        self._saved: State | None = None
         with self.timeline.phase("load"):
             self.actor = Actor(self.hf_config, config.model, config.parallel, self.head, config.trainer.optimizer)
             self.state = self._resume()
@@ -84,7 +85,7 @@ class Session:
             return State()
         saved = state.read_state(found)
         state.load(found, self.actor.stage, self.actor.optimizer)
-        resumed = State(saved["phase"], saved["step"])
+        resumed = self._saved = State(saved["phase"], saved["step"])
         if self.position.rank == 0:
             self.store.discard_rollouts(resumed.step)
         dist.barrier()
@@ -163,13 +164,16 @@ class Session:
         dist.all_gather_object(everyone, mine)
         return self.publisher.probe(tokens[0].tolist(), next(logp for logp in everyone if logp is not None))
 
-    def commit(self) -> None:
-        """Checkpoint model, optimizer and state under the current step."""
+    def commit(self, **labels: int) -> None:
+        """Checkpoint model, optimizer and state under the current step; nothing to do when that is what the newest holds."""
+        if self.state == self._saved:
+            return  # to write it again would first remove it, and the job may be ending within seconds
         step, keep = self.state.step, self.config.trainer.keep_checkpoints
-        with self.timeline.phase("checkpoint"):
+        with self.timeline.phase("checkpoint", **labels):
             state.save(
                 self.run_dir / "checkpoints", step, self.actor.stage, self.actor.optimizer, asdict(self.state), keep
             )
+        self._saved = self.state
 
     def export_hf(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""
@@ -196,8 +200,12 @@ class Session:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """A finished step's metrics: to the writers and the store."""
-        if self.writer is not None:
-            self.writer.write(step, metrics)
+        self.write(step, metrics)
+        self.keep(step, metrics)
+
+    def keep(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's metrics to the store; a later call replaces them."""
+        if self.position.rank == 0:
             self.store.record_step(step, metrics)
 
     def finish(self) -> None:

@@ -92,11 +92,13 @@ def step(s: Session) -> bool:
                 lr = learning_rate(config.trainer.optimizer, number * config.trainer.updates_per_step + i)
                 optimizer_metrics = s.actor.step(lr)
         s.state = replace(s.state, step=number + 1)
+        metrics = mean_of_sums(s.gather(sums)) | optimizer_metrics | report
+        metrics |= _experience_metrics(experiences, advantages, verified)
+        metrics |= {"training/global_step": float(s.state.step), "training/attempt": float(s.attempt)}
         if s.state.step % config.trainer.checkpoint_interval == 0 and s.state.step < config.trainer.steps:
-            with s.timeline.phase("checkpoint", step=number):
-                s.commit()
-    metrics = mean_of_sums(s.gather(sums)) | optimizer_metrics | report
-    metrics |= _experience_metrics(experiences, advantages, verified)
+            # A job that is killed after its checkpoint resumes behind this step: its metrics must be there by then.
+            s.keep(s.state.step, metrics)
+            s.commit(step=number)
     seconds = s.timeline.seconds
     metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
     metrics |= {f"rollout/{name}": v for name, v in s.store.rollout_metrics(rollout_id).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -27,7 +27,7 @@ class VersionSpan(NamedTuple):
 class Prompt:
     """Token ids to answer ``n`` times. Sample j draws from a generator of its own, seeded with ``seed + j``."""
 
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | np.ndarray
     n: int = 1
     seed: int | None = None
 
@@ -97,7 +97,7 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
+    async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         """Yields every sample of every prompt once, in the order in which they end. Leaving early aborts the others.
 
         Raises:

@@ -167,8 +167,10 @@ async def _sample(
         # FINAL_ONLY: the one output is the finished sample.
         async for output in engine.generate(tokens_input(prompt.token_ids), sampling, f"megarl-{number}-{i}-{j}"):
             lines.put_nowait(_line(place_fields | _sampled(output.outputs[0])))
-    except (VLLMError, ValueError) as error:
+    except Exception as error:
         lines.put_nowait(_line(place_fields | {"error": f"{type(error).__name__}: {error}"}))
+        if not isinstance(error, VLLMError | ValueError):
+            raise  # for the log: the client has its line, without which it would wait for ever
 
 
 def _sampled(output: CompletionOutput) -> dict[str, Any]:

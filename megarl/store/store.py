@@ -160,7 +160,10 @@ class Store:
                 connection.execute(insert(GROUPS), groups)
 
     def discard_rollouts(self, from_step: int) -> None:
-        """Forget every rollout, its experiences and the recorded metrics of steps >= ``from_step``.
+        """Forget every rollout of a step >= ``from_step`` with its experiences, and metrics of later steps.
+
+        Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
+        ``from_step`` itself stay.
 
         A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
         weights that no longer exist.
@@ -168,7 +171,7 @@ class Store:
         with self._write() as connection:
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.step >= from_step)))
             _delete_rollouts(connection, ids)
-            connection.execute(delete(STEPS).where(STEPS.c.step >= from_step))
+            connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
 
     def progress(self, rollout_id: str) -> tuple[int, int]:
         """(groups done, groups in all)."""

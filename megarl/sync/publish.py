@@ -123,6 +123,8 @@ class WeightPublisher:
         self._patience_s = config.rollout.start_timeout_s + config.sync.timeout_s
         self._store: TCPStore | None = None
         self._count = 0
+        self._keys: list[str] = []
+        """Of the store, that rank 0 has told or heard."""
         self._link: Link | None = None
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
@@ -192,6 +194,8 @@ class WeightPublisher:
     # ---------------------------------------------------------------- one publication
 
     def _lead(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+        assert self._store is not None
+        heard_by_all, self._keys = self._keys, []
         with self._deciding(f"{topic}/end") as told:
             try:
                 report = self._drive(topic, tensors, version)
@@ -202,6 +206,8 @@ class WeightPublisher:
                 self._close_engines(failure)
                 raise WeightSyncError(failure) from error
             told.update(asdict(report))
+        for key in heard_by_all:  # every rank has sent since, and so has heard what was told before
+            self._store.delete_key(key)
         return report
 
     def _drive(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
@@ -306,6 +312,7 @@ class WeightPublisher:
     def _deciding(self, topic: str) -> Iterator[dict[str, Any]]:
         """Tells the other ranks under ``topic`` what the body puts into the dict, or the error that it raises."""
         assert self._store is not None
+        self._keys.append(topic)
         told: dict[str, Any] = {}
         try:
             yield told
@@ -332,6 +339,7 @@ class WeightPublisher:
             self._store.wait([topic], timedelta(seconds=patience_s))
         except dist.DistStoreError as error:
             raise WeightSyncError(f"no word of {topic} from another trainer rank in {patience_s:.0f} s") from error
+        self._keys.append(topic)
         told = json.loads(self._store.get(topic))
         if "error" in told:
             raise WeightSyncError(told["error"])

@@ -26,9 +26,19 @@ options, so that an impossible limit ends."""
 
 MAX_DRY_DRAWS = 50_000
 """Draws in a row without a new question after which a file counts as unreachable (half a second)."""
-OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "allow_negation": 0, "max_number": 0}
+OPTIONS = {
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 1,
+    "max_digits": 2,
+    "allow_negation": 0,
+    "max_number": 0,
+    "slip_percent": 0,
+}
 """Options of the arithmetic families and their defaults. ``max_number`` > 0 keeps the questions whose numbers are all
-at most that large (reasoning-gym itself only knows digits); ``allow_negation`` is 0 or 1."""
+at most that large (reasoning-gym itself only knows digits); ``allow_negation`` is 0 or 1; ``slip_percent`` of the warm-start
+responses have a wrong last digit, as a careless teacher's demonstrations do (rewards never see them)."""
+SETTINGS_OF_OURS = ("max_number", "slip_percent")
 
 SPLITS = ("train", "eval", "warm_start")
 
@@ -83,7 +93,7 @@ GENERATORS: dict[str, Callable[[int, Mapping[str, int]], Iterator[Entry | None]]
 def _entries(family: str, seed: int, settings: Mapping[str, int]) -> Iterator[Entry | None]:
     import reasoning_gym  # 0.7 s: only where rows are made
 
-    known = {name: value for name, value in settings.items() if name != "max_number"}
+    known = {name: value for name, value in settings.items() if name not in SETTINGS_OF_OURS}
     known["allow_negation"] = bool(settings["allow_negation"])
     try:
         dataset = reasoning_gym.create_dataset(family, seed=seed, size=1, **known)
@@ -120,10 +130,12 @@ def _split(name: str, split: str, size: int, eval_share: float, seed: int, setti
     # Small numbers run out first among distinct draws: without this a file would grow harder row by row.
     entries = list(seen.values())
     random.Random(start).shuffle(entries)
-    return [_task(name, split, i, entry) for i, entry in enumerate(entries)]
+    slips = random.Random(start + 1)
+    share = settings["slip_percent"] / 100 if split == "warm_start" else 0.0
+    return [_task(name, split, i, entry, slip=slips.random() < share) for i, entry in enumerate(entries)]
 
 
-def _task(name: str, split: str, index: int, entry: Entry) -> Task:
+def _task(name: str, split: str, index: int, entry: Entry, *, slip: bool) -> Task:
     """The row keeps all that reasoning-gym's scorer asks for: question, answer, metadata."""
     metadata = json.loads(json.dumps(entry["metadata"]))  # tuples become the lists that parquet gives back
     return Task(
@@ -133,8 +145,13 @@ def _task(name: str, split: str, index: int, entry: Entry) -> Task:
         ability="math",
         reward_model={"style": "rule", "ground_truth": entry["answer"]},
         extra_info={"split": split, "index": index, "question": entry["question"], "metadata": metadata},
-        response=entry["answer"] if split == "warm_start" else None,
+        response=(_slipped(entry["answer"]) if slip else entry["answer"]) if split == "warm_start" else None,
     )
+
+
+def _slipped(answer: str) -> str:
+    """The answer with its last digit one too high: 27 -> 28, -19 -> -10."""
+    return answer[:-1] + str((int(answer[-1]) + 1) % 10)
 
 
 def _eval_share(sizes: Mapping[str, int]) -> float:

@@ -54,7 +54,7 @@ class ChatTokenizer:
                 f"{folder}: no chat template; add chat_template.jinja or tokenizer_config.json's chat_template"
             )
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        variables = {name: _content(config.get(name)) for name in names if config.get(name) is not None}
+        variables = {name: _content(config[name]) for name in names if config.get(name) is not None}
         ends = _read_json(folder / "generation_config.json").get("eos_token_id")
         if ends is None and "eos_token" in variables:
             ends = tokenizer.token_to_id(variables["eos_token"])

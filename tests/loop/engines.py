@@ -115,6 +115,7 @@ class RunningEngine:
             self._child = Child("engine", argv, {**environment, "MEGARL_JOB_KEY": KEY}, log)
             self._url = f"http://{HOST}:{port}"
             self.control.wait_ready(self.config.rollout.start_timeout_s, alive=lambda: self._child.poll() is None)
+            self._segments = shared_memory(self._child.pid)
         return self
 
     @property
@@ -150,7 +151,6 @@ class RunningEngine:
     def stop(self) -> None:
         if self._child is None:
             return
-        self._segments = shared_memory(self._child.pid)
         self._last_pid = self._child.pid
         self._child.signal(signal.SIGTERM)
         self._child.wait(10)

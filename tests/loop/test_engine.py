@@ -22,7 +22,7 @@ from megarl.errors import EngineError
 from megarl.launch import ports
 from megarl.launch.process import Child
 from megarl.rollout.auth import bearer
-from megarl.rollout.client import EngineClient, Prompt, Sampling
+from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
 from megarl.rollout.engine import engine_process, group_members
 from tests.loop.engines import EOS, HOST, KEY, RunningEngine, some_prompts, transformers_logp, worst_difference
@@ -134,8 +134,9 @@ def test_seeds_reproduce_each_sample(engine: RunningEngine) -> None:
 
 def test_seeded_prompts_beyond_one_prefill_batch(engine: RunningEngine) -> None:
     """vLLM 0.32.0 dies on CPU when a seeded request's prefill is cut in two; the engine's settings must prevent it."""
-    prompts = [Prompt([1, *range(3, 120), 3 + i], n=2, seed=i) for i in range(60)]
-    assert len(engine.generate(prompts, Sampling(max_tokens=2, ignore_eos=True))) == 120
+    # 64 sequences at once of 180 tokens, more than the 8192 of a batch, and no prefix in common.
+    prompts = [Prompt([1, 3 + i, *range(3, 181)], seed=i) for i in range(100)]
+    assert len(engine.generate(prompts, Sampling(max_tokens=2, ignore_eos=True))) == 100
 
 
 def test_probe_is_the_log_prob_of_given_tokens(engine: RunningEngine, model: Qwen3ForCausalLM) -> None:
@@ -187,6 +188,25 @@ def test_leaving_early_aborts_the_rest(engine: RunningEngine) -> None:
     request = urllib.request.Request(f"{engine.url}/abort_requests", method="POST", headers=bearer(KEY), data=b"{}")
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert json.load(answer)["aborted"] == 0
+
+
+def test_a_pause_that_aborts_returns_the_samples_cut_short(engine: RunningEngine) -> None:
+    async def cut() -> list[Completion]:
+        async with EngineClient([engine.url], KEY) as client:
+            prompts = [Prompt([1, 5, i + 6], n=4) for i in range(40)]
+            completions = []
+            async for completion in client.generate(prompts, Sampling(max_tokens=60)):
+                if not completions:
+                    await asyncio.to_thread(engine.control.pause, "abort")
+                completions.append(completion)
+            return completions
+
+    try:
+        completions = asyncio.run(cut())
+    finally:
+        engine.control.resume()
+    assert len(completions) == 160
+    assert any(c.finish_reason == "abort" and 0 < len(c.token_ids) < 60 for c in completions)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,16 @@ def test_samples_carry_the_version_that_sampled_them(
         assert completion.versions == ((version, 0, len(completion.token_ids)),)
 
 
+def test_many_publications_leave_no_pile_of_keys(ranks: Ranks, model: Qwen3ForCausalLM) -> None:
+    store = ranks.publishers[0]._store
+    counts = []
+    for _ in range(4):
+        ranks.publish_whole(model)
+        assert store is not None
+        counts.append(store.num_keys())
+    assert len(set(counts[1:])) == 1
+
+
 def test_one_perturbed_weight_changes_the_log_probs_as_transformers_says(
     engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
 ) -> None:

@@ -243,7 +243,7 @@ def test_starting_on_a_port_in_use_launches_nothing(prepared: Path, busy_port: i
     config = config_of(prepared, f"run.port={busy_port}")
     config = replace(config, run=replace(config.run, dir=str(tmp_path)))
     with pytest.raises(ConfigError, match=f"port {busy_port} .* in use"):
-        start_job(config)
+        start_job(config, lock=0)
     assert not (tmp_path / "logs").exists()
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(p)]
 

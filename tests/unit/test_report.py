@@ -283,7 +283,7 @@ def test_run_without_evaluations(tmp_path: Path) -> None:
 
 def test_stopped_after_the_first_evaluation(run_dir: Path) -> None:
     store = Store(load(run_dir).config.store.url)
-    store.discard_rollouts(3)
+    store.discard_rollouts(2)
     store.close()
     (run_dir / "hf" / "config.json").unlink()
     (run_dir / "model" / "tokenizer.json").unlink()

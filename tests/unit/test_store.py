@@ -198,12 +198,12 @@ def test_asking_again_replaces_a_rollout_and_voids_its_claims(store: Store) -> N
 def test_discard_rollouts_from_a_step_on(store: Store) -> None:
     for step in range(3):
         request(store, f"r{step}", step)
-        store.record_step(step, {"reward": float(step), "bad": math.inf})
-    store.discard_rollouts(1)
+        store.record_step(step + 1, {"reward": float(step), "bad": math.inf})
+    store.discard_rollouts(1)  # one step is done: its rollout and its metrics stay
     assert [store.progress(f"r{step}")[1] for step in range(3)] == [6, 0, 0]
-    assert store.steps() == [(0, {"reward": 0.0, "bad": None})]
-    store.record_step(0, {"reward": 9.0})
-    assert store.steps() == [(0, {"reward": 9.0})]
+    assert store.steps() == [(1, {"reward": 0.0, "bad": None})]
+    store.record_step(1, {"reward": 9.0})
+    assert store.steps() == [(1, {"reward": 9.0})]
 
 
 def test_job_state_and_events(store: Store) -> None:

@@ -1,0 +1,127 @@
+"""Processes of a job are killed or interrupted while it trains: it ends, says why, leaves nothing behind, and goes on.
+
+All tests share one run directory: each start after the first is a resume of what the test before left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.state import latest, read_state
+from tests.system.jobs import START_S, TINY, Job
+
+BOUND_S = 30.0
+"""From a death to the end of the whole job: what a job promises."""
+pytestmark = pytest.mark.timeout(3 * START_S)
+ENDLESS = "trainer.steps=100000"
+Start = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults") / "run"
+
+
+@pytest.fixture
+def start(run_dir: Path) -> Iterator[Start]:
+    """Start the job in the shared directory; whatever of it lives after the test is killed."""
+    jobs: list[Job] = []
+
+    def start(*overrides: str) -> Job:
+        jobs.append(Job(run_dir, [*TINY, *overrides]).start())
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.clean_up()
+
+
+def training(job: Job) -> Job:
+    """Wait until a step of this start is done."""
+    before = max(job.steps(), default=0)
+    job.until(lambda: max(job.steps(), default=0) > before and bool(job.processes()), f"a step after {before}")
+    return job
+
+
+def newest_log(run_dir: Path, name: str) -> Path:
+    """What a process of the newest attempt printed."""
+    attempt = (run_dir / "attempt").read_text()
+    return run_dir / "logs" / f"attempt_{attempt}" / f"{name.replace(' rank', '').replace(' ', '_')}.log"
+
+
+def finished_checkpoint(run_dir: Path) -> int:
+    """The step of the newest finished checkpoint."""
+    found = latest(run_dir / "checkpoints")
+    assert found is not None
+    state = read_state(found)
+    assert state["phase"] == "rl"
+    return int(state["step"])
+
+
+def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> None:
+    """Ctrl-C reaches the supervisor alone. The same command goes on where the interrupted one ended."""
+    command = "trainer.steps=8"
+    job = training(start(command))
+    job.signal(signal.SIGINT)
+    job.wait(START_S)
+    assert job.poll() == 130, job.output.read_text()
+    job.until_gone(1.0)
+    assert "run the same command again to resume" in job.output.read_text()
+    done = finished_checkpoint(run_dir)
+    assert 1 <= done < 8
+    assert job.steps() == list(range(1, done + 1))
+
+    again = start(command)
+    assert again.wait(START_S) == 0, again.output.read_text()
+    again.until_gone(1.0)
+    assert f"resumed from {run_dir}/checkpoints/global_step_{done}" in again.output.read_text()
+    assert finished_checkpoint(run_dir) == 8
+    assert again.steps() == list(range(1, 9))
+    attempts = [json.loads(str(text))["training/attempt"] for (text,) in again.query("select metrics from steps order by step")]
+    assert attempts == [1] * done + [2] * (8 - done)
+    rollouts = [f"train-{step:06d}" for step in range(8)]
+    asked = again.query("select rollout_id, version from rollouts where kind = 'train' order by step")
+    assert [rollout for rollout, _ in asked] == rollouts
+    assert len({version for _, version in asked}) == 8
+
+
+def test_finished_job_says_so_and_starts_nothing(start: Start, run_dir: Path) -> None:
+    job = start("trainer.steps=8")
+    assert job.wait(60) == 0, job.output.read_text()
+    assert "is finished" in job.output.read_text()
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["attempt_1", "attempt_2"]
+
+
+def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) -> None:
+    job = training(start(ENDLESS))
+    since = time.monotonic()
+    segments = job.shared_memory()
+    job.signal(signal.SIGKILL)
+    job.wait(5)
+    job.until_gone(BOUND_S - (time.monotonic() - since))
+    assert not [path for path in segments if path.exists()]
+
+
+@pytest.mark.parametrize(("role", "name"), [("engine", "engine 0"), ("trainer 1", "trainer rank 1")])
+def test_death_of_a_process_ends_the_job(start: Start, run_dir: Path, role: str, name: str) -> None:
+    """It also shows that a start after a killed supervisor, and after a dead process, works."""
+    job = training(start(ENDLESS))
+    segments = job.shared_memory()
+    since = time.monotonic()
+    os.kill(job.pid_of(role), signal.SIGKILL)
+    assert job.wait(BOUND_S) == 1, job.output.read_text()
+    job.until_gone(BOUND_S - (time.monotonic() - since))
+    assert not [path for path in segments if path.exists()]
+    said = job.output.read_text()
+    assert f"megarl train: {name} was ended by signal 9; its last lines" in said
+    log = newest_log(run_dir, name)
+    assert str(log) in said
+    printed = [line for line in log.read_text().replace("\r", "\n").splitlines() if line.strip()]
+    assert (printed[-1] if printed else "it printed nothing") in said.split("its last lines")[1]

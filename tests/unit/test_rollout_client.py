@@ -1,0 +1,153 @@
+"""The asyncio client against a small server that answers as the engine's route does, rightly and wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from megarl.errors import EngineError
+from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling, VersionSpan
+
+PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3])]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def sample(request: int, index: int, **changes: Any) -> dict[str, Any]:
+    answer = {"request": request, "index": index, "token_ids": [7, 8], "logprobs": [-0.5, -1.25]}
+    return answer | {"finish_reason": "stop", "versions": [["1.2", 0, 2]], **changes}
+
+
+def streaming(*records: dict[str, Any], then: Callable[[web.Request], None] = lambda request: None) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for record in records:
+            await answer.write(json.dumps(record).encode() + b"\n")
+        then(request)
+        return answer
+
+    return handler
+
+
+def cut(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def served(handler: Handler, ask: Callable[[str], Awaitable[Any]]) -> Any:
+    app = web.Application()
+    app.router.add_post("/megarl/generate", handler)
+    async with TestServer(app) as server:
+        return await ask(str(server.make_url("")).rstrip("/"))
+
+
+def collect(handler: Handler, timeout_s: float = 5.0) -> list[Completion]:
+    async def ask(url: str) -> list[Completion]:
+        async with EngineClient([url], "k", timeout_s) as client:
+            return [c async for c in client.generate(PROMPTS, Sampling(max_tokens=4, temperature=0.5))]
+
+    return asyncio.run(served(handler, ask))
+
+
+def test_what_is_asked_and_what_comes_back() -> None:
+    asked: list[Any] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        asked.append((request.headers["Authorization"], await request.json()))
+        return await streaming(sample(1, 0), sample(0, 1), sample(0, 0, finish_reason="length"))(request)
+
+    first, _, last = collect(handler)
+    assert (first.request, first.index, first.finish_reason) == (1, 0, "stop")
+    assert first.token_ids.dtype == np.int32 and first.token_ids.tolist() == [7, 8]
+    assert first.logprobs.dtype == np.float32 and first.logprobs.tolist() == [-0.5, -1.25]
+    assert first.versions == (VersionSpan("1.2", 0, 2),)
+    assert last.finish_reason == "length"
+    [(header, body)] = asked
+    assert header == "Bearer k"
+    assert body["prompts"] == [{"token_ids": [1, 2], "n": 2, "seed": 5}, {"token_ids": [3], "n": 1, "seed": None}]
+    assert body["sampling"]["temperature"] == 0.5 and body["sampling"]["max_tokens"] == 4
+
+
+async def refused(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": "its weights are a mixture"}, status=503)
+
+
+async def silent(request: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(10)
+    return web.Response()
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        (refused, "503.*its weights are a mixture"),
+        (silent, "gone or silent"),
+        (streaming(sample(0, 0), then=cut), "gone or silent|2 of 3 samples missing"),
+        (streaming(sample(0, 0), sample(0, 1)), "1 of 3 samples missing"),
+        (
+            streaming(sample(0, 0), {"request": 1, "index": 0, "error": "EngineDeadError: gone"}),
+            "prompt 1, sample 0.*gone",
+        ),
+        (streaming(sample(0, 0, finish_reason="error")), "prompt 0, sample 0"),
+    ],
+)
+def test_every_failure_is_an_engine_error(handler: Handler, words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        collect(handler, timeout_s=0.5)
+
+
+def test_no_server_is_an_engine_error() -> None:
+    async def ask() -> None:
+        async with EngineClient(["http://127.0.0.1:1"], "k") as client:
+            async for _ in client.generate(PROMPTS, Sampling(max_tokens=4)):
+                pass
+
+    with pytest.raises(EngineError, match="gone or silent"):
+        asyncio.run(ask())
+
+
+def test_calls_go_to_the_engine_with_the_fewest_unfinished_samples() -> None:
+    calls: list[str] = []
+    release = asyncio.Event()
+
+    def engine(name: str) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            calls.append(name)
+            records = [sample(i, j) for i, p in enumerate((await request.json())["prompts"]) for j in range(p["n"])]
+            await release.wait()
+            return await streaming(*records)(request)
+
+        return handler
+
+    async def scenario() -> None:
+        async def both(first: str) -> Any:
+            async def inner(second: str) -> None:
+                async with EngineClient([first, second], "k") as client:
+
+                    async def ask(n: int) -> int:
+                        async with aclosing(client.generate([Prompt([1], n=n)], Sampling(max_tokens=1))) as answers:
+                            return len([c async for c in answers])
+
+                    tasks = []
+                    for n in (5, 2, 2, 2):  # a, b, b (2 < 5), b (4 < 5)
+                        tasks.append(asyncio.create_task(ask(n)))
+                        await asyncio.sleep(0.05)
+                    release.set()
+                    assert await asyncio.gather(*tasks) == [5, 2, 2, 2]
+                    assert await ask(1) == 1
+                    assert set(client._outstanding.values()) == {0}
+
+            await served(engine("b"), inner)
+
+        await served(engine("a"), both)
+
+    asyncio.run(scenario())
+    assert calls == ["a", "b", "b", "b", "a"]

@@ -1,0 +1,65 @@
+"""The engine's command line and environment, its log, its addresses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import ModelConfig, RolloutConfig
+from megarl.errors import ConfigError
+from megarl.rollout.addresses import JobAddresses
+from megarl.rollout.engine import engine_process, group_members, last_lines
+
+
+def option(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_context_and_batch_of_an_engine() -> None:
+    rollout = RolloutConfig(max_prompt_tokens=9000, max_response_tokens=500, num_threads=3, max_num_seqs=17)
+    argv, environment = engine_process("dir/model", rollout, ModelConfig(dtype="bfloat16"), "127.0.0.1", 8100)
+    assert option(argv, "--max-model-len") == "9500"
+    assert int(option(argv, "--max-num-batched-tokens")) >= 9500, "without chunked prefill a prompt must fit one batch"
+    assert "--no-enable-chunked-prefill" in argv
+    assert option(argv, "--dtype") == "bfloat16"
+    assert option(argv, "--port") == "8100"
+    assert option(argv, "--logprobs-mode") == "processed_logprobs"
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert not any("KEY" in name for name in environment), "the supervisor gives the key, not the command"
+
+
+@pytest.mark.parametrize(("tp", "device", "alone"), [(1, "cpu", True), (2, "cpu", False), (1, "cuda", False)])
+def test_one_process_fewer_only_on_one_cpu_rank(tp: int, device: str, alone: bool) -> None:
+    argv, environment = engine_process("m", RolloutConfig(tp=tp), ModelConfig(), "127.0.0.1", 1, device)  # type: ignore[arg-type]
+    assert ("--distributed-executor-backend" in argv) == alone
+    assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in environment) == alone
+    assert ("--enforce-eager" in argv) == (device == "cpu")
+
+
+def test_last_lines_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    assert "no log" in last_lines(log)
+    log.write_bytes(b"".join(b"line %d\n\n" % i for i in range(20000)) + b"\xff bad byte\n")
+    assert last_lines(log, count=3) == "line 19998\nline 19999\n\ufffd bad byte"
+    assert last_lines(log, count=10**6, limit=20).splitlines()[-1] == "\ufffd bad byte"
+
+
+def test_members_of_a_process_group() -> None:
+    assert os.getpid() in group_members(os.getpgid(0))
+    assert group_members(2**22 + 1) == []
+
+
+def test_addresses_come_from_the_environment() -> None:
+    environment = {
+        "MEGARL_ENGINES": "http://127.0.0.1:81,http://127.0.0.1:82",
+        "MEGARL_LINK": "127.0.0.1:83",
+        "MEGARL_JOB_KEY": "k",
+    }
+    expected = JobAddresses(("http://127.0.0.1:81", "http://127.0.0.1:82"), "127.0.0.1", 83, "k")
+    assert JobAddresses.from_environment(environment) == expected
+    del environment["MEGARL_LINK"]
+    with pytest.raises(ConfigError, match="MEGARL_LINK"):
+        JobAddresses.from_environment(environment)
