@@ -37,6 +37,10 @@ _WORDS_S = 5.0
 """How long ranks wait for each other's account of a failure."""
 
 
+PROBE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.05}
+"""sync.probe_tolerance where it is not set."""
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """What a publication took; the same on every rank."""
@@ -183,6 +187,7 @@ class WeightPublisher:
             return self._hear(topic)["max_difference"]
         with self._deciding(topic) as told:
             tolerance = self._config.sync.probe_tolerance
+            tolerance = PROBE_TOLERANCES[self._config.model.dtype] if tolerance is None else tolerance
             try:
                 answers = self._each(lambda i, engine: engine.probe(token_ids))
                 told["max_difference"] = max(check_probe(a, trainer_logp, tolerance).max_difference for a in answers)
