@@ -53,6 +53,7 @@ def save(folder: Path, step: int, stage: torch.nn.Module, optimizer: Any, state:
         shutil.rmtree(target, ignore_errors=True)
         (target / "actor").mkdir(parents=True)
     dist.barrier()
+    _start_moments(optimizer)
     strategy = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -91,6 +92,21 @@ def load(checkpoint: Path, stage: torch.nn.Module, optimizer: Any) -> None:
             optimizer.load_state_dict(loaded["optimizer"])
     except (CheckpointingException, KeyError) as error:
         raise CheckpointError(f"{checkpoint} does not fit this model: {error}; was it made by another model.path?") from error
+
+
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron's, one for each group of buffers."""
+    return [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def _start_moments(optimizer: Any) -> None:
+    """Before its first step an optimizer has no moments to save; these are what that step starts from."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            group.setdefault("step", 0)
+            for p in group["params"]:
+                if "exp_avg" not in inner.state[p]:
+                    inner.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
 
 def _inner(stage: Any) -> Any:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl.algorithms import Algorithm, LossInput
 from megarl.batching import MicroBatch, Rows, micro_batches
+from megarl.checkpoint.state import inner_optimizers
 from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.models.gpt import build_stage, named_tensors, unwrap
 from megarl.training.schedule import Head, run
@@ -115,7 +116,7 @@ class Actor(FrozenModel):
 
     def restart_optimizer(self, config: OptimizerConfig) -> None:
         """Forget all moments and steps, and go on with ``config``: a new phase of training begins."""
-        for inner in _inner_optimizers(self.optimizer):
+        for inner in inner_optimizers(self.optimizer):
             for group in inner.param_groups:
                 group["step"] = 0
                 group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
@@ -188,7 +189,7 @@ class Actor(FrozenModel):
 
     def step(self, lr: float) -> dict[str, float]:
         """One optimizer step on the gradients in the buffers (``backward`` has raised already if one is not finite)."""
-        for inner in _inner_optimizers(self.optimizer):
+        for inner in inner_optimizers(self.optimizer):
             for group in inner.param_groups:
                 group["lr"] = lr * group.get("lr_mult", 1.0)
         success, grad_norm, _ = self.optimizer.step()
@@ -200,7 +201,3 @@ def _flat(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask and row number of the tokens in the loss, as the algorithms take them: flat over kept tokens."""
     row = torch.arange(len(batch), device=batch.mask.device)[:, None].expand_as(batch.mask)[batch.mask]
     return torch.ones_like(row, dtype=torch.bool), row
-
-
-def _inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer])]

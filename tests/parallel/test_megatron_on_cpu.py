@@ -119,6 +119,30 @@ def test_resume_is_bitwise(model: str, grid: str, tmp_path: Path) -> None:
     assert resumed == uninterrupted
 
 
+def save_untrained(rank: int, path: str, folder: str) -> str:
+    from megarl.checkpoint import state
+
+    actor, _ = make_actor(path, ParallelConfig())
+    state.save(Path(folder), 0, actor.stage, actor.optimizer, {"phase": "rl"}, keep=1)
+    return weights_digest(actor)
+
+
+def load_untrained(rank: int, path: str, folder: str) -> str:
+    from megarl.checkpoint import state
+
+    actor, _ = make_actor(path, ParallelConfig())
+    for tensor in actor.tensors.values():
+        tensor.zero_()
+    found = state.latest(Path(folder))
+    assert found is not None
+    state.load(found, actor.stage, actor.optimizer)
+    return weights_digest(actor)
+
+
+def test_checkpoint_before_the_first_step(model: str, tmp_path: Path) -> None:
+    assert run_grid(1, save_untrained, model, str(tmp_path)) == run_grid(1, load_untrained, model, str(tmp_path))
+
+
 def test_resume_on_another_grid(model: str, tmp_path: Path) -> None:
     uninterrupted = run_grid(2, save_and_go_on, model, ParallelConfig(tp=2), str(tmp_path))
     resumed = run_grid(1, resume_and_go_on, model, ParallelConfig(), str(tmp_path))
