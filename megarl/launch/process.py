@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 65536
 TAIL_LINES = 20
 ECHO_S = 0.1
+ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): \S")
+"""The last line of a traceback, whatever a logger puts before it."""
 
 
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call itself is safe
@@ -87,11 +90,13 @@ class Child:
         return self._process.poll()
 
     def tail(self) -> str:
-        """Its last lines, as it printed them."""
+        """Its last lines, as it printed them; before them the first exception of late, which an orderly end can follow."""
         with self.log.open("rb") as log:
             log.seek(max(self._start, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return "\n".join(lines[-TAIL_LINES:]) or "(it printed nothing)"
+        first = next((i for i, line in enumerate(lines) if ERROR.search(line)), len(lines))
+        cause = [lines[first], "..."] if first < len(lines) - TAIL_LINES else []
+        return "\n".join([*cause, *lines[-TAIL_LINES:]]) or "(it printed nothing)"
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself; SIGKILL goes to its whole group."""

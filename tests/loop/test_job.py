@@ -114,7 +114,9 @@ def test_no_process_is_left(job: Job) -> None:
 def test_a_person_was_told(job: Job, run_dir: Path) -> None:
     said = job.output.read_text()
     for step in range(1, STEPS + 1):
-        assert re.search(rf"^step {step}/{STEPS} \| reward .* kl .* entropy .* clip .* rollout .* sync ", said, re.MULTILINE)
+        assert re.search(
+            rf"^step {step}/{STEPS} \| reward .* kl .* entropy .* clip .* rollout .* sync ", said, re.MULTILINE
+        )
     for words in ("before", "after", "10 sample answers", str(run_dir / "hf"), str(run_dir / "report" / "report.html")):
         assert words in said
 
@@ -122,7 +124,9 @@ def test_a_person_was_told(job: Job, run_dir: Path) -> None:
 def test_report_stands_alone(run_dir: Path) -> None:
     html = (run_dir / "report" / "report.html").read_text()
     assert "<svg" in html or "<img" in html
-    assert not re.findall(r"""src=["'](?!data:)|<link|@import|url\((?!["']?(?:data:|#))""", html), "it needs other files"
+    assert not re.findall(r"""src=["'](?!data:)|<link|@import|url\((?!["']?(?:data:|#))""", html), (
+        "it needs other files"
+    )
     png = (run_dir / "report" / "reward_curve.png").read_bytes()
     assert png.startswith(b"\x89PNG") and len(png) > 5000
 
@@ -250,7 +254,9 @@ def test_tokens_and_log_probs_as_the_engine_gave_them(
     experiences: dict[str, list[Experience]], tasks: dict[str, Task], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     for e in (e for rollout in experiences.values() for e in rollout):
-        asked = tokenizer.apply_chat_template(list(tasks[e.task_id].prompt), add_generation_prompt=True, return_dict=False)
+        asked = tokenizer.apply_chat_template(
+            list(tasks[e.task_id].prompt), add_generation_prompt=True, return_dict=False
+        )
         assert e.prompt_ids.tolist() == asked
         assert 1 <= len(e.response_ids) <= 8
         assert len(e.engine_logp) == len(e.response_ids) == len(e.response_mask)
@@ -287,10 +293,14 @@ def test_metrics_of_a_step_are_those_of_its_experiences(
     for rollout, record in zip(TRAINED, steps, strict=True):
         scores = [e.reward.score for e in experiences[rollout]]
         assert record["critic/rewards/mean"] == pytest.approx(np.mean(scores))
-        assert record["response_length/mean"] == pytest.approx(np.mean([len(e.response_ids) for e in experiences[rollout]]))
+        assert record["response_length/mean"] == pytest.approx(
+            np.mean([len(e.response_ids) for e in experiences[rollout]])
+        )
 
 
-def test_engine_logp_is_that_of_the_weights_it_was_sent(run_dir: Path, experiences: dict[str, list[Experience]]) -> None:
+def test_engine_logp_is_that_of_the_weights_it_was_sent(
+    run_dir: Path, experiences: dict[str, list[Experience]]
+) -> None:
     """The first rollout ran on the weights after the warm start, which plain transformers loads from the reference."""
     reference = load(run_dir / "reference")
     worst = max(

@@ -23,9 +23,13 @@ TINY = (
     "trainer.checkpoint_interval=2",
     "trainer.warm_start.steps=5",
     "trainer.warm_start.batch_size=32",
+    "taskset.options.max_terms=2",
+    "taskset.options.max_digits=2",
+    "taskset.options.slip_percent=0",
     "taskset.train_size=300",
     "taskset.eval_size=40",
     "taskset.warm_start_size=300",
+    "rollout.max_response_tokens=8",
     "rollout.kv_cache_bytes=33554432",
     "rollout.max_num_seqs=64",
 )
@@ -101,7 +105,9 @@ class Job:
     def pid_of(self, role: str) -> int:
         """The process of a role: ``engine``, ``explorer`` or ``trainer <rank>``."""
         kind, _, rank = role.partition(" ")
-        words = {"engine": "vllm.entrypoints", "explorer": "megarl.loop explorer", "trainer": "megarl.loop trainer"}[kind]
+        words = {"engine": "vllm.entrypoints", "explorer": "megarl.loop explorer", "trainer": "megarl.loop trainer"}[
+            kind
+        ]
         for pid, command in self.processes().items():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             # A rank's spawned helpers have another command line; the engine's server leads its session.

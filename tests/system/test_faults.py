@@ -84,7 +84,9 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
     assert f"resumed from {run_dir}/checkpoints/global_step_{done}" in again.output.read_text()
     assert finished_checkpoint(run_dir) == 8
     assert again.steps() == list(range(1, 9))
-    attempts = [json.loads(str(text))["training/attempt"] for (text,) in again.query("select metrics from steps order by step")]
+    attempts = [
+        json.loads(str(text))["training/attempt"] for (text,) in again.query("select metrics from steps order by step")
+    ]
     assert attempts == [1] * done + [2] * (8 - done)
     rollouts = [f"train-{step:06d}" for step in range(8)]
     asked = again.query("select rollout_id, version from rollouts where kind = 'train' order by step")
@@ -101,12 +103,15 @@ def test_finished_job_says_so_and_starts_nothing(start: Start, run_dir: Path) ->
 
 def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) -> None:
     job = training(start(ENDLESS))
-    since = time.monotonic()
     segments = job.shared_memory()
+    since = time.monotonic()
     job.signal(signal.SIGKILL)
     job.wait(5)
+    again = start(ENDLESS)  # at once: it waits until the others have let go of the directory
     job.until_gone(BOUND_S - (time.monotonic() - since))
     assert not [path for path in segments if path.exists()]
+    training(again)
+    assert again.steps() == list(range(1, again.steps()[-1] + 1))
 
 
 @pytest.mark.parametrize(("role", "name"), [("engine", "engine 0"), ("trainer 1", "trainer rank 1")])

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from megarl.config import Config, compose, save_resolved
 from megarl.errors import ArchitectureError, ConfigError, DataError
 from megarl.launch import job, ports
+from megarl.launch.process import Child
 from megarl.launch.supervisor import next_attempt, own_run_dir, start_job
 from megarl.schema import Task
 from megarl.tasksets import read_rows
@@ -30,8 +32,16 @@ SMALL = [
     "taskset.warm_start_size=30",
     "model.from_scratch.hidden_size=32",
     "model.from_scratch.intermediate_size=48",
+    "model.from_scratch.num_hidden_layers=4",
+    "model.from_scratch.num_attention_heads=4",
+    "model.from_scratch.num_key_value_heads=2",
     "model.from_scratch.head_dim=8",
+    "model.from_scratch.max_position_embeddings=128",
+    "rollout.max_prompt_tokens=48",
+    "rollout.max_response_tokens=8",
+    "parallel=tp2",
 ]
+"""The quickstart on few rows, with every value that a message below repeats."""
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +270,62 @@ def test_chosen_ports_are_free_and_differ() -> None:
     chosen = ports.choose("127.0.0.1", 20, None)
     assert len(set(chosen)) == 20
     assert all(ports.is_free("127.0.0.1", port) for port in chosen)
+
+
+def child(tmp_path: Path, code: str, **options: Any) -> Child:
+    return Child("engine 0", [sys.executable, "-c", code], {}, tmp_path / "engine_0.log", **options)
+
+
+def test_last_lines_begin_with_the_exception(tmp_path: Path) -> None:
+    """A server that ends in order prints much after the cause of its end."""
+    process = child(
+        tmp_path,
+        "print('hello'); print('(EngineCore) RuntimeError: no such head_dim'); [print('closing', i) for i in range(90)]",
+    )
+    assert process.wait(30)
+    assert process.tail().splitlines() == [
+        "(EngineCore) RuntimeError: no such head_dim",
+        "...",
+        *(f"closing {i}" for i in range(70, 90)),
+    ]
+
+
+def test_last_lines_are_of_this_process(tmp_path: Path) -> None:
+    (tmp_path / "engine_0.log").write_text("ValueError: of an earlier one\n")
+    silent = child(tmp_path, "")
+    assert silent.wait(30)
+    assert silent.tail() == "(it printed nothing)"
+    bar = child(tmp_path, "print('10%\\r20%', end='')")
+    assert bar.wait(30)
+    assert bar.tail().splitlines() == ["10%", "20%"]
+
+
+def test_what_a_process_prints_is_shown_to_its_last_byte(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    process = child(tmp_path, "import sys; sys.stdout.write('x' * 300_000 + 'end')", echo=True)
+    assert process.wait(30)
+    assert capfdbinary.readouterr().err == b"x" * 300_000 + b"end"
+
+
+def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
+    """However the parent ends; and it can still print, so that its own end is an orderly one."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom megarl.launch.process import Child\n"
+        'words = \'import signal, sys, time; signal.signal(15, lambda *_: sys.exit(print("told to end"))); print("up", flush=True); time.sleep(60)\'\n'
+        f"child = Child('c', [sys.executable, '-c', words], {{}}, Path({str(tmp_path / 'c.log')!r}))\n"
+        "while 'up' not in Path(child.log).read_text():\n    time.sleep(0.05)\n"
+        "print(child.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/cmdline").exists() and _read(Path(f"/proc/{pid}/cmdline")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (tmp_path / "c.log").read_text() == "up\ntold to end\n"
 
 
 def _read(path: Path) -> bytes:
