@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megarl.errors import CheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
+PREFIX = "global_step_"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -30,8 +31,24 @@ def write_text(path: Path, text: str) -> None:
 
 def latest(folder: Path) -> Path | None:
     """The newest finished checkpoint of ``folder``, or None."""
-    done = [(int(p.name.rpartition("_")[2]), p) for p in folder.glob("global_step_*") if (p / "state.json").is_file()]
-    return max(done)[1] if done else None
+    finished = [p for p in _in_order(folder) if _is_finished(p)]
+    return finished[-1] if finished else None
+
+
+def _in_order(folder: Path) -> list[Path]:
+    """Checkpoints by step, unfinished ones too."""
+    steps = {int(p.name.removeprefix(PREFIX)): p for p in folder.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _is_finished(checkpoint: Path) -> bool:
+    return (checkpoint / "state.json").is_file()
+
+
+def _remove(checkpoint: Path) -> None:
+    """The manifest first: whenever this process dies, what is left does not count."""
+    (checkpoint / "state.json").unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -39,8 +56,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` finished checkpoints; what a killed job left unfinished does not count."""
+    kept = [p for p in _in_order(folder) if _is_finished(p)][-keep:]
+    for checkpoint in _in_order(folder):
+        if checkpoint not in kept:
+            _remove(checkpoint)
+
+
 def save(folder: Path, step: int, stage: torch.nn.Module, optimizer: Any, state: Mapping[str, Any], keep: int) -> Path:
-    """Save on every rank; rank 0 writes the manifest last and removes all but the newest ``keep``.
+    """Save on every rank; rank 0 writes the manifest last and removes all but the newest ``keep`` finished ones.
 
     ``step`` names the checkpoint; an unfinished or older one of the same name is replaced.
     """
@@ -48,9 +73,9 @@ def save(folder: Path, step: int, stage: torch.nn.Module, optimizer: Any, state:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    target = folder / f"global_step_{step}"
+    target = folder / f"{PREFIX}{step}"
     if dist.get_rank() == 0:
-        shutil.rmtree(target, ignore_errors=True)
+        _remove(target)
         (target / "actor").mkdir(parents=True)
     dist.barrier()
     _start_moments(optimizer)
@@ -64,8 +89,7 @@ def save(folder: Path, step: int, stage: torch.nn.Module, optimizer: Any, state:
     if dist.get_rank() == 0:
         write_text(target / "state.json", json.dumps({"step": step, **state}, indent=1))
         write_text(folder / LATEST, str(step))
-        for old in sorted(folder.glob("global_step_*"), key=lambda p: int(p.name.rpartition("_")[2]))[:-keep]:
-            shutil.rmtree(old)
+        prune(folder, keep)
     return target
 
 

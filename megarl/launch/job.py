@@ -9,6 +9,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl import algorithms, rewards
 from megarl.architectures import architecture
 from megarl.checkpoint.hf import read_hf_config
@@ -35,15 +37,13 @@ def run(config: Config) -> int:
         _check_same_run(config, run_dir)
         tasks = check(config)
         if _is_finished(config, run_dir):
-            from megarl.report.html import summary
-
-            log.info("%s", summary(run_dir))
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
-            return 0
-        _fill_store(config, tasks)
+        else:
+            _fill_store(config, tasks)
+            run_job(config, lock)
         # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
-        finished = run_job(config, lock) and _is_finished(config, run_dir)
-        if finished:
+        finished = _is_finished(config, run_dir)
+        if finished:  # its report too, which may not have been written when it ended
             from megarl.report.html import summary, write_report
 
             report = write_report(run_dir)
@@ -114,17 +114,25 @@ def check(config: Config) -> dict[str, list[Task]]:
     tokenizer = ChatTokenizer.open(config.model.path)
     for name, path in (("train", config.taskset.train), ("eval", config.taskset.eval)):
         check_prompts(tasks[name], tokenizer, config.rollout.max_prompt_tokens, path=path)
+    _check_demonstrations(demonstrations, tokenizer, int(hf_config["max_position_embeddings"]))
     return tasks
 
 
 def _check_settings(config: Config) -> None:
-    algorithms.get(config.algorithm.name)
+    _check_algorithm(config)
     positive = {
         "parallel.tp": config.parallel.tp,
         "parallel.pp": config.parallel.pp,
         "parallel.dp": config.parallel.dp,
         "rollout.tp": config.rollout.tp,
         "rollout.replicas": config.rollout.replicas,
+        "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
+        "rollout.max_response_tokens": config.rollout.max_response_tokens,
+        "rollout.max_num_seqs": config.rollout.max_num_seqs,
+        "rollout.concurrent_groups": config.rollout.concurrent_groups,
+        "reward.workers": config.reward.workers,
+        "trainer.steps": config.trainer.steps,
+        "trainer.warm_start.batch_size": config.trainer.warm_start.batch_size,
         "trainer.tasks_per_step": config.trainer.tasks_per_step,
         "trainer.updates_per_step": config.trainer.updates_per_step,
         "trainer.micro_batch_size": config.trainer.micro_batch_size,
@@ -144,7 +152,27 @@ def _check_settings(config: Config) -> None:
         )
     if config.rollout.temperature <= 0:
         raise ConfigError(f"rollout.temperature={config.rollout.temperature} must be above 0: training samples")
+    if config.parallel.sequence_parallel and config.parallel.tp == 1:
+        raise ConfigError("parallel.sequence_parallel=true needs parallel.tp above 1; leave it out")
+    for where, optimizer in (("trainer", config.trainer.optimizer), ("trainer.warm_start", config.trainer.warm_start.optimizer)):
+        if (optimizer.decay_steps is None) != (optimizer.min_lr is None):
+            raise ConfigError(
+                f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs both; set "
+                "the other as well, or neither"
+            )
+    if config.reference.refresh != "never":
+        raise ConfigError(f"reference.refresh={config.reference.refresh} is not implemented yet; leave it at never")
     ports.choose(config.run.host, ports.needed(config.rollout.replicas), config.run.port)
+
+
+def _check_algorithm(config: Config) -> None:
+    """It gives advantages, and its loss of one token refuses no setting."""
+    algorithm = algorithms.get(config.algorithm.name)
+    if algorithm.advantage is None:
+        raise ConfigError(f"algorithm.name={algorithm.name} has no advantages, so rewards cannot train it; set it to grpo")
+    one = torch.zeros(1)
+    token = algorithms.LossInput(one, one, one, one, one, mask=one == 0, row=torch.zeros(1, dtype=torch.int64), num_rows=1)
+    algorithm.loss(token, config.algorithm)
 
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
@@ -184,6 +212,17 @@ def _check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
                 )
 
 
+def _check_demonstrations(tasks: list[Task], tokenizer: ChatTokenizer, context: int) -> None:
+    prompts = tokenizer.encode_prompts(task.prompt for task in tasks)
+    for number, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
+        length = len(prompt) + len(tokenizer.response_ids(task.response or ""))
+        if length > context:
+            raise DataError(
+                f"row {number} of taskset.warm_start has {length} tokens with its response, the model's context is {context} "
+                "(max_position_embeddings); drop the row"
+            )
+
+
 def _check_held_out(held_out: list[Task], others: Mapping[str, list[Task]]) -> None:
     questions = {str(task.prompt) for task in held_out}
     for name, tasks in others.items():
@@ -193,7 +232,13 @@ def _check_held_out(held_out: list[Task], others: Mapping[str, list[Task]]) -> N
 
 
 def _fill_store(config: Config, tasks: Mapping[str, list[Task]]) -> None:
+    """Tasks, and nothing that an earlier attempt asked for and the newest checkpoint knows nothing of.
+
+    Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
+    """
     store = Store(config.store.url)
+    found = latest(Path(config.run.dir) / "checkpoints")
+    store.discard_rollouts(0 if found is None else int(read_state(found)["step"]))
     for split, rows in tasks.items():
         if store.task_ids(split) != [t.task_id for t in rows]:
             store.add_tasks(split, rows)

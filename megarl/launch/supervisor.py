@@ -9,16 +9,19 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from megarl.checkpoint.state import write_text
 from megarl.config import Config, save_resolved
 from megarl.errors import ConfigError, JobError
 from megarl.launch import ports
+from megarl.launch.guard import Guard
 from megarl.launch.process import Child
+from megarl.rollout.engine import engine_process, shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -78,16 +81,12 @@ def next_attempt(run_dir: Path) -> int:
     """Count this start of the job; weights versions carry the number, so none is ever used twice."""
     path = run_dir / "attempt"
     attempt = int(path.read_text()) + 1 if path.is_file() else 1
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(str(attempt))
-    os.replace(temporary, path)
+    write_text(path, str(attempt))
     return attempt
 
 
-def start_job(config: Config, lock: int) -> list[Child]:
-    """Start engines, trainer ranks and the explorer; each holds the run directory by ``lock`` for as long as it lives."""
-    from megarl.rollout.engine import engine_process
-
+def start_job(config: Config, lock: int, guard: Guard) -> list[Child]:
+    """Start engines, trainer ranks and the explorer, all under ``guard``; each holds the run directory by ``lock``."""
     run_dir = Path(config.run.dir)
     host = config.run.host
     attempt = next_attempt(run_dir)
@@ -102,21 +101,24 @@ def start_job(config: Config, lock: int) -> list[Child]:
         "MEGARL_ATTEMPT": str(attempt),
         "MEGARL_ENGINES": ",".join(f"http://{host}:{p}" for p in engine_ports),
         "MEGARL_LINK": f"{host}:{link}",
-        "MEGARL_SUPERVISOR": str(os.getpid()),
         "MEGARL_TTY": "1" if sys.stderr.isatty() else "0",
         "PYTHONUNBUFFERED": "1",
     }
     children: list[Child] = []
+
+    def start(name: str, argv: list[str], more: Mapping[str, str], log: str, echo: bool = False) -> None:
+        children.append(Child(name, argv, {**env, **more}, logs / log, echo=echo, keep=[lock]))
+        guard.add(children[-1].pid)
+
     try:
         for i, port in enumerate(engine_ports):
             argv, engine_env = engine_process(
                 config.model.path, config.rollout, config.model, host=host, port=port
             )
-            children.append(Child(f"engine {i}", argv, {**env, **engine_env}, logs / f"engine_{i}.log", keep=[lock]))
+            start(f"engine {i}", argv, engine_env, f"engine_{i}.log")
         for rank in range(config.parallel.world_size):
             argv = [sys.executable, "-m", "megarl.loop", "trainer", "--config", str(resolved)]
             rank_env = {
-                **env,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(config.parallel.world_size),
@@ -125,10 +127,9 @@ def start_job(config: Config, lock: int) -> list[Child]:
                 "OMP_NUM_THREADS": str(config.trainer.num_threads),
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             }
-            log_file = logs / f"trainer_{rank}.log"
-            children.append(Child(f"trainer rank {rank}", argv, rank_env, log_file, echo=rank == 0, keep=[lock]))
+            start(f"trainer rank {rank}", argv, rank_env, f"trainer_{rank}.log", echo=rank == 0)
         argv = [sys.executable, "-m", "megarl.loop", "explorer", "--config", str(resolved)]
-        children.append(Child("explorer", argv, {**env, "OMP_NUM_THREADS": "1"}, logs / "explorer.log", keep=[lock]))
+        start("explorer", argv, {"OMP_NUM_THREADS": "1"}, "explorer.log")
     except BaseException:
         stop(children, STOP_S)
         raise
@@ -137,7 +138,8 @@ def start_job(config: Config, lock: int) -> list[Child]:
 
 
 def stop(children: list[Child], grace_s: float) -> None:
-    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone."""
+    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory too."""
+    segments = [path for child in children for path in shared_memory(child.pid)]
     for child in children:
         child.signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -146,6 +148,8 @@ def stop(children: list[Child], grace_s: float) -> None:
     for child in children:
         child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
         child.wait(5)
+    for path in segments:
+        path.unlink(missing_ok=True)
 
 
 class StopRequest:
@@ -166,8 +170,8 @@ class StopRequest:
         self.count += 1
 
 
-def watch(children: list[Child], stop_request: StopRequest, shutdown_grace_s: float) -> bool:
-    """Wait for the trainer to finish, then end the rest. True: finished; False: stopped on request, resumable.
+def watch(children: list[Child], stop_request: StopRequest, shutdown_grace_s: float) -> None:
+    """Wait until the trainer has ended, finished or stopped on request, then end the rest.
 
     Raises:
         JobError: a process died; carries its name, exit status and last lines. All others are gone by then.
@@ -183,12 +187,14 @@ def watch(children: list[Child], stop_request: StopRequest, shutdown_grace_s: fl
                 for child in trainers:
                     child.signal(signal.SIGTERM)
             late = asked_at is not None and time.monotonic() - asked_at > shutdown_grace_s
-            if stop_request.count > 2 or late:
+            early = asked_at is not None and any(c.poll() == -signal.SIGTERM for c in trainers)  # had no handler yet
+            if stop_request.count > 2 or late or early:
                 log.warning("ended without a new checkpoint; the run resumes from the last one")
-                return False
-            _raise_for_dead(children)
+                return
+            # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is news.
+            _raise_for_dead(children if asked_at is None else trainers)
             if all(c.poll() == 0 for c in trainers):
-                return asked_at is None
+                return
             time.sleep(WATCH_S)
     finally:
         stop(others + trainers, STOP_S)
@@ -215,7 +221,7 @@ def _failed(children: list[Child]) -> list[Child]:
     return [c for c in dead if c.poll() != 0 or c.name.startswith("engine")]
 
 
-def run_job(config: Config, lock: int) -> bool:
-    """Run a whole job in a directory held by ``lock``. Returns and raises as ``watch`` does."""
-    with StopRequest() as stop_request:
-        return watch(start_job(config, lock), stop_request, config.run.shutdown_grace_s)
+def run_job(config: Config, lock: int) -> None:
+    """Run a whole job in a directory held by ``lock``, until it ends or is stopped. Raises as ``watch`` does."""
+    with StopRequest() as stop_request, Guard(lock) as guard:
+        watch(start_job(config, lock, guard), stop_request, config.run.shutdown_grace_s)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from megarl.loop.session import Session
+
+MEET_S = 30.0
+"""How often ranks meet while they wait: a rollout may take longer than a collective waits for its ranks."""
 
 
 def tasks_of_step(task_ids: list[str], step: int, count: int, seed: int) -> list[str]:
@@ -45,19 +48,24 @@ def request_training_rollout(s: Session) -> str:
 
 def wait_for_rollout(s: Session, rollout_id: str, label: str) -> bool:
     """Wait on every rank until all groups are done, with a progress bar; False when the job is asked to stop."""
-    complete = True
-    if s.position.rank == 0:
-        bar = None
+    with s.progress(None, label, "group") as bar:
         while True:
-            done, total = s.store.progress(rollout_id)
-            bar = bar or s.progress(total, label, "group")
-            bar.update(done - bar.n)
-            if done == total or s.stop_flag:
-                complete = done == total
-                break
-            time.sleep(s.config.store.poll_s)
-        bar.close()
-    return s.agree(complete)
+            done = s.position.rank != 0 or _follow(s, rollout_id, bar)
+            if s.agree(done):
+                return True
+            if s.stop_requested():
+                return False
+
+
+def _follow(s: Session, rollout_id: str, bar: Any) -> bool:
+    """Show the progress for up to ``MEET_S``; True when all groups are done, False early when asked to stop."""
+    until = time.monotonic() + MEET_S
+    while True:
+        done, bar.total = s.store.progress(rollout_id)
+        bar.update(done - bar.n)
+        if done == bar.total or s.stop_flag or time.monotonic() > until:
+            return done == bar.total
+        time.sleep(s.config.store.poll_s)
 
 
 def evaluate(s: Session, rollout_id: str) -> bool:

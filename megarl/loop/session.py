@@ -85,10 +85,8 @@ class Session:
             return State()
         saved = state.read_state(found)
         state.load(found, self.actor.stage, self.actor.optimizer)
+        self.actor.set_hyperparameters(self.config.trainer.optimizer)
         resumed = self._saved = State(saved["phase"], saved["step"])
-        if self.position.rank == 0:
-            self.store.discard_rollouts(resumed.step)
-        dist.barrier()
         self.say(f"resumed from {found}")
         return resumed
 
@@ -184,7 +182,7 @@ class Session:
 
     # ---------------------------------------------------------------- what a person sees
 
-    def progress(self, total: int, label: str, unit: str) -> Any:
+    def progress(self, total: int | None, label: str, unit: str) -> Any:
         """A progress bar on rank 0 of a terminal; silent elsewhere."""
         show = self.position.rank == 0 and os.environ.get("MEGARL_TTY") == "1"
         return tqdm(total=total, desc=label, unit=unit, leave=False, disable=not show, file=sys.stderr, ncols=100)

@@ -21,9 +21,9 @@ from megarl.experience import Report, shuffle_rewards, verify
 from megarl.loop.rollouts import evaluate, request_training_rollout, wait_for_rollout
 from megarl.loop.session import Session
 from megarl.loop.warm_start import warm_start
-from megarl.metrics import console_line, mean_of_sums, spread
+from megarl.metrics import Sums, console_line, mean_of_sums, spread
 from megarl.schema import Experience
-from megarl.training.actor import Sums, learning_rate
+from megarl.training.actor import learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +37,8 @@ def train(config: Config) -> None:
             s.state = replace(s.state, phase="rl", step=0)
             s.commit()
         s.begin_reinforcement_learning()
-        if s.state.step == 0:
-            s.sync()
-            if not evaluate(s, "eval-before"):
-                return
         while s.state.step < config.trainer.steps:
-            if s.stop_requested():
-                s.commit()
-                return
-            if not step(s):
+            if s.stop_requested() or not evaluate_when_due(s) or not step(s):
                 s.commit()
                 return
         s.sync()
@@ -55,6 +48,19 @@ def train(config: Config) -> None:
         s.commit()
         s.export_hf(s.run_dir / "hf")
         s.finish()
+
+
+def evaluate_when_due(s: Session) -> bool:
+    """Before the first step and every ``trainer.eval_interval`` steps, again by a job that resumes there.
+
+    Returns:
+        False when it was given up because the job is asked to stop.
+    """
+    number, interval = s.state.step, s.config.trainer.eval_interval
+    if number and (not interval or number % interval):
+        return True
+    s.sync()
+    return evaluate(s, f"eval-{number}" if number else "eval-before")
 
 
 def step(s: Session) -> bool:
@@ -85,14 +91,15 @@ def step(s: Session) -> bool:
             for part in mine:
                 infer(s, part)
         sums: list[Sums] = [_mismatch(part) for part in mine if s.position.reports]
+        updates: list[Sums] = []
         with s.timeline.phase("update", step=number):
             for i, part in enumerate(mine):
                 done = s.actor.backward(part, config.trainer.micro_batch_size, s.algorithm, config.algorithm)
                 sums += [done] if s.position.reports else []
                 lr = learning_rate(config.trainer.optimizer, number * config.trainer.updates_per_step + i)
-                optimizer_metrics = s.actor.step(lr)
+                updates.append({name: (value, 1.0) for name, value in s.actor.step(lr).items()})
         s.state = replace(s.state, step=number + 1)
-        metrics = mean_of_sums(s.gather(sums)) | optimizer_metrics | report
+        metrics = mean_of_sums(s.gather(sums)) | mean_of_sums(updates) | report
         metrics |= _experience_metrics(experiences, advantages, verified)
         metrics |= {"training/global_step": float(s.state.step), "training/attempt": float(s.attempt)}
         if s.state.step % config.trainer.checkpoint_interval == 0 and s.state.step < config.trainer.steps:
@@ -105,9 +112,6 @@ def step(s: Session) -> bool:
     metrics["perf/throughput"] = sum(len(e.prompt_ids) + len(e.response_ids) for e in experiences) / seconds["step"]
     s.record(s.state.step, metrics)
     s.say(console_line(s.state.step, config.trainer.steps, metrics))
-    if config.trainer.eval_interval and s.state.step % config.trainer.eval_interval == 0 and s.state.step < config.trainer.steps:
-        s.sync()
-        return evaluate(s, f"eval-{s.state.step}")
     return True
 
 

@@ -29,9 +29,7 @@ def warm_start(s: Session) -> bool:
     pairs = {str(i): (tokenizer.prompt_ids(t.prompt), tokenizer.response_ids(t.response or "")) for i, t in enumerate(rows)}
     s.actor.head = replace(s.actor.head, temperature=1.0)
     s.actor.restart_optimizer(config.optimizer)
-    bar = s.progress(config.steps, "warm start", "step")
-    metrics: dict[str, float] = {}
-    with s.timeline.phase("warm_start"):
+    with s.progress(config.steps, "warm start", "step") as bar, s.timeline.phase("warm_start"):
         for step in range(config.steps):
             if s.stop_requested():
                 return False
@@ -43,7 +41,6 @@ def warm_start(s: Session) -> bool:
             optimizer_metrics = s.actor.step(learning_rate(config.optimizer, step))
             metrics = mean_of_sums(s.gather([sums] if s.position.reports else [])) | optimizer_metrics
             s.write(step + 1, {name.replace("actor/", "sft/"): value for name, value in metrics.items()})
-            bar.set_postfix_str(f"loss {metrics.get('sft/loss', metrics.get('actor/loss', float('nan'))):.3f}")
+            bar.set_postfix_str(f"loss {metrics['actor/loss']:.3f}")
             bar.update(1)
-    bar.close()
     return True

@@ -24,7 +24,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def build_stage(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> torch.nn.Module:
-    """This rank's pipeline stage, with uninitialised meaning: load weights before use.
+    """This rank's pipeline stage. Its weights mean nothing yet: load some before use.
 
     On the last stage ``forward(tokens, position_ids, None)`` returns vocabulary-parallel logits [B, S, V/tp].
     """

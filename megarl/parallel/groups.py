@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from megarl.config.schema import ParallelConfig
 from megarl.parallel import cpu
+
+LOOPBACK = "lo"
+"""Linux' name of the interface."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,25 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0)
     if parallel.backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     if not dist.is_initialized():
-        dist.init_process_group(parallel.backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        rank = int(os.environ["RANK"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # gloo would listen where the host's name points
+        dist.init_process_group(
+            parallel.backend, store=_store(host, port, world, rank, timeout), world_size=world, rank=rank, timeout=timeout
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return position()
+
+
+def _store(host: str, port: int, world: int, rank: int, timeout: timedelta) -> TCPStore:
+    """The rendezvous; rank 0 listens on ``host`` alone, where torch would listen on every interface of the machine."""
+    listening = socket.create_server((host, port)).detach() if rank == 0 else None
+    return TCPStore(host, port, world, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening)
 
 
 def position() -> Position:

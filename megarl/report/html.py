@@ -30,6 +30,7 @@ CHARTS = (
 """(title, unit, metric under verl's name)"""
 SHOWN_STEPS = 3
 SHOWN_PROCESSES = 16
+SHOWN_COLUMNS = 8
 EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at once", "overlap_s"))
 
 
@@ -127,8 +128,7 @@ def _charts(run: Run) -> str:
     cards = []
     for title, unit, metric, points in known:
         if points:
-            label = f"{title}, {unit}" if unit else title
-            cards.append(_chart_card(label, metric, svg.number(points[-1][1]), svg.line_chart(label, points)))
+            cards.append(_chart_card(title, metric, unit, points))
     body = f'<div class="charts">{"".join(cards)}</div>' if cards else ""
     if by_step := seconds_by_step(run.timelines.get("trainer_0", ())):
         order = _ordered({name for seconds in by_step.values() for name in seconds})
@@ -179,24 +179,21 @@ def _phase_table(run: Run) -> str:
     if not run.timelines:
         return ""
     wall = run.wall_s or 1.0
-    steps = len(seconds_by_step(run.timelines.get("trainer_0", ())))
+    processes = sorted(run.timelines, key=_process_order)[:SHOWN_COLUMNS]
+    seconds = [seconds_by_phase(process, run.timelines[process]) for process in processes]
     body: list[tuple[Any, ...]] = []
-    for process in sorted(run.timelines, key=_process_order)[:SHOWN_PROCESSES]:
-        seconds = seconds_by_phase(process, run.timelines[process])
-        for i, (name, total) in enumerate(seconds.items()):
-            label = f"{name} (waiting)" if process.startswith("trainer") and name in WAITING else name
-            body.append(
-                (
-                    process if i == 0 else "",
-                    label,
-                    f"{total:.1f}",
-                    f"{total / wall:.1%}",
-                    _Html(f'<span class="bar" style="width:{120 * min(1.0, total / wall):.0f}px"></span>'),
-                )
-            )
-        if process.startswith("trainer") and (rest := wall - sum(seconds.values())) > 0:
-            body.append(("", "in no phase", f"{rest:.1f}", f"{rest / wall:.1%}", ""))
-    table = _table(("process", "phase", "seconds", "share of wall time", ""), body, numeric=(2, 3))
+    for name in dict.fromkeys(name for phases in seconds for name in phases):
+        longest = max(phases.get(name, 0.0) for phases in seconds)
+        bar = _Html(f'<span class="bar" style="width:{160 * min(1.0, longest / wall):.0f}px"></span>')
+        label = f"{name} (waiting)" if name in WAITING else name
+        body.append((label, *(f"{p[name]:.1f}" if name in p else "" for p in seconds), f"{longest / wall:.1%}", bar))
+    idle = [
+        wall - sum(p.values()) if n.startswith("trainer") else None for n, p in zip(processes, seconds, strict=True)
+    ]
+    body.append(("in no phase", *("" if rest is None else f"{max(rest, 0.0):.1f}" for rest in idle), "", ""))
+    numeric = range(1, len(processes) + 2)
+    table = _table(("phase", *processes, "share of wall time", ""), body, numeric=numeric)
+    steps = len(seconds_by_step(run.timelines.get("trainer_0", ())))
     inside = [(name, [v for _, v in run.series(f"rollout/{key}")]) for name, key in EXPLORER]
     extra = ""
     if all(values for _, values in inside):
@@ -252,13 +249,18 @@ def _table(head: Sequence[str], body: Iterable[Sequence[Any]], *, numeric: Seque
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if top else ''}<tbody>{''.join(lines)}</tbody></table>"
 
 
-def _chart_card(label: str, metric: str, last: str, chart: str) -> str:
-    return f'<div class="card"><div class="head"><h3>{escape(label)}</h3><span class="last">{last}</span></div>{chart}<div class="head"><code>{metric}</code></div></div>'
+def _chart_card(title: str, metric: str, unit: str, points: svg.Series) -> str:
+    last = f'<span class="last">{svg.number(points[-1][1])}</span>'
+    foot = f"<code>{metric}</code><code>{unit}</code>"
+    chart = svg.line_chart(f"{title}, {unit}" if unit else title, points)
+    return (
+        f'<div class="card"><div class="head"><h3>{title}</h3>{last}</div>{chart}<div class="head">{foot}</div></div>'
+    )
 
 
 def _legend(names: Sequence[str]) -> str:
     def swatch(name: str) -> str:
-        css = "wait" if name in WAITING else svg.colour(name)
+        css = svg.fill(name, waits=name in WAITING)
         return f'<li><svg viewBox="0 0 14 14" aria-hidden="true"><rect class="{css}" width="14" height="14" rx="2"/></svg>{escape(name)}</li>'
 
     return f'<ul class="legend">{"".join(swatch(name) for name in names)}</ul>'

@@ -11,7 +11,7 @@ main{max-width:1120px;margin:0 auto;padding:36px 24px 64px}
 h1{font-size:30px;line-height:1.2;margin:2px 0 6px;letter-spacing:-.01em;font-weight:650}
 h2{font-size:18px;margin:40px 0 4px;font-weight:650}
 h3{font-size:13px;margin:0;font-weight:600}
-p{margin:4px 0 12px;max-width:75ch}
+p{margin:4px 0 12px;max-width:100ch}
 .soft,.note{color:var(--soft)}
 .note{border-left:3px solid var(--mark);padding:2px 0 2px 10px}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px 16px;margin-top:12px}
@@ -23,14 +23,14 @@ p{margin:4px 0 12px;max-width:75ch}
 .charts .card{margin:0;padding:12px 12px 6px}
 .head{display:flex;justify-content:space-between;gap:8px;align-items:baseline}
 .head code{color:var(--soft);font-size:11px}
-.last{font-variant-numeric:tabular-nums;font-weight:600;font-size:13px}
+.last{font-variant-numeric:tabular-nums;font-weight:600;font-size:13px;white-space:nowrap}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:600;font-size:13px;color:var(--soft)}
 th,td{padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}
 tbody tr:last-child>*{border-bottom:0}
 .n{text-align:right}
-th[scope=row]{color:var(--ink);font-weight:500}
+th[scope=row]{color:var(--ink);font-weight:500;font-size:inherit}
 code,.text{font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;max-height:15em;overflow:auto;min-width:6em}
 .verdict{display:inline-block;font-size:12px;font-weight:600;border-radius:4px;padding:0 6px;margin-bottom:3px;white-space:nowrap}
@@ -41,9 +41,9 @@ code,.text{font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu San
 .legend svg{width:14px;height:14px;margin-right:6px;vertical-align:-2px}
 svg{display:block;width:100%;height:auto}
 .legend svg{display:inline}
-.scroll svg{min-width:820px}
+.scroll>svg{min-width:820px}
 .tick{font-size:11px;fill:var(--soft)}
-.value{font-size:13px;font-weight:600;fill:var(--ink)}
+.value{font-size:13px;font-weight:600;fill:var(--ink);paint-order:stroke;stroke:var(--card);stroke-width:4px}
 .lane{font-size:12px;fill:var(--ink)}
 .grid{stroke:var(--grid)}
 .raw{fill:none;stroke:var(--raw);stroke-width:1.1}

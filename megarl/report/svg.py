@@ -24,7 +24,7 @@ COLOURS = {
     "warm_start": 7,
     "evaluation": 8,
     "generation": 2,
-    "reward": 3,
+    "reward": 7,
 }
 """Phase -> colour of the page's CSS (``.c0`` … ``.c8``); other phases take one by their name."""
 
@@ -43,20 +43,25 @@ def colour(phase: str) -> str:
     return f"c{COLOURS.get(phase, 1 + crc32(phase.encode()) % 8)}"
 
 
+def fill(phase: str, *, waits: bool) -> str:
+    """CSS class of a phase's bar: hatched where the process waits."""
+    return "wait" if waits else colour(phase)
+
+
 def number(value: float) -> str:
     """A number of about three digits."""
     if value == 0:
         return "0"
     size = abs(value)
     if size < 1e-3 or size >= 1e5:
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
     return f"{value:.0f}" if size >= 100 else f"{value:.3g}"
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """About ``count`` round numbers within [low, high]."""
     span = high - low
-    if not span > 0:
+    if span <= 1e-12 * max(abs(low), abs(high), 1e-200):
         return [low]
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -95,7 +100,9 @@ class _Axes:
         self.width, self.height, self.left, self.right, self.top, self.bottom = width, height, left, 14, 12, 22
         low, high = min(ys), max(ys)
         low = min(low, 0.0) if zero else low
-        pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        size = max(abs(low), abs(high))
+        flat = high - low <= 1e-9 * max(size, 1e-200)
+        pad = (size * 0.1 if size > 1e-200 else 1.0) if flat else (high - low) * 0.06
         self.y_low, self.y_high = (low if zero and low == 0 else low - pad), high + pad
         self.x_low, self.x_high = min(xs), max(xs)
 
@@ -109,7 +116,7 @@ class _Axes:
 
     def frame(self) -> str:
         parts = []
-        for value in ticks(self.y_low, self.y_high, max(2, self.height // 50)):
+        for value in ticks(self.y_low, self.y_high, max(4, self.height // 50)):
             y = self.y(value)
             parts.append(f'<line class="grid" x1="{self.left}" x2="{self.width - self.right}" y1="{y}" y2="{y}"/>')
             parts.append(
@@ -197,7 +204,7 @@ def stacked_chart(
             where = f"step {bar[0]}" if len(bar) == 1 else f"steps {bar[0]} to {bar[-1]}, mean"
             title = escape(f"{where}: {name} {mean[name]:.2f} s")
             box = f'x="{left + gap:.1f}" y="{y}" width="{right - left - 2 * gap:.1f}" height="{high:.1f}"'
-            body.append(f'<rect class="{colour(name)}" {box}><title>{title}</title></rect>')
+            body.append(f'<rect class="{fill(name, waits=name in WAITING)}" {box}><title>{title}</title></rect>')
             base = top
     return _svg(width, height, label, "".join(body))
 
@@ -245,9 +252,8 @@ def _bar(phase: Phase, left: float, right: float, y: float, row: int, waits: boo
     seconds = phase.end - phase.start
     title = escape(f"{phase.name}{' (waiting)' if waits else ''}: {seconds:.3f} s")
     box = f'x="{left:.1f}" y="{y + 1}" width="{wide:.1f}" height="{row - 2}"'
-    fill = "wait" if waits else colour(phase.name)
     text = ""
     if wide > 8 + 6.6 * len(phase.name):
         ink = "inkwait" if waits else "ink"
         text = f'<text class="{ink}" x="{left + wide / 2:.1f}" y="{y + row / 2 + 4}" text-anchor="middle">{escape(phase.name)}</text>'
-    return f'<g><title>{title}</title><rect class="{fill}" {box}/>{text}</g>'
+    return f'<g><title>{title}</title><rect class="{fill(phase.name, waits=waits)}" {box}/>{text}</g>'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from os.path import commonprefix
 from pathlib import Path
 
 from megarl.report.data import Answer, Evaluation, Run, load
@@ -25,12 +27,14 @@ def summary(run_dir: Path) -> str:
     for label, evaluation in (("before", run.before), ("after", run.after)):
         lines.append(f"{label:<16}{percent(evaluation):>10}{right(evaluation):>8}{asked(run, evaluation):>8}")
     if (gain := points_gained(run)) is not None:
-        lines.append(f"{'change':<16}{gain:>+10.1f}{' points':>8}")
+        lines.append(f"{'change':<16}{gain:>+10.1f} points")
     if run.samples:
         lines += ["", f"{len(run.samples)} sample answers:", ""]
         table = [("question", "truth", "before", "after")]
+        same = _shared_start([s.question for s in run.samples])
         for s in run.samples:
-            table.append((_short(s.question, 44), _short(s.ground_truth, 16), _marked(s.before), _marked(s.after)))
+            question = f"…{s.question[same:]}" if same else s.question
+            table.append((_short(question, 44), _short(s.ground_truth, 16), _marked(s.before), _marked(s.after)))
         widths = [max(len(row[i]) for row in table) for i in range(4)]
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
@@ -84,6 +88,12 @@ def duration(seconds: float) -> str:
 def clean(text: str) -> str:
     """Without control characters: what a model says must not steer a terminal or break a page."""
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+
+
+def _shared_start(texts: Sequence[str]) -> int:
+    """Length of the words with which all texts begin; 0 when that is little, or all there is."""
+    same = len(commonprefix(list(texts)).rpartition(" ")[0]) if len(set(texts)) > 1 else 0
+    return same if same >= 20 else 0
 
 
 def _short(text: str, limit: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -44,8 +44,12 @@ def exclusive(phases: Iterable[Phase]) -> list[Phase]:
         at = max(at, until)
 
     for phase in sorted(phases, key=lambda p: (p.start, -p.end)):
+        # Start and length are rounded and come from two clocks, so neighbours may overlap a little, and a phase may
+        # seem to outlast the one that holds it: where the greater part lies decides.
+        while stack and stack[-1].end - phase.start < (phase.end - phase.start) / 2:
+            stack[-1] = stack[-1]._replace(end=min(stack[-1].end, phase.start))
+            advance(phase.start)
         advance(phase.start)
-        # The clocks of start and length differ by micro-seconds: a phase cannot outlast the one that holds it.
         end = min(phase.end, stack[-1].end) if stack else phase.end
         inside = phase.step if phase.name == CONTAINER else stack[-1].step if stack else None
         stack.append(phase._replace(end=end, step=inside))
@@ -70,24 +74,26 @@ def rows(process: str, phases: Sequence[Phase]) -> list[list[Phase]]:
     if process.startswith("trainer"):
         return [exclusive(phases)]
     kinds: dict[str, list[Phase]] = defaultdict(list)
-    for phase in phases:
+    for phase in sorted(phases, key=lambda p: p.start):
         kinds[phase.name].append(phase)
     return [[Phase(name, start, end) for start, end in union(kinds[name])] for name in kinds]
 
 
 def seconds_by_phase(process: str, phases: Sequence[Phase]) -> dict[str, float]:
     """Seconds that a process spent in each phase, most first; those of a trainer rank add up."""
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for row in rows(process, phases):
         for piece in row:
             total[piece.name] += piece.end - piece.start
-    return dict(total.most_common())
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
 def seconds_by_step(phases: Sequence[Phase]) -> dict[int, dict[str, float]]:
     """Step (from 1) -> seconds in each of its phases; of a step that was done again after a resume, the last time."""
     last = {p.step: p for p in sorted(phases, key=lambda p: p.start) if p.name == CONTAINER and p.step is not None}
-    found: dict[int, Counter[str]] = {step + 1: Counter() for step in sorted(s for s in last if s is not None)}
+    found: dict[int, dict[str, float]] = {
+        step + 1: defaultdict(float) for step in sorted(s for s in last if s is not None)
+    }
     for piece in exclusive(phases):
         if piece.step in last and piece.start >= last[piece.step].start:
             found[piece.step + 1][piece.name] += piece.end - piece.start

@@ -13,11 +13,9 @@ from megarl.algorithms import Algorithm, LossInput
 from megarl.batching import MicroBatch, Rows, micro_batches
 from megarl.checkpoint.state import inner_optimizers
 from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.metrics import Sums
 from megarl.models.gpt import build_stage, named_tensors, unwrap
 from megarl.training.schedule import Head, run
-
-Sums = dict[str, tuple[float, float]]
-"""Metric name -> (sum, count) over this rank's rows."""
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -89,8 +87,8 @@ class Actor(FrozenModel):
             ),
             self.stage,
         )
-        self.optimizer_config = optimizer
         self.optimizer = self._build_optimizer(optimizer)
+        self.set_hyperparameters(optimizer)
         config.grad_scale_func = self.optimizer.scale_loss
 
     def _build_optimizer(self, config: OptimizerConfig) -> Any:
@@ -119,17 +117,25 @@ class Actor(FrozenModel):
         for inner in inner_optimizers(self.optimizer):
             for group in inner.param_groups:
                 group["step"] = 0
-                group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+            for moments in inner.state.values():
+                moments["exp_avg"].zero_()
+                moments["exp_avg_sq"].zero_()
+        self.set_hyperparameters(config)
+
+    def set_hyperparameters(self, config: OptimizerConfig) -> None:
+        """Go on with ``config`` and the moments so far.
+
+        Needed after a checkpoint is loaded, which brings the values that it was made with, and at the start: Megatron
+        leaves it to its own scheduler that norms and biases have ``wd_mult`` 0.
+        """
+        for inner in inner_optimizers(self.optimizer):
+            for group in inner.param_groups:
+                group["weight_decay"] = config.weight_decay * group["wd_mult"]
                 group["betas"] = (config.beta1, config.beta2)
                 group["eps"] = config.eps
-            for state in inner.state.values():
-                for value in state.values():
-                    if torch.is_tensor(value):
-                        value.zero_()
         for outer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             outer.config.clip_grad = config.clip_grad
         self.optimizer.config.clip_grad = config.clip_grad
-        self.optimizer_config = config
 
     def weights_changed(self) -> None:
         """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
@@ -142,7 +148,11 @@ class Actor(FrozenModel):
         algorithm: Algorithm,
         settings: AlgorithmConfig,
     ) -> Sums:
-        """Gradients of the loss over ``rows`` of all data-parallel ranks, divided by the global count."""
+        """Gradients of the loss over ``rows`` of all data-parallel ranks, divided by the global count.
+
+        Returns:
+            Metric sums over this rank's rows on last-stage ranks, {} elsewhere; ``actor/loss`` is their mean.
+        """
         from megatron.core import parallel_state
 
         self.stage.train()
@@ -176,11 +186,11 @@ class Actor(FrozenModel):
                 ),
                 settings,
             )
-            part = loss.total * scale
-            return part, {"actor/loss": (part.detach(), torch.tensor(1.0))} | loss.metrics
+            share = algorithm.count(mask, row, len(batch), settings)
+            return loss.total * scale, {"actor/loss": (loss.total.detach(), share)} | loss.metrics
 
         collected = run(self.stage, batches, self.head, loss_function, forward_only=False)
-        sums: Sums = {}
+        sums: dict[str, tuple[float, float]] = {}
         for metrics in collected:
             for name, (total, number) in metrics.items():
                 before = sums.get(name, (0.0, 0.0))

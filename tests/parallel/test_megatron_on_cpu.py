@@ -143,6 +143,57 @@ def test_checkpoint_before_the_first_step(model: str, tmp_path: Path) -> None:
     assert run_grid(1, save_untrained, model, str(tmp_path)) == run_grid(1, load_untrained, model, str(tmp_path))
 
 
+def restart(rank: int, path: str, parallel: ParallelConfig) -> list[Any]:
+    actor, position = make_actor(path, parallel)
+    decays = [{group["wd_mult"]: group["weight_decay"] for group in inner_groups(actor)}]
+    sft_steps(actor, position, parallel, range(2))
+    weights = {name: tensor.clone() for name, tensor in actor.tensors.items()}
+    other = OptimizerConfig(lr=1e-2, weight_decay=0.5, beta1=0.8, beta2=0.9, eps=1e-6, clip_grad=0.1)
+    runs = []
+    for renew in (lambda: actor.restart_optimizer(other), lambda: setattr(actor, "optimizer", new_optimizer(actor, other))):
+        for name, tensor in actor.tensors.items():
+            tensor.copy_(weights[name])
+        renew()
+        actor.weights_changed()
+        decays.append({group["wd_mult"]: group["weight_decay"] for group in inner_groups(actor)})
+        runs.append((sft_steps(actor, position, parallel, range(2, 4)), weights_digest(actor)))
+    return [decays, *runs]
+
+
+def inner_groups(actor: Any) -> list[dict[str, Any]]:
+    from megarl.checkpoint.state import inner_optimizers
+
+    return [group for inner in inner_optimizers(actor.optimizer) for group in inner.param_groups]
+
+
+def new_optimizer(actor: Any, config: OptimizerConfig) -> Any:
+    actor.optimizer = actor._build_optimizer(config)
+    actor.set_hyperparameters(config)
+    return actor.optimizer
+
+
+def test_restarted_optimizer_is_as_new(model: str) -> None:
+    """No moment, step or setting of the phase before stays; norms are never decayed."""
+    for decays, restarted, new in run_grid(2, restart, model, ParallelConfig(dp=2)):
+        assert decays == [{1.0: 0.01, 0.0: 0.0}, {1.0: 0.5, 0.0: 0.0}, {1.0: 0.5, 0.0: 0.0}]
+        assert restarted == new
+
+
+def listening(rank: int) -> list[str]:
+    """Local addresses on which this process listens."""
+    import psutil
+
+    from megarl.parallel import groups
+
+    groups.initialize(ParallelConfig(dp=2), seed=1)
+    return [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
+def test_a_job_on_loopback_listens_there_alone() -> None:
+    for addresses in run_grid(2, listening):
+        assert addresses and set(addresses) == {"127.0.0.1"}
+
+
 def test_resume_on_another_grid(model: str, tmp_path: Path) -> None:
     uninterrupted = run_grid(2, save_and_go_on, model, ParallelConfig(tp=2), str(tmp_path))
     resumed = run_grid(1, resume_and_go_on, model, ParallelConfig(), str(tmp_path))

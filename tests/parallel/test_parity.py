@@ -97,7 +97,6 @@ def one_update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, 
     sums = actor.backward(mine, micro, algorithms.get("grpo"), SETTINGS)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sums if position.reports else {})
-    total = sum(s["actor/loss"][0] for s in everyone if s)
     metrics = mean_of_sums(everyone)
     for buffer in actor.stage.buffers:  # the distributed optimizer leaves each rank its shard of the reduced gradient
         group = buffer.data_parallel_group
@@ -106,7 +105,7 @@ def one_update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, 
             mine_shard = bucket.grad_data[group.rank() * size : (group.rank() + 1) * size].clone()
             dist.all_gather_into_tensor(bucket.grad_data, mine_shard, group=group)
     grads = {n: p.main_grad.clone() for n, p in unwrap(actor.stage).named_parameters()}
-    return {"loss": total, "grads": grads, "norm": actor.step(1e-3)["actor/grad_norm"], "metrics": metrics}
+    return {"loss": metrics["actor/loss"], "grads": grads, "norm": actor.step(1e-3)["actor/grad_norm"], "metrics": metrics}
 
 
 def to_hf(hf_config: dict[str, Any], parallel: ParallelConfig, answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

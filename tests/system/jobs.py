@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sqlite3
@@ -38,6 +39,13 @@ MARK = "MEGARL_TEST_JOB"
 START_S = 240.0
 """How long a start may take on a loaded machine before a test gives up waiting for something to happen."""
 
+_LIBC = ctypes.CDLL(None)
+
+
+def _end_with_the_tests() -> None:
+    """SIGTERM when pytest is killed, so that its jobs do not go on training."""
+    _LIBC.prctl(1, signal.SIGTERM)
+
 
 @dataclass
 class Job:
@@ -59,6 +67,7 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_the_tests,
             )
         return self
 
@@ -129,13 +138,13 @@ class Job:
                 connection.close()
         return []
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = START_S, poll_s: float = 0.05) -> None:
         """Wait for a condition while the job runs. Raises AssertionError with the job's output."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.poll() is None, f"ended with {self.poll()} before {what}:\n{self.output.read_text()}"
             assert time.monotonic() < deadline, f"no {what} after {timeout_s} s:\n{self.output.read_text()}"
-            time.sleep(0.05)
+            time.sleep(poll_s)
 
     def until_step(self, step: int) -> None:
         """Wait until the store has this step's metrics."""

@@ -102,7 +102,11 @@ def test_finished_job_says_so_and_starts_nothing(start: Start, run_dir: Path) ->
 
 
 def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) -> None:
+    """At the beginning of a sync: an engine that is told to end then waits for ever for the call that it never answered."""
     job = training(start(ENDLESS))
+    engine_log = newest_log(run_dir, "engine 0")
+    syncs = engine_log.read_text().count("PAUSED_NEW")
+    job.until(lambda: engine_log.read_text().count("PAUSED_NEW") > syncs, "a sync", poll_s=0.002)
     segments = job.shared_memory()
     since = time.monotonic()
     job.signal(signal.SIGKILL)

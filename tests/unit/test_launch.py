@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config import Config, compose, save_resolved
-from megarl.errors import ArchitectureError, ConfigError, DataError
+from megarl.errors import ArchitectureError, ConfigError, DataError, JobError
 from megarl.launch import job, ports
+from megarl.launch.guard import Guard, end
 from megarl.launch.process import Child
-from megarl.launch.supervisor import next_attempt, own_run_dir, start_job
+from megarl.launch.supervisor import StopRequest, next_attempt, own_run_dir, start_job, watch
+from megarl.rollout.engine import group_members
 from megarl.schema import Task
 from megarl.tasksets import read_rows
 from megarl.tasksets.parquet import write_rows
@@ -92,6 +95,11 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["trainer.micro_batch_size=0"], ["trainer.micro_batch_size=0"]),
         (["rollout.temperature=0"], ["rollout.temperature=0"]),
         (["algorithm.name=grpoo"], ["grpoo", "grpo"]),
+        (["algorithm.name=sft"], ["algorithm.name=sft", "advantages"]),
+        (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip", "0.5"]),
+        (["parallel=tp1", "parallel.sequence_parallel=true"], ["parallel.sequence_parallel", "parallel.tp"]),
+        (["trainer.optimizer.decay_steps=10"], ["trainer.optimizer.decay_steps=10", "min_lr=None"]),
+        (["reference.refresh=400"], ["reference.refresh=400"]),
         (["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
          ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"]),
         (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
@@ -230,6 +238,11 @@ def test_prompt_longer_than_the_limit(prepared: Path, tmp_path: Path, split: str
     )
 
 
+def test_demonstration_longer_than_the_context(prepared: Path, tmp_path: Path) -> None:
+    override = rewritten(prepared, "warm_start", tmp_path / "rows.parquet", 3, response="1 2 3 4 " * 40)
+    refused(DataError, config_of(prepared, override), "row 3 of taskset.warm_start", "context is 128")
+
+
 # ---------------------------------------------------------------- ports and run directories
 
 
@@ -252,8 +265,9 @@ def test_a_later_port_of_the_job_in_use(prepared: Path, busy_port: int) -> None:
 def test_starting_on_a_port_in_use_launches_nothing(prepared: Path, busy_port: int, tmp_path: Path) -> None:
     config = config_of(prepared, f"run.port={busy_port}")
     config = replace(config, run=replace(config.run, dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match=f"port {busy_port} .* in use"):
-        start_job(config, lock=0)
+    in_use = pytest.raises(ConfigError, match=f"port {busy_port} .* in use")
+    with own_run_dir(tmp_path) as lock, Guard(lock) as guard, in_use:
+        start_job(config, lock, guard)
     assert not (tmp_path / "logs").exists()
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(p)]
 
@@ -326,6 +340,66 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert (tmp_path / "c.log").read_text() == "up\ntold to end\n"
+
+
+TRAINER = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.5), sys.exit({status}))); print('up', flush=True); time.sleep(60)"
+
+
+def watch_stopping(tmp_path: Path, trainer: str, *, engine_dies: bool = False) -> None:
+    """``watch`` a job that is asked to stop."""
+    codes = {"engine 0": "import time; time.sleep(60)", "trainer rank 0": trainer}
+    children = [Child(name, [sys.executable, "-c", code], {}, tmp_path / name) for name, code in codes.items()]
+    while "up" not in (tmp_path / "trainer rank 0").read_text():
+        time.sleep(0.02)
+    request = StopRequest()
+    request.count = 1
+    if engine_dies:
+        children[0].signal(signal.SIGTERM)
+        assert children[0].wait(10)
+    watch(children, request, shutdown_grace_s=20)
+    assert all(child.poll() is not None for child in children)
+
+
+def test_stop_of_a_whole_session_is_a_stop(tmp_path: Path) -> None:
+    """Slurm and systemd signal every process: an engine that ends first does not keep the trainer from saving."""
+    watch_stopping(tmp_path, TRAINER.format(status=0), engine_dies=True)
+
+
+def test_stop_before_a_trainer_listens_is_a_stop(tmp_path: Path) -> None:
+    watch_stopping(tmp_path, "import time; print('up', flush=True); time.sleep(60)")
+
+
+def test_trainer_that_fails_while_it_stops_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="trainer rank 0 ended with status 3"):
+        watch_stopping(tmp_path, TRAINER.format(status=3))
+
+
+def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
+    """A whole group, whatever its leader does; one that has ended already is no trouble."""
+    code = (
+        "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
+    )
+    deaf, gone = child(tmp_path, code), child(tmp_path, "")
+    deadline = time.monotonic() + 30
+    assert gone.wait(30)
+    while len(group_members(deaf.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    deaf.signal(signal.SIGTERM)
+    end([deaf.pid, gone.pid], after_s=0.5)
+    assert deaf.wait(30) and deaf.poll() == -signal.SIGKILL
+    while group_members(deaf.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_guard_waits_for_what_ends_by_itself(tmp_path: Path) -> None:
+    with own_run_dir(tmp_path) as lock, Guard(lock) as guard:
+        process = child(tmp_path, "import time; time.sleep(0.5)")
+        guard.add(process.pid)
+    assert not group_members(process.pid)
+    assert process.wait(30) and process.poll() == 0
 
 
 def _read(path: Path) -> bytes:

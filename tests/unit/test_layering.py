@@ -107,7 +107,7 @@ def imported_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["megarl", "megarl.cli", "megarl.config", "megarl.schema", "megarl.launch.supervisor"]
+    "module", ["megarl", "megarl.cli", "megarl.config", "megarl.schema", "megarl.launch.process"]
 )
 def test_importing_is_light(module: str) -> None:
     assert not imported_by(module) & set(HEAVY)
