@@ -54,9 +54,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
+
+    config = compose(arguments.overrides)  # before the imports that take seconds: a mistyped key is told at once
     from megarl.launch.job import check, run
 
-    config = compose(arguments.overrides)
     if arguments.check:
         check(config)
         logging.info("the settings, data and model fit; nothing was started")

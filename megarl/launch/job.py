@@ -28,6 +28,9 @@ from megarl.tasksets import ChatTokenizer, check_prompts, read_rows
 
 log = logging.getLogger(__name__)
 
+ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vllm 0.32, v1/attention/backends/cpu_attn.py: another size fails at the first request, after the warm start."""
+
 
 def run(config: Config) -> int:
     """Run the job to its end; exit status 0 when it finished, 130 when it was stopped and can be resumed."""
@@ -152,6 +155,8 @@ def _check_settings(config: Config) -> None:
         )
     if config.rollout.temperature <= 0:
         raise ConfigError(f"rollout.temperature={config.rollout.temperature} must be above 0: training samples")
+    if config.parallel.backend == "nccl":
+        raise ConfigError("parallel.backend=nccl is not finished: batches stay on the CPU; set parallel.backend to gloo")
     if config.parallel.sequence_parallel and config.parallel.tp == 1:
         raise ConfigError("parallel.sequence_parallel=true needs parallel.tp above 1; leave it out")
     for where, optimizer in (("trainer", config.trainer.optimizer), ("trainer.warm_start", config.trainer.warm_start.optimizer)):
@@ -188,6 +193,12 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
                 f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
                 "remove that directory to make the model anew, or set the value that it has"
             )
+    head_dim = architecture(hf_config).sizes(hf_config).head
+    if head_dim not in ENGINE_HEAD_DIMS:
+        raise ConfigError(
+            f"head_dim={head_dim} of {config.model.path} is none that vLLM's CPU attention has: "
+            f"{', '.join(map(str, ENGINE_HEAD_DIMS))}"
+        )
     context = int(hf_config["max_position_embeddings"])
     wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if wanted > context:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,17 @@ class Link:
 
 
 def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
-    """The link's key-value store; the master listens, others wait for it up to the timeout."""
-    return TCPStore(address.host, address.port, None, is_master=master, timeout=address.timeout, wait_for_workers=False)
+    """The link's key-value store; the master listens on ``address.host`` alone, others wait for it up to the timeout."""
+    listening = socket.create_server((address.host, address.port)).detach() if master else None
+    return TCPStore(
+        address.host,
+        address.port,
+        None,
+        is_master=master,
+        timeout=address.timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
 
 
 def join(store: Store, address: LinkAddress, rank: int, peers: int) -> Link:

@@ -55,7 +55,7 @@ VERL_METRICS = (
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Run once to its end."""
-    overrides = [*TINY, f"trainer.steps={STEPS}", f"algorithm.group_size={GROUP_SIZE}"]
+    overrides = [*TINY, "taskset.eval_size=200", f"trainer.steps={STEPS}", f"algorithm.group_size={GROUP_SIZE}"]
     job = Job(tmp_path_factory.mktemp("job") / "run", overrides).start()
     try:
         job.until(lambda: bool(job.steps()), "the first step")
