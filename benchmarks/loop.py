@@ -42,14 +42,18 @@ def run(name: str, steps: int, overrides: list[str]) -> tuple[Path, float, float
 
 def report(run_dir: Path, started: float, wall: float) -> list[str]:
     trainer, explorer = phases(run_dir, "trainer_0"), phases(run_dir, "explorer-0")
-    step = total(trainer, "step")
     count = sum(r["phase"] == "step" for r in trainer)
-    first_sync = next(r for r in trainer if r["phase"] == "sync" or r["phase"] == "evaluation")
-    start_up = first_sync["start"] - started - total(trainer, "warm_start")
+    waited = next(r for r in trainer if r["phase"] == "wait_for_engine")
+    first_step = next(r for r in trainer if r["phase"] == "step")
+    # A resumed job connects inside its first step's sync: that wait belongs to the start-up.
+    inside = waited["seconds"] if waited["start"] >= first_step["start"] else 0.0
+    step = total(trainer, "step") - inside
+    start_up = waited["start"] + waited["seconds"] - started - total(trainer, "warm_start")
     lines = [f"Start-up (command to first sync, without the warm start): **{start_up:.1f} s**; whole command {wall:.0f} s.", ""]
     lines += ["| phase of a step | seconds a step | share |", "|---|---|---|"]
     for name in PHASES:
         seconds = sum(r["seconds"] for r in trainer if r["phase"] == name and "step" in r)
+        seconds -= inside if name == "sync" else 0.0
         lines.append(f"| {name} | {seconds / count:.2f} | {seconds / step:.0%} |")
     lines.append(f"| whole step | {step / count:.2f} | 100% |")
     rewards = sum(r["seconds"] for r in explorer if r["phase"] == "reward" and r["rollout"].startswith("train"))
