@@ -85,7 +85,3 @@ def position() -> Position:
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
-
-
-def device(parallel: ParallelConfig) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if parallel.backend == "nccl" else torch.device("cpu")
