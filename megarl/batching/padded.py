@@ -93,6 +93,15 @@ def stack_experiences(
     return rows
 
 
+def response_values(values: torch.Tensor, experiences: Sequence[Experience]) -> list[np.ndarray]:
+    """Per-token values [N, S] of ``stack_experiences(experiences)`` as one array [R] per response."""
+    starts = [len(e.prompt_ids) - 1 for e in experiences]
+    return [
+        row[start : start + len(e.response_ids)]
+        for row, start, e in zip(values.cpu().numpy(), starts, experiences, strict=True)
+    ]
+
+
 def shard(num_rows: int, updates: int, dp: int, micro_batch_size: int) -> list[list[torch.Tensor]]:
     """Row numbers of every update and data-parallel rank: ``result[update][dp_rank]``, int64, padded with -1.
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from megarl.algorithms import group_stats
-from megarl.batching import Rows, shard, stack_experiences
+from megarl.batching import Rows, response_values, shard, stack_experiences
 from megarl.config import Config, load_resolved
 from megarl.errors import JobError
 from megarl.experience import Report, shuffle_rewards, verify
@@ -88,8 +88,12 @@ def step(s: Session) -> bool:
             plan = shard(len(rows), config.trainer.updates_per_step, config.parallel.dp, config.trainer.micro_batch_size)
             mine = [rows.select(update[s.position.dp_rank]) for update in plan]
         with s.timeline.phase("inference", step=number):
-            for part in mine:
+            for index, part in zip((update[s.position.dp_rank] for update in plan), mine, strict=True):
                 infer(s, part)
+                if s.position.reports and part.old_logp is not None:
+                    real = index >= 0
+                    used = [experiences[i] for i in index[real].tolist()]
+                    s.store.record_old_logp(used, response_values(part.old_logp[real], used))
         sums: list[Sums] = [_mismatch(part) for part in mine if s.position.reports]
         updates: list[Sums] = []
         with s.timeline.phase("update", step=number):

@@ -80,6 +80,16 @@ def experience_to_row(experience: Experience) -> dict[str, Any]:
     }
 
 
+def old_logp_to_bytes(experience: Experience, old_logp: np.ndarray) -> bytes:
+    """Raises ValueError unless ``old_logp`` is float32 with one value per response token."""
+    if old_logp.dtype != np.float32 or old_logp.shape != experience.response_ids.shape:
+        raise ValueError(
+            f"experience {experience.group_id}[{experience.index}]: old_logp must be float32 "
+            f"{experience.response_ids.shape}, got {old_logp.dtype} {old_logp.shape}"
+        )
+    return old_logp.astype("<f4").tobytes()
+
+
 def experience_from_row(row: Any) -> Experience:
     record = json.loads(row.record)
     stats = record["group_stats"]
@@ -98,4 +108,5 @@ def experience_from_row(row: Any) -> Experience:
         finish_reason=record["finish_reason"],
         group_stats=None if stats is None else GroupStats(*stats),
         metadata=record["metadata"],
+        old_logp=None if row.old_logp is None else np.frombuffer(row.old_logp, "<f4").copy(),
     )

@@ -21,13 +21,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, case, create_engine, delete, event, func, insert, or_, select, update
+import numpy as np
+from sqlalchemy import (
+    Connection,
+    Engine,
+    bindparam,
+    case,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.engine import make_url
 
 from megarl.errors import ConfigError, DataError
 from megarl.schema import Experience, Task, WeightsVersion
-from megarl.store.codec import dumps, experience_from_row, experience_to_row, task_from_row, task_to_row
-from megarl.store.tables import EVENTS, EXPERIENCES, GROUPS, JOB, METADATA, ROLLOUT_METRICS, ROLLOUTS, STEPS, TASKS
+from megarl.store.codec import (
+    dumps,
+    experience_from_row,
+    experience_to_row,
+    old_logp_to_bytes,
+    task_from_row,
+    task_to_row,
+)
+from megarl.store.tables import (
+    EVENTS,
+    EXPERIENCES,
+    GROUPS,
+    JOB,
+    METADATA,
+    ROLLOUT_METRICS,
+    ROLLOUTS,
+    STEPS,
+    TASKS,
+    TRAINED,
+)
 
 BUSY_TIMEOUT_S = 60.0
 LEASE_S = 3600.0
@@ -195,13 +227,29 @@ class Store:
     def experiences(self, rollout_id: str) -> list[Experience]:
         """Experiences of the groups done so far, ordered by (group position, index)."""
         query = (
-            select(EXPERIENCES)
+            select(EXPERIENCES, TRAINED.c.old_logp)
             .join(GROUPS, GROUPS.c.group_id == EXPERIENCES.c.group_id)
+            .outerjoin(
+                TRAINED, (TRAINED.c.group_id == EXPERIENCES.c.group_id) & (TRAINED.c.index == EXPERIENCES.c.index)
+            )
             .where(EXPERIENCES.c.rollout_id == rollout_id, GROUPS.c.state == "done")
             .order_by(GROUPS.c.position, EXPERIENCES.c.index)
         )
         with self._read() as connection:
             return [experience_from_row(row) for row in connection.execute(query)]
+
+    def record_old_logp(self, experiences: Sequence[Experience], old_logp: Sequence[np.ndarray]) -> None:
+        """Keep the trainer's own log-probs (float32 [R] each) beside the engine's; a later record replaces them."""
+        rows = [
+            {"group_id": e.group_id, "index": e.index, "rollout_id": e.rollout_id, "old_logp": old_logp_to_bytes(e, logp)}
+            for e, logp in zip(experiences, old_logp, strict=True)
+        ]
+        if not rows:
+            return
+        same = (TRAINED.c.group_id == bindparam("g"), TRAINED.c.index == bindparam("i"))
+        with self._write() as connection:
+            connection.execute(delete(TRAINED).where(*same), [{"g": e.group_id, "i": e.index} for e in experiences])
+            connection.execute(insert(TRAINED), rows)
 
     # ----------------------------------------------------------------- claims
 
@@ -365,7 +413,7 @@ class Store:
 
 
 def _delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
-    for table in (EXPERIENCES, GROUPS, ROLLOUT_METRICS, ROLLOUTS):
+    for table in (TRAINED, EXPERIENCES, GROUPS, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:
             connection.execute(delete(table).where(table.c.rollout_id == rollout_id))
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.batching import micro_batches, shard, stack_demonstrations, stack_experiences
+from megarl.batching import micro_batches, response_values, shard, stack_demonstrations, stack_experiences
 from megarl.schema import Experience, Reward
 
 
@@ -38,14 +38,14 @@ def test_values_sit_where_their_token_is_predicted() -> None:
             finish_reason="stop",
         )
 
-    rows = stack_experiences(
-        [experience([5, 6, 7], [8, 9], [True, True]), experience([5], [6, 7, 8], [True, False, True])], [2.0, -1.0], pad_id=0, multiple=4
-    )
+    experiences = [experience([5, 6, 7], [8, 9], [True, True]), experience([5], [6, 7, 8], [True, False, True])]
+    rows = stack_experiences(experiences, [2.0, -1.0], pad_id=0, multiple=4)
     assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0], [5, 6, 7, 8, 0, 0, 0, 0]]
     assert rows.targets.tolist() == [[-100, -100, 8, 9, -100, -100, -100, -100], [6, -100, 8, -100, -100, -100, -100, -100]]
     assert rows.engine_logp is not None and rows.advantages is not None
     assert rows.engine_logp[0, 2:4].tolist() == [-8, -9]
     assert rows.advantages[1].unique().tolist() == [-1.0]
+    assert [v.tolist() for v in response_values(rows.engine_logp, experiences)] == [[-8, -9], [-6, -7, -8]]
     picked = rows.select(torch.tensor([1, -1]))
     assert picked.mask.sum(1).tolist() == [2, 0]
     assert picked.tokens[0].tolist() == rows.tokens[1].tolist()
