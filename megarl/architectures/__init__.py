@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from megarl.architectures.deepseek_v3 import DEEPSEEK_V3
+from megarl.architectures.ernie4_5 import ERNIE4_5
+from megarl.architectures.llama import LLAMA
+from megarl.architectures.mistral import MISTRAL
+from megarl.architectures.mixtral import MIXTRAL
+from megarl.architectures.qwen2 import QWEN2
 from megarl.architectures.qwen3 import QWEN3
+from megarl.architectures.qwen3_moe import QWEN3_MOE
 from megarl.architectures.table import Architecture, HFConfig, ModelSizes, Shape
 from megarl.errors import ArchitectureError
 
 __all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "ModelSizes", "Shape", "architecture"]
 
-ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3}
+ARCHITECTURES: dict[str, Architecture] = {
+    arch.name: arch for arch in (LLAMA, MISTRAL, ERNIE4_5, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
+}
 """``model_type`` of config.json -> its table."""
 
 

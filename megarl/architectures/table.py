@@ -1,16 +1,17 @@
 """What a row of an architecture table says, and the model sizes that give a row its shapes.
 
 A family file is data: rows of :class:`Param` plus the few facts that differ between families. What an op or a
-shard *means* for Megatron-Core and for vLLM is written once, in ``megarl.reshard.layouts``.
+shard *means* for Megatron-Core and for vLLM is written once, in ``megarl.reshard``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
+from megarl.architectures.megatron_config import gpt_kwargs, transformer_kwargs
 from megarl.errors import ArchitectureError
 
 Shape = tuple[int, ...]
@@ -18,7 +19,7 @@ HFConfig = Mapping[str, Any]
 
 HF_LAYER = "model.layers.{}."
 VLLM_LAYER = "model.layers.{}."
-MEGATRON_LAYER = "decoder.layers.{}."
+EXPERT = "{expert}"
 
 
 class Op(Enum):
@@ -26,7 +27,7 @@ class Op(Enum):
 
     SAME = "one logical tensor, as it is"
     QKV = "query, key and value heads; Megatron interleaves them per query group, vLLM keeps three blocks"
-    GATE_UP = "gate over up, each split on its own"
+    CONCAT = "each part is cut on its own and the shares lie one after the other (gate over up)"
     TIED = "hf[0]; when config.tie_word_embeddings, a second copy of hf[1] wherever the engine keeps one"
 
 
@@ -40,58 +41,76 @@ class Shard(Enum):
 
 
 class Stage(Enum):
-    """Which pipeline stage holds the row."""
+    """Which layers, and so which pipeline stage, hold the row. Names of the middle four are relative to the layer."""
 
-    FIRST = "first"
-    LAYER = "the stage of its layer; the row's names are relative to the layer and it exists once per layer"
-    LAST = "last"
+    FIRST = "beside the first layer"
+    LAYER = "every layer"
+    DENSE = "layers with one MLP"
+    MOE = "layers with experts"
+    MTP = "layers of multi-token prediction, behind the last one; they are layers with experts besides"
+    LAST = "beside the last layer"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Logical:
-    """A logical tensor: its HF name, and the names of its axes (attributes of :class:`ModelSizes`, space separated)."""
+    """A logical tensor: its HF name (``{expert}`` in it: one per expert) and the names of its axes.
+
+    One object is one tensor: rows of Megatron and of vLLM name the same object.
+    """
 
     name: str
     axes: str
+    """Attributes of :class:`ModelSizes`, space separated."""
+    shard: Shard = Shard.REPLICATED
+    dtype: str | None = None
+    """Kept in this dtype everywhere, whatever the model's is."""
+
+    def shape(self, sizes: ModelSizes) -> Shape:
+        return tuple(getattr(sizes, axis) for axis in self.axes.split())
+
+
+PARTS = {Op.SAME: 1, Op.QKV: 3, Op.CONCAT: 2, Op.TIED: 2}
 
 
 @dataclass(frozen=True)
 class Param:
-    """One row: a parameter of Megatron's GPTModel, the logical tensors in it, and the vLLM parameter with the same ones."""
+    """One row: a tensor of Megatron's GPTModel and the logical tensors in it."""
 
     megatron: str
+    """Under the local spec; ``{expert}`` counts the experts of a rank."""
     op: Op
     hf: tuple[Logical, ...]
-    shard: Shard
     stage: Stage = Stage.LAYER
-    vllm: str | None = None
-    """vLLM's name where it is not that of the (first) logical tensor."""
     te: str | None = None
-    """Megatron's name under the TransformerEngine spec where it differs from the local spec."""
+    """Under the TransformerEngine spec where it differs."""
 
     def __post_init__(self) -> None:
-        expected = {Op.SAME: 1, Op.QKV: 3, Op.GATE_UP: 2, Op.TIED: 2}[self.op]
-        assert len(self.hf) == expected, f"{self.megatron}: {self.op.name} joins {expected} tensors, got {len(self.hf)}"
+        assert len(self.hf) == PARTS[self.op], f"{self.megatron}: {self.op.name} joins {PARTS[self.op]} tensors"
 
-    def megatron_name(self, transformer_impl: str, layer: int) -> str:
-        """The parameter's name on its own rank; ``layer`` is the index within that rank."""
-        name = self.te if transformer_impl == "transformer_engine" and self.te else self.megatron
-        return MEGATRON_LAYER.format(layer) + name if self.stage is Stage.LAYER else name
+    @property
+    def per_expert(self) -> bool:
+        return EXPERT in self.hf[0].name
 
-    def vllm_name(self, layer: int) -> str:
-        name = self.vllm or self.hf[0].name
-        return VLLM_LAYER.format(layer) + name if self.stage is Stage.LAYER else name
 
-    def logical(self, sizes: ModelSizes, layer: int) -> tuple[tuple[str, Shape], ...]:
-        """(HF name, shape) of every tensor in the row, for this model and (global) layer."""
-        parts = self.hf if self.op is not Op.TIED else (self.hf[1 if sizes.tied else 0],)
-        prefix = HF_LAYER.format(layer) if self.stage is Stage.LAYER else ""
-        return tuple((prefix + part.name, tuple(getattr(sizes, axis) for axis in part.axes.split())) for part in parts)
+@dataclass(frozen=True)
+class Fused:
+    """A vLLM parameter that is not named as its only logical tensor is. Per-expert tensors are stacked on axis 0."""
+
+    vllm: str
+    op: Op
+    hf: tuple[Logical, ...]
+
+
+class Place(NamedTuple):
+    """One occurrence of a row: which layer (counted from 0 over the whole model; MTP layers follow the last) and expert."""
+
+    layer: int | None
+    expert: int | None
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The extents that a decoder's tensors are made of, in elements."""
+    """The extents that a decoder's tensors are made of, in elements. 0 where a family has no such thing."""
 
     num_layers: int
     hidden: int
@@ -101,6 +120,18 @@ class ModelSizes:
     ffn: int
     vocab: int
     tied: bool
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    """Of all shared experts together."""
+    moe_layers: tuple[int, ...] = ()
+    mtp_layers: int = 0
+    q_lora: int = 0
+    kv_lora: int = 0
+    qk_nope: int = 0
+    qk_rope: int = 0
+    v_head: int = 0
 
     @property
     def q(self) -> int:
@@ -110,18 +141,51 @@ class ModelSizes:
     def kv(self) -> int:
         return self.kv_heads * self.head
 
+    @property
+    def latent_q(self) -> int:
+        """Rows of MLA's query up-projection."""
+        return self.heads * (self.qk_nope + self.qk_rope)
+
+    @property
+    def direct_q(self) -> int:
+        """The same without a query latent (``q_lora_rank`` null), else 0."""
+        return 0 if self.q_lora else self.latent_q
+
+    @property
+    def latent_kv(self) -> int:
+        """Rows of MLA's key/value down-projection: the latent and the shared rotary key."""
+        return self.kv_lora + self.qk_rope
+
+    @property
+    def latent_up(self) -> int:
+        """Rows of MLA's key/value up-projection."""
+        return self.heads * (self.qk_nope + self.v_head)
+
+    @property
+    def latent_out(self) -> int:
+        return self.heads * self.v_head
+
+    @property
+    def two_hidden(self) -> int:
+        return 2 * self.hidden
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model family: its rows and what else Megatron-Core must be told to compute the same function as HF."""
+    """One model family."""
 
     name: str
     """``model_type`` of config.json."""
     params: tuple[Param, ...]
-    qk_layernorm: bool = False
-    add_qkv_bias: bool = False
+    vllm: tuple[Fused, ...] = ()
     fixed: HFConfig = field(default_factory=dict)
     """Settings that must have this value when config.json has them: the table covers no other."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """What Megatron's TransformerConfig must be told besides what sizes and rows say."""
+    vllm_ends_everywhere: bool = False
+    """vLLM keeps embedding, last norm and output weight on every pipeline stage."""
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Fields of :class:`ModelSizes` read from a config.json key that is not the usual one (``COMMON_KEYS``)."""
 
     def check(self, hf_config: HFConfig) -> None:
         """Raise ArchitectureError when the configuration asks for something that the table does not cover."""
@@ -131,85 +195,134 @@ class Architecture:
                     f"{self.name} with {key}={hf_config[key]!r} is not supported, only {value!r}; use a checkpoint with "
                     f"{key}={value!r} or add it to megarl/architectures/{self.name}.py"
                 )
-        _rope_theta(self.name, hf_config)
-        self.sizes(hf_config)
+        self.transformer_config(hf_config)
+        self.gpt(hf_config)
 
     def sizes(self, hf_config: HFConfig) -> ModelSizes:
-        def get(key: str) -> int:
+        def get(field_name: str) -> int:
+            keys = self.keys.get(field_name) or COMMON_KEYS[field_name]
+            key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
             value = hf_config.get(key)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ArchitectureError(
                     f"config.json of a {self.name} model has {key}={value!r}; it must be a positive integer"
                 )
             return value
 
-        heads, kv_heads, hidden = get("num_attention_heads"), get("num_key_value_heads"), get("hidden_size")
+        known = {p.stage for p in self.params} | {
+            axis for p in self.params for part in p.hf for axis in part.axes.split()
+        }
+        heads, hidden = get("heads"), get("hidden")
+        kv_heads = get("kv_heads") if hf_config.get("num_key_value_heads") is not None else heads
         if heads % kv_heads:
             raise ArchitectureError(
                 f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads} of {self.name}; correct config.json"
             )
-        head = get("head_dim") if hf_config.get("head_dim") is not None else hidden // heads
+        head = get("head") if hf_config.get("head_dim") is not None else hidden // heads
+        more: dict[str, Any] = {}
+        if "kv_lora" in known:
+            more |= {name: get(name) for name in ("kv_lora", "qk_nope", "qk_rope", "v_head")}
+            more["q_lora"] = 0 if hf_config.get("q_lora_rank") is None else get("q_lora")
+        if Stage.MOE in known:
+            more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
+            more["moe_layers"] = _moe_layers(hf_config, get("num_layers"))
+        if "shared_ffn" in known:
+            more["shared_ffn"] = get("expert_ffn") * int(hf_config.get("n_shared_experts") or 0)
+        if Stage.MTP in known:
+            more["mtp_layers"] = int(hf_config.get("num_nextn_predict_layers") or 0)
         return ModelSizes(
-            num_layers=get("num_hidden_layers"),
+            num_layers=get("num_layers"),
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
             head=head,
-            ffn=get("intermediate_size"),
-            vocab=get("vocab_size"),
+            ffn=get("ffn"),
+            vocab=get("vocab"),
             tied=bool(hf_config.get("tie_word_embeddings", False)),
+            **more,
         )
 
-    def rows(self, num_layers: int) -> tuple[tuple[Param, int], ...]:
-        """Every (row, global layer) in model order; the layer is 0 for rows outside the layers."""
-        first = [(p, 0) for p in self.params if p.stage is Stage.FIRST]
-        layers = [(p, i) for i in range(num_layers) for p in self.params if p.stage is Stage.LAYER]
-        return (*first, *layers, *((p, 0) for p in self.params if p.stage is Stage.LAST))
+    def places(self, param: Param, sizes: ModelSizes) -> Iterator[Place]:
+        """Every occurrence of a row, by layer and expert."""
+        if param.stage in (Stage.FIRST, Stage.LAST):
+            yield Place(None, None)
+            return
+        behind = range(sizes.num_layers, sizes.num_layers + sizes.mtp_layers)
+        moe = set(sizes.moe_layers)
+        layers = {
+            Stage.LAYER: [*range(sizes.num_layers), *behind],
+            Stage.DENSE: [layer for layer in range(sizes.num_layers) if layer not in moe],
+            Stage.MOE: [*sizes.moe_layers, *behind],
+            Stage.MTP: list(behind),
+        }[param.stage]
+        for layer in layers:
+            yield from (
+                (Place(layer, expert) for expert in range(sizes.experts)) if param.per_expert else (Place(layer, None),)
+            )
 
-    def tensors(self, hf_config: HFConfig) -> dict[str, Shape]:
-        """Logical tensors: HF name -> shape, in model order. A tied lm_head is not one of them."""
+    def parts(self, hf: tuple[Logical, ...], op: Op, sizes: ModelSizes) -> tuple[Logical, ...]:
+        """The logical tensors that a fused tensor of this model really holds."""
+        return (hf[1 if sizes.tied else 0],) if op is Op.TIED else hf
+
+    def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
+        """Logical tensors: HF name -> shape, in the order of layers. A tied lm_head is not one of them."""
         sizes = self.sizes(hf_config)
-        return dict(item for param, layer in self.rows(sizes.num_layers) for item in param.logical(sizes, layer))
+        found: list[tuple[tuple[int, int], str, Shape]] = []
+        for number, param in enumerate(self.params):
+            parts = [(p, s) for p in self.parts(param.hf, param.op, sizes) if 0 not in (s := p.shape(sizes))]
+            outside = {Stage.FIRST: -1, Stage.LAST: sizes.num_layers + sizes.mtp_layers}.get(param.stage, 0)
+            for place in self.places(param, sizes):
+                if place.layer is not None and place.layer >= sizes.num_layers and not mtp:
+                    continue
+                order = (outside if place.layer is None else place.layer, number)
+                found += [(order, hf_name(part, place), shape) for part, shape in parts]
+        found.sort(key=lambda item: item[0])
+        return {name: shape for _, name, shape in found}
+
+    def dtypes(self) -> dict[str, str]:
+        """HF name (relative to its layer) -> dtype, of the tensors that keep one of their own."""
+        return {part.name: part.dtype for param in self.params for part in param.hf if part.dtype is not None}
 
     def transformer_config(self, hf_config: HFConfig) -> dict[str, Any]:
         """Keyword arguments for Megatron's TransformerConfig, as plain values (``activation`` is a name)."""
-        sizes = self.sizes(hf_config)
-        return {
-            "num_layers": sizes.num_layers,
-            "hidden_size": sizes.hidden,
-            "num_attention_heads": sizes.heads,
-            "num_query_groups": sizes.kv_heads,
-            "kv_channels": sizes.head,
-            "ffn_hidden_size": sizes.ffn,
-            "normalization": "RMSNorm",
-            "layernorm_epsilon": float(hf_config.get("rms_norm_eps", 1e-6)),
-            "gated_linear_unit": True,
-            "activation": "silu",
-            "add_bias_linear": False,
-            "add_qkv_bias": self.add_qkv_bias,
-            "qk_layernorm": self.qk_layernorm,
-        }
+        return transformer_kwargs(self, hf_config)
 
     def gpt(self, hf_config: HFConfig) -> dict[str, Any]:
         """Keyword arguments for GPTModel. ``vocab_size`` is the real one: ``reshard.layouts.padded_vocab_size`` pads it."""
-        sizes = self.sizes(hf_config)
-        return {
-            "vocab_size": sizes.vocab,
-            "max_sequence_length": int(hf_config["max_position_embeddings"]),
-            "rotary_base": _rope_theta(self.name, hf_config),
-            "share_embeddings_and_output_weights": sizes.tied,
-        }
+        return gpt_kwargs(self, hf_config)
 
 
-def _rope_theta(name: str, hf_config: HFConfig) -> float:
-    """The rotary base: ``rope_theta``, or ``rope_parameters.rope_theta`` in files written by transformers 5."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ArchitectureError(
-            f"{name} with rope_type={kind!r} is not supported, only 'default'; use a checkpoint without rope scaling"
-        )
-    theta = rope.get("rope_theta", hf_config.get("rope_theta"))
-    if theta is None:
-        raise ArchitectureError(f"config.json of a {name} model has neither rope_theta nor rope_parameters.rope_theta")
-    return float(theta)
+def hf_name(part: Logical, place: Place) -> str:
+    """The whole HF name of one occurrence of a logical tensor."""
+    prefix = "" if place.layer is None else HF_LAYER.format(place.layer)
+    return prefix + part.name.replace(EXPERT, str(place.expert))
+
+
+COMMON_KEYS = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "ffn": ("intermediate_size",),
+    "vocab": ("vocab_size",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "topk": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "q_lora": ("q_lora_rank",),
+    "kv_lora": ("kv_lora_rank",),
+    "qk_nope": ("qk_nope_head_dim",),
+    "qk_rope": ("qk_rope_head_dim",),
+    "v_head": ("v_head_dim",),
+}
+"""Field of :class:`ModelSizes` -> keys of config.json, of which the first one present counts."""
+
+
+def _moe_layers(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), every ``decoder_sparse_step``-th without
+    ``mlp_only_layers`` (Qwen), or all."""
+    step = int(hf_config.get("decoder_sparse_step") or hf_config.get("moe_layer_freq") or 1)
+    dense = set(hf_config.get("mlp_only_layers") or ())
+    first = int(hf_config.get("first_k_dense_replace") or 0)
+    offset = 1 if "decoder_sparse_step" in hf_config else 0
+    return tuple(i for i in range(first, num_layers) if i not in dense and (i + offset) % step == 0)

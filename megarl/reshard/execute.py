@@ -1,14 +1,16 @@
 """Executes a plan: pack slices into buckets, send, unpack. Nothing here knows what the tensors mean.
 
 Both sides cut the plan into the same buckets and every rank works through its own in one global order. That order is why nothing
-deadlocks: of all buckets under way, the first one's receiver waits for nothing else, and neither does its sender. A sender has at
-most two buckets alive (it packs one while the other is on its way), a receiver one.
+deadlocks: of all buckets under way, the first one's receiver waits for nothing else, and neither does its sender. Each side has
+at most two buckets alive: a sender packs one while the other is on its way, a receiver unpacks one while the next arrives.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,70 +20,143 @@ from megarl.ops import slice_digest
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
 from megarl.reshard.layout import Layout
-from megarl.reshard.plan import Link, Move, ReshardPlan
+from megarl.reshard.plan import Kind, Link, Move, ReshardPlan
 
 Digests = dict[tuple[int, str], int]
 """(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders add."""
 
 _MODULUS = 1 << 64
+_ALIGNMENT = 16
+"""Bytes; every dtype may be viewed at a multiple of it."""
 
 
 class Work(Protocol):
     def wait(self) -> object: ...
 
 
-class Transport(Protocol):
-    """Carries flat contiguous tensors between rank spaces: messages of one link arrive in the order sent."""
+class Arrival(Protocol):
+    """A message on its way to this rank."""
 
-    def isend(self, tensor: torch.Tensor, rank: int, /) -> Work:
-        """Start sending to destination rank ``rank``; the tensor must not change until ``wait()`` has returned."""
+    def wait(self) -> torch.Tensor:
+        """The message, uint8; valid until ``release``."""
         ...
 
-    def recv(self, tensor: torch.Tensor, rank: int, /) -> None:
-        """Fill the tensor with what source rank ``rank`` sends next."""
+    def release(self) -> None:
+        """Say that the message has been read and its memory may be used again."""
+        ...
+
+
+class Transport(Protocol):
+    """Carries messages between rank spaces; those of one link arrive in the order sent."""
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        """Memory (uint8) to send from."""
+        ...
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        """Start sending part of an ``allocate``-d buffer to destination rank ``rank``; it must not change until ``wait()`` returns."""
+        ...
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        """Expect the next message of source rank ``rank``. ``spare()`` gives memory (uint8) for it, where that is needed."""
         ...
 
 
 class Chunk(NamedTuple):
-    """Elements ``box`` (within the move's box, in logical coordinates); they lie at ``offset`` in the bucket, row-major."""
+    """Elements ``box`` (within the move's box, in logical coordinates); they lie row-major in the bucket from byte ``offset`` on."""
 
     move: Move
     box: Box
     offset: int
+    dtype: torch.dtype
 
 
 class Bucket(NamedTuple):
     link: Link
-    elements: int
+    nbytes: int
     chunks: tuple[Chunk, ...]
 
 
-def buckets_of(plan: ReshardPlan, links: Iterable[Link], capacity: int) -> list[Bucket]:
-    """The buckets of these links, at most ``capacity`` elements each, in the global order.
+def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
+    """What a logical tensor travels and is digested in: its own dtype, or ``dtype``."""
+    own = layout.dtype_of(tensor)
+    return dtype if own is None else getattr(torch, own)  # type: ignore[no-any-return]
 
-    The order goes round: first bucket of every link, then the second; within a round links are interleaved by the distance
-    between their ends, so that neighbouring buckets have different senders and receivers.
+
+def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    """The buckets of these moves (all of every link that they are on), at most ``capacity`` bytes each, in the global order.
+
+    A destination is filled window by window: a run of its local tensors, in order, that makes one bucket at least. An engine has
+    a second copy of every layer that is begun and not complete, so what is begun is kept to one window. Replicas begin with
+    different windows, so that they ask different pipeline stages; within a window links are interleaved by the distance between
+    their ends, so that neighbouring buckets have different senders and receivers.
     """
+    links: dict[Link, list[Move]] = defaultdict(list)
+    for move in moves:
+        links[Link(move.src, move.dst)].append(move)
     span = max(plan.source.num_ranks, plan.destination.num_ranks)
+    windows = _Windows(plan, capacity, dtype)
     keyed = [
-        ((turn, (link.dst - link.src) % span, link.src, link.dst), bucket)
-        for link in links
-        for turn, bucket in enumerate(_pack(link, plan.links[link], capacity))
+        ((turn, number, (link.dst - link.src) % span, link.src, link.dst), bucket)
+        for link, of_link in links.items()
+        for turn, of_window in windows.split(link.dst, of_link)
+        for number, bucket in enumerate(_pack(plan.destination, link, of_window, capacity, dtype))
     ]
     return [bucket for _, bucket in sorted(keyed, key=lambda item: item[0])]
 
 
-def _pack(link: Link, moves: Iterable[Move], capacity: int) -> Iterator[Bucket]:
+class _Windows:
+    """Which window of its rank a destination tensor belongs to; the same for ranks that hold the same."""
+
+    def __init__(self, plan: ReshardPlan, capacity: int, dtype: torch.dtype) -> None:
+        self.plan = plan
+        self.capacity = capacity
+        self.dtype = dtype
+        self.known: dict[Kind, dict[str, int]] = {}
+
+    def split(self, dst: int, moves: Iterable[Move]) -> Iterator[tuple[int, list[Move]]]:
+        """(turn, its moves): moves in the order of windows, each with the turn at which ``dst`` fills it."""
+        kind = self.plan.destination.kind(dst)
+        if kind not in self.known:
+            self.known[kind] = self._number(dst)
+        windows = self.known[kind]
+        count = max(windows.values(), default=0) + 1
+        replica, replicas = self.plan.replica_of(dst)
+        first = replica * count // replicas
+        for window, group in groupby(moves, key=lambda move: windows[move.dst_local]):
+            yield (window - first) % count, list(group)
+
+    def _number(self, dst: int) -> dict[str, int]:
+        numbers: dict[str, int] = {}
+        number = filled = 0
+        layout = self.plan.destination
+        for row, share in layout.rows_of(dst):
+            if row.local not in numbers:
+                if filled >= self.capacity:
+                    number, filled = number + 1, 0
+                numbers[row.local] = number
+                itemsize = wire_dtype(layout, row.parts[0], self.dtype).itemsize
+                filled += prod(row.local_shape(share)) * itemsize
+        return numbers
+
+
+def _pack(layout: Layout, link: Link, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> Iterator[Bucket]:
     chunks: list[Chunk] = []
     used = 0
     for move in moves:
-        for box in boxes.split(move.box, capacity):
-            size = boxes.volume(box)
-            if used + size > capacity:
+        wire = wire_dtype(layout, move.tensor, dtype)
+        if capacity < wire.itemsize:
+            raise ConfigError(
+                f"sync.bucket_bytes={capacity} holds no element of {wire}; set it to {wire.itemsize} or more"
+            )
+        for box in boxes.split(move.box, capacity // wire.itemsize):
+            size = boxes.volume(box) * wire.itemsize
+            start = used + -used % _ALIGNMENT
+            if chunks and start + size > capacity:
                 yield Bucket(link, used, tuple(chunks))
-                chunks, used = [], 0
-            chunks.append(Chunk(move, box, used))
-            used += size
+                chunks, start = [], 0
+            chunks.append(Chunk(move, box, start, wire))
+            used = start + size
     if chunks:
         yield Bucket(link, used, tuple(chunks))
 
@@ -94,15 +169,17 @@ def send(
     *,
     dtype: torch.dtype,
     bucket_bytes: int,
-    device: torch.device | str = "cpu",
 ) -> Digests:
-    """Send everything that source rank ``rank`` has to send, cast to ``dtype``.
+    """Send everything that source rank ``rank`` has to send, cast to ``dtype`` (or what a tensor keeps of its own).
 
-    ``tensors``: local name -> tensor, as the source layout names and shapes them; any float dtype and device. ``device`` is
-    where the buckets are. Returns the digests of what was sent, after the cast. Raises PlanError when ``tensors`` are not the
-    layout's.
+    ``tensors``: local name -> tensor, as the source layout names and shapes them; any float dtype and device. Returns the
+    digests of what was sent, after the cast. Raises PlanError when ``tensors`` are not the layout's.
     """
-    return _run(plan, rank, tensors, None, transport, _ignore, dtype, bucket_bytes, device)
+    _check_tensors(plan.source, rank, tensors)
+    outgoing = _Outgoing(plan, tensors, transport, buckets_of(plan, plan.moves_from(rank), bucket_bytes, dtype))
+    for bucket in outgoing.buckets:
+        outgoing.send(bucket)
+    return outgoing.finish()
 
 
 def receive(
@@ -119,9 +196,13 @@ def receive(
     """Receive everything that destination rank ``rank`` needs, and zero its padding.
 
     ``write(local)`` gives the local tensor to write into (asked for anew for every chunk); ``wrote(local, numel)`` is called
-    after each write: the numbers of one local tensor add up to its size.
+    after each write: the numbers of one local tensor add up to its size. ``device``: where messages are received.
     """
-    _run(plan, rank, None, write, transport, wrote, dtype, bucket_bytes, device)
+    buckets = buckets_of(plan, plan.moves_to(rank), bucket_bytes, dtype)
+    incoming = _Incoming(plan, rank, write, wrote, transport, buckets, device)
+    for bucket in buckets:
+        incoming.take(bucket)
+    incoming.finish()
 
 
 def exchange(
@@ -135,94 +216,59 @@ def exchange(
     bucket_bytes: int,
     device: torch.device | str = "cpu",
 ) -> Digests:
-    """Both sides at once, for a plan built with ``colocated=True``: what stays on the rank is copied, the rest is sent."""
+    """Both sides at once, for a plan built with ``colocated=True``: what stays on the rank is copied, the rest is sent.
+
+    A rank beyond one of the two sides takes part in the other only.
+    """
     assert plan.colocated, "exchange needs a plan whose source and destination ranks are the same processes"
-    return _run(plan, rank, tensors, write, transport, _ignore, dtype, bucket_bytes, device)
+    moves: list[Move] = []
+    if rank < plan.source.num_ranks:
+        _check_tensors(plan.source, rank, tensors)
+        moves += plan.moves_from(rank)
+    if rank < plan.destination.num_ranks:
+        moves += (move for move in plan.moves_to(rank) if move.src != rank)
+    buckets = buckets_of(plan, moves, bucket_bytes, dtype)
+    outgoing = _Outgoing(plan, tensors, transport, [b for b in buckets if b.link.src == rank])
+    arriving = [b for b in buckets if b.link.dst == rank and b.link.src != rank]
+    incoming = _Incoming(plan, rank, write, _ignore, transport, arriving, device)
+    for bucket in buckets:
+        if bucket.link.src != rank:
+            incoming.take(bucket)
+        elif bucket.link.dst == rank:
+            incoming.unpack(bucket, outgoing.pack(bucket))
+        else:
+            outgoing.send(bucket)
+    if rank < plan.destination.num_ranks:
+        incoming.finish()
+    return outgoing.finish()
 
 
 def _ignore(local: str, numel: int) -> None:
     """Nobody counts what was written."""
 
 
-@torch.no_grad()
-def _run(
-    plan: ReshardPlan,
-    rank: int,
-    tensors: Mapping[str, torch.Tensor] | None,
-    write: Callable[[str], torch.Tensor] | None,
-    transport: Transport,
-    wrote: Callable[[str, int], None],
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    device: torch.device | str,
-) -> Digests:
-    sources = tensors is not None and rank < plan.source.num_ranks
-    receives = write is not None and rank < plan.destination.num_ranks
-    links = [k for k in plan.links if (sources and k.src == rank) or (receives and k.dst == rank)]
-    buckets = buckets_of(plan, links, _capacity(bucket_bytes, dtype))
-    outgoing = (
-        _Outgoing(plan, rank, tensors, transport, buckets, dtype, device) if sources and tensors is not None else None
-    )
-    incoming = _Incoming(plan, rank, write, wrote) if receives and write is not None else None
-    inbox = torch.empty(_largest_arrival(plan, rank, buckets) if incoming else 0, dtype=dtype, device=device)
-    for bucket in buckets:
-        if plan.colocated and bucket.link.src == bucket.link.dst:
-            assert outgoing is not None and incoming is not None
-            incoming.unpack(bucket, outgoing.pack(bucket))
-        elif outgoing is not None and bucket.link.src == rank:
-            outgoing.send(bucket)
-        elif incoming is not None:
-            flat = inbox[: bucket.elements]
-            transport.recv(flat, bucket.link.src)
-            incoming.unpack(bucket, flat)
-    if incoming is not None:
-        incoming.finish()
-    return outgoing.finish() if outgoing is not None else {}
-
-
-def _largest_arrival(plan: ReshardPlan, rank: int, buckets: list[Bucket]) -> int:
-    """Elements of the largest bucket that another process sends to destination rank ``rank``."""
-    arriving = (b for b in buckets if b.link.dst == rank and not (plan.colocated and b.link.src == rank))
-    return max((bucket.elements for bucket in arriving), default=0)
-
-
-def _capacity(bucket_bytes: int, dtype: torch.dtype) -> int:
-    if bucket_bytes < dtype.itemsize:
-        raise ConfigError(
-            f"sync.bucket_bytes={bucket_bytes} holds no element of {dtype}; set it to {dtype.itemsize} or more"
-        )
-    return bucket_bytes // dtype.itemsize
-
-
 class _Outgoing:
     """The sending half: two buffers that take turns, and the digests of what went through them."""
 
     def __init__(
-        self,
-        plan: ReshardPlan,
-        rank: int,
-        tensors: Mapping[str, torch.Tensor],
-        transport: Transport,
-        buckets: list[Bucket],
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, plan: ReshardPlan, tensors: Mapping[str, torch.Tensor], transport: Transport, buckets: Sequence[Bucket]
     ) -> None:
-        _check_tensors(plan.source, rank, tensors)
-        mine = [bucket.elements for bucket in buckets if bucket.link.src == rank]
-        size, count = max(mine, default=0), min(len(mine), 2)
-        self.buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(count)]
-        self.works: list[Work | None] = [None] * count
+        self.buckets = buckets
+        size = max((bucket.nbytes for bucket in buckets), default=0)
+        self.buffers = [transport.allocate(size) for _ in range(min(len(buckets), 2))]
+        self.works: list[Work | None] = [None] * len(self.buffers)
         self.turn = 0
         self.shapes = plan.source.tensors
         self.tensors = tensors
         self.transport = transport
         self.digests: Digests = defaultdict(int)
 
+    @torch.no_grad()
     def pack(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's elements in the next free buffer."""
         self.turn = (self.turn + 1) % len(self.buffers)
         self._wait(self.turn)
-        flat = self.buffers[self.turn][: bucket.elements]
+        flat = self.buffers[self.turn][: bucket.nbytes]
         for chunk in bucket.chunks:
             view = _view(flat, chunk)
             view.copy_(_slice(self.tensors[chunk.move.src_local], chunk, chunk.move.src_at))
@@ -248,17 +294,41 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The receiving half: puts chunks where they belong; zeroes a tensor's padding before its first chunk."""
+    """The receiving half: expects the next bucket while it puts one's chunks where they belong; zeroes a tensor's padding before
+    its first chunk."""
 
     def __init__(
-        self, plan: ReshardPlan, rank: int, write: Callable[[str], torch.Tensor], wrote: Callable[[str, int], None]
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        write: Callable[[str], torch.Tensor],
+        wrote: Callable[[str, int], None],
+        transport: Transport,
+        buckets: Sequence[Bucket],
+        device: torch.device | str,
     ) -> None:
         self.write = write
         self.wrote = wrote
+        self.transport = transport
+        self.device = device
+        self.size = max((bucket.nbytes for bucket in buckets), default=0)
+        self.buffers: list[torch.Tensor | None] = [None, None]
+        self.expected: deque[Arrival] = deque()
+        self.ahead = iter(enumerate(buckets))
         self.padding: dict[str, list[Box]] = defaultdict(list)
-        for pad in plan.destination.padding(rank):
-            self.padding[pad.local].append(pad.box)
+        if rank < plan.destination.num_ranks:
+            for pad in plan.destination.padding(rank):
+                self.padding[pad.local].append(pad.box)
+        self._expect()
 
+    def take(self, bucket: Bucket) -> None:
+        """Wait for the bucket, the next one of those given at the start, and unpack it."""
+        self._expect()
+        arrival = self.expected.popleft()
+        self.unpack(bucket, arrival.wait())
+        arrival.release()
+
+    @torch.no_grad()
     def unpack(self, bucket: Bucket, flat: torch.Tensor) -> None:
         for chunk in bucket.chunks:
             local = chunk.move.dst_local
@@ -267,9 +337,23 @@ class _Incoming:
             _slice(self.write(local), chunk, chunk.move.dst_at).copy_(view)
             self.wrote(local, view.numel())
 
+    @torch.no_grad()
     def finish(self) -> None:
         for local in list(self.padding):
             self._zero_padding(local)
+
+    def _expect(self) -> None:
+        number, bucket = next(self.ahead, (0, None))
+        if bucket is not None:
+            self.expected.append(
+                self.transport.irecv(bucket.nbytes, bucket.link.src, lambda: self._buffer(number % 2)[: bucket.nbytes])
+            )
+
+    def _buffer(self, which: int) -> torch.Tensor:
+        buffer = self.buffers[which]
+        if buffer is None:
+            buffer = self.buffers[which] = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        return buffer
 
     def _zero_padding(self, local: str) -> None:
         for box in self.padding.pop(local, ()):
@@ -278,7 +362,8 @@ class _Incoming:
 
 
 def _view(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    return flat[chunk.offset : chunk.offset + boxes.volume(chunk.box)].view(boxes.shape_of(chunk.box))
+    end = chunk.offset + boxes.volume(chunk.box) * chunk.dtype.itemsize
+    return flat[chunk.offset : end].view(chunk.dtype).view(boxes.shape_of(chunk.box))
 
 
 def _slice(tensor: torch.Tensor, chunk: Chunk, at: Shape) -> torch.Tensor:
@@ -323,7 +408,7 @@ def compare(plan: ReshardPlan, sent: Digests, got: Digests) -> None:
         return
     lines = []
     for dst, tensor in wrong[:8]:
-        moves = [move for move in plan.moves if move.dst == dst and move.tensor == tensor]
+        moves = [m for m in plan.moves_to(dst) if m.tensor == tensor] if dst < plan.destination.num_ranks else []
         local = ", ".join(sorted({move.dst_local for move in moves})) or "no local tensor"
         sources = sorted({move.src for move in moves})
         values = " but ".join(

@@ -1,35 +1,31 @@
-"""The layouts that exist: Megatron-Core's grid, vLLM's fused shards, and plain HF files.
+"""The layouts that exist: Megatron-Core's grid, its checkpoints, vLLM's fused shards, and plain HF files.
 
-Here, once, is what the ops and shards of ``megarl.architectures`` mean for each engine. A :class:`Split` describes one rank's
-share of a row along the one axis that tensor parallelism cuts; everything else is whole.
-
-Sources: Megatron-Core 0.16.1 ``transformer/attention.py`` (``get_query_key_value_tensors``: heads interleaved per query group),
-``tensor_parallel/layers.py``; vLLM 0.32.0 ``model_executor/layers/linear.py`` (``QKVParallelLinear``),
-``vocab_parallel_embedding.py`` (64 rows padding).
+All come from the tables of ``megarl.architectures``; how tensors are cut is in ``cuts.py``, who holds what in ``grid.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from megarl.architectures import HFConfig, ModelSizes, architecture
-from megarl.architectures.table import Op, Param, Shard, Stage
+from megarl.architectures import Architecture, HFConfig, ModelSizes, architecture
+from megarl.architectures.table import EXPERT, VLLM_LAYER, Logical, Op, Param, Place, Shard, Stage, hf_name
 from megarl.errors import ConfigError
-from megarl.reshard.boxes import Shape, whole
-from megarl.reshard.layout import Holding, Layout, Padding, Piece
+from megarl.reshard.boxes import Shape
+from megarl.reshard.cuts import Cutter, cut_axis
+from megarl.reshard.grid import MegatronGrid, check_grid, shares_heads
+from megarl.reshard.layout import Layout, Owners, Padding, Piece, Row, Segment, Split
 
 __all__ = [
-    "Holding",
+    "VOCAB_MULTIPLE",
     "Layout",
     "MegatronGrid",
     "Padding",
     "Piece",
+    "dist_layout",
     "hf_layout",
     "megatron_layout",
     "padded_vocab_size",
-    "stage_layers",
     "vllm_layout",
 ]
 
@@ -38,43 +34,24 @@ VOCAB_MULTIPLE = 64
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE: the whole embedding is a multiple of this, whatever the tensor parallel size."""
 
+MEGATRON_LAYER = "decoder.layers.{}."
+MTP_LAYER = "mtp.layers.{}."
+MTP_INNER = "transformer_layer."
+
 TransformerImpl = Literal["local", "transformer_engine"]
 
 
-@dataclass(frozen=True)
-class MegatronGrid:
-    """Rank order is Megatron's default ``tp-cp-ep-dp-pp``: rank = tp_rank + tp * (dp_rank + dp * pp_rank)."""
+class _Spot(NamedTuple):
+    """One fused tensor of one occurrence of a row: everything of a Row but how it is cut."""
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    def __str__(self) -> str:
-        return f"tp={self.tp} pp={self.pp} dp={self.dp}"
-
-
-class Segment(NamedTuple):
-    """Elements [lo, hi) along the cut axis of the row's ``part``-th logical tensor; they lie at ``at`` locally."""
-
-    part: int
-    lo: int
-    hi: int
-    at: int
-
-
-class Split(NamedTuple):
-    """One rank's share of a row along the cut axis: ``size`` local elements, of which those from ``used`` on are padding."""
-
-    size: int
-    used: int
-    segments: tuple[Segment, ...]
-
-
-Splitter = Callable[[Param, tuple[Shape, ...], ModelSizes, int, int], Split]
+    op: Op
+    shard: Shard
+    parts: tuple[Logical, ...]
+    place: Place
+    local: str
+    owners: Owners
+    stack: Shape = ()
+    lead: Shape = ()
 
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
@@ -83,207 +60,316 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = VOCAB_MULTIPLE) 
     return -(-vocab_size // unit) * unit
 
 
-def stage_layers(num_layers: int, pp: int) -> tuple[range, ...]:
-    """The global layers of each pipeline stage."""
-    each = num_layers // pp
-    return tuple(range(stage * each, (stage + 1) * each) for stage in range(pp))
-
-
 def megatron_layout(
     hf_config: HFConfig,
     grid: MegatronGrid,
     *,
     vocab_multiple: int = VOCAB_MULTIPLE,
     transformer_impl: TransformerImpl = "local",
+    mtp: bool = False,
 ) -> Layout:
-    """What each trainer rank holds, under the names of ``GPTModel.named_parameters()``.
+    """What each trainer rank holds, under the names of ``GPTModel.named_parameters()`` (and the router's bias, a buffer).
 
+    With ``grid.vpp`` > 1 names are prefixed ``chunk<v>.``. ``mtp``: the model was built with its multi-token prediction layers.
     Raises ConfigError for a grid that does not divide the model, ArchitectureError for an unknown model.
     """
     arch = architecture(hf_config)
     sizes = arch.sizes(hf_config)
-    _check_megatron_grid(arch.name, sizes, grid)
-    stages = stage_layers(sizes.num_layers, grid.pp)
-    vocab = padded_vocab_size(sizes.vocab, grid.tp, vocab_multiple)
-
-    def splitter(param: Param, shapes: tuple[Shape, ...], sizes: ModelSizes, tp: int, rank: int) -> Split:
-        if param.shard is Shard.VOCAB:
-            return _split_vocab(sizes.vocab, vocab, tp, rank)
-        return _split_query_groups(sizes, tp, rank) if param.op is Op.QKV else _split_even(param, shapes, tp, rank)
-
-    holdings = []
-    for stage, layers in enumerate(stages):
-        rows = []
-        for param, layer in arch.rows(sizes.num_layers):
-            if _on_stage(param, layer, stage, layers, grid.pp, sizes.tied):
-                rows.append((param, layer, param.megatron_name(transformer_impl, layer - layers.start)))
-        holdings += [_holding(rows, sizes, grid.tp, tp_rank, splitter) for tp_rank in range(grid.tp)]
-    holding_of = tuple(t + grid.tp * p for p in range(grid.pp) for _ in range(grid.dp) for t in range(grid.tp))
-    return Layout(f"megatron {grid}", arch.tensors(hf_config), tuple(holdings), holding_of)
+    check_grid(arch.name, sizes, grid)
+    cutter = Cutter(sizes, padded_vocab_size(sizes.vocab, grid.tp, vocab_multiple), interleaved=True)
+    return Layout(
+        f"megatron {grid}",
+        arch.tensors(hf_config, mtp=mtp),
+        grid.world_size,
+        _rows(_megatron_spots(arch, sizes, grid, transformer_impl, mtp), cutter),
+        _dtypes(arch, sizes),
+    )
 
 
-def vllm_layout(hf_config: HFConfig, tp: int, replicas: int = 1) -> Layout:
-    """What each engine worker holds, under vLLM's parameter names; rank = tp_rank + tp * replica.
+def _megatron_spots(
+    arch: Architecture, sizes: ModelSizes, grid: MegatronGrid, transformer_impl: TransformerImpl, mtp: bool
+) -> Iterator[_Spot]:
+    stages = grid.layers(sizes.num_layers)
+    where = {
+        layer: (p, v, layer - chunk.start)
+        for p, chunks in enumerate(stages)
+        for v, chunk in enumerate(chunks)
+        for layer in chunk
+    }
+    dense = [grid.dense(p) for p in range(grid.pp)]
+    whole = [grid.whole(p) for p in range(grid.pp)]
+    experts = [[grid.experts(p, e) for e in range(grid.ep)] for p in range(grid.pp)] if sizes.experts else []
+    each = sizes.experts // grid.ep
+    last = grid.pp - 1, grid.vpp - 1
+    for param, place in _in_order(arch, sizes, mtp):
+        if param.op is Op.TIED and sizes.tied and grid.pp == 1:
+            continue  # one stage allocates no output weight (skip_weight_param_allocation); of two, each has its copy
+        name = param.te if transformer_impl == "transformer_engine" and param.te else param.megatron
+        if place.layer is None:
+            p, v = (0, 0) if param.stage is Stage.FIRST else last
+        elif place.layer < sizes.num_layers:
+            p, v, index = where[place.layer]
+            name = MEGATRON_LAYER.format(index) + name
+        else:
+            p, v = last
+            name = _mtp_prefix(param, place.layer - sizes.num_layers) + name
+        if place.expert is not None:
+            name = name.replace(EXPERT, str(place.expert % each))
+        if grid.vpp > 1:
+            name = f"chunk{v}.{name}"
+        shard = param.hf[0].shard
+        owners = (
+            experts[p][place.expert // each]
+            if place.expert is not None
+            else (whole if shard is Shard.REPLICATED else dense)[p]
+        )
+        yield _Spot(param.op, shard, arch.parts(param.hf, param.op, sizes), place, name, owners)
+        if mtp and sizes.mtp_layers and param.stage is Stage.FIRST and last != (0, 0):
+            # Prediction layers embed tokens too.
+            name = name if grid.vpp == 1 else f"chunk{last[1]}." + param.megatron
+            yield _Spot(param.op, shard, param.hf, place, name, dense[-1])
+
+
+def _mtp_prefix(param: Param, number: int) -> str:
+    return MTP_LAYER.format(number) + ("" if param.stage is Stage.MTP else MTP_INNER)
+
+
+def dist_layout(
+    hf_config: HFConfig,
+    *,
+    vocab: int | None = None,
+    transformer_impl: TransformerImpl = "local",
+    mtp: bool = False,
+) -> Layout:
+    """A Megatron dist_checkpointing checkpoint: one rank whose local tensors are the global ones, under their keys.
+
+    Layers that are all alike are stacked on a leading axis, layers that differ have their number in the key; experts are always
+    stacked. ``vocab``: rows of the stored embedding (None: the vocabulary padded to ``VOCAB_MULTIPLE``).
+    """
+    arch = architecture(hf_config)
+    sizes = arch.sizes(hf_config)
+    cutter = Cutter(sizes, vocab or padded_vocab_size(sizes.vocab, 1), interleaved=True)
+    return Layout(
+        "megatron checkpoint",
+        arch.tensors(hf_config, mtp=mtp),
+        1,
+        _rows(_dist_spots(arch, sizes, transformer_impl, mtp), cutter),
+        _dtypes(arch, sizes),
+    )
+
+
+def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: TransformerImpl, mtp: bool) -> Iterator[_Spot]:
+    alike = len(sizes.moe_layers) in (0, sizes.num_layers)
+    owners = Owners(((0,),))
+    for param, place in _in_order(arch, sizes, mtp):
+        if param.op is Op.TIED and sizes.tied:
+            continue  # a tied output weight is stored under the embedding's key
+        name = _dist_name(param, transformer_impl, latent=bool(sizes.kv_lora))
+        stack: Shape = ()
+        lead: Shape = ()
+        if place.layer is not None and place.layer >= sizes.num_layers:
+            name = _mtp_prefix(param, place.layer - sizes.num_layers) + name
+        elif place.layer is not None and alike:
+            name, stack, lead = "decoder.layers." + name, (sizes.num_layers,), (place.layer,)
+        elif place.layer is not None:
+            name = MEGATRON_LAYER.format(place.layer) + name
+        if place.expert is not None:
+            stack, lead = (*stack, sizes.experts), (*lead, place.expert)
+        yield _Spot(
+            param.op, param.hf[0].shard, arch.parts(param.hf, param.op, sizes), place, name, owners, stack, lead
+        )
+
+
+def _dist_name(param: Param, transformer_impl: TransformerImpl, latent: bool) -> str:
+    """A parameter's key: the local spec saves norms under the names that they have where TransformerEngine fuses them, in
+    grouped-query models and there in layers with experts too (``sharded_state_dict_keys_map`` of its layer spec)."""
+    if param.per_expert:
+        return param.megatron.replace(f"local_experts.{EXPERT}", "experts")
+    if transformer_impl == "transformer_engine":
+        return param.te or param.megatron
+    if latent:
+        return param.megatron
+    return {
+        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    }.get(param.megatron, param.megatron)
+
+
+def vllm_layout(
+    hf_config: HFConfig, tp: int, replicas: int = 1, *, pp: int = 1, expert_parallel: bool = False
+) -> Layout:
+    """What each engine worker holds, under vLLM's parameter names; rank = tp_rank + tp * (pp_rank + pp * replica).
 
     A tied model has ``lm_head.weight`` as a tensor of its own: on CPU it computes from its own packed copy.
-    Raises ConfigError for a ``tp`` that does not divide the model.
+    ``expert_parallel``: whole experts on each rank instead of a share of each. Raises ConfigError for a grid that does not
+    divide the model.
     """
     arch = architecture(hf_config)
     sizes = arch.sizes(hf_config)
     vocab = padded_vocab_size(sizes.vocab, 1, VLLM_VOCAB_MULTIPLE)
-    _check_vllm_tp(arch.name, sizes, vocab, tp)
+    _check_vllm(arch.name, sizes, vocab, tp, pp, expert_parallel)
+    text = "".join((f" pp={pp}" if pp > 1 else "", " expert_parallel" if expert_parallel else ""))
+    return Layout(
+        f"vllm tp={tp}{text} replicas={replicas}",
+        arch.tensors(hf_config),
+        tp * pp * replicas,
+        _rows(_vllm_spots(arch, sizes, tp, pp, replicas, expert_parallel), Cutter(sizes, vocab, interleaved=False)),
+        _dtypes(arch, sizes),
+    )
 
-    def splitter(param: Param, shapes: tuple[Shape, ...], sizes: ModelSizes, tp: int, rank: int) -> Split:
-        if param.shard is Shard.VOCAB:
-            return _split_vocab(sizes.vocab, vocab, tp, rank)
-        return _split_head_blocks(sizes, tp, rank) if param.op is Op.QKV else _split_even(param, shapes, tp, rank)
 
-    rows = [(param, layer, param.vllm_name(layer)) for param, layer in arch.rows(sizes.num_layers)]
-    holdings = tuple(_holding(rows, sizes, tp, rank, splitter) for rank in range(tp))
-    return Layout(f"vllm tp={tp} replicas={replicas}", arch.tensors(hf_config), holdings, tuple(range(tp)) * replicas)
+def _vllm_spots(
+    arch: Architecture, sizes: ModelSizes, tp: int, pp: int, replicas: int, expert_parallel: bool
+) -> Iterator[_Spot]:
+    fused = {part: f for f in arch.vllm for part in f.hf}
+    stage_of = [stage for stage, n in enumerate(_vllm_layers(sizes.num_layers, pp)) for _ in range(n)]
+    shares = [[tuple(t + tp * (p + pp * r) for r in range(replicas)) for t in range(tp)] for p in range(pp)]
+    cut = [Owners(tuple(ranks)) for ranks in shares]
+    whole = [Owners((tuple(sorted(rank for ranks in stage for rank in ranks)),)) for stage in shares]
+    alone = [[Owners((ranks,)) for ranks in stage] for stage in shares]
+    counts = _vllm_experts(sizes.experts, tp)
+    home = [rank for rank, n in enumerate(counts) for _ in range(n)]  # of each expert
+    absent = {part for param in arch.params for part in param.hf if 0 in part.shape(sizes)}
+    for param, place in _in_order(arch, sizes, mtp=False):
+        if place.layer is not None:
+            stages, prefix = {stage_of[place.layer]}, VLLM_LAYER.format(place.layer)
+        else:
+            stages, prefix = _vllm_end_stages(arch, param, sizes.tied, pp), ""
+        # Spots follow Megatron's rows; a tensor that vLLM fuses comes with its first part.
+        for part in (param.hf[0],) if param.op is Op.TIED else param.hf:
+            joined = fused.get(part)
+            if joined is not None and not absent.isdisjoint(joined.hf):
+                joined = (
+                    None  # a part that this model lacks (MLA without a query latent): vLLM keeps the other by itself
+                )
+            if joined is not None and part is not joined.hf[0]:
+                continue
+            op, parts = (joined.op, joined.hf) if joined else (Op.SAME, (part,))
+            if param.op is Op.TIED:
+                op, parts = Op.SAME, arch.parts(param.hf, param.op, sizes)
+            local = prefix + (joined.vllm if joined else part.name)
+            for p in sorted(stages):
+                if place.expert is None:
+                    owners = (whole if part.shard is Shard.REPLICATED else cut)[p]
+                    yield _Spot(op, part.shard, parts, place, local, owners)
+                elif expert_parallel:
+                    rank = home[place.expert]
+                    lead = (place.expert - sum(counts[:rank]),)
+                    yield _Spot(op, part.shard, parts, place, local, alone[p][rank], (counts[rank],), lead)
+                else:
+                    yield _Spot(op, part.shard, parts, place, local, cut[p], (sizes.experts,), (place.expert,))
 
 
-def hf_layout(hf_config: HFConfig, only: Collection[str] | None = None) -> Layout:
+def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> set[int]:
+    """The stages that hold a tensor outside the layers; a tied output weight needs the embedding on the last one."""
+    if arch.vllm_ends_everywhere:
+        return set(range(pp))
+    if param.stage is Stage.LAST:
+        return {pp - 1}
+    return {0, pp - 1} if tied else {0}
+
+
+def _vllm_layers(num_layers: int, pp: int) -> list[int]:
+    """Layers of each stage: ``vllm.distributed.utils.get_pp_indices`` gives what is left over to the stages before the last."""
+    counts = [num_layers // pp] * pp
+    for i in range(2, num_layers % pp + 2):
+        counts[-i] += 1
+    return counts
+
+
+def _vllm_experts(experts: int, ways: int) -> list[int]:
+    """Experts of each rank under vLLM's linear placement (``determine_expert_map``): the first ranks have one more."""
+    return [experts // ways + (rank < experts % ways) for rank in range(ways)]
+
+
+def hf_layout(hf_config: HFConfig, only: Collection[str] | None = None, *, mtp: bool = False) -> Layout:
     """One rank that holds every logical tensor whole (or those named in ``only``), under its HF name."""
-    tensors = {n: s for n, s in architecture(hf_config).tensors(hf_config).items() if only is None or n in only}
-    pieces = tuple(Piece(name, whole(shape), name, (0,) * len(shape)) for name, shape in tensors.items())
-    return Layout("hf", tensors, (Holding(tensors, pieces),), (0,))
+    arch = architecture(hf_config)
+    found = arch.tensors(hf_config, mtp=mtp)
+    tensors = {n: s for n, s in found.items() if only is None or n in only}
+    return whole_layout("hf", tensors, _dtypes(arch, arch.sizes(hf_config)))
 
 
-def _on_stage(param: Param, layer: int, stage: int, layers: range, pp: int, tied: bool) -> bool:
-    if param.stage is Stage.LAYER:
-        return layer in layers
-    if param.stage is Stage.FIRST:
-        return stage == 0
-    # Tied on one stage, GPTModel allocates no output weight (skip_weight_param_allocation); on two, each has its copy.
-    return stage == pp - 1 and not (param.op is Op.TIED and tied and pp == 1)
+def whole_layout(name: str, tensors: dict[str, Shape], dtypes: dict[str, str] | None = None) -> Layout:
+    """One rank that holds these tensors whole, under their own names."""
+    owners = Owners(((0,),))
+    rows = []
+    for tensor, shape in tensors.items():
+        split = Split(shape[0], shape[0], (Segment(0, 0, shape[0], 0),))
+        rows.append(Row(tensor, (tensor,), shape, 0, (split,), owners))
+    return Layout(name, tensors, 1, rows, dtypes)
 
 
-def _holding(rows: list[tuple[Param, int, str]], sizes: ModelSizes, tp: int, rank: int, splitter: Splitter) -> Holding:
-    local_shapes: dict[str, Shape] = {}
-    pieces: list[Piece] = []
-    padding: list[Padding] = []
-    for param, layer, local in rows:
-        logical = param.logical(sizes, layer)
-        shape = logical[0][1]
-        axis = len(shape) - 1 if param.shard is Shard.ROW else 0
-        share = splitter(param, tuple(s for _, s in logical), sizes, tp, rank)
-        local_shapes[local] = (*shape[:axis], share.size, *shape[axis + 1 :])
-        for part, lo, hi, start in share.segments:
-            box = tuple((lo, hi) if a == axis else (0, extent) for a, extent in enumerate(shape))
-            pieces.append(
-                Piece(logical[part][0], box, local, tuple(start if a == axis else 0 for a in range(len(shape))))
-            )
-        if share.used < share.size:
-            padding.append(Padding(local, ((share.used, share.size), *whole(shape[1:]))))
-    return Holding(local_shapes, tuple(pieces), tuple(padding))
+def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Param, Place]]:
+    """Every row's occurrences by layer, so that a layer's tensors follow each other; rows of no extent are left out."""
+    found = []
+    end = sizes.num_layers + sizes.mtp_layers
+    for number, param in enumerate(arch.params):
+        if any(0 in part.shape(sizes) for part in param.hf):
+            continue
+        outside = -1 if param.stage is Stage.FIRST else end
+        for place in arch.places(param, sizes):
+            if mtp or place.layer is None or place.layer < sizes.num_layers:
+                found.append(((outside if place.layer is None else place.layer, number), param, place))
+    found.sort(key=lambda item: item[0])
+    return [(param, place) for _, param, place in found]
 
 
-def _split_even(param: Param, shapes: tuple[Shape, ...], tp: int, rank: int) -> Split:
-    """Every part cut into ``tp`` equal runs; the rank's runs lie one after the other."""
-    if param.shard is Shard.REPLICATED:
-        tp, rank = 1, 0
-    segments: list[Segment] = []
-    at = 0
-    for part, shape in enumerate(shapes):
-        each = shape[-1 if param.shard is Shard.ROW else 0] // tp
-        segments.append(Segment(part, rank * each, (rank + 1) * each, at))
-        at += each
-    return Split(at, at, tuple(segments))
+def _rows(spots: Iterable[_Spot], cutter: Cutter) -> Iterator[Row]:
+    known: dict[
+        tuple[object, ...], tuple[Shape, int, tuple[Split, ...]]
+    ] = {}  # a layer's or expert's are like all others'
+    for op, shard, parts, place, local, owners, stack, lead in spots:
+        ways = len(owners.ranks)
+        key = op, shard, parts, ways
+        if key not in known:
+            shapes = tuple(part.shape(cutter.sizes) for part in parts)
+            known[key] = shapes[0], cut_axis(shard, shapes[0]), cutter.splits(op, shard, shapes, ways)
+        names = tuple([hf_name(part, place) for part in parts])
+        yield Row(local, names, *known[key], owners, stack, lead)
 
 
-def _split_vocab(vocab: int, padded: int, tp: int, rank: int) -> Split:
-    each = padded // tp
-    lo, hi = rank * each, min((rank + 1) * each, vocab)
-    return Split(each, max(hi - lo, 0), (Segment(0, lo, hi, 0),) if hi > lo else ())
+def _dtypes(arch: Architecture, sizes: ModelSizes) -> dict[str, str]:
+    return {
+        hf_name(part, place): part.dtype
+        for param in arch.params
+        for part in param.hf
+        if part.dtype is not None
+        for place in arch.places(param, sizes)
+    }
 
 
-def _split_query_groups(sizes: ModelSizes, tp: int, rank: int) -> Split:
-    """Megatron: for each of the rank's query groups its query heads, then its key head, then its value head."""
-    head, queries = sizes.head, sizes.heads // sizes.kv_heads * sizes.head
-    groups = sizes.kv_heads // tp
-    segments: list[Segment] = []
-    at = 0
-    for group in range(rank * groups, (rank + 1) * groups):
-        for part, extent in enumerate((queries, head, head)):
-            segments.append(Segment(part, group * extent, (group + 1) * extent, at))
-            at += extent
-    return Split(at, at, tuple(segments))
-
-
-def _split_head_blocks(sizes: ModelSizes, tp: int, rank: int) -> Split:
-    """vLLM: the rank's query heads, then its key heads, then its value heads; with more ranks than key/value heads, each of
-    those lies on ``tp / kv_heads`` neighbouring ranks."""
-    queries = sizes.q // tp
-    if tp >= sizes.kv_heads:
-        keys, first = sizes.head, rank // (tp // sizes.kv_heads)
-    else:
-        keys, first = sizes.kv // tp, rank
-    return Split(
-        queries + 2 * keys,
-        queries + 2 * keys,
-        (
-            Segment(0, rank * queries, (rank + 1) * queries, 0),
-            Segment(1, first * keys, (first + 1) * keys, queries),
-            Segment(2, first * keys, (first + 1) * keys, queries + keys),
-        ),
-    )
-
-
-def _divisors(*values: int) -> str:
-    """The sizes that divide all values, as text: the mend in a message."""
-    fits = [str(n) for n in range(1, min(values) + 1) if all(v % n == 0 for v in values)]
-    return fits[0] if len(fits) == 1 else f"{', '.join(fits[:-1])} or {fits[-1]}"
-
-
-def _check_megatron_grid(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
-    """Megatron splits whole query groups, so ``tp`` must divide the key/value heads (and with them the heads)."""
-    for key in ("tp", "pp", "dp"):
-        if getattr(grid, key) < 1:
-            raise ConfigError(
-                f"parallel.{key}={getattr(grid, key)} is not a positive number; set parallel.{key} to 1 or more"
-            )
-    fits = _divisors(sizes.heads, sizes.kv_heads, sizes.ffn)
-    if grid.tp > sizes.kv_heads:
+def _check_vllm(name: str, sizes: ModelSizes, padded_vocab: int, tp: int, pp: int, expert_parallel: bool) -> None:
+    for key, value in (("tp", tp), ("pp", pp)):
+        if value < 1:
+            raise ConfigError(f"rollout.{key}={value} is not a positive number; set rollout.{key} to 1 or more")
+    if pp > sizes.num_layers:
         raise ConfigError(
-            f"parallel.tp={grid.tp} is greater than num_key_value_heads={sizes.kv_heads} of {name}: the trainer does not "
-            f"replicate key/value heads; set parallel.tp to {fits}"
+            f"rollout.pp={pp} is more than the {sizes.num_layers} layers of {name}; set rollout.pp to fewer"
         )
-    for key, value in (
-        ("num_key_value_heads", sizes.kv_heads),
-        ("num_attention_heads", sizes.heads),
-        ("intermediate_size", sizes.ffn),
-    ):
-        if value % grid.tp:
-            raise ConfigError(
-                f"parallel.tp={grid.tp} does not divide {key}={value} of {name}; set parallel.tp to {fits}"
-            )
-    if sizes.num_layers % grid.pp:
+    if expert_parallel and not sizes.experts:
         raise ConfigError(
-            f"parallel.pp={grid.pp} does not divide num_hidden_layers={sizes.num_layers} of {name}; "
-            f"set parallel.pp to {_divisors(sizes.num_layers)}"
+            f"rollout.expert_parallel=True, but {name} has no experts; set rollout.expert_parallel to False"
         )
-
-
-def _check_vllm_tp(name: str, sizes: ModelSizes, padded_vocab: int, tp: int) -> None:
-    if tp < 1:
-        raise ConfigError(f"rollout.tp={tp} is not a positive number; set rollout.tp to 1 or more")
-    rules = (
-        ("num_attention_heads", sizes.heads),
-        ("intermediate_size", sizes.ffn),
-        ("the padded vocabulary", padded_vocab),
-    )
-    sharing = "num_key_value_heads", sizes.kv_heads
-    fits = [n for n in range(1, sizes.heads + 1) if all(v % n == 0 for _, v in rules) and _shares(sizes.kv_heads, n)]
+    if expert_parallel and tp > sizes.experts:
+        raise ConfigError(
+            f"rollout.expert_parallel=True with rollout.tp={tp} leaves ranks without any of the {sizes.experts} experts of {name}; "
+            f"set rollout.tp to at most {sizes.experts}"
+        )
+    rules = [("num_attention_heads", sizes.heads), ("the padded vocabulary", padded_vocab)]
+    if len(sizes.moe_layers) < sizes.num_layers:
+        rules.insert(1, ("intermediate_size", sizes.ffn))
+    if sizes.shared_ffn:
+        rules.append(("the width of the shared experts", sizes.shared_ffn))
+    if sizes.experts and not expert_parallel:
+        rules.append(("the width of the experts", sizes.expert_ffn))
+    kv_heads = 0 if sizes.kv_lora else sizes.kv_heads
+    fits = [n for n in range(1, sizes.heads + 1) if all(v % n == 0 for _, v in rules) and shares_heads(kv_heads, n)]
     mend = f"set rollout.tp to one of {fits}"
     for key, value in rules:
         if value % tp:
             raise ConfigError(f"rollout.tp={tp} does not divide {key}={value} of {name}; {mend}")
-    if not _shares(sharing[1], tp):
+    if not shares_heads(kv_heads, tp):
         raise ConfigError(
-            f"rollout.tp={tp} neither divides nor is a multiple of {sharing[0]}={sharing[1]} of {name}; {mend}"
+            f"rollout.tp={tp} neither divides nor is a multiple of num_key_value_heads={kv_heads} of {name}; {mend}"
         )
-
-
-def _shares(kv_heads: int, tp: int) -> bool:
-    return kv_heads % tp == 0 or tp % kv_heads == 0

@@ -1,14 +1,15 @@
 """A transfer is a plan: the intersection of what the source ranks hold with what the destination ranks need.
 
 Pure and deterministic: every process builds the same plan from the two layouts, without a device or a process group, and
-``fingerprint`` proves it. Source and destination ranks are two rank spaces; a transport maps them to processes.
+``fingerprint`` proves it. Nothing is computed before it is asked for: a rank that asks for its own moves looks at its own
+tensors only. Source and destination ranks are two rank spaces; a transport maps them to processes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from megarl.errors import PlanError
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
-from megarl.reshard.layout import Layout, Piece, check_tiling
+from megarl.reshard.layout import Copy, Layout, Owners, Piece, check_tiling
 
 
 class Move(NamedTuple):
@@ -39,71 +40,234 @@ class Link(NamedTuple):
     dst: int
 
 
+class _Want(NamedTuple):
+    """Elements ``box`` of one destination piece, which any of the copy's ranks can send."""
+
+    piece: Piece
+    copy: Copy
+    box: Box
+    copies: int
+    """Number of the set of ranks that have it (``_Wants.sets``)."""
+    start: int
+    size: int
+    """In elements; it follows ``start`` elements of other wants from the same ranks."""
+
+
+class _Wants(NamedTuple):
+    """What one kind of destination rank needs, in the order of its pieces."""
+
+    wants: list[_Want]
+    sets: list[tuple[int, ...]]
+    """Sets of source ranks."""
+    totals: list[int]
+    """Elements that are wanted of each set."""
+
+
+Kind = tuple[tuple[Owners, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
+    """Every element of every destination rank is written exactly once: what is asked of the plan is checked on the way, and
+    :meth:`check` asks for all of it.
+
+    Data-parallel copies of a source tensor share the sending evenly, and no rank talks to more of them than that takes.
+    """
+
     source: Layout
     destination: Layout
-    moves: tuple[Move, ...]
-    """By destination rank; within one, in the order of its pieces (model order)."""
     colocated: bool = False
-    """Source rank r and destination rank r are the same process."""
+    """Source rank r and destination rank r are the same process: what is there is copied, not sent."""
+    nearness: Callable[[int, int], int] | None = None
+    """(source rank, destination rank) -> how far apart; the nearest copies are used. None: all alike."""
+
+    # ------------------------------------------------------------------ moves
+
+    def moves_to(self, dst: int) -> Iterator[Move]:
+        """What destination rank ``dst`` needs, in the order of its pieces."""
+        yield from (_move(want, src, dst) for want, src in self._senders(dst, self._wants(dst)))
+
+    def moves_from(self, src: int) -> Iterator[Move]:
+        """What source rank ``src`` sends, by destination rank."""
+        mine = {piece.tensor for piece in self.source.pieces(src)}
+        wants: dict[Kind, _Wants] = {}
+        for dst in range(self.destination.num_ranks):
+            kind = self.destination.kind(dst)
+            if kind not in wants:
+                wants[kind] = self._wants(dst, mine, sender=src)
+            yield from (_move(want, src, dst) for want, rank in self._senders(dst, wants[kind]) if rank == src)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """sha256 over moves, local shapes and padding: equal on two processes exactly when they planned the same."""
-        digest = hashlib.sha256()
-        for move in self.moves:
-            digest.update(repr(tuple(move)).encode())
-        for layout in (self.source, self.destination):
-            holdings = [
-                (sorted(h.local_shapes.items()), [(p.local, p.box) for p in h.padding]) for h in layout.holdings
-            ]
-            digest.update(repr((holdings, layout.holding_of, self.colocated)).encode())
-        return digest.hexdigest()
+    def moves(self) -> tuple[Move, ...]:
+        """All moves by destination rank. For plans of a few ranks: a large job's has millions."""
+        return tuple(move for dst in range(self.destination.num_ranks) for move in self.moves_to(dst))
 
-    @cached_property
-    def links(self) -> dict[Link, tuple[Move, ...]]:
-        """The moves of each (source rank, destination rank), in plan order."""
-        links: dict[Link, list[Move]] = defaultdict(list)
-        for move in self.moves:
-            links[Link(move.src, move.dst)].append(move)
-        return {link: tuple(moves) for link, moves in links.items()}
+    def check(self) -> None:
+        """Raise PlanError unless every destination rank's local tensors are written whole and once."""
+        seen: set[Kind] = set()
+        for dst in range(self.destination.num_ranks):
+            kind = self.destination.kind(dst)
+            if kind not in seen:
+                seen.add(kind)
+                self.destination.check(dst)
+                self._wants(dst)
 
-    def only(self, tensors: Collection[str]) -> ReshardPlan:
+    def only(self, tensors: Callable[[str], bool]) -> ReshardPlan:
         """The part of the plan that concerns these logical tensors: a destination tensor goes with all that is in it."""
-        moves = tuple(move for move in self.moves if move.tensor in tensors)
-        return replace(self, destination=self.destination.only(tensors), moves=moves)
+        return replace(self, destination=self.destination.only(tensors))
+
+    # ------------------------------------------------------------------ how much
 
     def bytes_per_link(self, element_size: int) -> dict[Link, int]:
         """Bytes that go from each source rank to each destination rank; moves within one process are not counted."""
-        return {
-            link: sum(boxes.volume(move.box) for move in moves) * element_size
-            for link, moves in self.links.items()
-            if not (self.colocated and link.src == link.dst)
-        }
+        total: dict[Link, int] = {}
+        wants: dict[Kind, _Wants] = {}
+        for dst in range(self.destination.num_ranks):
+            kind = self.destination.kind(dst)
+            if kind not in wants:
+                wants[kind] = self._wants(dst)
+            mine: dict[int, int] = defaultdict(int)
+            for want, src in self._senders(dst, wants[kind]):
+                mine[src] += want.size
+            for src, elements in mine.items():
+                if not (self.colocated and src == dst):
+                    total[Link(src, dst)] = elements * element_size
+        return total
 
     def peak_extra_bytes(self, bucket_bytes: int, element_size: int = 4) -> int:
         """Most transfer-buffer bytes that any one rank has at one time: two buckets, or less where less is sent.
 
-        A rank that is source and destination at once (``colocated``) has two to send and one to receive.
+        A rank that is source and destination at once (``colocated``) has two to send and two to receive.
         """
         largest = max(self.bytes_per_link(element_size).values(), default=0)
-        return (3 if self.colocated else 2) * min(bucket_bytes, largest)
+        return (4 if self.colocated else 2) * min(bucket_bytes, largest)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over both layouts, from which alone the moves follow: equal on two processes that plan the same."""
+        digest = hashlib.sha256(repr(self.colocated).encode())
+        for layout in (self.source, self.destination):
+            owners: dict[Owners, int] = {}
+            digest.update(repr((layout.num_ranks, sorted(layout.dtypes.items()))).encode())
+            for row in layout.rows:
+                if row.owners not in owners:
+                    owners[row.owners] = len(owners)
+                    digest.update(repr(row.owners.ranks).encode())
+                line = row.local, row.parts, row.shape, row.axis, row.splits, owners[row.owners], row.stack, row.lead
+                digest.update(repr(line).encode())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ geometry
+
+    def _wants(self, dst: int, tensors: Collection[str] | None = None, sender: int | None = None) -> _Wants:
+        """The common boxes of a destination rank's pieces with the source's, checked to tile each piece.
+
+        With ``sender`` only those (among ``tensors``) that this source rank has; then tiling cannot be seen and is not checked.
+        """
+        wants: list[_Want] = []
+        numbers: dict[tuple[int, ...], int] = {}
+        totals: list[int] = []
+        for row, share in self.destination.rows_of(dst):
+            if tensors is not None and not any(part in tensors for part in row.parts):
+                continue
+            for piece in row.pieces(share):
+                hits = [
+                    (copy, common)
+                    for copy in self._copies(piece.tensor)
+                    if (common := boxes.intersect(copy.box, piece.box)) is not None
+                ]
+                if sender is None and not (len(hits) == 1 and hits[0][1] == piece.box):
+                    check_tiling(
+                        f"{piece.tensor} of {self.source.name} into {piece.local} on rank {dst} of {self.destination.name}",
+                        piece.box,
+                        [(common, f"source piece {list(copy.box)}") for copy, common in hits],
+                    )
+                for copy, common in hits:
+                    if sender is None or sender in copy.ranks:
+                        number = numbers.setdefault(copy.ranks, len(totals))
+                        if number == len(totals):
+                            totals.append(0)
+                        size = boxes.volume(common)
+                        wants.append(_Want(piece, copy, common, number, totals[number], size))
+                        totals[number] += size
+        return _Wants(wants, list(numbers), totals)
+
+    @cached_property
+    def _known_copies(self) -> dict[str, tuple[Copy, ...]]:
+        return {}
+
+    def _copies(self, tensor: str) -> tuple[Copy, ...]:
+        """Distinct source boxes of a tensor in order; of a box that lies in two places (a tied output weight) the first."""
+        found = self._known_copies.get(tensor)
+        if found is None:
+            by_box: dict[Box, Copy] = {}
+            for copy in self.source.copies(tensor):
+                by_box.setdefault(copy.box, copy)
+            found = self._known_copies[tensor] = tuple(by_box[box] for box in sorted(by_box))
+        return found
+
+    # ------------------------------------------------------------------ who sends
+
+    def _senders(self, dst: int, wants: _Wants) -> Iterator[tuple[_Want, int]]:
+        """The wants in order, each with its source rank; cut along axis 0 where two ranks share one.
+
+        What a destination rank takes from the same n copies is laid end to end on a circle that these copies divide evenly; the
+        needs of its R replicas follow each other, n/R of the circle each. So all copies send the same to within a row, and each
+        rank takes from as few as that allows. It depends on wants with the same copies only: a source rank that looks at its own
+        wants finds what everybody else does.
+        """
+        replica, replicas = self._replica_of[dst]
+        near = [self._nearest(dst, ranks) for ranks in wants.sets]
+        # Near copies are not the same ones for every replica: each then uses all of its own.
+        whole = [len(mine) == len(all_) for mine, all_ in zip(near, wants.sets, strict=True)]
+        begin = [replica * total if w else 0 for w, total in zip(whole, wants.totals, strict=True)]
+        circle = [replicas * total if w else total for w, total in zip(whole, wants.totals, strict=True)]
+        for want in wants.wants:
+            _, _, _, copies, start, size = want
+            ranks, around = near[copies], circle[copies]
+            start += begin[copies]
+            first, last = start * len(ranks) // around, (start + size - 1) * len(ranks) // around
+            if first == last:
+                yield want, ranks[first]
+            else:
+                yield from _share(want, ranks, start, around)
+
+    def _nearest(self, dst: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if self.colocated and dst in ranks:
+            return (dst,)
+        if self.nearness is None:
+            return ranks
+        far = {rank: self.nearness(rank, dst) for rank in ranks}
+        nearest = min(far.values())
+        return tuple(rank for rank in ranks if far[rank] == nearest)
+
+    def replica_of(self, dst: int) -> tuple[int, int]:
+        """A destination rank's number among those that hold the same, and how many they are."""
+        return self._replica_of[dst]
+
+    @cached_property
+    def _replica_of(self) -> list[tuple[int, int]]:
+        members: dict[Kind, list[int]] = defaultdict(list)
+        for rank in range(self.destination.num_ranks):
+            members[self.destination.kind(rank)].append(rank)
+        found = [(0, 1)] * self.destination.num_ranks
+        for ranks in members.values():
+            for number, rank in enumerate(ranks):
+                found[rank] = (number, len(ranks))
+        return found
 
 
-class _Copy(NamedTuple):
-    """Where one rank keeps a source box."""
-
-    rank: int
-    local: str
-    at: Shape
-
-
-def build_plan(source: Layout, destination: Layout, *, colocated: bool = False) -> ReshardPlan:
+def build_plan(
+    source: Layout,
+    destination: Layout,
+    *,
+    colocated: bool = False,
+    nearness: Callable[[int, int], int] | None = None,
+) -> ReshardPlan:
     """Plan the moves that write every element of every destination rank exactly once.
 
-    Of several ranks that hold the same source piece the least loaded one so far sends it; with ``colocated`` a rank that has
-    what it needs copies it locally. Raises PlanError naming the tensor that would be written twice, in part, or not at all.
+    Raises PlanError naming a tensor that the source lacks or has in another shape; the rest is checked where it is asked for
+    (``ReshardPlan.check`` asks for everything).
     """
     for name, shape in destination.tensors.items():
         if source.tensors.get(name) != shape:
@@ -111,64 +275,28 @@ def build_plan(source: Layout, destination: Layout, *, colocated: bool = False) 
                 f"{name} has shape {shape} in {destination.name} and {source.tensors.get(name, 'no place')} in {source.name}; "
                 "both layouts must come from the same config.json"
             )
-    destination.check()
-    index = _index(source)
-    wanted = [_overlaps(destination, h, index, source.name) for h in range(len(destination.holdings))]
-    load = [0] * source.num_ranks
-    moves: list[Move] = []
-    for dst in range(destination.num_ranks):
-        for piece, source_box, box in wanted[destination.holding_of[dst]]:
-            copies = index[piece.tensor][source_box]
-            copy = _choose(copies, load, dst if colocated else None)
-            if not (colocated and copy.rank == dst):
-                load[copy.rank] += boxes.volume(box)
-            src_at = boxes.shifted(copy.at, _offset(box, source_box))
-            dst_at = boxes.shifted(piece.at, _offset(box, piece.box))
-            moves.append(Move(copy.rank, dst, piece.tensor, box, copy.local, src_at, piece.local, dst_at))
-    return ReshardPlan(source, destination, tuple(moves), colocated)
+    return ReshardPlan(source, destination, colocated, nearness)
+
+
+def _share(want: _Want, ranks: tuple[int, ...], start: int, circle: int) -> Iterator[tuple[_Want, int]]:
+    """Cut a want that begins at ``start`` of ``circle`` elements, which ``ranks`` divide evenly, where their parts meet."""
+    (origin, high), rest = want.box[0], want.box[1:]
+    row = boxes.volume(rest)
+    low, end = origin, start + want.size
+    for number in range(start * len(ranks) // circle, (end - 1) * len(ranks) // circle + 1):
+        border = -(-(number + 1) * circle // len(ranks))
+        cut = high if border >= end else min(origin + (border - start + row // 2) // row, high)
+        if low < cut:
+            yield want._replace(box=((low, cut), *rest), size=(cut - low) * row), ranks[number]
+            low = cut
+
+
+def _move(want: _Want, src: int, dst: int) -> Move:
+    piece, copy, box = want.piece, want.copy, want.box
+    src_at = boxes.shifted(copy.at, _offset(box, copy.box))
+    dst_at = boxes.shifted(piece.at, _offset(box, piece.box))
+    return Move(src, dst, piece.tensor, box, copy.local, src_at, piece.local, dst_at)
 
 
 def _offset(inner: Box, outer: Box) -> Shape:
     return tuple(i[0] - o[0] for i, o in zip(inner, outer, strict=True))
-
-
-def _index(source: Layout) -> dict[str, dict[Box, list[_Copy]]]:
-    """tensor -> distinct source box -> the ranks that hold it, one copy each."""
-    ranks: list[list[int]] = [[] for _ in source.holdings]
-    for rank, which in enumerate(source.holding_of):
-        ranks[which].append(rank)
-    index: dict[str, dict[Box, list[_Copy]]] = defaultdict(dict)
-    for which, contents in enumerate(source.holdings):
-        seen: set[tuple[str, Box]] = set()
-        for piece in contents.pieces:
-            if (piece.tensor, piece.box) in seen:
-                continue
-            seen.add((piece.tensor, piece.box))
-            copies = index[piece.tensor].setdefault(piece.box, [])
-            copies += [_Copy(rank, piece.local, piece.at) for rank in ranks[which]]
-    return index
-
-
-def _overlaps(
-    destination: Layout, which: int, index: dict[str, dict[Box, list[_Copy]]], source_name: str
-) -> list[tuple[Piece, Box, Box]]:
-    """(destination piece, source box, their common box) for one holding; checks that the common boxes tile each piece."""
-    out: list[tuple[Piece, Box, Box]] = []
-    rank = destination.holding_of.index(which)
-    for piece in destination.holdings[which].pieces:
-        hits = [(s, c) for s in sorted(index.get(piece.tensor, {})) if (c := boxes.intersect(s, piece.box)) is not None]
-        check_tiling(
-            f"{piece.tensor} of {source_name} into {piece.local} on rank {rank} of {destination.name}",
-            piece.box,
-            [(common, f"source piece {list(box)}") for box, common in hits],
-        )
-        out += [(piece, box, common) for box, common in hits]
-    return out
-
-
-def _choose(copies: list[_Copy], load: list[int], prefer: int | None) -> _Copy:
-    if prefer is not None:
-        for copy in copies:
-            if copy.rank == prefer:
-                return copy
-    return min(copies, key=lambda copy: (load[copy.rank], copy.rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +12,37 @@ from megarl.reshard.execute import Work
 
 
 @dataclass(frozen=True)
+class Received:
+    """An arrival into the receiver's own memory: nothing to give back."""
+
+    work: Work
+    message: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.message
+
+    def release(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
 class GroupTransport:
     """Point-to-point within ``group`` (None: the default group); plan ranks are ranks of that group."""
 
     group: dist.ProcessGroup | None = None
+    device: torch.device | str = "cpu"
 
-    def isend(self, tensor: torch.Tensor, rank: int) -> Work:
-        work = dist.isend(tensor, group=self.group, group_dst=rank)
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def isend(self, message: torch.Tensor, rank: int) -> Work:
+        work = dist.isend(message, group=self.group, group_dst=rank)
         assert work is not None, "this process is not in the group"
         return work
 
-    def recv(self, tensor: torch.Tensor, rank: int) -> None:
-        dist.recv(tensor, group=self.group, group_src=rank)
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor]) -> Received:
+        message = spare()
+        work = dist.irecv(message, group=self.group, group_src=rank)
+        assert work is not None, "this process is not in the group"
+        return Received(work, message)

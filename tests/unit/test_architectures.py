@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.architectures import ARCHITECTURES, architecture
-from megarl.architectures.table import Stage
+from megarl.architectures.table import Op, Stage
 from megarl.errors import ArchitectureError
+from tests.parallel.families import FAMILIES
 from tests.unit.reshard_oracle import qwen3_config
 
 
@@ -30,6 +32,7 @@ def test_what_megatron_is_told() -> None:
     settings = qwen3_config()
     found = architecture(settings)
     assert found.transformer_config(settings) == {
+        "mla": False,
         "num_layers": 4,
         "hidden_size": 8,
         "num_attention_heads": 4,
@@ -52,10 +55,95 @@ def test_what_megatron_is_told() -> None:
     }
 
 
+def family_config(family: str, **changes: Any) -> dict[str, Any]:
+    """config.json of one of the tiny models of the grid tests, as transformers writes it."""
+    from transformers import AutoConfig
+
+    model_type, settings = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **settings).to_dict()
+    return {key: value for key, value in (config | changes).items() if value is not ABSENT}
+
+
+ABSENT = object()
+
+
+def told(family: str, **changes: Any) -> dict[str, Any]:
+    settings = family_config(family, **changes)
+    found = architecture(settings)
+    return found.transformer_config(settings) | found.gpt(settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("mixtral", {"num_moe_experts": 4, "moe_ffn_hidden_size": 96, "moe_layer_freq": 1, "layernorm_epsilon": 1e-5}),
+        ("mixtral", {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False, "moe_router_topk": 2}),
+        ("qwen3_moe", {"moe_router_pre_softmax": False, "moe_ffn_hidden_size": 40, "ffn_hidden_size": 96}),
+        ("qwen3_moe_mixed", {"moe_router_pre_softmax": True, "moe_layer_freq": [1, 1, 0, 1]}),
+        ("deepseek_v3", {"moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 80, "mla": True}),
+        ("deepseek_v3", {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+        ("deepseek_v3", {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}),
+        ("deepseek_v3", {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0, "kv_channels": 12}),
+        ("qwen2", {"add_qkv_bias": True, "qk_layernorm": False, "share_embeddings_and_output_weights": True}),
+        ("llama3", {"rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 5e5, "add_qkv_bias": False}),
+    ],
+)
+def test_what_megatron_is_told_of_a_family(family: str, expected: dict[str, Any]) -> None:
+    found = told(family)
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_groups_that_limit_nothing_are_left_out() -> None:
+    """Megatron would rank them by another number of experts than transformers."""
+    found = told("deepseek_v3", n_group=1, topk_group=1)
+    assert found["moe_router_num_groups"] is None and found["moe_router_group_topk"] is None
+
+
+def test_rope_of_the_published_deepseek() -> None:
+    scaling = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    found = told("deepseek_v3", rope_parameters=ABSENT, rope_theta=10000, rope_scaling=scaling)
+    expected = {key: float(value) for key, value in scaling.items() if key not in ("type", "factor")}
+    expected |= {"rope_type": "yarn", "rotary_scaling_factor": 40.0, "rotary_base": 10000.0}
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("mscale", "all_dim", "expected"),
+    # transformers: cos and sin are scaled by the ratio where both are given, else by the factor's own; the softmax by all_dim
+    [(None, None, (1.0, 0.0)), (0.7, None, (1.0, 0.0)), (0.7, 0.0, (1.0, 0.0)), (0.7, 0.9, (0.7, 0.9))],
+)
+def test_yarn_scales(mscale: float | None, all_dim: float | None, expected: tuple[float, float]) -> None:
+    rope = {**FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"], "mscale": mscale, "mscale_all_dim": all_dim}
+    found = told("deepseek_v3_yarn", rope_parameters=rope)
+    assert (found["mscale"], found["mscale_all_dim"]) == expected
+
+
 def test_rope_theta_as_transformers_5_writes_it() -> None:
     settings = qwen3_config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     del settings["rope_theta"]
     assert architecture(settings).gpt(settings)["rotary_base"] == 5e5
+
+
+@pytest.mark.parametrize(("family", "theta"), [("llama2", 1e4), ("mixtral", 1e6)])
+def test_rope_theta_that_nobody_wrote(family: str, theta: float) -> None:
+    """Llama 2 has none in its config.json: transformers' own default counts."""
+    from transformers import AutoConfig
+
+    assert told(family, rope_parameters=ABSENT)["rotary_base"] == theta
+    assert AutoConfig.for_model(FAMILIES[family][0]).rope_parameters["rope_theta"] == theta
+
+
+def test_linear_rope_scaling() -> None:
+    found = told("llama2", rope_parameters=ABSENT, rope_scaling={"type": "linear", "factor": 4})
+    assert found["seq_len_interpolation_factor"] == 4.0
 
 
 def test_head_dim_is_optional() -> None:
@@ -66,12 +154,14 @@ def test_head_dim_is_optional() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type='gpt2' has no table; supported: qwen3"),
+        ({"model_type": "gpt2"}, r"model_type='gpt2' has no table; supported: deepseek_v3, ernie4_5, "),
         ({"model_type": None}, r"model_type=None has no table"),
         ({"attention_bias": True}, r"qwen3 with attention_bias=True is not supported, only False"),
         ({"hidden_act": "gelu"}, r"qwen3 with hidden_act='gelu' is not supported, only 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, r"rope_type='yarn' is not supported"),
-        ({"rope_theta": None}, r"neither rope_theta nor rope_parameters\.rope_theta"),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"rope_type='linear' without a factor"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported, only 1\.0"),
+        ({"max_position_embeddings": None}, r"max_position_embeddings=None; it must be a positive integer"),
         ({"num_hidden_layers": "4"}, r"num_hidden_layers='4'; it must be a positive integer"),
         ({"num_attention_heads": 5}, r"num_key_value_heads=2 does not divide num_attention_heads=5"),
     ],
@@ -81,18 +171,48 @@ def test_what_no_table_covers_is_refused(changes: dict, message: str) -> None:
         architecture(qwen3_config(**changes))
 
 
+LLAMA3 = FAMILIES["llama3"][1]["rope_parameters"]
+YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama3", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, r"low_freq_factor=2\.0 .* with 1\.0 only"),
+        ("llama3", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 4096}}, r"=4096 .* with 8192 only"),
+        ("llama2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type='dynamic' is not supported"),
+        ("mistral", {"sliding_window": 4096}, r"sliding_window=4096 is not supported; .* set\s+sliding_window to null"),
+        ("mistral", {"sliding_window": ABSENT}, r"sliding_window=4096"),
+        ("mixtral", {"num_experts_per_tok": 1}, r"num_experts_per_tok=1 and normalised .* the router gets no gradient"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05 is not supported, only 1e-06: its latent norms"),
+        ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False is not supported"),
+        ("deepseek_v3", {"norm_topk_prob": False}, r"norm_topk_prob=False and num_experts_per_tok=4"),
+        ("deepseek_v3", {"num_experts_per_tok": 6}, r"num_experts_per_tok=6 and topk_group=2 .*=3; use a checkpoint"),
+        ("deepseek_v3", {"rope_parameters": {**LLAMA3}}, r"rope_type='llama3' is not supported, only 'default' and 'yarn'"),
+        ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "truncate": False}}, r"yarn and truncate=False"),
+        ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "attention_factor": 1.2}}, r"yarn and attention_factor=1\.2"),
+        ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "mscale": None}}, r"yarn and mscale=None"),
+    ],
+)
+def test_what_megatron_cannot_express_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArchitectureError, match=message):
+        architecture(family_config(family, **changes))
+
+
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_table_names_every_parameter_once(name: str) -> None:
+    """In one kind of layer; rows for layers with and without experts may have the same name."""
     found = ARCHITECTURES[name]
     assert found.name == name
-    for impl in ("local", "transformer_engine"):
-        names = [param.megatron_name(impl, 0) for param in found.params]
-        assert len(set(names)) == len(names)
-    names = [param.vllm_name(0) for param in found.params]
-    assert len(set(names)) == len(names)
-    assert all(param.te is None or param.te.endswith("layer_norm_weight") for param in found.params)
-    rows = found.rows(3)
-    assert len(rows) == sum(3 if param.stage is Stage.LAYER else 1 for param in found.params)
+    kinds = (set(Stage) - {Stage.MOE}, set(Stage) - {Stage.DENSE})
+    for params in ([param for param in found.params if param.stage in kind] for kind in kinds):
+        for names in ([param.megatron for param in params], [param.te or param.megatron for param in params]):
+            assert len(set(names)) == len(names)
+        logical = [part for param in params if param.op is not Op.TIED for part in param.hf]
+        assert len(set(logical)) == len(logical)
+    fused = [part for joint in found.vllm for part in joint.hf]
+    assert len(set(fused)) == len(fused)
+    assert set(fused) <= {part for param in found.params for part in param.hf}
 
 
 def test_a_family_file_is_data() -> None:

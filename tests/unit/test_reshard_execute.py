@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, PlanError, WeightSyncError
+from megarl.reshard import boxes
 from megarl.reshard.execute import Digests, buckets_of, compare, digests_of, exchange, merge, receive, send
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
-from megarl.reshard.plan import ReshardPlan, build_plan
+from megarl.reshard.plan import Link, ReshardPlan, build_plan
 from tests.unit.reshard_oracle import (
     Case,
     Network,
@@ -162,15 +163,16 @@ def test_equal_grids_move_nothing_between_ranks() -> None:
 def test_one_flipped_element_is_named(case: Case, data: st.DataObject) -> None:
     plan = to_engine(case)
     bucket_bytes = 512
-    link = data.draw(st.sampled_from(sorted(plan.links)))
-    buckets = buckets_of(plan, [link], bucket_bytes // 4)
+    link = data.draw(st.sampled_from(sorted({Link(move.src, move.dst) for move in plan.moves})))
+    buckets = [bucket for bucket in buckets_of(plan, plan.moves, bucket_bytes, FP32) if bucket.link == link]
     number = data.draw(st.integers(0, len(buckets) - 1))
-    element = data.draw(st.integers(0, buckets[number].elements - 1))
-    victim = [chunk for chunk in buckets[number].chunks if chunk.offset <= element][-1].move
+    chunk = data.draw(st.sampled_from(buckets[number].chunks))
+    element = chunk.offset // 4 + data.draw(st.integers(0, boxes.volume(chunk.box) - 1))
+    victim = chunk.move
 
-    def corrupt(src: int, dst: int, count: int, flat: torch.Tensor) -> None:
+    def corrupt(src: int, dst: int, count: int, message: torch.Tensor) -> None:
         if (src, dst, count) == (*link, number):
-            flat.view(torch.int32)[element] ^= 1
+            message[element * 4] ^= 1
 
     sources = megatron_grid(case.config, random_hf(case.config), case.tp, case.pp, case.dp)
     got, sent = run_plan(plan, sources, Network(corrupt), bucket_bytes)
@@ -180,7 +182,8 @@ def test_one_flipped_element_is_named(case: Case, data: st.DataObject) -> None:
     assert len(faults) == 1
     assert faults[0].startswith(f"{victim.tensor} in ")
     assert victim.dst_local in faults[0]
-    assert f"destination rank {link.dst}, from source ranks" in faults[0]
+    senders = sorted({move.src for move in plan.moves if move.dst == link.dst and move.tensor == victim.tensor})
+    assert f"destination rank {link.dst}, from source ranks {senders}:" in faults[0]
 
 
 def test_digest_of_a_tensor_is_the_same_number_everywhere() -> None:

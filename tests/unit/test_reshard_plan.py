@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections import Counter, defaultdict
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, PlanError
 from megarl.reshard import boxes
 from megarl.reshard.execute import buckets_of
-from megarl.reshard.layout import Holding, Layout, Padding, Piece
+from megarl.reshard.layout import Layout, Owners, Row, Segment, Split
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
-from megarl.reshard.plan import build_plan
-from tests.unit.reshard_oracle import Case, cases, qwen3_config
+from megarl.reshard.plan import ReshardPlan, build_plan
+from tests.unit.reshard_engines import model
+from tests.unit.reshard_oracle import Case, cases, configs, qwen3_config
 
 fast = settings(max_examples=40, deadline=None)
 
@@ -27,57 +33,119 @@ def layouts(case: Case) -> tuple[Layout, Layout]:
     )
 
 
-def with_pieces(layout: Layout, which: int, pieces: tuple[Piece, ...]) -> Layout:
-    holdings = list(layout.holdings)
-    holdings[which] = replace(holdings[which], pieces=pieces)
-    return replace(layout, holdings=tuple(holdings))
+def with_rows(layout: Layout, rows: list[Row]) -> Layout:
+    return Layout(layout.name, layout.tensors, layout.num_ranks, rows, layout.dtypes)
+
+
+def with_split(layout: Layout, number: int, share: int, split: Split) -> Layout:
+    """The layout with another split in one share of one row."""
+    rows = list(layout.rows)
+    splits = tuple(split if k == share else old for k, old in enumerate(rows[number].splits))
+    rows[number] = rows[number]._replace(splits=splits)
+    return with_rows(layout, rows)
+
+
+def a_segment(data: st.DataObject, layout: Layout) -> tuple[int, int, int]:
+    """(row, share, segment) of some piece."""
+    places = [
+        (number, share, i)
+        for number, row in enumerate(layout.rows)
+        for share, split in enumerate(row.splits)
+        for i in range(len(split.segments))
+    ]
+    return data.draw(st.sampled_from(places))
 
 
 @fast
 @given(case=cases(), data=st.data())
 def test_a_destination_piece_removed_or_doubled_is_a_plan_error(case: Case, data: st.DataObject) -> None:
     source, destination = layouts(case)
-    which = data.draw(st.integers(0, len(destination.holdings) - 1))
-    pieces = destination.holdings[which].pieces
-    i = data.draw(st.integers(0, len(pieces) - 1))
+    number, share, i = a_segment(data, destination)
+    row = destination.rows[number]
+    split = row.splits[share]
+    fewer = split._replace(segments=split.segments[:i] + split.segments[i + 1 :])
     with pytest.raises(PlanError, match="not wholly written") as error:
-        build_plan(source, with_pieces(destination, which, pieces[:i] + pieces[i + 1 :]))
-    assert pieces[i].local in str(error.value)
+        build_plan(source, with_split(destination, number, share, fewer)).check()
+    assert row.local in str(error.value)
+    more = split._replace(segments=(*split.segments, split.segments[i]))
     with pytest.raises(PlanError, match="written twice") as error:
-        build_plan(source, with_pieces(destination, which, (*pieces, pieces[i])))
-    assert pieces[i].tensor in str(error.value)
+        build_plan(source, with_split(destination, number, share, more)).check()
+    assert row.parts[split.segments[i].part] in str(error.value)
+
+
+@fast
+@given(case=cases(), data=st.data())
+def test_a_destination_piece_beside_its_tensor_is_a_plan_error(case: Case, data: st.DataObject) -> None:
+    source, destination = layouts(case)
+    number, share, i = a_segment(data, destination)
+    row = destination.rows[number]
+    split = row.splits[share]
+    segment = split.segments[i]
+    shift = row.shape[row.axis] + 1
+    for bad in (
+        segment._replace(at=segment.at + split.size),
+        segment._replace(lo=segment.lo + shift, hi=segment.hi + shift),
+    ):
+        segments = (*split.segments[:i], bad, *split.segments[i + 1 :])
+        with pytest.raises(PlanError, match="outside") as error:
+            build_plan(source, with_split(destination, number, share, split._replace(segments=segments))).check()
+        assert row.local in str(error.value)
 
 
 @fast
 @given(case=cases(), data=st.data())
 def test_a_source_piece_removed_or_overlapped_is_a_plan_error(case: Case, data: st.DataObject) -> None:
     source, destination = layouts(case)
-    which = data.draw(st.integers(0, len(source.holdings) - 1))
-    victim = data.draw(st.sampled_from(source.holdings[which].pieces))
-    gone = source
-    for h, holding in enumerate(source.holdings):
-        kept = tuple(p for p in holding.pieces if (p.tensor, p.box) != (victim.tensor, victim.box))
-        gone = with_pieces(gone, h, kept)
+    number, share, i = a_segment(data, source)
+    row = source.rows[number]
+    segment = row.splits[share].segments[i]
+    tensor = row.parts[segment.part]
+
+    def without(other: Row) -> Row:
+        """Also where a second stage has the same elements (a tied output weight)."""
+        kept = [
+            split._replace(
+                segments=tuple(s for s in split.segments if (other.parts[s.part], s[1:3]) != (tensor, segment[1:3]))
+            )
+            for split in other.splits
+        ]
+        return other._replace(splits=tuple(kept))
+
     with pytest.raises(PlanError, match="not wholly written") as error:
-        build_plan(gone, destination)
-    assert victim.tensor in str(error.value)
-    if boxes.volume(victim.box) > 1:
-        axis = max(range(len(victim.box)), key=lambda a: victim.box[a][1] - victim.box[a][0])
-        lo, hi = victim.box[axis]
-        smaller = tuple((lo, hi - 1) if a == axis else interval for a, interval in enumerate(victim.box))
-        pieces = (*source.holdings[which].pieces, replace(victim, box=smaller))
+        build_plan(with_rows(source, [without(other) for other in source.rows]), destination).check()
+    assert tensor in str(error.value)
+    if segment.hi - segment.lo > 1:
+        only = Split(segment.hi - segment.lo - 1, 0, (Segment(segment.part, segment.lo, segment.hi - 1, 0),))
+        extra = row._replace(local="copy", splits=(only,), owners=Owners(((0,),)))
         with pytest.raises(PlanError, match="written twice") as error:
-            build_plan(with_pieces(source, which, pieces), destination)
-        assert victim.tensor in str(error.value)
+            build_plan(with_rows(source, [*source.rows, extra]), destination).check()
+        assert tensor in str(error.value)
 
 
 def test_padding_over_a_piece_is_a_plan_error() -> None:
     layout = vllm_layout(qwen3_config(), 1)
-    holding = layout.holdings[0]
-    pads = (*holding.padding, Padding("model.norm.weight", ((0, 1),)))
-    bad = replace(layout, holdings=(replace(holding, padding=pads),))
+    number = next(i for i, row in enumerate(layout.rows) if row.local == "model.norm.weight")
+    split = layout.rows[number].splits[0]
+    bad = with_split(layout, number, 0, split._replace(used=split.size - 1))
     with pytest.raises(PlanError, match=r"model\.norm\.weight is written twice"):
-        build_plan(hf_layout(qwen3_config()), bad)
+        build_plan(hf_layout(qwen3_config()), bad).check()
+
+
+def test_one_local_tensor_of_two_shapes_is_a_plan_error() -> None:
+    layout = vllm_layout(model("mixtral", num_local_experts=2), 1)
+    number = next(i for i, row in enumerate(layout.rows) if row.stack)
+    rows = list(layout.rows)
+    rows[number] = rows[number]._replace(stack=(3,))
+    with pytest.raises(PlanError, match=r"w13_weight would have shape \(3, 256, 8\) and \(2, 256, 8\)"):
+        build_plan(hf_layout(model("mixtral", num_local_experts=2)), with_rows(layout, rows)).check()
+
+
+def test_an_expert_that_is_left_out_is_a_plan_error() -> None:
+    config = model("mixtral")
+    layout = vllm_layout(config, 1)
+    rows = [row for row in layout.rows if not (row.local.endswith("w2_weight") and row.lead == (3,))]
+    with pytest.raises(PlanError, match=r"experts\.routed_experts\.w2_weight.* is not wholly written"):
+        build_plan(hf_layout(config), with_rows(layout, rows)).check()
 
 
 def test_another_models_layout_is_refused() -> None:
@@ -95,32 +163,101 @@ def test_two_processes_plan_the_same(case: Case) -> None:
     assert a.fingerprint == b.fingerprint
     other = replace(case, replicas=case.replicas + 1)
     assert build_plan(*layouts(other)).fingerprint != a.fingerprint
+    assert build_plan(*layouts(replace(case, dp=case.dp + 1))).fingerprint != a.fingerprint
 
 
 @fast
-@given(case=cases(), capacity=st.sampled_from([1, 7, 100, 5000]))
+@given(case=cases(), capacity=st.sampled_from([4, 7, 100, 5000]))
 def test_bytes_are_countable_before_the_job_starts(case: Case, capacity: int) -> None:
     plan = build_plan(*layouts(case))
-    holdings = [plan.destination.holding(r) for r in range(plan.destination.num_ranks)]
+    to = plan.destination
     needed = sum(
-        sum(prod(s) for s in h.local_shapes.values()) - sum(boxes.volume(p.box) for p in h.padding) for h in holdings
+        sum(map(prod, to.local_shapes(r).values())) - sum(boxes.volume(p.box) for p in to.padding(r))
+        for r in range(to.num_ranks)
     )
     assert sum(plan.bytes_per_link(2).values()) == 2 * needed
-    buckets = buckets_of(plan, plan.links, capacity)
-    assert sum(bucket.elements for bucket in buckets) == needed
-    assert all(0 < bucket.elements <= capacity for bucket in buckets)
-    assert plan.peak_extra_bytes(2 * capacity, 2) <= 4 * capacity
+    buckets = buckets_of(plan, plan.moves, capacity, torch.bfloat16)
+    assert sum(boxes.volume(chunk.box) for bucket in buckets for chunk in bucket.chunks) == needed
+    assert all(0 < bucket.nbytes <= capacity for bucket in buckets)
+    assert plan.peak_extra_bytes(capacity, 2) <= 2 * capacity
 
 
-def test_data_parallel_copies_share_the_sending() -> None:
-    """List scheduling: two ranks that could have sent the same piece differ by at most one piece."""
-    config = qwen3_config(num_hidden_layers=8)
-    plan = build_plan(megatron_layout(config, MegatronGrid(2, 1, 4)), vllm_layout(config, 2, 4))
-    sent = [sum(n for link, n in plan.bytes_per_link(4).items() if link.src == rank) for rank in range(8)]
-    largest = 4 * max(boxes.volume(move.box) for move in plan.moves)
-    assert min(sent) > largest
-    for tp_rank in range(2):
-        assert max(sent[tp_rank::2]) - min(sent[tp_rank::2]) <= largest
+@fast
+@given(case=cases(), data=st.data())
+def test_the_part_of_some_tensors_writes_their_local_tensors_whole(case: Case, data: st.DataObject) -> None:
+    plan = build_plan(*layouts(case))
+    some = set(data.draw(st.lists(st.sampled_from(sorted(plan.destination.tensors)), min_size=1, max_size=3)))
+    part = plan.only(some.__contains__)
+    part.check()
+    locals_ = {move.dst_local for move in plan.moves if move.tensor in some}
+    assert {(m.dst, m.dst_local) for m in part.moves} == {
+        (m.dst, m.dst_local) for m in plan.moves if m.dst_local in locals_
+    }
+
+
+def sent_by_copies(plan: ReshardPlan) -> list[list[int]]:
+    """Bytes that each source rank sends, grouped by ranks that hold the same."""
+    sent: Counter[int] = Counter()
+    for link, size in plan.bytes_per_link(1).items():
+        sent[link.src] += size
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for rank in range(plan.source.num_ranks):
+        groups[plan.source.kind(rank)].append(sent[rank])
+    return list(groups.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2]),
+    dp=st.integers(1, 9),
+    engine_tp=st.sampled_from([1, 2, 4, 8, 16]),
+    replicas=st.integers(1, 9),
+)
+def test_data_parallel_copies_share_the_sending(tp: int, pp: int, dp: int, engine_tp: int, replicas: int) -> None:
+    """Whatever the numbers of copies and replicas: none sends more than 2 % above the mean (8 layers in Qwen3-0.6B's shapes)."""
+    config = qwen3_config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128,
+    )  # fmt: skip
+    plan = build_plan(megatron_layout(config, MegatronGrid(tp, pp, dp)), vllm_layout(config, engine_tp, replicas))
+    for sent in sent_by_copies(plan):
+        assert max(sent) <= 1.02 * sum(sent) / len(sent)
+
+
+def test_experts_and_the_rest_are_shared_by_their_own_copies() -> None:
+    """With expert parallelism the copies of an expert are fewer ranks than those of a norm; both are shared."""
+    config = model("qwen3_moe", vocab_size=256, num_experts=8, hidden_size=64, num_hidden_layers=8, mlp_only_layers=[])
+    plan = build_plan(
+        megatron_layout(config, MegatronGrid(tp=2, dp=4, ep=4, etp=1)), vllm_layout(config, 2, 3, expert_parallel=True)
+    )
+    sent: dict[str, Counter[int]] = {"experts": Counter(), "rest": Counter()}
+    for move in plan.moves:
+        kind = "experts" if ".experts." in move.tensor else "rest"
+        sent[kind][move.src] += boxes.volume(move.box)
+    for counts in sent.values():
+        assert len(counts) == 8
+        assert max(counts.values()) <= 1.1 * sum(counts.values()) / 8
+
+
+@fast
+@given(case=cases(), node=st.sampled_from([1, 2, 3, 8]))
+def test_the_nearest_copies_send(case: Case, node: int) -> None:
+    """Ranks of both sides are placed on nodes of ``node`` devices one after the other."""
+
+    def distance(src: int, dst: int) -> int:
+        return abs(src // node - dst // node)
+
+    source, destination = layouts(case)
+    plan = build_plan(source, destination, nearness=distance)
+    plan.check()
+    for move in plan.moves:
+        holders = {
+            rank for copy in source.copies(move.tensor) if boxes.contains(copy.box, move.box) for rank in copy.ranks
+        }
+        assert distance(move.src, move.dst) == min(distance(rank, move.dst) for rank in holders)
+    sent = [move for rank in range(source.num_ranks) for move in plan.moves_from(rank)]
+    assert sorted(sent) == sorted(plan.moves)
 
 
 def test_the_source_may_hold_the_same_piece_under_two_names_and_the_destination_gets_both() -> None:
@@ -131,78 +268,106 @@ def test_the_source_may_hold_the_same_piece_under_two_names_and_the_destination_
     assert sorted(targets) == ["lm_head.weight", "model.embed_tokens.weight"]
 
 
-def test_a_huge_grid_is_planned_in_seconds() -> None:
+def test_a_rank_of_a_huge_job_plans_its_own_part_quickly() -> None:
     """Qwen3-32B shapes, 512 trainer ranks, 16 engines of 8: the work must not grow with ranks squared."""
     config = qwen3_config(
         vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
         num_key_value_heads=8, head_dim=128,
     )  # fmt: skip
+    start = time.process_time()
     plan = build_plan(megatron_layout(config, MegatronGrid(8, 4, 16)), vllm_layout(config, 8, 16))
+    received, sent = list(plan.moves_to(127)), list(plan.moves_from(511))
+    assert time.process_time() - start < 2
+    assert len(received) < 2000 and len(sent) < 2000
     assert len(plan.moves) < 200_000
     assert {m.dst for m in plan.moves} == set(range(128))
 
 
 def test_a_stack_has_a_leading_single_index() -> None:
-    """Geometry that stacked experts will need: two 2-D tensors in one 3-D local tensor."""
+    """Two 2-D tensors in one 3-D local tensor."""
     shapes = {"e0": (2, 3), "e1": (2, 3)}
-    flat = Holding(shapes, tuple(Piece(n, boxes.whole(s), n, (0, 0)) for n, s in shapes.items()))
-    stack = Holding({"w": (2, 2, 3)}, tuple(Piece(f"e{i}", boxes.whole((2, 3)), "w", (i, 0, 0)) for i in range(2)))
-    plan = build_plan(Layout("flat", shapes, (flat,), (0,)), Layout("stack", shapes, (stack,), (0,)))
+    owners, whole = Owners(((0,),)), Split(2, 2, (Segment(0, 0, 2, 0),))
+    flat = [Row(name, (name,), (2, 3), 0, (whole,), owners) for name in shapes]
+    stack = [Row("w", (name,), (2, 3), 0, (whole,), owners, (2,), (i,)) for i, name in enumerate(shapes)]
+    plan = build_plan(Layout("flat", shapes, 1, flat), Layout("stack", shapes, 1, stack))
+    plan.check()
+    assert plan.destination.local_shapes(0) == {"w": (2, 2, 3)}
     assert [m.dst_at for m in plan.moves] == [(0, 0, 0), (1, 0, 0)]
     assert boxes.index_of((1, 0, 2), (2, 1)) == (1, slice(0, 2), slice(2, 3))
 
 
 @pytest.mark.parametrize(
-    ("changes", "grid", "message"),
+    ("family", "changes", "grid", "message"),
     [
-        (
-            {"num_attention_heads": 12, "num_key_value_heads": 6},
-            MegatronGrid(tp=4),
-            r"parallel\.tp=4 does not divide num_key_value_heads=6 of qwen3; set parallel\.tp to 1, 2, 3 or 6",
-        ),
-        (
-            {},
-            MegatronGrid(tp=4),
-            r"parallel\.tp=4 is greater than num_key_value_heads=2 of qwen3: .* set parallel\.tp to 1 or 2",
-        ),
-        (
-            {"intermediate_size": 25},
-            MegatronGrid(tp=2),
-            r"parallel\.tp=2 does not divide intermediate_size=25 of qwen3; set parallel\.tp to 1",
-        ),
-        (
-            {},
-            MegatronGrid(pp=3),
-            r"parallel\.pp=3 does not divide num_hidden_layers=4 of qwen3; set parallel\.pp to 1, 2 or 4",
-        ),
-        ({}, MegatronGrid(dp=0), r"parallel\.dp=0 is not a positive number"),
+        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 6}, MegatronGrid(tp=4),
+         r"parallel\.tp=4 neither divides nor is a multiple of num_key_value_heads=6 of qwen3; set parallel\.tp to one of \[1, 2, 3, 6, 12\]"),
+        ("qwen3", {"num_attention_heads": 6}, MegatronGrid(tp=4), r"parallel\.tp=4 does not divide num_attention_heads=6 of qwen3"),
+        ("qwen3", {"intermediate_size": 25}, MegatronGrid(tp=2),
+         r"parallel\.tp=2 does not divide intermediate_size=25 of qwen3; set parallel\.tp to one of \[1\]"),
+        ("qwen3", {"num_key_value_heads": 1, "head_dim": 1}, MegatronGrid(tp=4), r"tp=4 does not divide the rows of the joint .*=6 of"),
+        ("qwen3", {}, MegatronGrid(pp=3),
+         r"parallel\.pp=3 does not divide num_hidden_layers=4 of qwen3; set parallel\.pp to 1, 2 or 4, or give the first or last"),
+        ("qwen3", {}, MegatronGrid(pp=3, first_stage_layers=1), r"pp=3 does not divide .*=4 of qwen3; set parallel\.first_stage_layers"),
+        ("qwen3", {}, MegatronGrid(pp=2, vpp=3), r"parallel\.vpp=3 does not divide the layers .*\[2, 2\]; set parallel\.vpp to 1 or 2"),
+        ("qwen3", {}, MegatronGrid(vpp=2), r"parallel\.vpp=2 needs a pipeline; set parallel\.pp to 2 or more"),
+        ("qwen3", {}, MegatronGrid(pp=2, vpp=1, first_stage_layers=1, last_stage_layers=2), r"parallel\.pp=2 does not divide"),
+        ("qwen3", {}, MegatronGrid(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2), r"parallel\.vpp=2 with both .* leave one"),
+        ("qwen3", {}, MegatronGrid(dp=0), r"parallel\.dp=0 is not a positive number"),
+        ("qwen3", {}, MegatronGrid(dp=2, ep=2), r"parallel\.ep=2, but qwen3 has no experts; set parallel\.ep to 1"),
+        ("mixtral", {}, MegatronGrid(dp=2, ep=2), r"parallel\.ep=2 does not divide the 5 experts of mixtral; set parallel\.ep to 1 or 5"),
+        ("mixtral", {}, MegatronGrid(dp=2, ep=5), r"ep=5 times parallel\.etp=1 does not divide the 2 ranks .*\(tp=1 x cp=1 x dp=2\)"),
+        ("mixtral", {}, MegatronGrid(dp=3, etp=3), r"parallel\.etp=3 does not divide the experts' width 128 of mixtral"),
     ],
-)
-def test_a_grid_that_does_not_fit_names_rule_values_and_mend(changes: dict, grid: MegatronGrid, message: str) -> None:
+)  # fmt: skip
+def test_a_grid_that_does_not_fit_names_rule_values_and_mend(
+    family: str, changes: dict, grid: MegatronGrid, message: str
+) -> None:
+    config = qwen3_config(**changes) if family == "qwen3" else model(family, **changes)
     with pytest.raises(ConfigError, match=message):
-        megatron_layout(qwen3_config(**changes), grid)
+        megatron_layout(config, grid)
 
 
 @pytest.mark.parametrize(
-    ("changes", "tp", "message"),
+    ("family", "changes", "engine", "message"),
     [
-        ({}, 3, r"rollout\.tp=3 does not divide num_attention_heads=4 of qwen3; set rollout\.tp to one of \[1, 2, 4\]"),
-        (
-            {"num_attention_heads": 6, "num_key_value_heads": 6},
-            3,
-            r"rollout\.tp=3 does not divide the padded vocabulary=128",
-        ),
-        (
-            {"num_attention_heads": 12, "num_key_value_heads": 6},
-            4,
-            r"rollout\.tp=4 neither divides nor is a multiple of num_key_value_heads=6 .* one of \[1, 2\]",
-        ),
-        ({}, 0, r"rollout\.tp=0"),
+        ("qwen3", {}, {"tp": 3},
+         r"rollout\.tp=3 does not divide num_attention_heads=4 of qwen3; set rollout\.tp to one of \[1, 2, 4\]"),
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 6}, {"tp": 3},
+         r"rollout\.tp=3 does not divide the padded vocabulary=128"),
+        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 6}, {"tp": 4},
+         r"rollout\.tp=4 neither divides nor is a multiple of num_key_value_heads=6 .* one of \[1, 2\]"),
+        ("qwen3", {}, {"tp": 0}, r"rollout\.tp=0"),
+        ("qwen3", {}, {"tp": 1, "pp": 5}, r"rollout\.pp=5 is more than the 4 layers of qwen3"),
+        ("qwen3", {}, {"tp": 1, "expert_parallel": True}, r"rollout\.expert_parallel=True, but qwen3 has no experts"),
+        ("mixtral", {"num_attention_heads": 8}, {"tp": 8, "expert_parallel": True},
+         r"tp=8 leaves ranks without any of the 5 experts of mixtral; set rollout\.tp to at most 5"),
+        ("qwen3_moe", {"moe_intermediate_size": 6}, {"tp": 4}, r"rollout\.tp=4 does not divide the width of the experts=6 of qwen3_moe"),
     ],
-)
-def test_an_engine_that_does_not_fit_names_rule_values_and_mend(changes: dict, tp: int, message: str) -> None:
+)  # fmt: skip
+def test_an_engine_that_does_not_fit_names_rule_values_and_mend(
+    family: str, changes: dict, engine: dict, message: str
+) -> None:
+    config = qwen3_config(**changes) if family == "qwen3" else model(family, **changes)
     with pytest.raises(ConfigError, match=message):
-        vllm_layout(qwen3_config(**changes), tp)
+        vllm_layout(config, **engine)
+
+
+@fast
+@given(
+    config=configs(layers=4),
+    tp=st.integers(2, 12),
+    pp=st.integers(1, 4),
+    side=st.sampled_from(["trainer", "engine"]),
+)
+def test_the_sizes_that_a_message_names_fit(config: dict, tp: int, pp: int, side: str) -> None:
+    def layout(tp: int) -> Layout:
+        return megatron_layout(config, MegatronGrid(tp)) if side == "trainer" else vllm_layout(config, tp, pp=pp)
+
+    try:
+        layout(tp)
+    except ConfigError as error:
+        for mend in re.findall(r"\d+", str(error).partition(".tp to ")[2]):
+            layout(int(mend))
 
 
 def test_padded_vocab_size() -> None:

@@ -1,0 +1,196 @@
+"""Megatron's grid of ranks, and which of a model's layers each of its stages has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.architectures.table import ModelSizes
+from megarl.errors import ConfigError
+from megarl.reshard.layout import Owners
+
+
+@dataclass(frozen=True)
+class MegatronGrid:
+    """Rank order is Megatron's default ``tp-cp-ep-dp-pp``: rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)).
+
+    Experts live on a grid of their own inside each pipeline stage: rank in stage = etp_rank + etp * (ep_rank + ep * expert_dp_rank).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    """All data-parallel ranks; expert parallelism takes its ranks from these."""
+    ep: int = 1
+    etp: int | None = None
+    """Tensor parallelism of experts; None: ``tp`` without expert parallelism, else 1."""
+    cp: int = 1
+    vpp: int = 1
+    """Model chunks per pipeline rank (interleaved schedule)."""
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def world_size(self) -> int:
+        return self.stage_size * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or (self.tp if self.ep == 1 else 1)
+
+    def __str__(self) -> str:
+        text = f"tp={self.tp} pp={self.pp} dp={self.dp}"
+        more = {"ep": self.ep, "cp": self.cp, "vpp": self.vpp}
+        text += "".join(f" {key}={value}" for key, value in more.items() if value > 1)
+        if self.expert_tp != self.tp:
+            text += f" etp={self.expert_tp}"
+        for key in ("first_stage_layers", "last_stage_layers"):
+            if getattr(self, key) is not None:
+                text += f" {key}={getattr(self, key)}"
+        return text
+
+    @cached_property
+    def _stages(self) -> tuple[range, ...]:
+        return tuple(range(p * self.stage_size, (p + 1) * self.stage_size) for p in range(self.pp))
+
+    def dense(self, stage: int) -> Owners:
+        """Shares of what tensor parallelism cuts."""
+        ranks = self._stages[stage]
+        return Owners(tuple(tuple(ranks[t :: self.tp]) for t in range(self.tp)))
+
+    def whole(self, stage: int) -> Owners:
+        return Owners((tuple(self._stages[stage]),))
+
+    def experts(self, stage: int, ep_rank: int) -> Owners:
+        """Shares of the experts of one expert-parallel rank."""
+        etp, ranks = self.expert_tp, self._stages[stage]
+        return Owners(
+            tuple(
+                tuple(ranks[i] for i in range(len(ranks)) if i % etp == k and i // etp % self.ep == ep_rank)
+                for k in range(etp)
+            )
+        )
+
+    def layers(self, num_layers: int) -> tuple[tuple[range, ...], ...]:
+        """Global layers of every (pipeline stage, model chunk): Megatron's ``get_transformer_layer_offset``."""
+        per_stage = self._layers_per_stage(num_layers)
+        per_chunk = [n // self.vpp for n in per_stage]
+        turn = sum(per_chunk)
+        return tuple(
+            tuple(
+                range(
+                    v * turn + sum(per_chunk[:p]),
+                    v * turn + sum(per_chunk[: p + 1]),
+                )
+                for v in range(self.vpp)
+            )
+            for p in range(self.pp)
+        )
+
+    def _layers_per_stage(self, num_layers: int) -> list[int]:
+        ends = [n for n in (self.first_stage_layers, self.last_stage_layers) if n is not None]
+        middle = self.pp - len(ends)
+        each = (num_layers - sum(ends)) // middle if middle > 0 else 0
+        stages = [each] * self.pp
+        if self.first_stage_layers is not None:
+            stages[0] = self.first_stage_layers
+        if self.last_stage_layers is not None:
+            stages[-1] = self.last_stage_layers
+        return stages
+
+
+def divisors(*values: int) -> str:
+    """The sizes that divide all values, as text: the mend in a message."""
+    fits = [str(n) for n in range(1, min(values) + 1) if all(v % n == 0 for v in values)]
+    return fits[0] if len(fits) == 1 else f"{', '.join(fits[:-1])} or {fits[-1]}"
+
+
+def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
+    """Raise ConfigError naming setting, value and mend when the grid does not divide the model."""
+    for key in ("tp", "pp", "dp", "ep", "cp", "vpp"):
+        if getattr(grid, key) < 1:
+            raise ConfigError(
+                f"parallel.{key}={getattr(grid, key)} is not a positive number; set parallel.{key} to 1 or more"
+            )
+    _check_tp(name, sizes, grid)
+    _check_experts(name, sizes, grid)
+    _check_pp(name, sizes.num_layers, grid)
+
+
+def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
+    rules = [("num_attention_heads", sizes.heads)]
+    if not sizes.kv_lora:
+        rules.append(("the rows of the joint query/key/value matrix", sizes.q + 2 * sizes.kv))
+    if len(sizes.moe_layers) < sizes.num_layers:
+        rules.append(("intermediate_size", sizes.ffn))
+    if sizes.shared_ffn:
+        rules.append(("the width of the shared experts", sizes.shared_ffn))
+    groups = 0 if sizes.kv_lora else sizes.kv_heads
+    fits = [n for n in range(1, sizes.heads + 1) if all(v % n == 0 for _, v in rules) and shares_heads(groups, n)]
+    mend = f"set parallel.tp to one of {fits}"
+    for key, value in rules:
+        if value % grid.tp:
+            raise ConfigError(f"parallel.tp={grid.tp} does not divide {key}={value} of {name}; {mend}")
+    if not shares_heads(groups, grid.tp):
+        raise ConfigError(
+            f"parallel.tp={grid.tp} neither divides nor is a multiple of num_key_value_heads={groups} of {name}; {mend}"
+        )
+
+
+def shares_heads(kv_heads: int, ways: int) -> bool:
+    """Whether key/value heads (0: there are none of their own) can be dealt to ``ways`` ranks, or each to several of them."""
+    return not kv_heads or kv_heads % ways == 0 or ways % kv_heads == 0
+
+
+def _check_experts(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
+    if not sizes.experts:
+        if grid.ep > 1:
+            raise ConfigError(f"parallel.ep={grid.ep}, but {name} has no experts; set parallel.ep to 1")
+        return
+    if sizes.experts % grid.ep:
+        raise ConfigError(
+            f"parallel.ep={grid.ep} does not divide the {sizes.experts} experts of {name}; set parallel.ep to "
+            f"{divisors(sizes.experts)}"
+        )
+    if sizes.expert_ffn % grid.expert_tp:
+        raise ConfigError(
+            f"parallel.etp={grid.expert_tp} does not divide the experts' width {sizes.expert_ffn} of {name}; set parallel.etp to "
+            f"{divisors(sizes.expert_ffn)}"
+        )
+    if grid.stage_size % (grid.ep * grid.expert_tp):
+        raise ConfigError(
+            f"parallel.ep={grid.ep} times parallel.etp={grid.expert_tp} does not divide the {grid.stage_size} ranks of a pipeline "
+            f"stage (tp={grid.tp} x cp={grid.cp} x dp={grid.dp}); choose an ep and etp whose product does"
+        )
+
+
+def _check_pp(name: str, num_layers: int, grid: MegatronGrid) -> None:
+    stages = grid._layers_per_stage(num_layers)
+    uneven = grid.first_stage_layers is not None or grid.last_stage_layers is not None
+    if sum(stages) != num_layers or min(stages) < 1:
+        mend = (
+            "set parallel.first_stage_layers and parallel.last_stage_layers so that the other stages share the rest evenly"
+            if uneven
+            else f"set parallel.pp to {divisors(num_layers)}, or give the first or last stage another number of layers "
+            "(parallel.first_stage_layers, parallel.last_stage_layers)"
+        )
+        raise ConfigError(f"parallel.pp={grid.pp} does not divide num_hidden_layers={num_layers} of {name}; {mend}")
+    if grid.vpp > 1 and grid.pp == 1:
+        raise ConfigError(
+            f"parallel.vpp={grid.vpp} needs a pipeline; set parallel.pp to 2 or more, or parallel.vpp to 1"
+        )
+    if grid.vpp > 1 and grid.pp == 2 and None not in (grid.first_stage_layers, grid.last_stage_layers):
+        raise ConfigError(
+            f"parallel.vpp={grid.vpp} with both first_stage_layers and last_stage_layers needs a stage between them; leave one "
+            "of them out"
+        )
+    if any(n % grid.vpp for n in stages):
+        raise ConfigError(
+            f"parallel.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set parallel.vpp to "
+            f"{divisors(*stages)}"
+        )

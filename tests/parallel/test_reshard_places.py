@@ -1,0 +1,82 @@
+"""The way is chosen per move: memory between processes of one machine, sockets between machines, copies from near by first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.parallel.grid import run_grid
+from tests.parallel.test_reshard_memory import CONFIG
+
+BUCKET = 1 << 20
+
+
+def test_near_copies_send() -> None:
+    from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+    from megarl.reshard.plan import build_plan
+    from megarl.sync.shared import Places
+
+    source, destination = megatron_layout(CONFIG, MegatronGrid(dp=2)), vllm_layout(CONFIG, 1, replicas=2)
+    lenders = [("east", 0, 0), ("west", 0, 0)]
+    for workers, senders in (
+        (["east", "east"], [{0}, {0}]),
+        (["west", "east"], [{1}, {0}]),
+        (["north", "north"], [{0}, {1}]),
+    ):
+        plan = build_plan(source, destination, nearness=Places(workers, lenders).nearness())
+        assert [{move.src for move in plan.moves_to(dst)} for dst in range(2)] == senders
+        assert {m for src in range(2) for m in plan.moves_from(src)} == set(plan.moves)
+    assert Places(["east"], [("east", 0, 0)]).nearness() is None
+
+
+def transfer(rank: int) -> dict[str, int]:
+    """Ranks 0 and 1: two pipeline stages on machines east and west; rank 2: an engine worker on east. What each sent how."""
+    import torch.distributed as dist
+
+    from megarl.reshard.execute import receive, send
+    from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+    from megarl.reshard.plan import build_plan
+    from megarl.reshard.transport import GroupTransport
+    from megarl.sync.shared import Borrower, Lender, Places, memory_file
+
+    counts = {"socket": 0}
+    peers = 2 if rank < 2 else 0
+
+    class Link(GroupTransport):
+        def isend(self, message: torch.Tensor, to: int) -> Any:
+            counts["socket"] += message.nbytes
+            return super().isend(message, to + peers)
+
+        def irecv(self, nbytes: int, source: int, spare: Any) -> Any:
+            return super().irecv(nbytes, source + peers, spare)
+
+    dist.init_process_group("gloo")
+    source, destination = megatron_layout(CONFIG, MegatronGrid(pp=2)), vllm_layout(CONFIG, 1)
+    files: list[Any] = [None] * 3
+    dist.all_gather_object(files, memory_file())
+    places = Places(["east"], [("east", *files[0]), ("west", *files[1])])
+    plan = build_plan(source, destination, nearness=places.nearness())
+    options: dict[str, Any] = {"dtype": torch.float32, "bucket_bytes": BUCKET}
+    if rank < 2:
+        tensors = {name: torch.full(shape, rank + 1.0) for name, shape in source.local_shapes(rank).items()}
+        lender = Lender(Link(), places.workers_near(rank), files[rank])
+        send(plan, rank, tensors, lender, **options)
+        lender.finish()
+        return counts | {"bytes": sum(n for link, n in plan.bytes_per_link(4).items() if link.src == rank)}
+    tensors = {name: torch.zeros(shape) for name, shape in destination.local_shapes(0).items()}
+    borrower = Borrower(Link(), places.lenders_near(0))
+    receive(plan, 0, tensors.__getitem__, borrower, **options)
+    borrower.finish()
+    for name, tensor in tensors.items():
+        second = name.startswith(("model.layers.2.", "model.layers.3.", "model.norm", "lm_head"))
+        vocab = CONFIG["vocab_size"] if "embed" in name or "lm_head" in name else tensor.shape[0]
+        assert bool((tensor[:vocab] == 1.0 + second).all()), name
+    return counts
+
+
+def test_each_move_goes_its_own_way() -> None:
+    near, far, _ = run_grid(3, transfer)
+    assert near["bytes"] > 50e6 and far["bytes"] > 50e6
+    assert near["socket"] < 1e-3 * near["bytes"]  # only the words
+    assert far["socket"] >= far["bytes"]

@@ -1,0 +1,148 @@
+"""Both sides of a plan in threads of one process, over a transport that shows memory which is reused too early."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TIMEOUT_S = 20.0
+GARBAGE = 0xAB
+
+
+class Network:
+    """Rendezvous between threads. A message is read from the sender's memory only when the receiver waits for it, and the
+    receiver's memory is overwritten with garbage as soon as it is given for one: who reuses either too early gets wrong data.
+    ``most_alive`` counts the messages of one rank that were sent and not waited for, or expected and not released."""
+
+    def __init__(self, corrupt: Callable[[int, int, int, Tensor], None] | None = None) -> None:
+        self.queues: dict[tuple[int, int], queue.Queue[tuple[Tensor, threading.Event]]] = defaultdict(queue.Queue)
+        self.lock = threading.Lock()
+        self.alive: dict[tuple[str, int], int] = defaultdict(int)
+        self.most_alive = 0
+        self.largest_bytes = 0
+        self.messages: dict[tuple[int, int], int] = defaultdict(int)
+        self.corrupt = corrupt
+        self.failed = threading.Event()
+
+    def sleep(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready()``; an error in any thread ends the wait."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not ready():
+            assert not self.failed.is_set(), f"{what}: another rank failed"
+            assert time.monotonic() < deadline, f"{what}: nothing came"
+
+    def port(self, rank: int) -> Port:
+        return Port(self, rank)
+
+    def queue(self, link: tuple[int, int]) -> queue.Queue[tuple[Tensor, threading.Event]]:
+        with self.lock:
+            return self.queues[link]
+
+    def count(self, who: tuple[str, int], change: int) -> None:
+        with self.lock:
+            self.alive[who] += change
+            assert self.alive[who] >= 0, f"{who} was released twice"
+            self.most_alive = max(self.most_alive, self.alive[who])
+
+
+@dataclass
+class Sent:
+    network: Network
+    rank: int
+    event: threading.Event
+
+    def wait(self) -> None:
+        self.network.sleep(lambda: self.event.wait(0.1), f"source rank {self.rank} sending")
+        self.network.count(("source", self.rank), -1)
+
+
+@dataclass
+class Expected:
+    """The next message of a link, on its way into ``memory``."""
+
+    network: Network
+    link: tuple[int, int]
+    memory: Tensor
+
+    def wait(self) -> Tensor:
+        net, (src, dst) = self.network, self.link
+        arrived: list[tuple[Tensor, threading.Event]] = []
+
+        def ready() -> bool:
+            with contextlib.suppress(queue.Empty):
+                arrived.append(net.queue(self.link).get(timeout=0.1))
+            return bool(arrived)
+
+        net.sleep(ready, f"destination rank {dst} waiting for {src}")
+        sent, event = arrived[0]
+        assert sent.shape == self.memory.shape, f"{self.link}: expected {self.memory.numel()} bytes, got {sent.numel()}"
+        self.memory.copy_(sent)
+        if net.corrupt is not None:
+            with net.lock:
+                number = net.messages[self.link]
+                net.messages[self.link] += 1
+            net.corrupt(src, dst, number, self.memory)
+        event.set()
+        return self.memory
+
+    def release(self) -> None:
+        self.network.count(("destination", self.link[1]), -1)
+
+
+@dataclass
+class Port:
+    """The Transport of one rank."""
+
+    network: Network
+    rank: int
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def isend(self, message: Tensor, rank: int) -> Sent:
+        assert message.dim() == 1 and message.dtype == torch.uint8 and message.is_contiguous()
+        event = threading.Event()
+        self.network.count(("source", self.rank), 1)
+        with self.network.lock:
+            self.network.largest_bytes = max(self.network.largest_bytes, message.numel())
+        self.network.queue((self.rank, rank)).put((message, event))
+        return Sent(self.network, self.rank, event)
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], Tensor]) -> Expected:
+        self.network.count(("destination", self.rank), 1)
+        memory = spare()
+        assert memory.shape == (nbytes,) and memory.dtype == torch.uint8
+        memory.fill_(GARBAGE)
+        return Expected(self.network, (rank, self.rank), memory)
+
+
+def run_threads(network: Network, jobs: list[Callable[[], Any]]) -> list[Any]:
+    """Run all jobs at once; their results in order, or the first error of any."""
+    results: list[Any] = [None] * len(jobs)
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            results[i] = jobs[i]()
+        except BaseException as error:
+            errors.append(error)
+            network.failed.set()
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S + 5)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    return results
