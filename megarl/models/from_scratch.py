@@ -10,10 +10,23 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import logging
 
 from megarl.config.schema import FromScratchConfig
@@ -45,7 +58,7 @@ def create(path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iter
     ``corpus`` are texts as the model will see them, without the chat template: prompts and answers. The same arguments
     write the same bytes. The directory appears whole or not at all.
 
-    Raises ConfigError when the directory exists, the model type is not qwen3, heads do not group, or the vocabulary is
+    Raises ConfigError when the directory exists, the model type is none of ``MODELS``, heads do not group, or the vocabulary is
     smaller than the corpus' characters.
     """
     path = Path(path)
@@ -67,7 +80,7 @@ def create(path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iter
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with _quiet():
-            MODELS[config.model_type](config, seed).save_pretrained(temporary)
+            _model(config, seed).save_pretrained(temporary)
         _save_tokenizer(tokenizer, temporary, config.max_position_embeddings)
         temporary.rename(path)
     finally:
@@ -130,8 +143,18 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
     fast.save_pretrained(folder, save_jinja_files=False)
 
 
-def _qwen3(config: FromScratchConfig, seed: int) -> Qwen3ForCausalLM:
-    hf_config = Qwen3Config(
+MODELS: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+"""Dense families, which differ in nothing that ``FromScratchConfig`` could set."""
+
+
+def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
+    make_config, make_model = MODELS[config.model_type]
+    hf_config = make_config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -142,6 +165,7 @@ def _qwen3(config: FromScratchConfig, seed: int) -> Qwen3ForCausalLM:
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
         initializer_range=config.initializer_range,
+        sliding_window=None,
         pad_token_id=SPECIAL_TOKENS.index(PAD),
         bos_token_id=None,
         eos_token_id=SPECIAL_TOKENS.index(END),
@@ -149,11 +173,8 @@ def _qwen3(config: FromScratchConfig, seed: int) -> Qwen3ForCausalLM:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(hf_config).to(torch.float32)
+        model: PreTrainedModel = make_model(hf_config).to(torch.float32)
     model.generation_config = GenerationConfig(
         eos_token_id=SPECIAL_TOKENS.index(END), pad_token_id=SPECIAL_TOKENS.index(PAD), do_sample=True
     )
     return model
-
-
-MODELS = {"qwen3": _qwen3}

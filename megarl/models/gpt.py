@@ -2,67 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from megarl.architectures import architecture
+from megarl.architectures.megatron_config import gpt_kwargs, transformer_kwargs
 from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.models.specs import RMSNorm, block_spec
 from megarl.reshard.layouts import padded_vocab_size
+
+__all__ = ["RMSNorm", "build_chunks", "build_stage", "named_tensors", "transformer_config", "unwrap"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """The local spec's norm, usable with sequence parallelism: Megatron reduces gradients of weights so marked."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
 def build_stage(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> torch.nn.Module:
-    """This rank's pipeline stage. Its weights mean nothing yet: load some before use.
+    """This rank's pipeline stage, where it is one piece (``parallel.vpp`` is 1). See ``build_chunks``."""
+    assert parallel.vpp == 1, f"parallel.vpp={parallel.vpp} makes {parallel.vpp} chunks of a stage: use build_chunks"
+    (stage,) = build_chunks(hf_config, model, parallel)
+    return stage
 
-    On the last stage ``forward(tokens, position_ids, None)`` returns vocabulary-parallel logits [B, S, V/tp].
+
+def build_chunks(
+    hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig
+) -> tuple[torch.nn.Module, ...]:
+    """This rank's ``parallel.vpp`` model chunks. Their weights mean nothing yet: load some before use.
+
+    On the last chunk of the last stage ``forward(tokens, position_ids, None)`` returns vocabulary-parallel logits
+    [B, S, V/tp].
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    table = architecture(hf_config)
-    gpt = dict(table.gpt(hf_config))
-    config = transformer_config(hf_config, model, parallel)
+    gpt = gpt_kwargs(architecture(hf_config), hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
-    stage: torch.nn.Module = GPTModel(
-        config,
-        _block_spec(config, model),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        parallel_output=True,
-        **gpt,
-    )
-    if parallel.backend == "nccl":
-        stage = stage.cuda()
-    return Float16Module(config, stage) if config.bf16 else stage
+    config = transformer_config(hf_config, model, parallel)
+    chunks = []
+    for chunk in range(parallel.vpp):
+        vp_stage = chunk if parallel.vpp > 1 else None
+        stage: torch.nn.Module = GPTModel(
+            config,
+            block_spec(config, model, vp_stage),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            position_embedding_type="rope",
+            parallel_output=True,
+            vp_stage=vp_stage,
+            **gpt,
+        )
+        _mark_experts(stage)
+        if parallel.backend == "nccl":
+            stage = stage.cuda()
+        if config.bf16:
+            stage = Float16Module(config, stage)
+            _keep_float32(stage)
+        chunks.append(stage)
+    return tuple(chunks)
 
 
 def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> Any:
     """Megatron's TransformerConfig: sizes from the table, precision and grid from the settings."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    values = dict(architecture(hf_config).transformer_config(hf_config))
+    values = transformer_kwargs(architecture(hf_config), hf_config)
     values["activation_func"] = ACTIVATIONS[values.pop("activation")]
     dtype = getattr(torch, model.dtype)
     on_cpu = parallel.backend == "gloo"
-    return TransformerConfig(
+    make = MLATransformerConfig if values.pop("mla") else TransformerConfig
+    return make(
         **values,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -74,6 +95,8 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         # The loss arrives divided by its global denominator, so gradients are summed and never divided again.
         calculate_per_token_loss=True,
         variable_seq_lengths=False,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=model.transformer_impl == "transformer_engine" and "num_moe_experts" in values,
         batch_p2p_comm=not on_cpu,
         deallocate_pipeline_outputs=not on_cpu,
         # Each of these fusions needs CUDA, apex, TransformerEngine or a compile at start.
@@ -87,18 +110,23 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
     )
 
 
-def _block_spec(config: Any, model: ModelConfig) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+def _mark_experts(stage: torch.nn.Module) -> None:
+    """Experts are reduced over their own data-parallel group also at ep=1, where Megatron forgets to say so.
 
-    if model.transformer_impl == "transformer_engine":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    Without the mark their gradients are wrong when experts are cut differently from the rest (etp != tp), and a checkpoint of
+    the distributed optimizer does not load into another ep.
+    """
+    for name, parameter in stage.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _keep_float32(stage: torch.nn.Module) -> None:
+    """Float16Module casts every buffer; a router's bias decides between nearly equal experts and stays in float32."""
+    router: Any
+    for router in stage.modules():
+        if hasattr(router, "_maintain_float32_expert_bias"):
+            router._maintain_float32_expert_bias()
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -110,6 +138,13 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Local parameter name -> data, as reshard layouts name them."""
-    return {name: p.data for name, p in unwrap(module).named_parameters()}
+def named_tensors(module: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Local name -> data of every parameter and of the routers' biases, as reshard layouts name them.
+
+    Several chunks (``parallel.vpp`` above 1) have ``chunk{v}.`` before their names.
+    """
+    if not isinstance(module, torch.nn.Module):
+        return {f"chunk{v}.{name}": t for v, chunk in enumerate(module) for name, t in named_tensors(chunk).items()}
+    stage = unwrap(module)
+    biases = {name: buffer for name, buffer in stage.named_buffers() if name.endswith("mlp.router.expert_bias")}
+    return {name: p.data for name, p in stage.named_parameters()} | biases

@@ -197,10 +197,61 @@ def _fused_layout_adam() -> None:
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
+def _absent_transformer_engine() -> None:
+    """Without TransformerEngine one module takes its placeholder for the real one, and another forgets to define a name."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    if not transformer_engine.HAVE_TE:
+        multi_latent_attention.HAVE_TE = False
+        moe_utils.te_general_gemm = None
+
+
+def _expert_counts_on_host() -> None:
+    """The token dispatcher wants its split sizes as numpy arrays and gets them so only from tensors on a GPU."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _uneven_shares() -> None:
+    """Experts cut by tensor parallelism (etp) exchange unequal numbers of tokens; NCCL takes unequal shares, gloo equal ones."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def padded(share: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.cat([share, share.new_zeros(size - len(share), *share.shape[1:])])
+
+    def gather_shares(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(tensor, group, None, use_global_buffer)
+        longest = int(max(sizes))
+        shares = gather(padded(tensor, longest), group).split(longest)
+        return torch.cat([share[: int(size)] for share, size in zip(shares, sizes, strict=True)])
+
+    def reduce_shares(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(tensor, group, None, use_global_buffer)
+        shares, longest = tensor.split([int(size) for size in sizes]), int(max(sizes))
+        mine = reduce_scatter(torch.cat([padded(share, longest) for share in shares]), group)
+        return mine[: int(sizes[group.rank()])]
+
+    mappings._gather_along_first_dim = gather_shares
+    mappings._reduce_scatter_along_first_dim = reduce_shares
+
+
 POINTS: tuple[Callable[[], None], ...] = (
     _cuda_runtime,
     _device_literals,
     _rng_state,
     _optimizer_dtype_names,
     _fused_layout_adam,
+    _absent_transformer_engine,
+    _expert_counts_on_host,
+    _uneven_shares,
 )

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from megarl.config.schema import ParallelConfig
 from megarl.parallel import cpu
+from megarl.parallel.grid import check_parallel
 
 LOOPBACK = "lo"
 """Linux' name of the interface."""
@@ -21,12 +22,17 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True)
 class Position:
-    """Where this rank stands in the grid. Global rank = tp_rank + tp * (dp_rank + dp * pp_rank), Megatron's order."""
+    """Where this rank stands in the grid. Global rank = tp_rank + tp * (dp_rank + dp * pp_rank), Megatron's order.
+
+    Within a stage the same ranks, counted as etp_rank + etp * (ep_rank + ep * k), hold the experts.
+    """
 
     rank: int
     tp_rank: int
     dp_rank: int
     pp_rank: int
+    etp_rank: int
+    ep_rank: int
     is_first_stage: bool
     is_last_stage: bool
 
@@ -40,8 +46,10 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0)
     """Join the job's world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and set up Megatron-Core's groups.
 
     Raises:
+        ConfigError: no grid has these sizes (see ``check_parallel``).
         ValueError: the world's size is not tp * pp * dp.
     """
+    check_parallel(parallel)
     cpu.install()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -62,7 +70,11 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0)
             parallel.backend, store=_store(host, port, world, rank, timeout), world_size=world, rank=rank, timeout=timeout
         )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return position()
@@ -82,6 +94,8 @@ def position() -> Position:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
         is_first_stage=parallel_state.is_pipeline_first_stage(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )

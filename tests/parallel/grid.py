@@ -33,6 +33,8 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, port: int, a
         results.put((rank, None, traceback.format_exc()))
     results.close()
     results.join_thread()
+    for child in multiprocessing.active_children():  # a checkpoint's writers would outlive this process
+        child.kill()
     os._exit(0)  # Megatron and gloo leave threads that an ordinary exit would wait for
 
 

@@ -1,0 +1,133 @@
+"""One tiny seeded HF checkpoint per model family, made to show mistakes: no two sizes are equal by chance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCAB = 200
+"""No multiple of the padded vocabulary's divisor."""
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+_YARN = {  # a small base, so that beta_fast and beta_slow choose between the few frequencies
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 16,
+    "beta_slow": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_DEEPSEEK = {
+    **_DENSE,
+    "moe_intermediate_size": 40,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_nextn_predict_layers": 0,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {**_DENSE, "num_key_value_heads": 4}),
+    "llama3": (
+        "llama",
+        {
+            **_DENSE,
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 16384,
+            "rope_parameters": _LLAMA3,
+        },
+    ),
+    "mistral": ("mistral", {**_DENSE, "head_dim": 24, "sliding_window": None}),
+    "ernie4_5": ("ernie4_5", {**_DENSE, "head_dim": 24, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {**_DENSE, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {**_DENSE, "head_dim": 24}),
+    "mixtral": ("mixtral", {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            **_DENSE,
+            "head_dim": 24,
+            "moe_intermediate_size": 40,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe_mixed": (  # dense layers between, probabilities as they come from the softmax
+        "qwen3_moe",
+        {
+            **_DENSE,
+            "head_dim": 24,
+            "moe_intermediate_size": 40,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [2],
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        {**_DEEPSEEK, "first_k_dense_replace": 0, "max_position_embeddings": 2048, "rope_parameters": _YARN},
+    ),
+}
+"""Name -> (model_type, keyword arguments of its transformers config)."""
+
+MOE = tuple(name for name in FAMILIES if name.startswith(("mixtral", "qwen3_moe", "deepseek")))
+
+
+def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """The family's model in float32, random but with nothing at its neutral value (norms, biases, router bias)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, settings = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **{**settings, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                tensor.add_(0.2 * torch.randn_like(tensor))
+            elif name.endswith((".bias", "e_score_correction_bias")):
+                tensor.copy_(0.3 * torch.randn_like(tensor))
+    return model
+
+
+def save(family: str, path: Path, *, seed: int = 0, **changes: Any) -> Path:
+    hf_model(family, seed=seed, **changes).save_pretrained(path)
+    return path
