@@ -17,6 +17,8 @@ from megarl.rollout.auth import bearer
 from megarl.rollout.engine import last_lines
 
 _POLL_S = 0.1
+FAILURE = "failure"
+"""Key of a worker's answer that says what went wrong there."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,16 @@ class EngineControl:
             raise EngineError(f"the engine at {self.url} kept its prefix cache: requests still run; pause it first")
 
     def workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``megarl.sync.receiver.WorkerExtension`` on every worker, in rank order."""
-        return self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})["results"]
+        """Calls a method of ``megarl.sync.receiver.WorkerExtension`` on every worker, in rank order.
+
+        Raises:
+            EngineError: what any worker says that went wrong.
+        """
+        answers = self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})["results"]
+        failed = failures(answers)
+        if failed:
+            raise EngineError(self._with_log(f"the engine at {self.url} failed in {method}: {failed}"))
+        return answers
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of ``token_ids[1:]``, each given those before it, at temperature 1. Length len(token_ids) - 1."""
@@ -132,6 +142,15 @@ class EngineControl:
 
     def _with_log(self, message: str) -> str:
         return message if self.log is None else f"{message}\nlast lines of {self.log}:\n{last_lines(self.log)}"
+
+
+def failures(answers: Sequence[Any]) -> str:
+    """What workers say that went wrong, by rank; empty when nothing did."""
+    return "; ".join(
+        f"worker {rank}: {answer[FAILURE]}"
+        for rank, answer in enumerate(answers)
+        if isinstance(answer, dict) and FAILURE in answer
+    )
 
 
 def _message(text: str) -> str:

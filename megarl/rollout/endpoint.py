@@ -27,9 +27,11 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from megarl.rollout.auth import App, Receive, Scope, Send
+from megarl.rollout.control import failures
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
-_UPDATE_PATHS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+_JOIN_PATH = "/init_weight_transfer_engine"
+_UPDATE_PATHS = (_JOIN_PATH, "/start_weight_update", "/update_weights", "/finish_weight_update")
 _request_numbers = itertools.count()
 
 
@@ -67,8 +69,8 @@ class Endpoints:
 class Gate:
     """ASGI middleware: 503 with the reason for every generation request while ``state.megarl_refusing`` is set.
 
-    It sets the reason itself when a step of a weight update is answered with an error, so that an engine refuses
-    even when the trainer is gone. Only ``POST /megarl/refuse`` with ``reason: null`` opens it again.
+    It sets the reason itself when a step of a weight update fails, so that an engine refuses even when the trainer is
+    gone. Only ``POST /megarl/refuse`` with ``reason: null`` opens it again.
     """
 
     def __init__(self, app: App, state: State) -> None:
@@ -86,18 +88,32 @@ class Gate:
             await self._app(scope, receive, send)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = f"{scope['path']} failed: the engine's weights are incomplete until a weight update succeeds"
+        """A step of a weight update, which vLLM answers alike however it went in the workers: they are asked."""
+        answer: list[MutableMapping[str, Any]] = []
 
-        async def watching(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and message["status"] != 200:
-                self._state.megarl_refusing = failure
+        async def keep(message: MutableMapping[str, Any]) -> None:
+            answer.append(message)
+
+        failure: str | None = "no answer"
+        try:
+            await self._app(scope, receive, keep)
+            failure = await self._failure(answer[0]["status"])
+        finally:
+            if failure is not None and scope["path"] != _JOIN_PATH:
+                self._state.megarl_refusing = (
+                    f"{scope['path']} failed: the engine's weights are incomplete until a weight update succeeds"
+                )
+        if failure and answer[0]["status"] == 200:
+            await JSONResponse({"error": failure}, status_code=500)(scope, receive, send)
+            return
+        for message in answer:
             await send(message)
 
-        try:
-            await self._app(scope, receive, watching)
-        except BaseException:
-            self._state.megarl_refusing = failure
-            raise
+    async def _failure(self, status: int) -> str | None:
+        if status != 200:
+            return f"status {status}"
+        engine: EngineClient = self._state.engine_client
+        return failures(await engine.collective_rpc("megarl_outcome")) or None
 
 
 async def _refuse(request: Request) -> JSONResponse:

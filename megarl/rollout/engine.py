@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.config.schema import ModelConfig, RolloutConfig
 
@@ -38,7 +38,8 @@ def engine_process(
     argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
     argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
-    argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes), "--tensor-parallel-size", str(rollout.tp)]
+    argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes)]
+    argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
     # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
     argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
@@ -53,15 +54,39 @@ def engine_process(
         "VLLM_SERVER_DEV_MODE": "1",
         "OMP_NUM_THREADS": str(rollout.num_threads),
     }
+    if rollout.expert_parallel:
+        argv += ["--enable-expert-parallel"]
     if device == "cpu":
         environment |= _CPU_ENVIRONMENT
-        argv += ["--enforce-eager"]
-        if rollout.tp == 1:
+        argv += _cpu_options(model_path, rollout)
+        if rollout.tp * rollout.pp == 1:
             # One process fewer: 8 s of imports, 0.5 GB and a hop a step. vLLM keeps a worker process on CPU only to set
             # its OpenMP environment, which is set above; this variable is its way to be told so.
             argv += ["--distributed-executor-backend", "uni"]
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return argv, environment
+
+
+def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
+    """What vLLM 0.32.0's CPU build needs to be told to compute the right thing."""
+    compilation: dict[str, Any] = {}
+    options: list[str] = []
+    if rollout.pp == 1:
+        options += ["--enforce-eager"]
+    else:
+        # A later stage makes its input buffers while it warms up, which eager mode leaves out; nothing is compiled either way.
+        compilation |= {"mode": 1, "custom_ops": ["all"]}
+    if _is_mla(model_path):
+        # Its rotary kernel rotates the first head of latent attention's queries only. On machines with AMX vLLM would choose
+        # another backend, whose projection cannot be loaded a second time.
+        compilation.setdefault("custom_ops", []).append("-rotary_embedding")
+        options += ["--attention-backend", "CPU_MLA"]
+    return [*options, "--compilation-config", json.dumps(compilation)] if compilation else options
+
+
+def _is_mla(model_path: str) -> bool:
+    config = Path(model_path) / "config.json"
+    return config.is_file() and json.loads(config.read_text()).get("kv_lora_rank") is not None
 
 
 def last_lines(log: Path, count: int = 25, limit: int = 65536) -> str:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+
+from megarl.reshard.transport import Received
 
 ProcessGroupGloo: Any = dist.ProcessGroupGloo
 """PyTorch's stubs know neither its options nor its point-to-point methods."""
@@ -46,13 +49,17 @@ class Link:
         self._group: Any = group
         self._peers = peers
 
-    def isend(self, tensor: torch.Tensor, rank: int, /) -> Work:
-        """Starts to send to the other side's ``rank``; the tensor must stay as it is until ``wait()`` returns."""
-        return self._open().send([tensor], self._peers + rank, 0)
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
-    def recv(self, tensor: torch.Tensor, rank: int, /) -> None:
-        """Fills the tensor with what the other side's ``rank`` sends next."""
-        self._open().recv([tensor], self._peers + rank, 0).wait()
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        """Starts to send to the other side's ``rank``; the message must stay as it is until ``wait()`` returns."""
+        return self._open().send([message], self._peers + rank, 0)
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
+        """Expects the next message of the other side's ``rank`` in the memory that ``spare`` gives."""
+        message = spare()
+        return Received(self._open().recv([message], self._peers + rank, 0), message)
 
     def close(self) -> None:
         """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.

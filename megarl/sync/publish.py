@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from megarl.config.schema import Config
 from megarl.errors import EngineError, WeightSyncError
+from megarl.parallel.grid import megatron_grid
 from megarl.reshard.execute import Digests, Transport, compare, merge, send
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
@@ -31,6 +32,7 @@ from megarl.rollout.addresses import JobAddresses
 from megarl.rollout.control import EngineControl
 from megarl.schema import WeightsVersion
 from megarl.sync.link import Link, LinkAddress, join, open_store
+from megarl.sync.shared import Lender, Places, machine, memory_file
 
 T = TypeVar("T")
 _WORDS_S = 5.0
@@ -113,7 +115,10 @@ class WeightPublisher:
         self._num_trainers = layout.num_ranks
         self._vocab_multiple = vocab_multiple
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        destination = vllm_layout(hf_config, config.rollout.tp, replicas=config.rollout.replicas)
+        rollout = config.rollout
+        destination = vllm_layout(
+            hf_config, rollout.tp, replicas=rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
+        )
         self._plan = build_plan(layout, destination)
         self._engines = [EngineControl(url, addresses.key, config.sync.timeout_s) for url in addresses.engines]
         world_size = layout.num_ranks + destination.num_ranks
@@ -129,7 +134,9 @@ class WeightPublisher:
         self._count = 0
         self._keys: list[str] = []
         """Of the store, that rank 0 has told or heard."""
+        self._memory = memory_file()
         self._link: Link | None = None
+        self._lender: Lender | None = None
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
 
@@ -144,16 +151,33 @@ class WeightPublisher:
         self._address = replace(self._address, generation=self._address.generation + 1)
         topic = f"connect/{self._address.generation}"
         if self._rank == 0:
-            with self._deciding(topic):
+            with self._deciding(topic) as told:
                 self._each(lambda i, engine: engine.wait_ready(self._config.rollout.start_timeout_s))
-                self._each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
+                answers = self._each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
+                machines = [worker["machine"] for engine in answers for worker in engine]
+                told["places"] = asdict(Places(machines, [self._lent_by(topic, rank) for rank in range(self._num_trainers)]))
         else:
-            self._hear(topic)
+            self._store.set(f"{topic}/{self._rank}", json.dumps([machine(), *self._memory]))
+            told = self._hear(topic)
+        places = Places(**told["places"]) if self._config.sync.shared_memory else Places()
         with ThreadPoolExecutor(len(self._engines)) as pool:
-            joining = self._submit(pool, lambda i, engine: engine.init(self._init_info(i))) if self._rank == 0 else []
+            joining = self._submit(pool, lambda i, engine: engine.init(self._init_info(i, places))) if self._rank == 0 else []
             link = join(self._store, self._address, self._rank, peers=self._num_trainers)
             _results(joining)
-        self._link = self.transport = link
+        self._plan = replace(self._plan, nearness=places.nearness())
+        self._link, self._lender = link, Lender(link, places.workers_near(self._rank), self._memory)
+        self.transport = self._lender
+
+    def _lent_by(self, topic: str, rank: int) -> tuple[str, int, int]:
+        """Machine and memory file of a trainer rank."""
+        if rank == 0:
+            return machine(), *self._memory
+        assert self._store is not None
+        key = f"{topic}/{rank}"
+        self._store.wait([key], timedelta(seconds=self._patience_s))
+        self._keys.append(key)
+        where, pid, descriptor = json.loads(self._store.get(key))
+        return where, pid, descriptor
 
     def publish(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
         """Sends this rank's local tensors (Megatron names, any float dtype); returns when every engine has proven to
@@ -259,8 +283,11 @@ class WeightPublisher:
     def _send(self, tensors: Mapping[str, torch.Tensor]) -> Digests:
         assert self.transport is not None
         bucket = self._config.sync.bucket_bytes
+        assert self._lender is not None
         try:
-            return send(self._plan, self._rank, tensors, self.transport, dtype=self._dtype, bucket_bytes=bucket)
+            digests = send(self._plan, self._rank, tensors, self.transport, dtype=self._dtype, bucket_bytes=bucket)
+            self._lender.finish()
+            return digests
         except BaseException as error:
             clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open
             self._disconnect()
@@ -269,7 +296,7 @@ class WeightPublisher:
     def _disconnect(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._link = self.transport = None
+        self._link = self._lender = self.transport = None
 
     def _prove(self, sent: Sequence[Digests]) -> int:
         """Compares what was sent with what every worker computes with; returns the number of digests."""
@@ -280,12 +307,14 @@ class WeightPublisher:
         compare(self._plan, merge(sent), got)
         return len(got)
 
-    def _init_info(self, replica: int) -> dict[str, Any]:
+    def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
         """``megarl.sync.receiver.InitInfo`` for one engine."""
-        grid, rollout = self._config.parallel, self._config.rollout
+        rollout = self._config.rollout
         return {
             **asdict(self._address),
-            "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp},
+            "grid": asdict(megatron_grid(self._config.parallel)),
+            "transformer_impl": self._config.model.transformer_impl,
+            "places": asdict(places or Places()),
             "vocab_multiple": self._vocab_multiple,
             "replicas": rollout.replicas,
             "replica": replica,

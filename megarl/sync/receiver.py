@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.platforms import current_platform
 
 from megarl.checkpoint.hf import read_hf_config
 from megarl.errors import WeightSyncError
-from megarl.reshard.execute import digests_of, receive
+from megarl.reshard.execute import digests_of, receive, wire_dtype
 from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
 from megarl.reshard.plan import build_plan
+from megarl.rollout.control import FAILURE
 from megarl.sync.link import Link, LinkAddress, join, open_store
-from megarl.sync.writer import SliceWriter
+from megarl.sync.shared import Borrower, Places, machine
+from megarl.sync.writer import LocalTensor, SliceWriter
+
+if current_platform.is_cpu():
+    import megarl.sync.local_experts  # noqa: F401  # before a worker builds its model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -29,8 +39,10 @@ class InitInfo(WeightTransferInitInfo):
     generation: int
     world_size: int
     timeout_s: float
-    grid: dict[str, int]
-    """tp, pp and dp of the trainer."""
+    grid: dict[str, int | None]
+    """Fields of the trainer's MegatronGrid."""
+    transformer_impl: Literal["local", "transformer_engine"]
+    """Of the trainer's model: its local names and cuts depend on it."""
     vocab_multiple: int
     replicas: int
     replica: int
@@ -38,11 +50,41 @@ class InitInfo(WeightTransferInitInfo):
     bucket_bytes: int
     fingerprint: str
     """Of the trainer's plan."""
+    places: dict[str, Any]
+    """Fields of ``megarl.sync.shared.Places``."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     version: str
+
+
+# vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the answers
+# to its next call. So no worker fails; what went wrong is kept until megarl_outcome asks, or is an answer itself.
+
+
+def _kept(step: Callable[..., None]) -> Callable[..., None]:
+    @wraps(step)
+    def run(self: Receiver, *args: Any) -> None:
+        try:
+            step(self, *args)
+        except Exception as error:
+            log.exception("%s failed", step.__name__)
+            self.failure = str(error) or type(error).__name__
+
+    return run
+
+
+def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @wraps(method)
+    def run(self: WorkerExtension, *args: Any) -> dict[str, Any]:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            log.exception("%s failed", method.__name__)
+            return {FAILURE: str(error) or type(error).__name__}
+
+    return run
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -52,6 +94,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     _link: Link | None = None
+    _borrower: Borrower | None = None
+    failure: str | None = None
+    """Of the last step, until it has been asked for."""
     _store: TCPStore | None = None
 
     def agree(self, info: InitInfo) -> None:
@@ -61,12 +106,22 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             WeightSyncError: the plans or the dtypes differ.
         """
         hf_config = read_hf_config(Path(self.model_config.model))
-        tp = self.parallel_config.tensor_parallel_size
-        grid = MegatronGrid(**info.grid)
-        source = megatron_layout(hf_config, grid, vocab_multiple=info.vocab_multiple)
-        self._layout = vllm_layout(hf_config, tp, replicas=info.replicas)
+        mine = self.parallel_config
+        source = megatron_layout(
+            hf_config,
+            MegatronGrid(**info.grid),  # type: ignore[arg-type]  # JSON: each field is what it was
+            vocab_multiple=info.vocab_multiple,
+            transformer_impl=info.transformer_impl,
+        )
+        self._layout = vllm_layout(
+            hf_config,
+            mine.tensor_parallel_size,
+            replicas=info.replicas,
+            pp=mine.pipeline_parallel_size,
+            expert_parallel=mine.enable_expert_parallel,
+        )
         self._plan = build_plan(source, self._layout)
-        self._rank = info.replica * tp + self.parallel_config.rank
+        self._rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
         self._bucket_bytes = info.bucket_bytes
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         if self._plan.fingerprint != info.fingerprint or dtype != info.dtype:
@@ -75,8 +130,17 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"{self._plan.fingerprint[:12]} in {dtype}; both must use the same model directory "
                 f"({self.model_config.model}), model.dtype and version of megarl"
             )
-        self._writer = SliceWriter(self.model, self.model_config, self._layout.local_shapes(self._rank))
+        self._writer = SliceWriter(self.model, self.model_config, self._local_tensors())
 
+    def _local_tensors(self) -> dict[str, LocalTensor]:
+        shapes, model_dtype = self._layout.local_shapes(self._rank), self.model_config.dtype
+        dtypes = {
+            row.local: wire_dtype(self._layout, row.parts[0], model_dtype)
+            for row, _ in self._layout.rows_of(self._rank)
+        }
+        return {name: LocalTensor(shape, dtypes[name]) for name, shape in shapes.items()}
+
+    @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the link; returns when every trainer rank and every worker has."""
         self.agree(init_info)
@@ -87,28 +151,35 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._store = open_store(address, master=False)
         trainers = self._plan.source.num_ranks
         self._link = join(self._store, address, trainers + self._rank, peers=0)
+        places = Places(**init_info.places)
+        self._plan = replace(self._plan, nearness=places.nearness())
+        self._borrower = Borrower(self._link, places.lenders_near(self._rank) if places.workers else {})
 
+    @_kept
     def start_weight_update(self) -> None:
         with torch.device(self.device), torch.no_grad():
             self._writer.start()
 
+    @_kept
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        assert self._link is not None, "no link: init_weight_transfer_engine comes before update_weights"
+        assert self._borrower is not None, "no link: init_weight_transfer_engine comes before update_weights"
         try:
             with torch.device(self.device), torch.no_grad():
                 receive(
                     self._plan,
                     self._rank,
                     self._writer.tensor,
-                    self._link,
+                    self._borrower,
                     dtype=self.model_config.dtype,
                     bucket_bytes=self._bucket_bytes,
                     wrote=self._writer.wrote,
                 )
+                self._borrower.finish()
         except BaseException:
             self.shutdown()  # closes the connections: the senders learn at once instead of after their timeout
             raise
 
+    @_kept
     def finish_weight_update(self) -> None:
         with torch.device(self.device), torch.no_grad():
             self._writer.finish()
@@ -122,26 +193,38 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._link = None
+        self._link = self._borrower = None
         self._store = None
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``."""
+    """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``. A failure is an answer too."""
 
     weight_transfer_engine: Receiver
     _weight_update_active: bool
 
-    def megarl_agree(self, info: dict[str, Any]) -> None:
-        """``Receiver.agree`` with the fields of an InitInfo."""
+    @_answered
+    def megarl_agree(self, info: dict[str, Any]) -> dict[str, str]:
+        """``Receiver.agree`` with the fields of an InitInfo; returns where this worker runs."""
         self.weight_transfer_engine.agree(InitInfo(**info))
+        return {"machine": machine()}
 
+    @_answered
     def megarl_digests(self) -> dict[str, str]:
         """Logical tensor -> digest in hexadecimal (JSON readers elsewhere lose 64-bit integers)."""
         return {name: f"{digest:016x}" for name, digest in self.weight_transfer_engine.digests().items()}
+
+    @_answered
+    def megarl_outcome(self) -> dict[str, Any]:
+        """How the last step of vLLM's own (init, start, update, finish) went."""
+        failure, self.weight_transfer_engine.failure = self.weight_transfer_engine.failure, None
+        if failure is not None:
+            raise WeightSyncError(failure)
+        return {}
 
     def megarl_abandon_update(self) -> dict[str, bool]:
         """Forgets an update that began and will not be finished, so that the next one may start."""
         abandoned = self._weight_update_active
         self._weight_update_active = False
+        self.weight_transfer_engine.failure = None
         return {"abandoned": abandoned}

@@ -1,29 +1,34 @@
 """Writes slices into a vLLM model's local fused tensors, and reads back what the model really computes with.
 
-vLLM repacks linear weights for oneDNN after loading and frees the originals, so neither can be done in place. Its own
-layerwise reload restores a layer's tensors, lets them be written and repacks them; ``SliceWriter`` drives that reload
-with slices instead of HF tensors. Runs inside vLLM's workers.
+vLLM repacks weights for its kernels after loading and frees the originals, so neither can be done in place. Its own layerwise
+reload restores a layer's tensors, lets them be written and repacks them; ``SliceWriter`` drives that reload with slices
+instead of HF tensors. Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import ModelConfig
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
 
 from megarl.errors import WeightSyncError
+from megarl.sync import readback
 
-_UNPACK_COLUMNS = 256
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """What the layout says of a local tensor; ``dtype`` is that of the logical tensors in it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,19 @@ class SliceWriter:
     Args:
         model: The worker's model.
         model_config: vLLM's.
-        shapes: Local tensor name -> shape, as the layout says; an update writes every element, padding included.
+        tensors: Local tensor name -> what the layout says of it; an update writes every element, padding included.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, model: nn.Module, model_config: ModelConfig, tensors: Mapping[str, LocalTensor]) -> None:
         self._model = model
         self._model_config = model_config
-        self._shapes = dict(shapes)
-        self._owner = {f"{path}.{name}": (module, name) for path, module, name in _parameters(model)}
+        self._tensors = dict(tensors)
+        self._owner = {f"{path}.{name}": (module, name) for path, module, name in _loadable(model)}
+        self._latent = readback.latent_projections(model)
         self._left: dict[nn.Module, int] = {}
         self._open: set[nn.Module] = set()
         self._faint: dict[str, _Faint] = {}
-        unknown = sorted(set(self._shapes) ^ set(self._owner))
+        unknown = sorted(set(self._tensors) ^ set(self._owner))
         if unknown:
             raise WeightSyncError(
                 f"the layout and vLLM's model differ in these local tensors: {', '.join(unknown)}; the architecture's "
@@ -62,9 +68,10 @@ class SliceWriter:
         """Begins an update, also after one that ended midway: every layer waits for new weights."""
         self._left = {}
         for name, (module, _) in self._owner.items():
-            self._left[module] = self._left.get(module, 0) + math.prod(self._shapes[name])
+            self._left[module] = self._left.get(module, 0) + math.prod(self._tensors[name].shape)
         self._open = set()
         self._faint = {}
+        _repack_experts(self._model)
         initialize_layerwise_reload(self._model)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -73,16 +80,17 @@ class SliceWriter:
         if module not in self._open:
             materialize_layer(module, get_layerwise_info(module))
             self._open.add(module)
-        tensor = getattr(module, parameter).data
-        if tuple(tensor.shape) != self._shapes[name]:
+        tensor: torch.Tensor = getattr(module, parameter).data
+        shape = self._tensors[name].shape
+        if tuple(tensor.shape) != shape:
             raise WeightSyncError(
-                f"{name} has shape {tuple(tensor.shape)} in vLLM's model, {self._shapes[name]} in the layout; the "
-                "architecture's table does not fit this vLLM version"
+                f"{name} has shape {tuple(tensor.shape)} in vLLM's model, {shape} in the layout; the architecture's table "
+                "does not fit this vLLM version"
             )
         return tensor
 
     def wrote(self, name: str, numel: int) -> None:
-        """Counts; a layer that has all its elements is packed at once, so that only one is unpacked at a time."""
+        """Counts; a layer that has all its elements is packed at once, so that only those under way are unpacked."""
         module, _ = self._owner[name]
         self._left[module] -= numel
         if self._left[module] == 0:
@@ -101,11 +109,26 @@ class SliceWriter:
         finalize_layerwise_reload(self._model, self._model_config)
 
     def computed_with(self, name: str) -> torch.Tensor:
-        """The local tensor as the model computes with it, unpacked where it is packed."""
+        """The local tensor as the model computes with it, in the layout's shape and dtype; unpacked where it is packed."""
         module, parameter = self._owner[name]
-        if parameter != "weight" or not _is_packed(module):
-            return getattr(module, parameter).data
-        weight = _unpack(module)
+        expected = self._tensors[name]
+        experts = readback.packed_experts(module)
+        if readback.is_packed_linear(module) and parameter == "weight":
+            value = self._with_faint(name, readback.unpack_linear(module))
+        elif experts is not None and parameter in ("w13_weight", "w2_weight"):
+            packed = getattr(module, parameter).data
+            value = readback.unpack_experts(packed, experts.isa, expected.shape, gated=parameter == "w13_weight")
+        elif module in self._latent and parameter == "weight":
+            value = readback.latent_weight(self._latent[module])
+        else:
+            value = getattr(module, parameter).data
+        if value.dtype == expected.dtype:
+            return value
+        # vLLM may keep it in a wider dtype; what is not the same number in the layout's stays as it is, for all to see.
+        narrow = value.to(expected.dtype)
+        return narrow if torch.equal(narrow.to(value.dtype), value) else value
+
+    def _with_faint(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         faint = self._faint.get(name)
         if faint is not None:
             flat = weight.view(-1)
@@ -115,53 +138,33 @@ class SliceWriter:
 
     def _remember_faint(self, module: nn.Module) -> None:
         """Both sides compare bits; a product loses the sign of zero, and some kernels take subnormals for zero."""
-        if not _is_packable(module):
+        if not readback.may_be_packed(module):
             return
         name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
-        weight = _weight(module).data.reshape(-1)
+        weight = module.get_parameter("weight").data.reshape(-1)
         tiny = weight.abs() < torch.finfo(weight.dtype).tiny
         index = (tiny & (weight.signbit() | (weight != 0))).nonzero().view(-1)
         if index.numel():
             self._faint[name] = _Faint(index, weight[index])
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    return [
-        (path, module, name)
-        for path, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    ]
+def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(path of the module, module, parameter) of all that is loaded; what is computed from that afterwards is left out."""
+    always_there: set[int] = set()  # by two names where another module has it too
+    for path, module in model.named_modules():
+        loaded, _ = get_layerwise_info(module).restore_metadata
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in SKIP_TENSORS and id(parameter) not in always_there:
+                always_there.add(id(parameter))
+                yield path, module, name
+            elif name in loaded:
+                yield path, module, name
 
 
-def _is_packable(module: nn.Module) -> bool:
-    return isinstance(module, LinearBase | ParallelLMHead)
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """lm_head keeps its weight beside the packed copy, and computes from the copy."""
-    return _is_packable(module) and hasattr(module, "cpu_linear")
-
-
-def _unpack(module: Any) -> torch.Tensor:
-    """W [out, in] of ``x -> x W^T``: the image of the identity, which is exact, in bounded blocks of columns."""
-    weight = _weight(module)
-    columns = _in_features(module)
-    blocks = []
-    for start in range(0, columns, _UNPACK_COLUMNS):
-        rows = min(_UNPACK_COLUMNS, columns - start)
-        unit = torch.zeros(rows, columns, dtype=weight.dtype)
-        unit[:, start : start + rows].fill_diagonal_(1)
-        blocks.append(module.cpu_linear(unit, weight, None).t())
-    return torch.cat(blocks, dim=1).contiguous()
-
-
-def _weight(module: Any) -> torch.Tensor:
-    """Empty where only the packed copy is left."""
-    weight: torch.Tensor = module.weight
-    return weight
-
-
-def _in_features(module: Any) -> int:
-    if isinstance(module, ParallelLMHead):
-        return int(module.embedding_dim)
-    return int(getattr(module, "input_size_per_partition", None) or module.input_size)
+def _repack_experts(model: nn.Module) -> None:
+    """Makes vLLM's CPU kernels pack the experts of a reload too: with a kernel already there vLLM stores them unpacked, and that
+    kernel computes from them as if they were packed."""
+    for module in model.modules():
+        if readback.packed_experts(module) is not None:
+            quant_method: Any = module.quant_method
+            quant_method.moe_kernel = None

@@ -1,19 +1,20 @@
-"""Tiny engines for the tests of this folder: a seeded Qwen3, a real server process, and transformers as the oracle."""
+"""Tiny engines for the tests of this folder: seeded models, a real server process, and transformers as the oracle."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, SyncConfig
 from megarl.launch import ports
@@ -22,6 +23,7 @@ from megarl.rollout.addresses import JobAddresses
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
 from megarl.rollout.engine import engine_process, group_members, shared_memory
+from tests.loop.zygote import Forked, Zygote
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way
 EOS = 2
@@ -29,13 +31,18 @@ KEY = "the key of this test"
 HOST = "127.0.0.1"
 
 
-def save_tiny_qwen3(path: Path, *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """An HF checkpoint directory with a word-level tokenizer; weights are far from a symmetric start."""
+def save_tokenizer(path: Path) -> None:
+    """A word for every token id below VOCAB."""
     words = {"<pad>": 0, "<bos>": 1, "<eos>": EOS, **{f"t{i}": i for i in range(3, VOCAB)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
+
+
+def save_tiny_qwen3(path: Path, *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """An HF checkpoint directory with a word-level tokenizer; weights are far from a symmetric start."""
+    save_tokenizer(path)
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -56,18 +63,20 @@ def save_tiny_qwen3(path: Path, *, tied: bool = False, seed: int = 0, dtype: tor
     return path
 
 
-def perturbed(model: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
-    """The same architecture with other weights."""
+def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The same architecture with other weights (and another router bias, which is a buffer)."""
     generator = torch.Generator().manual_seed(seed)
-    other = Qwen3ForCausalLM(model.config).to(model.dtype).eval()
+    other = copy.deepcopy(model)
+    tensors = dict(other.named_parameters())
+    tensors |= {name: buffer for name, buffer in other.named_buffers() if name.endswith("correction_bias")}
     with torch.no_grad():
-        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs + 0.05 * torch.randn(theirs.shape, generator=generator))
+        for tensor in tensors.values():
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
     return other
 
 
 @torch.no_grad()
-def transformers_logp(model: Qwen3ForCausalLM, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+def transformers_logp(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
     """fp32 [len(response)]: log-probs of the response's tokens as transformers computes them, at temperature 1."""
     tokens = torch.tensor([[*prompt, *response]])
     logp = model(tokens).logits.float().log_softmax(-1)[0]
@@ -75,15 +84,15 @@ def transformers_logp(model: Qwen3ForCausalLM, prompt: Sequence[int], response: 
     return logp[at, tokens[0, at + 1]]
 
 
-def worst_difference(model: Qwen3ForCausalLM, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> float:
+def worst_difference(model: PreTrainedModel, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> float:
     """Largest |engine's log-prob - transformers'| over all sampled tokens."""
-    return max(
-        (torch.from_numpy(c.logprobs) - transformers_logp(model, prompts[c.request].token_ids, c.token_ids.tolist()))
-        .abs()
-        .max()
-        .item()
-        for c in completions
-    )
+    return float(differences(model, prompts, completions).max())
+
+
+def differences(model: PreTrainedModel, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> torch.Tensor:
+    """|engine's log-prob - transformers'| of every sampled token."""
+    expected = [transformers_logp(model, prompts[c.request].token_ids, c.token_ids.tolist()) for c in completions]
+    return torch.cat([(torch.from_numpy(c.logprobs) - e).abs() for c, e in zip(completions, expected, strict=True)])
 
 
 def some_prompts(count: int = 8, length: int = 9, n: int = 1) -> list[Prompt]:
@@ -99,7 +108,11 @@ class RunningEngine:
 
     config: Config
     logs: Path
-    _child: Child | None = None
+    zygote: Zygote | None = None
+    """Forks the server from there, instead of starting it as a job does."""
+    options: Sequence[str] = ()
+    """More of vLLM's."""
+    _child: Child | Forked | None = None
     _url: str = ""
     _last_pid: int = -1
     _segments: set[Path] = field(default_factory=set)
@@ -111,12 +124,19 @@ class RunningEngine:
             argv, environment = engine_process(
                 self.config.model.path, self.config.rollout, self.config.model, HOST, port
             )
-            log = self.logs / f"engine_{port}.log"
-            self._child = Child("engine", argv, {**environment, "MEGARL_JOB_KEY": KEY}, log)
+            self._child = self._start([*argv, *self.options], environment, self.logs / f"engine_{port}.log")
             self._url = f"http://{HOST}:{port}"
             self.control.wait_ready(self.config.rollout.start_timeout_s, alive=lambda: self._child.poll() is None)
             self._segments = shared_memory(self._child.pid)
         return self
+
+    def _start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child | Forked:
+        environment = {**environment, "MEGARL_JOB_KEY": KEY}
+        return (
+            Child("engine", argv, environment, log)
+            if self.zygote is None
+            else self.zygote.start(argv, environment, log)
+        )
 
     @property
     def model_path(self) -> Path:

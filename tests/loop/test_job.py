@@ -186,8 +186,10 @@ def test_the_policy_moved(steps: list[dict[str, float]]) -> None:
 def test_tensorboard_holds_the_same(run_dir: Path, records: list[dict[str, float]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    written = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    written: dict[str, dict[int, float]] = {}
+    for folder in (run_dir / "tensorboard", run_dir / "tensorboard" / "warm_start"):
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        written |= {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
     for record in records:
         for name, value in record.items():
             if name != "step":

@@ -1,87 +1,26 @@
-"""Weights go from two trainer ranks (tp=2 shards of Megatron's layout) to a real engine, and both sides prove it.
-
-The ranks are threads here, each with its own publisher and link; processes make no difference to either.
-"""
+"""Weights go from two trainer ranks (tp=2 shards of Megatron's layout) to a real engine, and both sides prove it."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megarl.checkpoint.hf import read_hf_config
-from megarl.config.schema import Config, ParallelConfig, RolloutConfig
+from megarl.config.schema import ParallelConfig, RolloutConfig
 from megarl.errors import EngineError, WeightSyncError
-from megarl.reshard import boxes
-from megarl.reshard.execute import Transport, Work
-from megarl.reshard.layouts import Layout, MegatronGrid, megatron_layout
 from megarl.rollout.client import Prompt, Sampling
 from megarl.schema import WeightsVersion
-from megarl.sync.publish import SyncReport, WeightPublisher, check_probe
+from megarl.sync.publish import check_probe
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
+from tests.loop.trainers import Breaking, Flipping, Ranks, ranks_of, refusing, versions
+from tests.loop.zygote import Zygote
 
-T = TypeVar("T")
 FP32_TOLERANCE = 1e-4
 SAMPLING = Sampling(max_tokens=8, ignore_eos=True)
-versions = (WeightsVersion(1, n) for n in itertools.count(1))
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The trainer's ranks, with no trainer: publishers that share an engine."""
-
-    publishers: tuple[WeightPublisher, ...]
-    layout: Layout
-
-    def call(self, do: Callable[[int, WeightPublisher], T]) -> list[T | Exception]:
-        """What every rank returned or raised; they run at the same time."""
-
-        def one(rank: int) -> T | Exception:
-            try:
-                return do(rank, self.publishers[rank])
-            except (EngineError, WeightSyncError) as error:
-                return error
-
-        with ThreadPoolExecutor(len(self.publishers)) as pool:
-            return list(pool.map(one, range(len(self.publishers))))
-
-    def publish(self, model: Qwen3ForCausalLM, version: WeightsVersion) -> list[SyncReport | Exception]:
-        return self.call(lambda rank, p: p.publish(shards(model, self.layout, rank), version))
-
-    def publish_whole(self, model: Qwen3ForCausalLM) -> SyncReport:
-        """Publishes, reconnecting first when a failure has broken the link; fails the test unless it succeeds."""
-        if any(p.transport is None for p in self.publishers):
-            assert self.call(lambda rank, p: p.connect()) == [None] * len(self.publishers)
-        first, *others = self.publish(model, next(versions))
-        assert isinstance(first, SyncReport), first
-        assert others == [first] * len(others)
-        return first
-
-
-def ranks_of(engine: RunningEngine, config: Config | None = None) -> Ranks:
-    config = config or engine.config
-    hf_config = read_hf_config(engine.model_path)
-    grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
-    layout = megatron_layout(hf_config, grid)
-    addresses = engine.addresses()
-    publishers = (WeightPublisher(config, layout, hf_config, r, addresses=addresses) for r in range(layout.num_ranks))
-    return Ranks(tuple(publishers), layout)
-
-
-def shards(model: Qwen3ForCausalLM, layout: Layout, rank: int) -> dict[str, torch.Tensor]:
-    """What a Megatron rank would hold of this model; padding is NaN, which must reach no engine."""
-    full = model.state_dict()
-    out = {name: torch.full(shape, torch.nan) for name, shape in layout.local_shapes(rank).items()}
-    for piece in layout.pieces(rank):
-        box = boxes.index_of(boxes.start_of(piece.box), boxes.shape_of(piece.box))
-        out[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))] = full[piece.tensor][box]
-    return out
 
 
 def difference(engine: RunningEngine, model: Qwen3ForCausalLM, prompts: list[Prompt] | None = None) -> float:
@@ -178,40 +117,6 @@ def test_signed_zeros_and_subnormals_are_proven_too(
     assert difference(engine, new) < FP32_TOLERANCE
 
 
-class Flipping:
-    """Flips one bit of the ``nth`` message on its way."""
-
-    def __init__(self, inner: Transport, nth: int) -> None:
-        self._inner = inner
-        self._left = nth
-
-    def isend(self, tensor: torch.Tensor, rank: int, /) -> Work:
-        if self._left == 0:
-            tensor.view(torch.int32)[17] ^= 1 << 20
-        self._left -= 1
-        return self._inner.isend(tensor, rank)
-
-    def recv(self, tensor: torch.Tensor, rank: int, /) -> None:
-        raise AssertionError("trainer ranks only send")
-
-
-class Breaking(Flipping):
-    """Fails at the ``nth`` message, as a connection would."""
-
-    def isend(self, tensor: torch.Tensor, rank: int, /) -> Work:
-        if self._left == 0:
-            raise RuntimeError("the cable was cut")
-        self._left -= 1
-        return self._inner.isend(tensor, rank)
-
-
-def refusing(engine: RunningEngine) -> str:
-    with pytest.raises(EngineError) as refused:
-        engine.generate(some_prompts(1), SAMPLING)
-    assert "503" in str(refused.value)
-    return str(refused.value)
-
-
 def test_one_flipped_bit_names_its_tensor_and_a_retry_mends_it(
     engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
 ) -> None:
@@ -283,7 +188,7 @@ OTHER_ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHER_ENGINES)
-def test_other_engines(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
+def test_other_engines(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, kind: str) -> None:
     options: Mapping[str, Any] = OTHER_ENGINES[kind]
     rollout = RolloutConfig(
         **{"max_num_seqs": 64, "kv_cache_bytes": 2**26, "start_timeout_s": 240.0, **options.get("rollout", {})}
@@ -292,6 +197,7 @@ def test_other_engines(tmp_path_factory: pytest.TempPathFactory, kind: str) -> N
     engine = tiny_engine(
         tmp_path_factory.mktemp("engine"), rollout=rollout, tied=options.get("tied", False), dtype=dtype
     )
+    engine.zygote = zygote
     tolerance = FP32_TOLERANCE if dtype == "float32" else 0.05
     try:
         engine.ready()

@@ -1,0 +1,31 @@
+"""A worker extension that can be told to do wrong: the tests show that the checks see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl.sync import writer
+from megarl.sync.receiver import WorkerExtension
+
+
+class FaultyWorker(WorkerExtension):
+    model_runner: Any
+
+    def fault_leave_experts_unpacked(self, leave: bool) -> None:
+        """What vLLM's own reload does on CPU."""
+        if leave:
+            writer._repack_experts = lambda model: None
+        else:
+            writer._repack_experts = _REPACK
+
+    def fault_stale_absorbed_weights(self) -> None:
+        """Latent attention goes on with another matrix than its projection's, as if it had not been made anew."""
+        attention = self.model_runner.model.model.layers[0].self_attn.mla_attn.mla_attn
+        stale = attention.W_UV.data.clone()  # it shares memory with the projection
+        stale[1, 2, 3] += 1
+        attention.W_UV = torch.nn.Parameter(stale, requires_grad=False)
+
+
+_REPACK = writer._repack_experts

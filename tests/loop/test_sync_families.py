@@ -1,0 +1,232 @@
+"""Every model family from a trainer's grid into real engines: they then compute what transformers does with the same weights.
+
+Publishing compares the digest of every tensor, read back from what the engine computes with, so equal bits are proven on the
+way; the log-probs show that the engine computes the right function from them, for prompts and for sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, SyncConfig
+from megarl.errors import WeightSyncError
+from megarl.rollout.client import Sampling
+from tests.loop.conftest import TINY_ROLLOUT
+from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
+from tests.loop.trainers import Breaking, Ranks, ranks_of, refusing, versions
+from tests.loop.zygote import Zygote
+from tests.parallel.families import hf_model
+
+SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
+FP32_TOLERANCE = 1e-4
+
+TP2 = ParallelConfig(tp=2)
+PP2 = ParallelConfig(pp=2)
+TP2_PP2 = ParallelConfig(tp=2, pp=2)
+EP2 = ParallelConfig(dp=2, ep=2)
+TP2_EP2 = ParallelConfig(tp=2, sequence_parallel=True, ep=2)
+
+_ENGINE_SIZES: dict[str, Any] = {"num_hidden_layers": 2, "head_dim": 32}
+_HIDDEN_128: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 128}
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama2": _HIDDEN_128,
+    "llama3": _ENGINE_SIZES,
+    "mistral": _ENGINE_SIZES,
+    "qwen2": _HIDDEN_128,
+    "qwen3": _ENGINE_SIZES,
+    "mixtral": _HIDDEN_128,
+    "qwen3_moe": _ENGINE_SIZES,
+    "qwen3_moe_mixed": {**_ENGINE_SIZES, "num_hidden_layers": 3},
+    "deepseek_v3": _LATENT,
+    "deepseek_v3_yarn": _LATENT,
+}
+"""What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by heads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One engine, fed from one trainer grid."""
+
+    family: str
+    trainer: ParallelConfig
+    rollout: dict[str, Any] = field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    changes: dict[str, Any] = field(default_factory=dict)
+    forked: bool = True
+
+    def __str__(self) -> str:
+        engine = "-".join(f"{name}{value}" for name, value in self.rollout.items()) or "tp1"
+        more = "".join(f"-{name}={value}" for name, value in self.changes.items())
+        return f"{self.family}{more}-{engine}-{self.dtype}"
+
+
+MQA = {"num_key_value_heads": 1}
+EXPERTS = {"tp": 2, "expert_parallel": True}
+CELLS = (
+    Cell("llama2", PP2),
+    Cell("llama2", TP2, {"tp": 2}, changes=MQA),  # one key/value head on two workers, and two trainer ranks
+    Cell("llama3", TP2_PP2, {"pp": 2}),
+    Cell("llama3", TP2, {"tp": 2}),
+    Cell("mistral", TP2),
+    Cell("mistral", TP2_PP2, {"tp": 2}),
+    Cell("qwen2", TP2_PP2),
+    Cell("qwen2", PP2, {"tp": 2}),
+    Cell("qwen3", PP2, {"tp": 2}),
+    Cell("mixtral", TP2_EP2),
+    Cell("mixtral", EP2, {"tp": 2}),
+    Cell("mixtral", EP2, EXPERTS),
+    Cell("qwen3_moe", EP2),
+    Cell("qwen3_moe_mixed", TP2_EP2, {"tp": 2}),
+    Cell("qwen3_moe", EP2, EXPERTS, forked=False),  # started as a job does it, in interpreters of their own
+    Cell("qwen3_moe", TP2, EXPERTS, changes={"num_experts": 7}),  # four experts on one worker, three on the other
+    Cell("qwen3_moe_mixed", EP2, {"pp": 2}, changes={"mlp_only_layers": [0]}),  # vLLM wants experts on every stage
+    Cell("deepseek_v3", TP2_EP2),
+    Cell("deepseek_v3", EP2, {"tp": 2}),
+    Cell("deepseek_v3", TP2, EXPERTS),
+    Cell("deepseek_v3", PP2, {"tp": 2}, changes={"q_lora_rank": None}),
+    Cell("deepseek_v3_yarn", TP2, {"pp": 2}),
+)
+BF16_CELLS = {
+    Cell("qwen2", TP2, {"tp": 2}, "bfloat16"): 0.05,
+    Cell("qwen3_moe", EP2, EXPERTS, "bfloat16"): 0.05,
+    Cell("deepseek_v3", TP2, {}, "bfloat16"): 0.05,
+}
+"""Largest mean difference over 96 sampled tokens."""
+
+
+@contextmanager
+def engine_of(
+    cell: Cell, folder: Path, zygote: Zygote, options: tuple[str, ...] = ()
+) -> Iterator[tuple[RunningEngine, Ranks, PreTrainedModel]]:
+    path = folder / "model"
+    hf_model(cell.family, **{**SIZES[cell.family], **cell.changes}).save_pretrained(path)
+    save_tokenizer(path)
+    config = Config(
+        run=RunConfig(dir=str(folder)),
+        model=ModelConfig(path=str(path), dtype=cell.dtype),
+        parallel=cell.trainer,
+        rollout=RolloutConfig(**{**_rollout_defaults(), **cell.rollout}),
+        sync=SyncConfig(bucket_bytes=65536, timeout_s=60.0),
+    )
+    engine = RunningEngine(config, folder / "logs", zygote if cell.forked else None, options)
+    dtype = getattr(torch, cell.dtype)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    try:
+        yield engine.ready(), ranks_of(engine), model
+    finally:
+        engine.stop()
+    assert engine.leftovers() == []
+
+
+def _rollout_defaults() -> dict[str, Any]:
+    return {
+        "max_prompt_tokens": 64,
+        "max_response_tokens": 64,
+        "max_num_seqs": 64,
+        "kv_cache_bytes": 2**25,
+        "start_timeout_s": TINY_ROLLOUT.start_timeout_s,
+    }
+
+
+def gap(engine: RunningEngine, model: PreTrainedModel) -> torch.Tensor:
+    """|engine's log-prob - transformers'| of 96 sampled tokens."""
+    prompts = some_prompts()
+    return differences(model, prompts, engine.generate(prompts, SAMPLING))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_engine_computes_what_transformers_does(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
+    with engine_of(cell, tmp_path, zygote) as (engine, ranks, model):
+        assert gap(engine, model).max() < FP32_TOLERANCE  # as loaded from the file
+        for seed in (1, 2):
+            new = perturbed(model, seed)
+            assert gap(engine, new).max() > 0.1
+            ranks.publish_whole(new)
+            assert gap(engine, new).max() < FP32_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", BF16_CELLS, ids=str)
+def test_bfloat16(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
+    """The bits are equal, which publishing proves; the functions differ as two orders of rounding do, and a router may choose
+    another expert for a token, so that the mean says more than the largest difference."""
+    with engine_of(cell, tmp_path, zygote) as (engine, ranks, model):
+        for seed in (1, 2):
+            new = perturbed(model, seed)
+            ranks.publish_whole(new)
+            assert gap(engine, new).mean() < BF16_CELLS[cell]
+
+
+UNPADDED = Cell("qwen3_moe", TP2, changes={"moe_intermediate_size": 64})
+"""Experts whose packed form has the size of the plain one."""
+FAULTY = ("--worker-extension-cls", "tests.loop.faults.FaultyWorker")
+
+
+@pytest.mark.slow
+def test_experts_left_unpacked_are_found(tmp_path: Path, zygote: Zygote) -> None:
+    """vLLM's own reload does this on CPU, without a word; both the digests and the probe text see it."""
+    tokens = [1, 9, 77, 150, 199, 4, 4, 31]
+    with engine_of(UNPADDED, tmp_path, zygote, FAULTY) as (engine, ranks, model):
+        new = perturbed(model, 1)
+        logp = transformers_logp(new, tokens[:1], tokens[1:]).tolist()
+        engine.control.workers("fault_leave_experts_unpacked", True)
+        ranks.call(lambda rank, p: p.connect())
+        for failure in ranks.publish(new, next(versions)):
+            assert isinstance(failure, WeightSyncError)
+            wrong = [line for line in str(failure).splitlines() if "digest" in line]
+            assert wrong and all("mlp.experts." in line for line in wrong), failure
+
+        engine.control.refuse(None)
+        engine.control.resume()
+        for failure in ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else [])):
+            assert isinstance(failure, WeightSyncError) and "of the probe text" in str(failure)
+
+        engine.control.workers("fault_leave_experts_unpacked", False)
+        ranks.publish_whole(new)
+        ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else []))
+        assert gap(engine, new).max() < FP32_TOLERANCE
+
+
+@pytest.mark.slow
+def test_absorbed_latent_weights_are_read_back(tmp_path: Path, zygote: Zygote) -> None:
+    """Sampled tokens go through matrices made from kv_b_proj: its digest is of those."""
+    with engine_of(Cell("deepseek_v3", TP2), tmp_path, zygote, FAULTY) as (engine, ranks, model):
+        ranks.publish_whole(perturbed(model, 1))
+        [before] = engine.control.workers("megarl_digests")
+        engine.control.workers("fault_stale_absorbed_weights")
+        [after] = engine.control.workers("megarl_digests")
+        assert [name for name in before if before[name] != after[name]] == ["model.layers.0.self_attn.kv_b_proj.weight"]
+        new = perturbed(model, 2)
+        ranks.publish_whole(new)
+        assert gap(engine, new).max() < FP32_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nth", [0, 5])
+def test_an_update_cut_midway_is_mended_by_the_next(tmp_path: Path, zygote: Zygote, nth: int) -> None:
+    """Experts and latent attention have more to put back than a plain linear layer."""
+    with engine_of(Cell("deepseek_v3", TP2, {"tp": 2}), tmp_path, zygote) as (engine, ranks, model):
+        ranks.publish_whole(perturbed(model, 1))
+        ranks.publishers[1].transport = Breaking(ranks.publishers[1].transport, nth=nth)
+        new = perturbed(model, 2)
+        failures = ranks.publish(new, next(versions))
+        assert all(isinstance(failure, WeightSyncError) and "the cable was cut" in str(failure) for failure in failures)
+        refusing(engine)
+        ranks.publish_whole(new)
+        assert gap(engine, new).max() < FP32_TOLERANCE

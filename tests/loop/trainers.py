@@ -1,0 +1,127 @@
+"""Trainer ranks without a trainer: threads, each with its own publisher and link; processes make no difference to either."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from megarl.checkpoint.hf import read_hf_config
+from megarl.config.schema import Config
+from megarl.errors import EngineError, WeightSyncError
+from megarl.parallel.grid import megatron_grid
+from megarl.reshard import boxes
+from megarl.reshard.execute import Arrival, Transport, Work
+from megarl.reshard.layouts import Layout, megatron_layout
+from megarl.rollout.client import Sampling
+from megarl.schema import WeightsVersion
+from megarl.sync.publish import SyncReport, WeightPublisher
+from tests.loop.engines import RunningEngine, some_prompts
+
+T = TypeVar("T")
+versions = (WeightsVersion(1, n) for n in itertools.count(1))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Publishers that share an engine."""
+
+    publishers: tuple[WeightPublisher, ...]
+    layout: Layout
+
+    def call(self, do: Callable[[int, WeightPublisher], T]) -> list[T | Exception]:
+        """What every rank returned or raised; they run at the same time."""
+
+        def one(rank: int) -> T | Exception:
+            try:
+                return do(rank, self.publishers[rank])
+            except (EngineError, WeightSyncError) as error:
+                return error
+
+        with ThreadPoolExecutor(len(self.publishers)) as pool:
+            return list(pool.map(one, range(len(self.publishers))))
+
+    def publish(self, model: PreTrainedModel, version: WeightsVersion) -> list[SyncReport | Exception]:
+        full = checkpoint_tensors(model)
+        return self.call(lambda rank, p: p.publish(shards(full, self.layout, rank), version))
+
+    def publish_whole(self, model: PreTrainedModel) -> SyncReport:
+        """Publishes, reconnecting first when a failure has broken the link; fails the test unless it succeeds."""
+        if any(p.transport is None for p in self.publishers):
+            assert self.call(lambda rank, p: p.connect()) == [None] * len(self.publishers)
+        first, *others = self.publish(model, next(versions))
+        assert isinstance(first, SyncReport), first
+        assert others == [first] * len(others)
+        return first
+
+
+def ranks_of(engine: RunningEngine, config: Config | None = None) -> Ranks:
+    config = config or engine.config
+    hf_config = read_hf_config(engine.model_path)
+    layout = megatron_layout(hf_config, megatron_grid(config.parallel))
+    addresses = engine.addresses()
+    publishers = (WeightPublisher(config, layout, hf_config, r, addresses=addresses) for r in range(layout.num_ranks))
+    return Ranks(tuple(publishers), layout)
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """As the model's HF file names them; transformers keeps experts stacked while they are in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def shards(full: dict[str, torch.Tensor], layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    """What a Megatron rank would hold of this model, in float32; padding is NaN, which must reach no engine."""
+    out = {name: torch.full(shape, torch.nan) for name, shape in layout.local_shapes(rank).items()}
+    for piece in layout.pieces(rank):
+        box = boxes.index_of(boxes.start_of(piece.box), boxes.shape_of(piece.box))
+        out[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))] = full[piece.tensor][box]
+    return out
+
+
+class Flipping:
+    """Flips one bit of the ``nth`` message on its way."""
+
+    def __init__(self, inner: Transport, nth: int) -> None:
+        self._inner = inner
+        self._left = nth
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        return self._inner.allocate(nbytes)
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        if self._left == 0:
+            message.view(torch.int32)[17] ^= 1 << 20
+        self._left -= 1
+        return self._inner.isend(message, rank)
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        raise AssertionError("trainer ranks only send")
+
+
+class Breaking(Flipping):
+    """Fails at the ``nth`` message, as a connection would."""
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        if self._left == 0:
+            raise RuntimeError("the cable was cut")
+        self._left -= 1
+        return self._inner.isend(message, rank)
+
+
+def refusing(engine: RunningEngine) -> str:
+    """Fails the test unless the engine refuses; returns its words."""
+    with pytest.raises(EngineError) as refused:
+        engine.generate(some_prompts(1), Sampling(max_tokens=1))
+    assert "503" in str(refused.value)
+    return str(refused.value)

@@ -1,0 +1,105 @@
+"""Starts engine servers by forking a process that has imported vLLM once: an import costs 6 to 14 s, and each server up to four.
+
+``python -m tests.loop.zygote`` reads one server's ``[argv, environment, log]`` (JSON) a line and answers with its process id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.context
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class Zygote:
+    """The process to fork from. ``environment`` is what every server gets; what vLLM reads while it is imported must be here."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.loop.zygote"],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
+        """A server in a process group of its own; ``argv`` as for ``python -m vllm.entrypoints.openai.api_server``."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([list(argv), dict(environment), str(log)]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the process to fork from is gone"
+        return Forked(int(answer), log)
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+class Forked:
+    """A server, with the methods of ``megarl.launch.process.Child`` that tests use."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid = pid
+        self.log = log
+
+    def poll(self) -> int | None:
+        """None while it runs; its status is not ours to know."""
+        return None if Path(f"/proc/{self.pid}").exists() else -1
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if number == signal.SIGKILL else os.kill)(self.pid, number)
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.poll() is not None
+
+
+def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    os.setsid()
+    with open(log, "ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(environment)
+    sys.argv = argv[argv.index("-m") + 1 :]
+    main()
+
+
+def _run() -> None:
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import megarl.sync.receiver  # noqa: F401
+
+    # On CPU vLLM asks for fresh interpreters for engine and workers, to set their OpenMP up; here that is all set already.
+    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended servers leave no zombies
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                _serve(*json.loads(line))
+            finally:
+                os._exit(1)
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    _run()
