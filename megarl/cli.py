@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
+from collections.abc import Sequence
+
+from megarl.checkpoint.command import add_arguments
 
 DESCRIPTION = """Reinforcement learning for language models on Megatron-Core and vLLM.
 
@@ -12,9 +16,23 @@ Settings are hydra overrides: `megarl train experiment=quickstart trainer.steps=
 Running a command again resumes it."""
 
 
+class _Version(argparse.Action):
+    """Asks for the version only when somebody wants it: reading package metadata takes time."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"megarl {version('megarl')}\n")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="megarl", description=DESCRIPTION, formatter_class=raw)
+    parser.add_argument("--version", action=_Version, help="print megarl's version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
@@ -29,15 +47,32 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
     report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart")
+    add_arguments(add("convert", "Convert checkpoints between HF and Megatron-Core, cut them anew, say what is in them."))
     config = add("config", "Print the settings that overrides compose to, as JSON.")
     config.add_argument("overrides", nargs="*", help="hydra overrides")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; a user's mistake prints one readable line and exits with status 2, a failed job with 1."""
+    """Run one command; a user's mistake prints one readable line and exits with status 2, a failed job with 1, Ctrl-C with 130."""
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    from megarl.launch.interrupt import INTERRUPT
+
+    with INTERRUPT:
+        try:
+            status = _run(arguments)
+            INTERRUPT.check()
+            return status
+        except BaseException:
+            if not INTERRUPT.seen:
+                raise
+    logging.error("megarl %s: interrupted", arguments.command)
+    sys.stdout.flush()
+    os._exit(130)  # else libraries that were half imported have their last words
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from megarl.errors import JobError
 
     try:
@@ -49,7 +84,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except JobError as error:
         logging.error("megarl %s: %s", arguments.command, error)
+        logging.error("once the cause is mended, the same command resumes the run")
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise  # not a path that somebody gave
+        logging.error("megarl %s: %s: %s", arguments.command, error.filename, error.strerror)
+        return 2
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -90,6 +131,12 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(arguments: argparse.Namespace) -> int:
+    from megarl.checkpoint.command import run
+
+    return run(arguments)
+
+
 def _config(arguments: argparse.Namespace) -> int:
     import json
 
@@ -99,7 +146,7 @@ def _config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {"train": _train, "data": _data, "doctor": _doctor, "report": _report, "config": _config}
+COMMANDS = {"train": _train, "data": _data, "doctor": _doctor, "report": _report, "convert": _convert, "config": _config}
 
 if __name__ == "__main__":
     sys.exit(main())

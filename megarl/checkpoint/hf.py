@@ -5,115 +5,57 @@ Both directions go by the same layouts as weight sync; there is no conversion co
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.errors import CheckpointError
+from megarl.checkpoint.hf_files import INDEX, SINGLE
+from megarl.checkpoint.hf_source import EMBEDDING, LM_HEAD, check_copy, check_hf, open_hf, read_hf_config
+from megarl.checkpoint.output import replace_directory, write_json
+from megarl.checkpoint.slices import Source
 from megarl.reshard import boxes
-from megarl.reshard.execute import Transport, exchange
-from megarl.reshard.layout import Layout
+from megarl.reshard.execute import Transport, exchange, wire_dtype
+from megarl.reshard.layout import Layout, Piece
 from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.transport import GroupTransport
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+__all__ = ["INDEX", "SINGLE", "export_hf", "load_into", "read_hf_config"]
+
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
-_DERIVED = ("rotary_emb.inv_freq",)
-"""Endings of tensors that some files have although the model computes them."""
-
-
-def read_hf_config(path: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint directory. Raises CheckpointError when there is none or it is not JSON."""
-    file = path / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{path} has no config.json; set model.path to the directory of an HF checkpoint")
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{file} must hold a JSON object, found {type(config).__name__}; copy the checkpoint again"
-        )
-    return config
+_READ_ELEMENTS = 4 << 20
 
 
 def load_into(path: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill a rank's local tensors from an HF checkpoint, reading only the slices it holds; casts to their dtypes, zeroes padding.
 
-    ``tensors``: local name -> tensor, shaped as the layout says. Raises CheckpointError naming the tensors that are missing,
-    have another shape, or are in the file but not in the model's table.
+    ``tensors``: local name -> tensor, shaped as the layout says. FP8 weights arrive dequantised. Raises CheckpointError naming
+    the tensors that are missing, have another shape, are in the file but not in the model's table, or contradict
+    ``tie_word_embeddings``; and a file that is missing or cut short.
     """
-    with _open_weights(path) as files:
-        _check_names(path, layout, files)
+    source = open_hf(path)
+    try:
+        check_hf(source, layout, read_hf_config(path))
+        tied = LM_HEAD in source.shapes and LM_HEAD not in layout.tensors
         with torch.no_grad():
             for pad in layout.padding(rank):
                 tensors[pad.local][boxes.index_of(boxes.start_of(pad.box), boxes.shape_of(pad.box))].zero_()
             for piece in layout.pieces(rank):
-                stored = files[piece.tensor].get_slice(piece.tensor)
-                if tuple(stored.get_shape()) != layout.tensors[piece.tensor]:
-                    raise CheckpointError(
-                        f"{piece.tensor} in {path} has shape {tuple(stored.get_shape())}, config.json asks for "
-                        f"{layout.tensors[piece.tensor]}; the two are of different models"
-                    )
-                values = stored[tuple(slice(lo, hi) for lo, hi in piece.box)]
-                tensors[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))].copy_(values)
+                _load(source, piece, tensors[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))], tied)
+    finally:
+        source.close()
 
 
-@contextmanager
-def _open_weights(path: Path) -> Iterator[dict[str, Any]]:
-    """Tensor name -> open safetensors file that has it (single or sharded by an index)."""
-    index = path / INDEX
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    elif (path / SINGLE).is_file():
-        names = [SINGLE]
-    else:
-        raise CheckpointError(
-            f"{path} has neither {SINGLE} nor {INDEX}; set model.path to an HF checkpoint in safetensors"
-        )
-    with ExitStack() as stack:
-        found: dict[str, Any] = {}
-        for name in names:
-            if not (path / name).is_file():
-                raise CheckpointError(f"{path / name} is listed in {INDEX} but missing; copy the checkpoint again")
-            try:
-                file = stack.enter_context(safe_open(path / name, framework="pt"))
-            except SafetensorError as error:
-                raise CheckpointError(f"{path / name} cannot be read ({error}); copy the checkpoint again") from error
-            found.update(dict.fromkeys(file.keys(), file))
-        yield found
-
-
-def _check_names(path: Path, layout: Layout, found: Mapping[str, Any]) -> None:
-    missing = [name for name in layout.tensors if name not in found]
-    if missing:
-        raise CheckpointError(
-            f"{path} lacks {_some(missing)}; the files are incomplete or config.json is another model's"
-        )
-    # A tied checkpoint may still carry its copy of the embedding as lm_head.
-    unknown = [
-        n for n in sorted(found) if n not in layout.tensors and n != "lm_head.weight" and not n.endswith(_DERIVED)
-    ]
-    if unknown:
-        raise CheckpointError(
-            f"{path} has tensors that the model's table does not know: {_some(unknown)}; config.json is another model's, or add "
-            "them to megarl/architectures/"
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _load(source: Source, piece: Piece, into: torch.Tensor, tied: bool) -> None:
+    """One piece in bounded blocks; of a tied model's embedding its copy in the file is compared on the way."""
+    for box in boxes.split(piece.box, _READ_ELEMENTS):
+        values = source.read(piece.tensor, box)
+        if tied and piece.tensor == EMBEDDING:
+            check_copy(source.path, EMBEDDING, LM_HEAD, values, source.read(LM_HEAD, box))
+        into[tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True))].copy_(values)
 
 
 def export_hf(
@@ -149,8 +91,9 @@ def export_hf(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        part = replace(plan.only(names), colocated=True)
-        whole = {name: torch.empty(shapes[name], dtype=dtype) for name in names} if rank == 0 else {}
+        part = replace(plan.only(set(names).__contains__), colocated=True)
+        own = {name: wire_dtype(plan.destination, name, dtype) for name in names}
+        whole = {name: torch.empty(shapes[name], dtype=own[name]) for name in names} if rank == 0 else {}
         exchange(part, rank, tensors, whole.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
         if rank == 0:
             save_file(whole, temporary / file, metadata={"format": "pt"})
@@ -158,9 +101,9 @@ def export_hf(
     if rank == 0:
         if len(groups) > 1:
             total = sum(boxes.volume(boxes.whole(shape)) for shape in shapes.values()) * dtype.itemsize
-            _write_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _copy_small_files(source, temporary, dtype)
-        _replace(temporary, target)
+        replace_directory(temporary, target)
 
 
 def _files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -182,18 +125,4 @@ def _copy_small_files(source: Path, target: Path, dtype: torch.dtype) -> None:
             shutil.copyfile(file, target / file.name)
     config = read_hf_config(source)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    _write_json(target / "config.json", {**config, key: str(dtype).removeprefix("torch.")})
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Rename into place; an older directory is moved aside first and removed last (rename cannot replace a full one)."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(temporary, target)
-    shutil.rmtree(old, ignore_errors=True)
+    write_json(target / "config.json", {**config, key: str(dtype).removeprefix("torch.")})

@@ -31,8 +31,12 @@ def write_text(path: Path, text: str) -> None:
 
 def latest(folder: Path) -> Path | None:
     """The newest finished checkpoint of ``folder``, or None."""
-    finished = [p for p in _in_order(folder) if _is_finished(p)]
-    return finished[-1] if finished else None
+    return next(reversed(finished(folder)), None)
+
+
+def finished(folder: Path) -> list[Path]:
+    """Finished checkpoints of ``folder``, the newest last."""
+    return [p for p in _in_order(folder) if _is_finished(p)]
 
 
 def _in_order(folder: Path) -> list[Path]:
@@ -58,7 +62,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` finished checkpoints; what a killed job left unfinished does not count."""
-    kept = [p for p in _in_order(folder) if _is_finished(p)][-keep:]
+    kept = finished(folder)[-keep:]
     for checkpoint in _in_order(folder):
         if checkpoint not in kept:
             _remove(checkpoint)

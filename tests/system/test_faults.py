@@ -65,10 +65,34 @@ def finished_checkpoint(run_dir: Path) -> int:
     return int(state["step"])
 
 
+def warm_start_steps(run_dir: Path) -> list[int]:
+    """Steps of the warm start whose metrics were written."""
+    path = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [line["step"] for line in lines if "sft/loss" in line]
+
+
+COMMAND = ("trainer.steps=8", "trainer.warm_start.steps=120")
+
+
+def test_interrupted_warm_start_is_saved(start: Start, run_dir: Path) -> None:
+    job = start(*COMMAND)
+    job.until(lambda: len(warm_start_steps(run_dir)) > 10, "the warm start")
+    job.signal(signal.SIGINT)
+    assert job.wait(START_S) == 130, job.output.read_text()
+    job.until_gone(1.0)
+    found = latest(run_dir / "checkpoints" / "warm_start")
+    assert found is not None
+    assert read_state(found) == {"phase": "warm_start", "step": len(warm_start_steps(run_dir))}
+
+
 def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> None:
     """Ctrl-C reaches the supervisor alone. The same command goes on where the interrupted one ended."""
-    command = "trainer.steps=8"
-    job = training(start(command))
+    saved = latest(run_dir / "checkpoints" / "warm_start")
+    job = training(start(*COMMAND))
+    assert f"resumed from {saved}" in job.output.read_text()
+    assert warm_start_steps(run_dir) == list(range(1, 121))
+    assert not (run_dir / "checkpoints" / "warm_start").exists()
     job.signal(signal.SIGINT)
     job.wait(START_S)
     assert job.poll() == 130, job.output.read_text()
@@ -78,7 +102,7 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
     assert 1 <= done < 8
     assert job.steps() == list(range(1, done + 1))
 
-    again = start(command)
+    again = start(*COMMAND)
     assert again.wait(START_S) == 0, again.output.read_text()
     again.until_gone(1.0)
     assert f"resumed from {run_dir}/checkpoints/global_step_{done}" in again.output.read_text()
@@ -87,7 +111,7 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
     attempts = [
         json.loads(str(text))["training/attempt"] for (text,) in again.query("select metrics from steps order by step")
     ]
-    assert attempts == [1] * done + [2] * (8 - done)
+    assert attempts == [2] * done + [3] * (8 - done)
     rollouts = [f"train-{step:06d}" for step in range(8)]
     asked = again.query("select rollout_id, version from rollouts where kind = 'train' order by step")
     assert [rollout for rollout, _ in asked] == rollouts
@@ -95,10 +119,13 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
 
 
 def test_finished_job_says_so_and_starts_nothing(start: Start, run_dir: Path) -> None:
-    job = start("trainer.steps=8")
+    job = start(*COMMAND)
     assert job.wait(60) == 0, job.output.read_text()
     assert "is finished" in job.output.read_text()
-    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["attempt_1", "attempt_2"]
+    other = start(*COMMAND, "algorithm.kl.coef=0.5")
+    assert other.wait(60) == 2, other.output.read_text()
+    assert "finished run with other settings: algorithm.kl.coef was 0.2, now 0.5" in other.output.read_text()
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["attempt_1", "attempt_2", "attempt_3"]
 
 
 def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) -> None:

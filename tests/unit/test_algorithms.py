@@ -122,7 +122,7 @@ def test_every_algorithm_is_in_the_battery():
     assert set(algorithms.ALGORITHMS) == set(ORACLES) == set(VARIANTS)
     for name, algorithm in algorithms.ALGORITHMS.items():
         assert algorithm.name == name and algorithm.source
-        assert algorithm.needs <= {"old_logp", "ref_logp", "advantages"}
+        assert algorithm.needs <= {"old_logp", "ref_logp", "advantages", "group"}
         assert algorithm.roles <= {"actor", "critic", "reference", "reward"}
 
 

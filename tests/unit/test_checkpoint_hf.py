@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import hf
@@ -25,11 +25,13 @@ from tests.unit.reshard_oracle import (
     assert_same,
     cases,
     megatron_grid,
+    numbered_hf,
     qwen3_config,
     random_hf,
     run_threads,
     unwritten,
 )
+from tests.unit.test_checkpoint_convert import FP8, deepseek, quantised
 
 fast = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -93,42 +95,18 @@ def test_only_the_slices_of_the_rank_are_read(tmp_path: Path, monkeypatch: pytes
     config = qwen3_config()
     path = write_checkpoint(tmp_path, config, random_hf(config))
     read = 0
+    preadv = os.preadv
 
-    class Slice:
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
+    def counting(fd: int, buffers: Any, offset: int) -> int:
+        nonlocal read
+        read += (size := preadv(fd, buffers, offset))
+        return size
 
-        def get_shape(self) -> list[int]:
-            return self.inner.get_shape()
-
-        def __getitem__(self, index: Any) -> torch.Tensor:
-            nonlocal read
-            values = self.inner[index]
-            read += values.numel()
-            return values
-
-    class File:
-        def __init__(self, *args: Any, **keys: Any) -> None:
-            self.inner = safe_open(*args, **keys)
-
-        def __enter__(self) -> File:
-            self.inner.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.inner.__exit__(*error)
-
-        def keys(self) -> list[str]:
-            return self.inner.keys()
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(self.inner.get_slice(name))
-
-    monkeypatch.setattr(hf, "safe_open", File)
+    monkeypatch.setattr(os, "preadv", counting)
     layout = megatron_layout(config, MegatronGrid(2, 2))
     got = unwritten(dict(layout.local_shapes(0)))
     hf.load_into(path, layout, 0, got)
-    assert read == sum(t.numel() for t in got.values())  # tp rank 0 of 70 rows has 64 of them: no padding
+    assert read == 4 * sum(t.numel() for t in got.values())  # tp rank 0 of 70 rows has 64 of them: no padding
 
 
 @fast
@@ -217,7 +195,23 @@ def test_a_tied_checkpoint_may_carry_its_copy(tmp_path: Path) -> None:
     config = qwen3_config(tie_word_embeddings=True)
     tensors = random_hf(config)
     copy = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-    load(write_checkpoint(tmp_path, config, copy), config)
+    load(write_checkpoint(tmp_path / "equal", config, copy), config)
+    copy["lm_head.weight"][69, 7] += 1
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, so lm_head\.weight must be equal to model\.embed"):
+        load(write_checkpoint(tmp_path / "other", config, copy), config)
+
+
+def test_fp8_weights_and_prediction_layers_of_a_file(tmp_path: Path) -> None:
+    """What DeepSeek publishes goes straight into a rank: blocks dequantised, layers that the layout leaves out left alone."""
+    config = deepseek()
+    tensors = numbered_hf(config, mtp=True)
+    stored, meant = quantised({n: t / t.max() for n, t in tensors.items()}, 4, 3)
+    stored["model.layers.4.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    path = write_checkpoint(tmp_path, {**config, "quantization_config": FP8}, stored)
+    layout = hf_layout(config)
+    got = unwritten(dict(layout.local_shapes(0)), torch.bfloat16)
+    hf.load_into(path, layout, 0, got)
+    assert_same(got, {name: meant[name] for name in layout.tensors}, torch.bfloat16)
 
 
 def test_broken_directories_are_named(tmp_path: Path) -> None:
@@ -232,6 +226,7 @@ def test_broken_directories_are_named(tmp_path: Path) -> None:
         hf.read_hf_config(tmp_path)
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         load(tmp_path, config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(tmp_path, config)

@@ -82,3 +82,39 @@ def test_without_a_command_it_says_so() -> None:
     done = megarl()
     assert done.returncode == 2
     assert "required: command" in done.stderr
+
+
+def test_version() -> None:
+    done = megarl("--version")
+    assert done.returncode == 0 and re.fullmatch(r"megarl \d+\.\d+\.\d+\n", done.stdout)
+
+
+INTERRUPTED = """
+import os, signal, sys
+import megarl.cli as cli
+def command(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        {reaction}
+    return 0
+cli.COMMANDS["doctor"] = command
+sys.exit(cli.main(["doctor"]))
+"""
+
+
+@pytest.mark.parametrize("reaction", ["raise", "raise ModuleNotFoundError('Could not import module')", "pass"])
+def test_interrupt_is_one_line_and_status_130(reaction: str) -> None:
+    """Also where an import that it hits swallows it or raises another error in its place."""
+    code = INTERRUPTED.format(reaction=reaction)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr == "megarl doctor: interrupted\n"
+
+
+def test_path_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = megarl("data", f"run.dir={tmp_path}/file/x", blocked=())
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("megarl data: ") and "Traceback" not in done.stderr
+    assert f"{tmp_path}/file/x" in done.stderr

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
 from megarl.config import compose, config_dir, from_dict, load_resolved, save_resolved, to_dict
-from megarl.config.schema import Config
+from megarl.config.bounds import BOUNDS, numbers
+from megarl.config.schema import Config, FromScratchConfig, ModelConfig
 from megarl.errors import ConfigError
 
 
@@ -21,6 +25,36 @@ def test_one_override_changes_the_grid(name: str) -> None:
     config = compose(["experiment=quickstart", f"parallel={name}"])
     degrees = {"tp": config.parallel.tp, "pp": config.parallel.pp, "dp": config.parallel.dp}
     assert "".join(f"{k}{v}" for k, v in degrees.items() if v > 1) == name.replace("tp1", "")
+
+
+def test_every_number_has_bounds_and_every_default_is_within() -> None:
+    """A new number needs a row of the table."""
+
+    def numbers_of(cls: Any, where: str = "") -> Iterator[str]:
+        for name, hint in get_type_hints(cls).items():
+            parts = (hint, *get_args(hint))
+            inner = next((part for part in parts if is_dataclass(part)), None)
+            if inner is not None:
+                yield from numbers_of(inner, f"{where}{name}.")
+            elif get_origin(hint) is not dict and (int in parts or float in parts):
+                yield where + name
+
+    assert set(numbers_of(Config)) == set(BOUNDS)
+    defaults = dict(numbers(Config(model=ModelConfig(from_scratch=FromScratchConfig()))))
+    assert not [name for name, value in defaults.items() if not BOUNDS[name].admits(value)]
+
+
+def test_a_group_is_given_once() -> None:
+    compose(["parallel=pp2", "parallel=pp2"])
+    with pytest.raises(ConfigError, match="parallel=pp2 and parallel=dp2 are both given"):
+        compose(["parallel=pp2", "parallel=dp2"])
+
+
+def test_known_settings_are_named_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        compose(["trianer=3"])
+    known = str(raised.value).partition("known: ")[2].split(", ")
+    assert len(known) == len(set(known)) and {"trainer", "parallel", "experiment"} <= set(known)
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -41,6 +75,21 @@ def test_round_trip(tmp_path: Path) -> None:
         ("algorithm.kl.estimator=k1", ["algorithm.kl.estimator='k1'", "k2, k3"]),
         ("trainer.steps", ["key=value"]),
         ("trainer.optimizer.lr=fast", ["trainer.optimizer.lr", "float"]),
+        ("trainer.optimizer.lr=-1", ["trainer.optimizer.lr=-1", "at least 0", "default is 1e-06"]),
+        ("trainer.optimizer.lr=nan", ["trainer.optimizer.lr=nan", "finite"]),
+        ("trainer.optimizer.lr=1e99", ["trainer.optimizer.lr=1e+99", "at most 1"]),
+        ("trainer.warm_start.optimizer.beta1=1", ["trainer.warm_start.optimizer.beta1=1", "below 1"]),
+        ("algorithm.clip_low=2", ["algorithm.clip_low=2", "at most 1"]),
+        ("algorithm.entropy_coef=inf", ["algorithm.entropy_coef=inf", "finite"]),
+        ("trainer.warm_start.steps=-1", ["trainer.warm_start.steps=-1", "at least 0"]),
+        ("reward.timeout_s=0", ["reward.timeout_s=0", "above 0"]),
+        ("rollout.block_size=7", ["rollout.block_size=7", "multiple of 32"]),
+        ("rollout.kv_cache_bytes=10", ["rollout.kv_cache_bytes=10", "1048576"]),
+        ("sync.bucket_bytes=1", ["sync.bucket_bytes=1", "at least 4096"]),
+        ("taskset.train_size=0", ["taskset.train_size=0", "at least 1"]),
+        ("trainer.optimizer.decay_steps=0", ["trainer.optimizer.decay_steps=0", "leave it out"]),
+        ("run.name=", ["run.name=''", "plain name"]),
+        ("run.name=a/b", ["run.name='a/b'", "run.dir"]),
     ],
 )
 def test_errors_name_setting_value_and_mend(override: str, words: list[str]) -> None:

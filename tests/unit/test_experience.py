@@ -109,7 +109,7 @@ def test_any_tiling_is_valid(cuts: list[int]) -> None:
 def test_incomplete_groups_are_dropped(members: list[int]) -> None:
     report = verify([make(index=i) for i in members], RewardConfig(), vocab_size=VOCAB).report
     assert report.dropped == {"incomplete": 1} and report.kept == 0
-    assert report.messages == (f"group g0 of size 2 has members {members}",)
+    assert report.messages == (f"group g0: its size is 2, its members are {members}",)
 
 
 def test_missing_verdicts_drop_the_group_or_count_as_zero() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.architectures import architecture
 from megarl.config.schema import FromScratchConfig
 from megarl.errors import CheckpointError, ConfigError, DataError
-from megarl.models.from_scratch import ALPHABET, SPECIAL_TOKENS, create, train_tokenizer
+from megarl.models.from_scratch import ALPHABET, MODELS, SPECIAL_TOKENS, create, train_tokenizer
 from megarl.schema import Task
 from megarl.tasksets import ChatTokenizer, check_prompts
 
@@ -49,6 +52,15 @@ def test_transformers_loads_it(model_path: Path) -> None:
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
     config = json.loads((model_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("model_type", sorted(MODELS))
+def test_every_family_is_one_that_has_a_table(model_type: str, tmp_path: Path) -> None:
+    create(tmp_path / "m", replace(SMALL, model_type=model_type), CORPUS, seed=1)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert architecture(config).tensors(config) == stored
 
 
 def test_the_same_arguments_write_the_same_bytes(model_path: Path, tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config import Config, compose, save_resolved
-from megarl.errors import ArchitectureError, ConfigError, DataError, JobError
+from megarl.config import Config, compose
+from megarl.errors import ArchitectureError, CheckpointError, ConfigError, DataError, JobError
 from megarl.launch import job, ports
 from megarl.launch.guard import Guard, end
+from megarl.launch.prepare import MODEL_RECIPE
 from megarl.launch.process import Child
 from megarl.launch.supervisor import StopRequest, next_attempt, own_run_dir, start_job, watch
 from megarl.rollout.engine import group_members
@@ -57,7 +58,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(prepared: Path, *overrides: str) -> Config:
-    return compose([*SMALL, f"run.dir={prepared}", *overrides])
+    groups = [override.partition("=")[0] for override in overrides if override.startswith("parallel=")]
+    small = [override for override in SMALL if override.partition("=")[0] not in groups]  # each group may be given once
+    return compose([*small, f"run.dir={prepared}", *overrides])
 
 
 def refused(error: type[ValueError], config: Config, *words: str) -> None:
@@ -84,8 +87,8 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["parallel.tp=3"], ["parallel.tp=3", "num_key_value_heads=2"]),
-        (["parallel.tp=4"], ["parallel.tp=4", "num_key_value_heads=2"]),
+        (["parallel.tp=3"], ["parallel.tp=3", "num_attention_heads=4"]),
+        (["parallel.tp=8"], ["parallel.tp=8", "num_attention_heads=4"]),
         (["parallel=pp2", "parallel.pp=3"], ["parallel.pp=3", "num_hidden_layers=4", "1, 2 or 4"]),
         (["parallel.dp=0"], ["parallel.dp=0", "at least 1"]),
         (["rollout.tp=3"], ["rollout.tp=3", "num_attention_heads=4", "[1, 2, 4]"]),
@@ -102,12 +105,20 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["reference.refresh=400"], ["reference.refresh=400"]),
         (["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
          ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"]),
+        (["algorithm.group_size=1"], ["algorithm.group_size=1", "grpo"]),
+        (["rollout.replicas=200"], ["rollout.replicas=200", "GiB"]),
+        (["store.url=foo"], ["store.url=foo", "sqlite:///PATH"]),
+        (["store.url=postgres://me:secret@x/y"], ["store.url=postgres://me:***@x/y"]),
         (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
         (["taskset.warm_start=null"], ["taskset.warm_start", "response"]),
     ],
 )  # fmt: skip
 def test_setting_that_cannot_work(prepared: Path, overrides: list[str], words: list[str]) -> None:
-    refused(ConfigError, config_of(prepared, *overrides), *words)
+    with pytest.raises(ConfigError) as raised:
+        job.check(config_of(prepared, *overrides))
+    assert type(raised.value) is ConfigError
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
 
 
 def with_model(prepared: Path, path: Path, **changes: Any) -> list[str]:
@@ -121,7 +132,7 @@ def with_model(prepared: Path, path: Path, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba2"}, ["'mamba2'", "supported: qwen3"]),
+        ({"model_type": "mamba2"}, ["'mamba2'", "supported: deepseek_v3, ernie4_5, "]),
         ({"model_type": None}, ["model_type=None"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),
@@ -144,12 +155,24 @@ def test_model_directory_that_is_no_checkpoint(prepared: Path, tmp_path: Path) -
     config = config_of(prepared, f"model.path={tmp_path}/nothing")
     config = replace(config, model=replace(config.model, from_scratch=None))
     refused(ConfigError, config, f"{tmp_path}/nothing", "config.json", "model.from_scratch")
+    (tmp_path / "empty").mkdir()
+    refused(ConfigError, config_of(prepared, f"model.path={tmp_path}/empty"), f"{tmp_path}/empty", "no config.json")
 
 
-def test_model_made_from_other_settings(prepared: Path) -> None:
-    """An earlier start may have made it; to train that one instead would go unnoticed."""
-    config = config_of(prepared, "model.from_scratch.num_hidden_layers=2")
-    refused(ConfigError, config, "model.from_scratch.num_hidden_layers=2", str(prepared / "model"), "has 4")
+def test_model_of_other_making(prepared: Path, tmp_path: Path) -> None:
+    """A user's own: to train it in the place of the one that the settings describe would go unnoticed."""
+    model = with_model(prepared, tmp_path / "model")
+    (tmp_path / "model" / MODEL_RECIPE).unlink()
+    config = config_of(prepared, *model, "model.from_scratch.num_hidden_layers=2")
+    refused(ConfigError, config, "model.from_scratch.num_hidden_layers=2", f"{tmp_path}/model", "has 4")
+
+
+@pytest.mark.parametrize("left", [0, 1000, -4])
+def test_weights_cut_short(prepared: Path, tmp_path: Path, left: int) -> None:
+    model = with_model(prepared, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    os.truncate(weights, left if left >= 0 else weights.stat().st_size + left)
+    refused(CheckpointError, config_of(prepared, *model), str(weights))
 
 
 # ---------------------------------------------------------------- data
@@ -216,13 +239,40 @@ def test_own_reward_function_takes_any_data_source(prepared: Path, tmp_path: Pat
     job.check(config_of(prepared, override, f"reward.path={tmp_path}/reward.py"))
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def compute_score(data_source)\n    return 1.0\n", ["SyntaxError", "reward.py, line 1"]),
+        ("\nimport no_such_module\n", ["no_such_module", "reward.py:2"]),
+        ("def score(*_):\n    return 1.0\n", ["defines no function", "compute_score(data_source"]),
+        ("\ndef compute_score(answer, truth):\n    return 1.0\n", ["TypeError", "data_source", "reward.py:2"]),
+        ("def compute_score(solution_str, **_):\n    return solution_str + 1\n", ["TypeError", "reward.py:2", "row 0"]),
+        ("def compute_score(**_):\n    return 'good'\n", ["must return a number", "'good'", "reward.py:1"]),
+        ("def compute_score(**_):\n    while True: pass\n", ["no verdict within 1 s", "reward.timeout_s"]),
+        ("import os\nos._exit(3)\n", ["ended with code 3", "reward.py"]),
+    ],
+    ids=["syntax", "import", "name", "signature", "raises", "result", "hangs", "exits"],
+)
+def test_own_reward_function_that_cannot_work(prepared: Path, tmp_path: Path, source: str, words: list[str]) -> None:
+    (tmp_path / "reward.py").write_text(source)
+    refused(ConfigError, config_of(prepared, f"reward.path={tmp_path}/reward.py", "reward.timeout_s=1"), *words)
+
+
+def test_prompt_that_the_template_refuses_names_file_and_row(prepared: Path, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 ="}]
+    override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, prompt=messages)
+    refused(DataError, config_of(prepared, override), f"{tmp_path}/rows.parquet: row 3", "role system")
+
+
 @pytest.mark.parametrize("split", ["train", "warm_start"])
 def test_held_out_question_among_the_others(prepared: Path, tmp_path: Path, split: str) -> None:
     rows, held_out = (read_rows(prepared / "data" / f"{name}.parquet") for name in (split, "eval"))
-    leaked: list[Task] = [*rows[:5], replace(rows[5], prompt=held_out[2].prompt), *rows[6:]]
+    question = held_out[2].prompt[-1]
+    same = {**question, "content": f" {question['content'].upper()}  "}  # to a reader it is the same one
+    leaked: list[Task] = [*rows[:5], replace(rows[5], prompt=(*held_out[2].prompt[:-1], same)), *rows[6:]]
     write_rows(tmp_path / "rows.parquet", leaked)
     config = config_of(prepared, f"taskset.{split}={tmp_path}/rows.parquet")
-    refused(DataError, config, f"row 5 of taskset.{split}", "taskset.eval", held_out[2].prompt[-1]["content"])
+    refused(DataError, config, f"row 5 of taskset.{split}", "taskset.eval", same["content"])
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -409,20 +459,12 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize(
-    ("override", "changed"),
-    [
-        ("model.from_scratch.num_hidden_layers=2", "model.from_scratch"),
-        ("taskset.seed=8", "taskset.seed"),
-    ],
-)
-def test_run_directory_of_another_model_or_taskset(tmp_path: Path, override: str, changed: str) -> None:
-    save_resolved(compose([*SMALL, f"run.dir={tmp_path}"]), tmp_path / "resolved.json")
-    with pytest.raises(ConfigError) as raised:
-        job.run(compose([*SMALL, f"run.dir={tmp_path}", override]))
-    for word in (str(tmp_path), changed, "run.name"):
-        assert word in str(raised.value)
-    assert not (tmp_path / "logs").exists()
+@pytest.mark.parametrize("place", ["/proc/nothing", "file"])
+def test_run_directory_that_cannot_be_made(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run.dir=.*cannot be made") as raised:
+        job.run(compose([*SMALL, f"run.dir={tmp_path / place}"]))
+    assert str(tmp_path / place) in str(raised.value)
 
 
 def test_run_directory_in_use(tmp_path: Path) -> None:

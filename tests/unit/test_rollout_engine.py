@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -37,6 +38,33 @@ def test_one_process_fewer_only_on_one_cpu_rank(tp: int, device: str, alone: boo
     assert ("--distributed-executor-backend" in argv) == alone
     assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in environment) == alone
     assert ("--enforce-eager" in argv) == (device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("mla", "pp", "compilation"),
+    [
+        (False, 1, None),
+        (True, 1, {"custom_ops": ["-rotary_embedding"]}),
+        (False, 2, {"mode": 1, "custom_ops": ["all"]}),
+        (True, 2, {"mode": 1, "custom_ops": ["all", "-rotary_embedding"]}),
+    ],
+)
+def test_what_vllm_on_cpu_must_be_told(tmp_path: Path, mla: bool, pp: int, compilation: dict[str, object] | None) -> None:
+    """tests/loop/test_sync_families.py shows what for."""
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512} if mla else {}))
+    argv, _ = engine_process(str(tmp_path), RolloutConfig(pp=pp), ModelConfig(), "127.0.0.1", 1)
+    assert option(argv, "--pipeline-parallel-size") == str(pp)
+    assert ("--enforce-eager" in argv) == (pp == 1)
+    assert ("--distributed-executor-backend" in argv) == (pp == 1)
+    assert ("--attention-backend" in argv) == mla
+    found = json.loads(option(argv, "--compilation-config")) if "--compilation-config" in argv else None
+    assert found == compilation
+
+
+def test_expert_parallelism_is_asked_for() -> None:
+    for wanted in (True, False):
+        argv, _ = engine_process("m", RolloutConfig(tp=2, expert_parallel=wanted), ModelConfig(), "127.0.0.1", 1)
+        assert ("--enable-expert-parallel" in argv) == wanted
 
 
 def test_last_lines_of_a_log(tmp_path: Path) -> None:

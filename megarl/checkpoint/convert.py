@@ -1,0 +1,237 @@
+"""HF checkpoint <-> Megatron-Core checkpoint, and a Megatron one cut and padded differently: tables, plan and slices, no model.
+
+All are one operation: open and check the source, lay out the target's files, stream the moves of the plan into them, publish the
+directory. Memory is a few blocks of ``stream.BLOCK_ELEMENTS`` for each worker, whatever the model's size is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.checkpoint.opened import Head, Opened, family, open_dist_checkpoint, open_hf_checkpoint
+from megarl.checkpoint.output import Finished, Output
+from megarl.checkpoint.pool import Count, each
+from megarl.checkpoint.slices import Source
+from megarl.checkpoint.stream import Digests, OutFile, Region, Transfer, add
+from megarl.checkpoint.targets import DistTarget, HFTarget, Target, file_size
+from megarl.errors import CheckpointError
+from megarl.reshard.layouts import VOCAB_MULTIPLE, MegatronGrid
+from megarl.reshard.plan import build_plan
+
+FORMAT = "megarl-checkpoint-1"
+
+
+@dataclass(frozen=True)
+class Settings:
+    dtype: torch.dtype | None = None
+    """Of the target; None: each tensor's own."""
+    head: Head = "auto"
+    mtp: bool = False
+    """Keep multi-token prediction layers."""
+    workers: int = 2
+    file_bytes: int = 2 << 30
+    verify: bool = False
+    """Read both sides again and compare digests before the target appears."""
+    overwrite: bool = False
+    progress: bool = True
+    grid: MegatronGrid = field(default_factory=MegatronGrid)
+    """A Megatron target is cut as these ranks would save it."""
+    vocab_multiple: int = VOCAB_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Report:
+    target: Path
+    tensors: int
+    files: int
+    bytes: int
+    """Of elements in the target."""
+    kept_files: int
+    """Finished by an earlier run and found unchanged."""
+    seconds: float
+
+
+def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Settings()) -> Report:  # noqa: B008
+    """Write an HF checkpoint (safetensors, also DeepSeek's FP8) as one that Megatron-Core's dist_checkpointing loads.
+
+    Raises CheckpointError for a source that does not fit its family's table, an existing target and a full disk.
+    """
+    opened = open_hf_checkpoint(source, settings.head, settings.mtp)
+    return _to_megatron(opened, target, settings)
+
+
+def convert_megatron_to_hf(source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()) -> Report:  # noqa: B008
+    """Write the model of a dist_checkpointing directory as an HF checkpoint. ``config``: directory of config.json and tokenizer
+    (None: the checkpoint's own). Raises CheckpointError as above."""
+    opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
+    return _run(opened, HFTarget(opened, settings.dtype, settings.file_bytes), target, settings)
+
+
+def reshard_checkpoint(source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()) -> Report:  # noqa: B008
+    """Write the model of a dist_checkpointing directory again, cut for ``settings.grid``. Raises CheckpointError as above."""
+    opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
+    return _to_megatron(opened, target, settings)
+
+
+def _to_megatron(opened: Opened, target: Path, settings: Settings) -> Report:
+    return _run(
+        opened, DistTarget(opened, settings.dtype, settings.file_bytes, settings.grid, settings.vocab_multiple), target, settings
+    )
+
+
+def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Report:
+    began = time.monotonic()
+    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers)
+    try:
+        with Output(where, _fingerprint(opened, target), overwrite=settings.overwrite) as output:
+            work = _Work(transfer, target, output, settings)
+            kept = work.check_finished()
+            left = [file for file in target.files if file.name not in output.finished]
+            output.check_space(sum(file_size(target, file) for file in left))
+            work.write(left)
+            records = [output.finished[file.name] for file in target.files]
+            target.finish(output.path, records)
+            if settings.verify:
+                work.verify()
+            output.commit(_manifest(opened, target, records))
+    finally:
+        opened.close()
+    size = sum(file_size(target, file) for file in target.files)
+    return Report(where, len(target.layout.tensors), len(target.files), size, kept, time.monotonic() - began)
+
+
+class _Work:
+    """The files of one conversion, shared out to threads."""
+
+    def __init__(self, transfer: Transfer, target: Target, output: Output, settings: Settings) -> None:
+        self.transfer, self.target, self.output, self.settings = transfer, target, output, settings
+        self._lock = threading.Lock()
+
+    def check_finished(self) -> int:
+        """Keep the files of an earlier run whose elements still have the digests that were noted; returns how many."""
+        files = [file for file in self.target.files if file.name in self.output.finished]
+        good: list[Finished] = []
+
+        def check(file: OutFile, count: Count) -> None:
+            record = self.output.finished[file.name]
+            written = self.target.reader(self.output.path, [record])
+            try:
+                found = self._digests_of(file, written, count)
+            except CheckpointError:
+                found = {}
+            finally:
+                written.close()
+            if found == record.digests:
+                good.append(record)
+            else:
+                logging.warning("%s changed since it was written; writing it again", self.output.path / record.file)
+
+        self._each("checking", files, check)
+        if files:
+            self.output.keep(good)
+        return len(good)
+
+    def write(self, files: list[OutFile]) -> None:
+        def write(file: OutFile, count: Count) -> None:
+            digests: Digests = {}
+            chunks = self.target.write(self.output.path, file, lambda region: self._blocks(region, digests, count))
+            size = (self.output.path / file.name).stat().st_size
+            with self._lock:
+                self.output.add(Finished(file.name, size, digests, chunks))
+
+        self._each("writing", files, write)
+
+    def verify(self) -> None:
+        """Read source and target again; raise CheckpointError naming tensors whose digests differ."""
+        written = self.target.reader(self.output.path)
+        wrong: list[str] = []
+
+        def verify(file: OutFile, count: Count) -> None:
+            source: Digests = {}
+            for region in file.regions:
+                for _ in self._blocks(region, source, count):
+                    pass
+            target = self._digests_of(file, written, count)
+            for name in sorted(source.keys() | target.keys()):
+                a, b, noted = (side.get(name, 0) for side in (source, target, self.output.finished[file.name].digests))
+                if not a == b == noted:
+                    wrong.append(f"{name} in {file.name}: source {a:016x}, target {b:016x}, when written {noted:016x}")
+
+        try:
+            self._each("verifying", list(self.target.files), verify, passes=2)
+        finally:
+            written.close()
+        if wrong:
+            self.output.keep([])
+            more = f"\n... and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise CheckpointError(
+                f"{self.output.path} was written but differs from its source; check the disk and run again:\n"
+                + "\n".join(wrong[:8])
+                + more
+            )
+
+    def _blocks(self, region: Region, digests: Digests, count: Count) -> Iterator[torch.Tensor]:
+        for block in self.transfer.blocks(region, digests):
+            yield block
+            count(block.numel() * block.element_size())
+
+    def _digests_of(self, file: OutFile, written: Source, count: Count) -> Digests:
+        digests: Digests = {}
+        for region in file.regions:
+            for elements in self.transfer.digest(region, written, digests):
+                count(elements * self.target.dtypes[region.local].itemsize)
+        return digests
+
+    def _each(self, what: str, files: list[OutFile], act: Callable[[OutFile, Count], None], passes: int = 1) -> None:
+        total = passes * sum(file_size(self.target, file) for file in files)
+        each(what, files, act, total=total, workers=self.settings.workers, progress=self.settings.progress)
+
+
+def _fingerprint(opened: Opened, target: Target) -> str:
+    """What a conversion's result depends on: source files as they are now, files and dtypes of the target."""
+    digest = hashlib.sha256(FORMAT.encode())
+    for path in opened.source.paths():
+        stat = path.stat()
+        digest.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
+    digest.update(repr((sorted(target.layout.tensors.items()), sorted((k, str(d)) for k, d in target.dtypes.items()))).encode())
+    for file in target.files:
+        digest.update(repr(file).encode())
+    return digest.hexdigest()
+
+
+def _manifest(opened: Opened, target: Target, records: list[Finished]) -> dict[str, Any]:
+    digests: Digests = {}
+    files: dict[str, list[str]] = defaultdict(list)
+    for record in records:
+        add(digests, record.digests)
+        for name in record.digests:
+            files[name].append(record.file)
+    dtypes = {part: target.dtypes[row.local] for row in target.layout.rows for part in row.parts}
+    return {
+        "format": FORMAT,
+        "kind": target.kind,
+        "family": family(opened.hf_config, opened.config_path),
+        "head": "value" if opened.is_value else "lm",
+        "mtp": opened.mtp,
+        "source": str(opened.path.resolve()),
+        "files": {record.file: record.bytes for record in records},
+        "tensors": {
+            name: {
+                "dtype": str(dtypes[name]).removeprefix("torch."),
+                "shape": list(shape),
+                "digest": f"{digests[name]:016x}",
+                "files": files[name],
+            }
+            for name, shape in target.layout.tensors.items()
+        },
+    }

@@ -1,0 +1,123 @@
+"""An HF checkpoint opened for reading slices, and checked against what its family's table expects."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.checkpoint.fp8 import SCALE, Dequantised
+from megarl.checkpoint.hf_files import HFFiles
+from megarl.checkpoint.slices import Source
+from megarl.errors import CheckpointError
+from megarl.reshard.boxes import Shape
+from megarl.reshard.layout import Layout
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+_DERIVED = ("rotary_emb.inv_freq",)
+"""Endings of tensors that some files have although the model computes them."""
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""Of a prediction layer: the model's own embedding and output weights once more."""
+_COMPARED = 1 << 22
+
+
+def read_hf_config(path: Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint directory. Raises CheckpointError when there is none or it is not JSON."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path} has no config.json; set model.path to the directory of an HF checkpoint")
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{file} must hold a JSON object, found {type(config).__name__}; copy the checkpoint again"
+        )
+    return config
+
+
+def open_hf(path: Path) -> HFFiles | Dequantised:
+    """The tensors of a checkpoint directory; FP8 weights are read as what they stand for.
+
+    Raises CheckpointError for files that are missing, cut short or damaged, and for a quantisation that is not known.
+    """
+    files = HFFiles(path)
+    is_quantised = any(
+        name.endswith(SCALE) or entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for name, entry in files.entries.items()
+    )
+    if not is_quantised:
+        return files
+    return Dequantised(files, read_hf_config(path).get("quantization_config") or {})
+
+
+def check_hf(source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the files have every tensor of the layout in its shape, and none that the table does not know.
+
+    Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see ``check_tied``).
+    """
+    path, tensors = source.path, layout.tensors
+    missing = [name for name in tensors if name not in source.shapes]
+    if missing == [LM_HEAD]:
+        raise CheckpointError(
+            f"{path} lacks {LM_HEAD}, but config.json says tie_word_embeddings=false; set it to true if the model is tied, else copy "
+            "the checkpoint again"
+        )
+    if missing:
+        raise CheckpointError(f"{path} lacks {some(missing)}; the files are incomplete or config.json is another model's")
+    for name, shape in tensors.items():
+        check_shape(name, source.file_of(name), source.shapes[name], shape)
+    unknown = [n for n in sorted(source.shapes) if n not in tensors and not is_expected(n, layout, hf_config)]
+    if unknown:
+        raise CheckpointError(
+            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another model's, or add "
+            "them to megarl/architectures/"
+        )
+
+
+def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool:
+    """Whether a tensor that the layout leaves out may be there."""
+    if name.endswith(_DERIVED) or (name == LM_HEAD and EMBEDDING in layout.tensors):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+    if layer is None:
+        return False
+    first = int(hf_config.get("num_hidden_layers") or 0)
+    if not first <= int(layer[1]) < first + int(hf_config.get("num_nextn_predict_layers") or 0):
+        return False
+    kept = any(tensor.startswith(f"model.layers.{layer[1]}.") for tensor in layout.tensors)
+    return not kept or layer[2] in _MTP_COPIES
+
+
+def check_shape(name: str, where: Path, found: Shape, expected: Shape) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"{name} in {where} has shape {found}, config.json asks for {expected}; the two are of different models"
+        )
+
+
+def check_tied(source: Source, embedding: str, copy: str, rows: int) -> None:
+    """Raise CheckpointError unless the first ``rows`` of a tied model's copy of its embedding are equal to it."""
+    hidden = source.shapes[embedding][1]
+    step = max(_COMPARED // hidden, 1)
+    for lo in range(0, rows, step):
+        box = ((lo, min(lo + step, rows)), (0, hidden))
+        check_copy(source.path, embedding, copy, source.read(embedding, box), source.read(copy, box))
+
+
+def check_copy(path: Path, embedding: str, copy: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise CheckpointError unless a slice of the embedding and the same slice of its copy are equal."""
+    if not torch.equal(a, b):
+        raise CheckpointError(
+            f"{path}: config.json says tie_word_embeddings=true, so {copy} must be equal to {embedding}, but it differs; set "
+            "tie_word_embeddings to false if the model was trained so"
+        )
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

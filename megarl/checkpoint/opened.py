@@ -1,0 +1,183 @@
+"""A checkpoint of either format, opened and checked against its family's table before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megarl.architectures import architecture
+from megarl.checkpoint.dist import NOT_MODEL, DistFiles, Stored, find_dist, missing_elements
+from megarl.checkpoint.dist_keys import adapt, is_known
+from megarl.checkpoint.fp8 import Dequantised
+from megarl.checkpoint.hf_files import HFFiles
+from megarl.checkpoint.hf_source import (
+    EMBEDDING,
+    LM_HEAD,
+    check_hf,
+    check_shape,
+    check_tied,
+    is_expected,
+    open_hf,
+    read_hf_config,
+    some,
+)
+from megarl.errors import ArchitectureError, CheckpointError
+from megarl.reshard.layout import Layout, Owners, Row, Segment, Split
+from megarl.reshard.layouts import dist_layout, hf_layout
+
+Head = Literal["auto", "lm", "value"]
+SCORE = "score.weight"
+"""HF's value head (``...ForSequenceClassification`` with one label)."""
+OUTPUT = "output_layer.weight"
+EMBEDDING_KEY = "embedding.word_embeddings.weight"
+HF_FOLDER = "huggingface"
+"""Where a Megatron checkpoint keeps config.json and tokenizer (verl's place too)."""
+
+
+@dataclass
+class Opened:
+    """A checkpoint whose files have every tensor that its table asks for."""
+
+    kind: Literal["hf", "megatron"]
+    path: Path
+    config_path: Path
+    """The directory of config.json and tokenizer."""
+    hf_config: dict[str, Any]
+    source: HFFiles | Dequantised | DistFiles
+    layout: Layout
+    """One rank; local names are those of ``source``."""
+    is_value: bool
+    mtp: bool
+    other: tuple[str, ...] = field(default=())
+    """Stored tensors that are not part of it (optimizer state, prediction layers that are dropped)."""
+
+    def close(self) -> None:
+        self.source.close()
+
+    def is_expected(self, name: str) -> bool:
+        """Whether a stored tensor that the layout leaves out may be there."""
+        if self.kind == "hf":
+            return is_expected(name, self.layout, self.hf_config)
+        return _beside(name, self.mtp) or (name == OUTPUT and _is_tied(self.hf_config, self.is_value))
+
+    def dtype_of(self, tensor: str) -> torch.dtype:
+        """The dtype in which a logical tensor is stored."""
+        found = {self.source.dtypes[row.local] for row in self.layout.rows_with[tensor]}
+        return found.pop()
+
+
+def family(hf_config: dict[str, Any], where: Path) -> str:
+    """The checked family of a configuration. Raises CheckpointError for one without a table."""
+    try:
+        return architecture(hf_config).name
+    except ArchitectureError as error:
+        raise CheckpointError(f"{where / 'config.json'}: {error}") from error
+
+
+def open_checkpoint(
+    path: Path, *, config_path: Path | None = None, head: Head = "auto", mtp: bool = False, check: bool = True
+) -> Opened:
+    """Open a directory of either format. With ``check`` every tensor must be there and none be unknown.
+
+    Raises CheckpointError naming file, tensor, expected and found.
+    """
+    dist = find_dist(path)
+    return open_hf_checkpoint(path, head, mtp, check) if dist is None else open_dist_checkpoint(path, config_path, head, mtp, check)
+
+
+def open_hf_checkpoint(path: Path, head: Head = "auto", mtp: bool = False, check: bool = True) -> Opened:
+    hf_config = read_hf_config(path)
+    family(hf_config, path)
+    source = open_hf(path)
+    is_value = SCORE in source.shapes if head == "auto" else head == "value"
+    layout = hf_layout(hf_config, mtp=mtp)
+    if is_value:
+        layout = with_value_head(layout, SCORE, hf_config)
+    if check:
+        check_hf(source, layout, hf_config)
+        if _is_tied(hf_config, is_value) and LM_HEAD in source.shapes:
+            check_shape(LM_HEAD, source.file_of(LM_HEAD), source.shapes[LM_HEAD], source.shapes[EMBEDDING])
+            check_tied(source, EMBEDDING, LM_HEAD, source.shapes[EMBEDDING][0])
+    other = tuple(name for name in source.shapes if name not in layout.tensors)
+    return Opened("hf", path, path, hf_config, source, layout, is_value, mtp, other)
+
+
+def open_dist_checkpoint(
+    path: Path, config_path: Path | None, head: Head = "auto", mtp: bool = False, check: bool = True
+) -> Opened:
+    """``path``: the directory of dist_checkpointing, or the one above where it is called ``actor`` or ``dist_ckpt``."""
+    path = find_dist(path) or path
+    if config_path is None:
+        places = (path / HF_FOLDER, path.parent / HF_FOLDER, path)
+        config_path = next((p for p in places if (p / "config.json").is_file()), None)
+        if config_path is None:
+            raise CheckpointError(f"{path} has no {HF_FOLDER}/config.json; give the HF model it was made from with --config")
+    hf_config = read_hf_config(config_path)
+    family(hf_config, config_path)
+    files = DistFiles(path)
+    output = files.shapes.get(OUTPUT)
+    is_value = (output is not None and output[0] == 1) if head == "auto" else head == "value"
+    rows = files.shapes.get(EMBEDDING_KEY, (0,))[0]
+    if check and rows < hf_config["vocab_size"]:
+        raise CheckpointError(
+            f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; the two are of "
+            "different models"
+        )
+    layout = dist_layout(hf_config, vocab=max(rows, hf_config["vocab_size"]), mtp=mtp)
+    if is_value:
+        layout = with_value_head(layout, OUTPUT, hf_config)
+    wanted = layout.local_shapes(0)
+    stored = adapt(files.stored, wanted)
+    # A tied model may have been saved with its copy of the embedding.
+    copy = {OUTPUT} if _is_tied(hf_config, is_value) else set()
+    other = tuple(key for key in files.stored if not is_known(key, wanted))
+    if check:
+        _check_stored(path, stored, wanted, [key for key in other if key not in copy and not _beside(key, mtp)])
+        if copy and OUTPUT in files.shapes:
+            check_tied(files, EMBEDDING_KEY, OUTPUT, hf_config["vocab_size"])
+    files.close()
+    source = DistFiles(path, stored)
+    source.objects = files.objects
+    return Opened("megatron", path, config_path, hf_config, source, layout, is_value, mtp, other)
+
+
+def _is_tied(hf_config: dict[str, Any], is_value: bool) -> bool:
+    return bool(hf_config.get("tie_word_embeddings")) and not is_value
+
+
+def _beside(key: str, mtp: bool) -> bool:
+    """Whether a stored tensor is no part of the model that is asked for."""
+    return NOT_MODEL.match(key) is not None or (not mtp and key.startswith("mtp."))
+
+
+def _check_stored(path: Path, stored: dict[str, Stored], wanted: dict[str, tuple[int, ...]], unknown: Iterable[str]) -> None:
+    missing = [key for key in wanted if key not in stored]
+    if missing:
+        raise CheckpointError(f"{path} lacks {some(missing)}; it was saved from another model than config.json describes")
+    for key, shape in wanted.items():
+        check_shape(key, path, stored[key].shape, shape)
+    for key, missing_count in missing_elements(stored):
+        raise CheckpointError(
+            f"{key} in {path}: chunks have {prod(stored[key].shape) - missing_count} elements, expected {prod(stored[key].shape)}; "
+            "it was not saved whole"
+        )
+    unknown = sorted(unknown)
+    if unknown:
+        raise CheckpointError(
+            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another model's, or add "
+            "them to megarl/architectures/"
+        )
+
+
+def with_value_head(layout: Layout, local: str, hf_config: dict[str, Any], rank: int = 0) -> Layout:
+    """The layout of a critic or reward model: one number for each token instead of the vocabulary's logits."""
+    shape = (1, int(hf_config["hidden_size"]))
+    head = Row(local, (SCORE,), shape, 0, (Split(1, 1, (Segment(0, 0, 1, 0),)),), Owners(((rank,),)))
+    rows = [row for row in layout.rows if row.local not in (LM_HEAD, OUTPUT)]
+    tensors = {name: s for name, s in layout.tensors.items() if name != LM_HEAD}
+    return Layout(layout.name, {**tensors, SCORE: shape}, layout.num_ranks, [*rows, head], layout.dtypes)

@@ -1,0 +1,180 @@
+"""A checkpoint directory that appears whole or not at all, and whose making can be taken up again after a kill.
+
+It is written as ``.<name>.partial`` beside the target. ``journal.jsonl`` there names the job and then every finished file with
+its size and digests; a second run of the same job reads those files again and keeps the ones whose digests are as recorded.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.checkpoint.dist import Chunk
+from megarl.errors import CheckpointError
+
+MANIFEST = "megarl_manifest.json"
+_JOURNAL = "journal.jsonl"
+_LOCK = "lock"
+
+
+class Finished(NamedTuple):
+    """A file of the target that is complete."""
+
+    file: str
+    bytes: int
+    digests: dict[str, int]
+    """Logical tensor -> digest of the part of it in this file."""
+    chunks: tuple[tuple[str, Chunk], ...] = ()
+    """(key, chunk) in a dist_checkpointing file."""
+
+    def to_json(self) -> str:
+        chunks = [[key, chunk.box, chunk.offset, chunk.length] for key, chunk in self.chunks]
+        digests = {name: f"{value:016x}" for name, value in self.digests.items()}
+        return json.dumps({"file": self.file, "bytes": self.bytes, "digests": digests, "chunks": chunks})
+
+    @classmethod
+    def from_json(cls, line: str) -> Finished:
+        value = json.loads(line)
+        chunks = tuple(
+            (key, Chunk(tuple((lo, hi) for lo, hi in box), value["file"], offset, length))
+            for key, box, offset, length in value["chunks"]
+        )
+        return cls(value["file"], value["bytes"], {n: int(d, 16) for n, d in value["digests"].items()}, chunks)
+
+
+class Output:
+    """The directory being written; a context manager that holds its lock.
+
+    Args:
+        target: Where it will appear.
+        job: Fingerprint of source and settings: files of another job are not kept.
+        overwrite: An existing target is replaced at the end; else it is refused now.
+
+    Raises CheckpointError for an existing target and when another process is writing it.
+    """
+
+    def __init__(self, target: Path, job: str, *, overwrite: bool) -> None:
+        if (target.exists() or target.is_symlink()) and not overwrite:
+            raise CheckpointError(f"{target} exists; give another directory, or --overwrite to replace it")
+        self.target = target
+        self.path = target.with_name(f".{target.name}.partial")
+        self._job = job
+        self.finished: dict[str, Finished] = {}
+
+    def __enter__(self) -> Output:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / _LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise CheckpointError(f"another process is writing {self.path}; wait for it or end it") from error
+        self.finished = self._read_journal()
+        if not self.finished:
+            self._clear()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and not self.finished:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+    def _read_journal(self) -> dict[str, Finished]:
+        try:
+            first, *lines = (self.path / _JOURNAL).read_text().splitlines()
+            if json.loads(first) != {"job": self._job}:
+                logging.info("%s is of another source or other settings; starting anew", self.path)
+                return {}
+        except (FileNotFoundError, ValueError):
+            return {}
+        found: dict[str, Finished] = {}
+        for line in lines:
+            try:
+                record = Finished.from_json(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # the line that was being written
+            file = self.path / record.file
+            if file.is_file() and file.stat().st_size == record.bytes:
+                found[record.file] = record
+        return found
+
+    def _clear(self) -> None:
+        for entry in self.path.iterdir():
+            if entry.name != _LOCK:
+                _remove(entry)
+        self._append(json.dumps({"job": self._job}))
+
+    def keep(self, records: Iterable[Finished]) -> None:
+        """Begin a new journal with these records only."""
+        self.finished = {record.file: record for record in records}
+        lines = [json.dumps({"job": self._job}), *(record.to_json() for record in self.finished.values())]
+        temporary = self.path / f"{_JOURNAL}.tmp"
+        temporary.write_text("".join(f"{line}\n" for line in lines))
+        os.replace(temporary, self.path / _JOURNAL)
+
+    def add(self, record: Finished) -> None:
+        """Note a complete file; its bytes are on the disk before its record is."""
+        self.finished[record.file] = record
+        self._append(record.to_json())
+
+    def _append(self, line: str) -> None:
+        with (self.path / _JOURNAL).open("a") as journal:
+            journal.write(f"{line}\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def check_space(self, needed: int) -> None:
+        """Raise CheckpointError unless the disk has room for ``needed`` more bytes."""
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.target.parent} has {free / 2**30:.1f} GiB free, expected {needed / 2**30:.1f} GiB or more for {self.target.name}; "
+                "make room or write elsewhere"
+            )
+
+    def commit(self, manifest: Mapping[str, Any]) -> None:
+        """Write the manifest, the last file, and give the directory its name; an older one is moved aside first."""
+        write_json(self.path / MANIFEST, manifest)
+        (self.path / _JOURNAL).unlink()
+        (self.path / _LOCK).unlink()
+        _sync(self.path)
+        replace_directory(self.path, self.target)
+        _sync(self.target.parent)
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    with file.open("w") as stream:
+        stream.write(json.dumps(value, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_directory(temporary: Path, target: Path) -> None:
+    """Rename into place; an older directory is moved aside first and removed last (rename cannot replace a full one)."""
+    old = target.with_name(f".{target.name}.old")
+    _remove(old)
+    if target.exists() or target.is_symlink():
+        os.replace(target, old)
+    os.replace(temporary, target)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,118 @@
+"""A conversion killed with SIGKILL and repeated gives the same bytes; its process stays within the memory contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.checkpoint.hf_files import header_bytes
+from megarl.checkpoint.output import MANIFEST
+from megarl.reshard.layouts import hf_layout
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "megarl", "convert", *map(str, arguments)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """70 MB."""
+    path = tmp_path_factory.mktemp("kill") / "hf"
+    path.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: torch.randn(s, generator=generator) for n, s in hf_layout(CONFIG).tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_killed_and_repeated(source: Path, tmp_path: Path, times: int) -> None:
+    """Round trip; the first half is killed ``times`` times, whenever some more files are finished."""
+    whole, out, back = tmp_path / "whole", tmp_path / "out", tmp_path / "back"
+    options = ("--file-gib", "0.001", "--workers", "2")
+    subprocess.run(command("hf-to-megatron", source, whole, *options), check=True, timeout=120)
+    journal, finished = tmp_path / ".out.partial/journal.jsonl", 0
+    for _ in range(times):
+        process = subprocess.Popen(command("hf-to-megatron", source, out, *options))
+        while process.poll() is None:
+            done = journal.read_text().count("\n") - 1 if journal.is_file() else 0
+            if done >= finished + 5:
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        assert process.wait(timeout=60) == -signal.SIGKILL and not out.exists()
+        finished = journal.read_text().count("\n") - 1
+    files = len(list(whole.glob("__[0-9]*.distcp")))
+    assert finished < files
+    again = subprocess.run(
+        command("hf-to-megatron", source, out, *options, "--verify"), check=True, timeout=120, capture_output=True, text=True
+    )
+    assert f"in {files} files, {finished} of them finished before" in again.stderr
+    assert contents(out) == contents(whole)
+    subprocess.run(command("megatron-to-hf", out, back, "--file-gib", "1"), check=True, timeout=120)
+    tensors = [json.loads((folder / MANIFEST).read_text())["tensors"] for folder in (whole, out, back)]
+    same = [{name: value["digest"] for name, value in t.items()} for t in tensors]
+    assert same[0] == same[1] == same[2]
+
+
+def sparse(path: Path) -> int:
+    """A checkpoint whose embedding has 0.5 GB, almost all of it a hole in the file; returns the embedding's bytes."""
+    config = {**CONFIG, "vocab_size": 262144, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    tensors = hf_layout(config).tensors
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    header = header_bytes((n, torch.bfloat16, s) for n, s in tensors.items())
+    with (path / "model.safetensors").open("wb") as stream:
+        stream.write(header)
+        stream.truncate(len(header) + 2 * sum(torch.Size(s).numel() for s in tensors.values()))
+    return 2 * 262144 * 1024
+
+
+def peak(*arguments: object) -> int:
+    """Peak resident bytes of one process, as the kernel counts it."""
+    process = subprocess.Popen(command(*arguments))
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
+    """The contract is 2 x the largest tensor + 1 GiB; blocks are streamed, so less than one such tensor is needed in fact."""
+    largest = sparse(tmp_path / "hf")
+    steps = {
+        "to megatron": ("hf-to-megatron", tmp_path / "hf", tmp_path / "meg", "--verify", "--workers", "8"),
+        "cut": ("reshard", tmp_path / "meg", tmp_path / "cut", "--tp", "4", "--workers", "8"),
+        "to hf": ("megatron-to-hf", tmp_path / "cut", tmp_path / "back", "--dtype", "float16"),
+    }
+    peaks = {name: peak(*arguments) for name, arguments in steps.items()}
+    assert max(peaks.values()) <= 2 * largest + (1 << 30), peaks
+    assert max(peaks.values()) < largest, f"{peaks}: a whole tensor was held"

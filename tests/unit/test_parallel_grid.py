@@ -1,0 +1,70 @@
+"""Which sizes make a grid, what the messages say, and that no setting is lost on the way to the layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megarl.architectures import architecture
+from megarl.config.schema import ParallelConfig
+from megarl.errors import ConfigError
+from megarl.parallel.grid import check_parallel, megatron_grid
+from megarl.reshard.grid import MegatronGrid
+from tests.unit.reshard_oracle import qwen3_config
+
+MOE = qwen3_config(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expert_tp"),
+    [
+        (ParallelConfig(), 1),
+        (ParallelConfig(tp=4), 4),
+        (ParallelConfig(tp=2, ep=2), 1),
+        (ParallelConfig(tp=2, etp=1), 1),
+        (ParallelConfig(tp=2, dp=2, ep=2, etp=2), 2),
+        (ParallelConfig(pp=2, vpp=2), 1),
+        (ParallelConfig(pp=3, first_stage_layers=1, last_stage_layers=2), 1),
+    ],
+)
+def test_what_is_a_grid(parallel: ParallelConfig, expert_tp: int) -> None:
+    check_parallel(parallel)
+    assert parallel.expert_tp == megatron_grid(parallel).expert_tp == expert_tp
+    assert parallel.world_size == megatron_grid(parallel).world_size
+
+
+def test_no_setting_is_lost() -> None:
+    """A grid size that ``megatron_grid`` forgot would silently be 1 in every layout."""
+    names = {f.name for f in dataclasses.fields(ParallelConfig)} & {f.name for f in dataclasses.fields(MegatronGrid)}
+    assert names == {f.name for f in dataclasses.fields(MegatronGrid)} - {"cp"}
+    other = ParallelConfig(**{name: number for number, name in enumerate(sorted(names), start=2)})
+    grid = megatron_grid(other)
+    assert {name: getattr(grid, name) for name in names} == {name: getattr(other, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(tp=0), r"parallel\.tp=0 is not a positive number; set parallel\.tp to 1 or more"),
+        (ParallelConfig(etp=0), r"parallel\.etp=0 is not a positive number"),
+        (ParallelConfig(pp=2, first_stage_layers=0), r"parallel\.first_stage_layers=0 is not a positive number"),
+        (ParallelConfig(dp=2, ep=4), r"parallel\.ep=4 \* etp=1 does not divide tp\*dp=1\*2=2, .* parallel\.ep to a divisor of 2"),
+        (ParallelConfig(tp=2, dp=2, ep=2, etp=4), r"parallel\.ep=2 \* etp=4 does not divide tp\*dp=2\*2=4"),
+        (ParallelConfig(vpp=2), r"parallel\.vpp=2 needs parallel\.pp above 1; leave parallel\.vpp out"),
+        (ParallelConfig(last_stage_layers=1), r"parallel\.last_stage_layers=1 needs parallel\.pp above 1"),
+        (ParallelConfig(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2), r"no stage between, .*; give one of the two"),
+    ],
+)
+def test_what_is_no_grid(parallel: ParallelConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_parallel(parallel)
+
+
+def test_what_the_trainer_cannot_train() -> None:
+    sizes = architecture(MOE).sizes(MOE)
+    check_parallel(ParallelConfig(tp=2, ep=2, sequence_parallel=True), sizes)
+    with pytest.raises(ConfigError, match=r"parallel\.tp=2 with the 8 experts .* needs parallel\.sequence_parallel=true"):
+        check_parallel(ParallelConfig(tp=2, ep=2), sizes)
+    with pytest.raises(ConfigError, match=r"parallel\.vpp=2: .*; set parallel\.vpp to 1"):
+        check_parallel(ParallelConfig(pp=2, vpp=2), sizes)

@@ -1,0 +1,263 @@
+"""A run directory that is not new: what may be made anew, what a run keeps, and what a resumed job drops or sets aside."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megarl.config import compose, save_resolved
+from megarl.errors import CheckpointError, ConfigError
+from megarl.launch import job
+from megarl.launch.prepare import prepare_data, prepare_model
+from megarl.launch.resume import check_settings_of_run, check_store_of_run, set_aside_damaged
+from megarl.metrics import MetricWriter
+from megarl.schema import WeightsVersion
+from megarl.store import Store
+from megarl.tasksets import read_rows, write_rows
+
+SMALL = [
+    "experiment=quickstart",
+    "taskset.train_size=30",
+    "taskset.eval_size=10",
+    "taskset.warm_start_size=30",
+    "model.from_scratch.hidden_size=32",
+    "model.from_scratch.intermediate_size=48",
+]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def finished_checkpoint(run_dir: Path, step: int = 2) -> Path:
+    """One that counts, in a run's directory: dist_checkpointing's format around one tensor."""
+    checkpoint = run_dir / "checkpoints" / f"global_step_{step}"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"weight": torch.arange(3.0)}, storage_writer=dcp.FileSystemWriter(checkpoint / "actor"), no_dist=True)
+    (checkpoint / "actor" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save({}, checkpoint / "actor" / "common.pt")
+    (checkpoint / "state.json").write_text(json.dumps({"phase": "rl", "step": step}))
+    return checkpoint
+
+
+# ---------------------------------------------------------------- tasks and model made with other settings
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    config = compose([*SMALL, f"run.dir={folder}"])
+    prepare_data(config)
+    prepare_model(config)
+    return folder
+
+
+@pytest.fixture
+def run_dir(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["taskset.train_size=20", "taskset.eval_size=5", "taskset.seed=8", "taskset.options.max_digits=3", "taskset.generate=basic_arithmetic"],
+)
+def test_tasks_are_made_anew_when_a_setting_changes(run_dir: Path, override: str) -> None:
+    before = contents(run_dir / "data")
+    config = compose([*SMALL, f"run.dir={run_dir}", override])
+    prepare_data(config)
+    after = contents(run_dir / "data")
+    assert after.keys() == before.keys() and all(after[name] != before[name] for name in before)
+    assert len(read_rows(run_dir / "data" / "train.parquet")) == config.taskset.train_size
+    prepare_data(config)
+    assert contents(run_dir / "data") == after
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("taskset.generate=foo", ["taskset.generate='foo'"]),
+        ("++taskset.options.foo=3", ["taskset.options.foo"]),
+        ("taskset.options.slip_percent=170", ["taskset.options.slip_percent=170", "at most 100"]),
+        ("taskset.eval_size=9000", ["taskset.eval_size=9000", "distinct questions"]),
+    ],
+)
+def test_settings_that_cannot_be_made_are_refused_though_files_exist(run_dir: Path, override: str, words: list[str]) -> None:
+    before = contents(run_dir)
+    with pytest.raises(ValueError) as raised:
+        prepare_data(compose([*SMALL, f"run.dir={run_dir}", override]))
+    for word in words:
+        assert word in str(raised.value)
+    assert contents(run_dir) == before
+
+
+def test_tasks_of_a_run_with_checkpoints_stay(run_dir: Path) -> None:
+    finished_checkpoint(run_dir)
+    before = contents(run_dir)
+    with pytest.raises(ConfigError, match=r"taskset\.train_size was 30, now 20.*run\.name"):
+        prepare_data(compose([*SMALL, f"run.dir={run_dir}", "taskset.train_size=20"]))
+    assert contents(run_dir) == before
+
+
+def test_tasks_outside_the_run_stay(made: Path, tmp_path: Path) -> None:
+    elsewhere = [f"taskset.{split}={made}/data/{split}.parquet" for split in ("train", "eval", "warm_start")]
+    before = contents(made)
+    with pytest.raises(ConfigError, match=r"taskset\.train_size was 30, now 20.*other runs may use it"):
+        prepare_data(compose([*SMALL, f"run.dir={tmp_path}", *elsewhere, "taskset.train_size=20"]))
+    assert contents(made) == before
+
+
+def test_rows_of_ones_own_stay(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = run_dir / "data" / "train.parquet"
+    write_rows(path, read_rows(path)[:7])
+    with caplog.at_level(logging.INFO):
+        prepare_data(compose([*SMALL, f"run.dir={run_dir}"]), verbose=True)
+    assert len(read_rows(path)) == 7
+    assert f"train: 7 rows in {path} (kept, a file of your own)" in caplog.text
+    assert "eval.parquet (kept)" in caplog.text
+
+
+@pytest.mark.parametrize("override", ["model.from_scratch.hidden_size=64", "trainer.seed=2"])
+def test_model_is_made_anew_when_a_setting_changes(run_dir: Path, override: str) -> None:
+    before = contents(run_dir / "model")
+    config = compose([*SMALL, f"run.dir={run_dir}", override])
+    prepare_model(config)
+    after = contents(run_dir / "model")
+    assert after["model.safetensors"] != before["model.safetensors"]
+    prepare_model(config)
+    assert contents(run_dir / "model") == after
+    assert sorted(path.name for path in run_dir.iterdir()) == ["data", "model"]
+
+
+# ---------------------------------------------------------------- the settings of a run
+
+
+def begun(run_dir: Path, *, steps: int = 2, finished: bool) -> None:
+    """A run of the small quickstart, as far as the settings' check looks."""
+    config = compose([*SMALL, f"run.dir={run_dir}", f"trainer.steps={steps}"])
+    save_resolved(config, run_dir / "resolved.json")
+    finished_checkpoint(run_dir, steps)
+    if finished:
+        (run_dir / "hf").mkdir()
+        (run_dir / "hf" / "config.json").write_text("{}")
+        store = Store(config.store.url)
+        store.close_job()
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        ("model.from_scratch.num_hidden_layers=4", "model.from_scratch.num_hidden_layers was 2, now 4"),
+        ("taskset.seed=8", "taskset.seed was 7, now 8"),
+    ],
+)
+def test_a_run_keeps_model_and_tasks(tmp_path: Path, override: str, changed: str) -> None:
+    begun(tmp_path, finished=False)
+    with pytest.raises(ConfigError) as raised:
+        job.run(compose([*SMALL, f"run.dir={tmp_path}", override]))
+    for word in (str(tmp_path), changed, "run.name"):
+        assert word in str(raised.value)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_finished_run_of_other_settings_is_not_passed_off_as_theirs(tmp_path: Path) -> None:
+    begun(tmp_path, finished=True)
+    own = [*SMALL, f"run.dir={tmp_path}", "trainer.steps=2"]
+    check_settings_of_run(compose([*own, "run.port=5000", "run.name=another"]), tmp_path)
+    with pytest.raises(ConfigError, match=r"finished run .*parallel\.tp was 2, now 1, parallel\.pp was 1, now 2.*run\.name"):
+        check_settings_of_run(compose([*own, "parallel=pp2"]), tmp_path)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_that_goes_on_names_what_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool) -> None:
+    begun(tmp_path, finished=finished)
+    check_settings_of_run(compose([*SMALL, f"run.dir={tmp_path}", "trainer.steps=9", "algorithm.kl.coef=0"]), tmp_path)
+    assert "algorithm.kl.coef was 0.2, now 0.0, trainer.steps was 2, now 9" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"trainer": {"stepz": 3}}', "\ufffd"])
+def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
+    begun(tmp_path, finished=False)
+    (tmp_path / "resolved.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/resolved.json .*remove it"):
+        check_settings_of_run(compose([*SMALL, f"run.dir={tmp_path}"]), tmp_path)
+
+
+# ---------------------------------------------------------------- damaged checkpoints, a store that is gone
+
+
+@pytest.mark.parametrize("file", ["state.json", "actor/.metadata", "actor/common.pt", "actor/__0_0.distcp"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
+    before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    folder = tmp_path / "checkpoints"
+    set_aside_damaged(folder)
+    assert not [record for record in caplog.records if record.name.startswith("megarl")]
+    (newest / file).write_bytes(b"")
+    set_aside_damaged(folder)
+    assert f"{newest} is damaged" in caplog.text and f"goes on from {before}" in caplog.text
+    assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2"]
+
+
+def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:
+    only = finished_checkpoint(tmp_path)
+    (only / "actor" / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {only}"):
+        set_aside_damaged(tmp_path / "checkpoints")
+    assert only.is_dir()
+
+
+def test_a_store_without_the_runs_steps_is_refused(tmp_path: Path) -> None:
+    config = compose([*SMALL, f"run.dir={tmp_path}"])
+    finished_checkpoint(tmp_path, 2)
+    store = Store(config.store.url)
+    store.record_step(1, {})
+    with pytest.raises(ConfigError, match=r"store\.url=.*1 of the 2 steps.*the first is 2"):
+        check_store_of_run(config, tmp_path, store)
+    store.record_step(2, {})
+    check_store_of_run(config, tmp_path, store)
+    store.close()
+
+
+# ---------------------------------------------------------------- what an attempt wrote behind its last checkpoint
+
+
+def test_evaluations_of_later_steps_are_forgotten(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    for step in (0, 20, 40):
+        store.request_rollout(f"eval-{step}", "eval", step, WeightsVersion(1, step), [], 1, {})
+        store.record_event("trainer", "evaluation", {"rollout_id": f"eval-{step}", "step": step, "accuracy": 0.5})
+    store.record_event("explorer", "engine_retry", {"error": "x"})
+    store.discard_rollouts(20)
+    assert [event["data"]["step"] for event in store.events("evaluation")] == [0, 20]
+    assert len(store.events("engine_retry")) == 1
+    store.close()
+
+
+def test_metrics_of_later_steps_are_dropped(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def steps(folder: Path, tag: str) -> list[int]:
+        return [event.step for event in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+
+    first = MetricWriter(tmp_path)
+    for step in range(1, 6):
+        first.write(step, {"sft/loss": 1.0})
+    for step in range(4):
+        first.write(step, {"actor/loss": 2.0})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "act')
+    resumed = MetricWriter(tmp_path, warm_start_step=5, step=2)
+    resumed.write(3, {"actor/loss": 3.0})
+    resumed.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in lines] == [1, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert lines[-1]["actor/loss"] == 3.0
+    assert steps(tmp_path / "tensorboard", "actor/loss") == [0, 1, 2, 3]
+    assert steps(tmp_path / "tensorboard" / "warm_start", "sft/loss") == [1, 2, 3, 4, 5]
