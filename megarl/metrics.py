@@ -37,24 +37,54 @@ def spread(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 class MetricWriter:
-    """Writes a step's metrics to TensorBoard and to ``metrics.jsonl`` (one record a line, appended)."""
+    """Writes a step's metrics to TensorBoard and to ``metrics.jsonl`` (one record a line, appended).
 
-    def __init__(self, run_dir: Path) -> None:
+    What an earlier attempt wrote behind the step that a job resumes from is dropped. The warm start counts its own steps
+    (``sft/...``): in TensorBoard it is a run of its own, since what is dropped there is dropped by step alone.
+
+    Args:
+        warm_start_step: The last step of the warm start that counts.
+        step: The last step of reinforcement learning that counts; -1 for none.
+    """
+
+    def __init__(self, run_dir: Path, *, warm_start_step: int = 0, step: int = -1) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
-        self._file: TextIO = (run_dir / "metrics.jsonl").open("a")
+        folder = run_dir / "tensorboard"
+        self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
+        self._warm_start = SummaryWriter(str(folder / "warm_start"), purge_step=warm_start_step + 1)
+        path = run_dir / "metrics.jsonl"
+        if path.is_file():
+            kept = [line for line in path.read_text().splitlines() if _counts(line, warm_start_step, step)]
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(f"{line}\n" for line in kept))
+            temporary.replace(path)
+        self._file: TextIO = path.open("a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._warm_start if _is_warm_start(metrics) else self._tensorboard
         for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, step)
-        self._tensorboard.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._tensorboard.close()
+        self._warm_start.close()
         self._file.close()
+
+
+def _is_warm_start(names: Iterable[str]) -> bool:
+    return any(name.startswith("sft/") for name in names)
+
+
+def _counts(line: str, warm_start_step: int, step: int) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False  # half a line, of a process that was killed
+    return bool(record["step"] <= (warm_start_step if _is_warm_start(record) else step))
 
 
 class Timeline:

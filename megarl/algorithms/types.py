@@ -54,7 +54,7 @@ class Algorithm:
     roles: frozenset[str]
     """Of actor, critic, reference, reward."""
     needs: frozenset[str]
-    """Of old_logp, ref_logp, advantages."""
+    """Of old_logp, ref_logp, advantages; ``group``: at least two answers to a task, to be compared with each other."""
     advantage: Callable[[float, GroupStats, AlgorithmConfig], float] | None
     """(reward, statistics of its whole group, settings) -> the advantage of every token of the response."""
     count: Callable[[torch.Tensor, torch.Tensor, int, AlgorithmConfig], torch.Tensor]

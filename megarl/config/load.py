@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megarl.config.bounds import check_bounds
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
@@ -33,7 +34,8 @@ def compose(overrides: Sequence[str], config_name: str = "train") -> Config:
     """Compose ``configs/<config_name>.yaml`` with hydra overrides such as ``experiment=quickstart trainer.steps=5``.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing mandatory value or a value of the wrong type.
+        ConfigError: an unknown key (with the nearest known one), a missing mandatory value, a value of the wrong type or
+            one that ``bounds`` does not admit.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -45,6 +47,7 @@ def compose(overrides: Sequence[str], config_name: str = "train") -> Config:
     groups = {p.name for p in folder.iterdir() if p.is_dir()}
     for override in overrides:
         _check_override(override, groups, folder)
+    _check_groups_given_once(overrides, groups)
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             # The schema's defaults are no part of the YAML tree, so a key may be set that no file names: "++".
@@ -57,12 +60,22 @@ def compose(overrides: Sequence[str], config_name: str = "train") -> Config:
     missing = sorted(_missing(to_dict(config)))
     if missing:
         raise ConfigError(f"no value for {', '.join(missing)}; set it in a configs/experiment file or as {missing[0]}=...")
+    check_bounds(config)
     return config
 
 
 def _force(override: str, groups: set[str]) -> str:
     key, _, _ = override.partition("=")
     return override if key in groups or override[0] in "+~" else "++" + override
+
+
+def _check_groups_given_once(overrides: Sequence[str], groups: set[str]) -> None:
+    """hydra would take the last one and say nothing of the other."""
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in groups and given.setdefault(key, value) != value:
+            raise ConfigError(f"{key}={given[key]} and {key}={value} are both given; leave one of them out")
 
 
 def _check_override(override: str, groups: set[str], folder: Path) -> None:
@@ -84,7 +97,8 @@ def _check_override(override: str, groups: set[str], folder: Path) -> None:
         names = [f.name for f in dataclasses.fields(cls)]
         if part not in names:
             where = ".".join(seen)
-            known = [f"{where}.{n}" if where else n for n in names] + (sorted(groups) if not seen else [])
+            known = [f"{where}.{n}" if where else n for n in names]
+            known += sorted(groups.difference(names)) if not seen else []  # several groups are settings as well
             raise ConfigError(f"unknown setting {key!r};{_nearest('.'.join([*seen, part]), known)} known: {', '.join(known)}")
         seen.append(part)
         cls = get_type_hints(cls)[part]
@@ -176,6 +190,20 @@ def save_resolved(config: Config, path: Path) -> None:
 
 
 def load_resolved(path: str | Path) -> Config:
-    """Read what ``save_resolved`` wrote; every process of a job starts from this file."""
-    config: Config = from_dict(Config, json.loads(Path(path).read_text()))
+    """Read what ``save_resolved`` wrote; every process of a job starts from this file.
+
+    Raises:
+        ConfigError: the file is damaged, or has settings that this version does not know.
+    """
+    mend = "it only records the settings of the last start: remove it, and `megarl train` with those settings writes it again"
+    try:
+        values = json.loads(Path(path).read_text())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds {type(values).__name__}, not settings")
+    except ValueError as error:  # also what is no UTF-8
+        raise ConfigError(f"{path} cannot be read: {error}; {mend}") from error
+    try:
+        config: Config = from_dict(Config, values)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is of another version of megarl: {error}; {mend}") from error
     return config

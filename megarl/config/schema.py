@@ -38,17 +38,32 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The trainer's grid; world size = tp * pp * dp."""
+    """The trainer's grid; world size = tp * pp * dp. Experts lie otherwise on the same tp * dp ranks of a stage."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    """Ranks that the experts of a layer are dealt to; etp * ep divides tp * dp."""
+    etp: int | None = None
+    """Tensor parallel size of an expert; None takes ``tp`` when ``ep`` is 1, and 1 otherwise."""
+    vpp: int = 1
+    """Model chunks of a pipeline stage (interleaved schedule); above 1 only with ``pp`` above 1."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage where it has another number than the rest."""
+    last_stage_layers: int | None = None
     sequence_parallel: bool = False
     backend: Literal["gloo", "nccl"] = "gloo"
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        if self.etp is not None:
+            return self.etp
+        return self.tp if self.ep == 1 else 1
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,12 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    """Rollout engines: ``replicas`` servers of tp * pp workers each."""
+
     tp: int = 1
+    pp: int = 1
+    expert_parallel: bool = False
+    """Whole experts on each of an engine's ``tp`` ranks, instead of a share of every expert."""
     replicas: int = 1
     max_prompt_tokens: int = 128
     max_response_tokens: int = 64
@@ -163,8 +183,10 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    bucket_bytes: int = 67108864
+    bucket_bytes: int = 8388608
     """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
+    shared_memory: bool = True
+    """Send through shared memory to engine workers on a trainer rank's own machine; False sends everything over sockets."""
     timeout_s: float = 120.0
     probe_tokens: int = 16
     """Length of the probe text whose log-probs are compared on both sides after every sync."""

@@ -16,6 +16,7 @@ from megarl.algorithms import group_stats
 from megarl.config.schema import RewardConfig
 from megarl.schema import Experience
 
+MESSAGES = 5
 DROPPED_STATUSES = ("error", "timeout")
 
 
@@ -29,7 +30,7 @@ class Report:
     statuses: dict[str, int]
     """Verdict status -> number of samples, before anything is dropped."""
     messages: tuple[str, ...]
-    """The first few texts of what went wrong."""
+    """What went wrong: the first few different texts, each with its first group and how many groups more it befell."""
 
     @property
     def kept(self) -> int:
@@ -48,7 +49,7 @@ def verify(experiences: Sequence[Experience], config: RewardConfig, *, vocab_siz
     A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted.
     """
     dropped: Counter[str] = Counter()
-    messages: list[str] = []
+    faults: dict[str, list[str]] = {}
     kept: list[Experience] = []
     groups = by_group(experiences)
     for group in groups:
@@ -57,9 +58,10 @@ def verify(experiences: Sequence[Experience], config: RewardConfig, *, vocab_siz
             kept += with_stats([_settled(experience) for experience in group])
         else:
             dropped[fault.reason] += 1
-            messages.append(fault.message)
+            faults.setdefault(fault.message, []).append(fault.where)
     statuses: Counter[str] = Counter(experience.reward.status for experience in experiences)
-    return Verified(kept, Report(len(groups), dict(dropped), dict(statuses), tuple(messages[:5])))
+    messages = tuple(_counted(message, where) for message, where in list(faults.items())[:MESSAGES])
+    return Verified(kept, Report(len(groups), dict(dropped), dict(statuses), messages))
 
 
 def by_group(experiences: Sequence[Experience]) -> list[list[Experience]]:
@@ -111,24 +113,27 @@ def check_experience(experience: Experience, vocab_size: int) -> str | None:
 
 class _Fault(NamedTuple):
     reason: str
+    where: str
     message: str
+
+
+def _counted(message: str, where: Sequence[str]) -> str:
+    return f"{where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {message}"
 
 
 def _group_fault(group: Sequence[Experience], config: RewardConfig, vocab_size: int) -> _Fault | None:
     first = group[0]
     indices = sorted(experience.index for experience in group)
     if indices != list(range(first.group_size)) or any(not _same_group(first, experience) for experience in group):
-        return _Fault("incomplete", f"group {first.group_id} of size {first.group_size} has members {indices}")
+        return _Fault("incomplete", f"group {first.group_id}", f"its size is {first.group_size}, its members are {indices}")
     for experience in group:
         reason = check_experience(experience, vocab_size)
         if reason is not None:
-            return _Fault("invalid", f"group {first.group_id}[{experience.index}]: {reason}")
+            return _Fault("invalid", f"group {first.group_id}[{experience.index}]", reason)
     for experience in group:
         status = experience.reward.status
         if status in DROPPED_STATUSES and config.on_error == "drop":
-            return _Fault(
-                f"reward_{status}", f"group {first.group_id}[{experience.index}]: {_why(experience.metadata)}"
-            )
+            return _Fault(f"reward_{status}", f"group {first.group_id}[{experience.index}]", _why(experience.metadata))
     return None
 
 

@@ -20,6 +20,7 @@ from megarl.config import Config, save_resolved
 from megarl.errors import ConfigError, JobError
 from megarl.launch import ports
 from megarl.launch.guard import Guard
+from megarl.launch.interrupt import INTERRUPT
 from megarl.launch.process import Child
 from megarl.rollout.engine import engine_process, shared_memory
 
@@ -42,8 +43,13 @@ def own_run_dir(run_dir: Path) -> Iterator[int]:
     Raises:
         ConfigError: another live job holds it.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    handle: IO[str] = (run_dir / "lock").open("a+")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle: IO[str] = (run_dir / "lock").open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be made or written in ({error.strerror}); set run.dir to another place"
+        ) from error
     deadline = time.monotonic() + ORPHANS_S
     try:
         while True:
@@ -224,4 +230,5 @@ def _failed(children: list[Child]) -> list[Child]:
 def run_job(config: Config, lock: int) -> None:
     """Run a whole job in a directory held by ``lock``, until it ends or is stopped. Raises as ``watch`` does."""
     with StopRequest() as stop_request, Guard(lock) as guard:
+        INTERRUPT.check()
         watch(start_job(config, lock, guard), stop_request, config.run.shutdown_grace_s)

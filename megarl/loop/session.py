@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,15 +19,18 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from megarl import algorithms
 from megarl.batching import Rows
 from megarl.checkpoint import hf, state
 from megarl.config import Config
+from megarl.errors import CheckpointError, JobError
 from megarl.metrics import MetricWriter, Sums, Timeline
 from megarl.parallel import groups
-from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
+from megarl.parallel.grid import megatron_grid
+from megarl.reshard.layouts import hf_layout, megatron_layout
 from megarl.reshard.plan import build_plan
 from megarl.schema import WeightsVersion
 from megarl.store import Store
@@ -35,13 +41,27 @@ from megarl.training.schedule import Head
 log = logging.getLogger(__name__)
 
 
+ALL_STEPS = 2**31
+
+
 @dataclass(frozen=True)
 class State:
     """What a checkpoint's manifest holds beside model and optimizer."""
 
     phase: str = "warm_start"
     step: int = 0
-    """Completed reinforcement-learning steps."""
+    """Completed steps of the phase."""
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk is named with what was being written. Raises JobError."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not isinstance(error, OSError) and "No space left" not in str(error):
+            raise
+        raise JobError(f"{path} cannot be written ({error}); make room there") from error
 
 
 class Session:
@@ -65,10 +85,9 @@ class Session:
         self.hf_config = hf.read_hf_config(Path(config.model.path))
         self.pad_id = int(self.hf_config.get("pad_token_id") or 0)
         self.length_multiple = config.parallel.tp if config.parallel.sequence_parallel else 1
-        self.grid = MegatronGrid(config.parallel.tp, config.parallel.pp, config.parallel.dp)
+        self.grid = megatron_grid(config.parallel)
         self.layout = megatron_layout(self.hf_config, self.grid, transformer_impl=config.model.transformer_impl)
         self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature)
-        self.writer = MetricWriter(self.run_dir) if self.position.rank == 0 else None
         self.version = WeightsVersion(self.attempt, 0)
         self.reference: FrozenModel | None = None
         self.publisher: WeightPublisher | None = None
@@ -76,15 +95,32 @@ class Session:
         with self.timeline.phase("load"):
             self.actor = Actor(self.hf_config, config.model, config.parallel, self.head, config.trainer.optimizer)
             self.state = self._resume()
+        self.writer = None
+        if self.position.rank == 0:
+            warming_up = self.state.phase == "warm_start"
+            self.writer = MetricWriter(
+                self.run_dir,
+                warm_start_step=self.state.step if warming_up else ALL_STEPS,
+                step=-1 if warming_up else self.state.step,
+            )
+
+    def _folder(self, phase: str) -> Path:
+        """Of a phase's checkpoints: apart, because a higher step of the warm start comes before step 0 of what follows."""
+        return self.run_dir / "checkpoints" / ("warm_start" if phase == "warm_start" else "")
 
     def _resume(self) -> State:
-        found = state.latest(self.run_dir / "checkpoints")
+        found = state.latest(self._folder("rl")) or state.latest(self._folder("warm_start"))
         if found is None:
             self._load_hf(self.actor, Path(self.config.model.path))
             self.actor.weights_changed()
             return State()
         saved = state.read_state(found)
-        state.load(found, self.actor.stage, self.actor.optimizer)
+        try:
+            state.load(found, self.actor.stage, self.actor.optimizer)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{found} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before it"
+            ) from error
         self.actor.set_hyperparameters(self.config.trainer.optimizer)
         resumed = self._saved = State(saved["phase"], saved["step"])
         self.say(f"resumed from {found}")
@@ -137,12 +173,15 @@ class Session:
 
     # ---------------------------------------------------------------- weights and files
 
+    def connect(self) -> None:
+        """Wait for the engines, and join them for weight syncs."""
+        with self.timeline.phase("wait_for_engine"):
+            self.publisher = WeightPublisher(self.config, self.layout, self.hf_config, self.position.rank)
+            self.publisher.connect()
+
     def sync(self) -> dict[str, float]:
         """Publish the actor's weights to every engine under a new version, proven equal; returns sync metrics."""
-        if self.publisher is None:
-            with self.timeline.phase("wait_for_engine"):
-                self.publisher = WeightPublisher(self.config, self.layout, self.hf_config, self.position.rank)
-                self.publisher.connect()
+        assert self.publisher is not None, "connect first"
         self.version = WeightsVersion(self.attempt, self.version.n + 1)
         report = self.publisher.publish(self.actor.tensors, self.version)
         return report.metrics() | {"sync/probe_diff_max": self._probe()}
@@ -167,16 +206,17 @@ class Session:
         if self.state == self._saved:
             return  # to write it again would first remove it, and the job may be ending within seconds
         step, keep = self.state.step, self.config.trainer.keep_checkpoints
-        with self.timeline.phase("checkpoint", **labels):
-            state.save(
-                self.run_dir / "checkpoints", step, self.actor.stage, self.actor.optimizer, asdict(self.state), keep
-            )
+        folder = self._folder(self.state.phase)
+        with self.timeline.phase("checkpoint", **labels), _writing(folder):
+            state.save(folder, step, self.actor.stage, self.actor.optimizer, asdict(self.state), keep)
         self._saved = self.state
+        if self.state.phase != "warm_start" and self.position.rank == 0:
+            shutil.rmtree(self._folder("warm_start"), ignore_errors=True)  # there is a later one now
 
     def export_hf(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""
         plan = build_plan(self.layout, hf_layout(self.hf_config))
-        with self.timeline.phase("export"):
+        with self.timeline.phase("export"), _writing(target):
             hf.export_hf(plan, self.position.rank, self.actor.tensors, Path(self.config.model.path), target)
             dist.barrier()  # rank 0 writes; the others may read it next
 

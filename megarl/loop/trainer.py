@@ -33,10 +33,13 @@ def train(config: Config) -> None:
     with Session(config) as s:
         if s.state.phase == "warm_start":
             if not warm_start(s):
-                return  # asked to stop; the warm start is short and begins again
+                if s.state.step:
+                    s.commit()
+                return
             s.state = replace(s.state, phase="rl", step=0)
             s.commit()
         s.begin_reinforcement_learning()
+        s.connect()
         while s.state.step < config.trainer.steps:
             if s.stop_requested() or not evaluate_when_due(s) or not step(s):
                 s.commit()

@@ -16,9 +16,12 @@ from megarl.training.actor import learning_rate
 if TYPE_CHECKING:
     from megarl.loop.session import Session
 
+SAID_EVERY = 100
+"""Steps between two lines where no progress bar is shown."""
+
 
 def warm_start(s: Session) -> bool:
-    """Run ``trainer.warm_start.steps`` steps; False when the job is asked to stop before the end."""
+    """Run ``trainer.warm_start.steps`` steps, or those that are left; False when the job is asked to stop before the end."""
     config = s.config.trainer.warm_start
     if config.steps == 0:
         return True
@@ -28,9 +31,13 @@ def warm_start(s: Session) -> bool:
     rows = read_rows(Path(s.config.taskset.warm_start), require_response=True)
     pairs = {str(i): (tokenizer.prompt_ids(t.prompt), tokenizer.response_ids(t.response or "")) for i, t in enumerate(rows)}
     s.actor.head = replace(s.actor.head, temperature=1.0)
-    s.actor.restart_optimizer(config.optimizer)
+    if s.state.step:
+        s.actor.set_hyperparameters(config.optimizer)
+    else:
+        s.actor.restart_optimizer(config.optimizer)
     with s.progress(config.steps, "warm start", "step") as bar, s.timeline.phase("warm_start"):
-        for step in range(config.steps):
+        bar.update(s.state.step)
+        for step in range(s.state.step, config.steps):
             if s.stop_requested():
                 return False
             chosen = tasks_of_step(list(pairs), step, config.batch_size, s.config.trainer.seed)
@@ -40,7 +47,10 @@ def warm_start(s: Session) -> bool:
             sums = s.actor.backward(part, s.config.trainer.micro_batch_size, sft, s.config.algorithm)
             optimizer_metrics = s.actor.step(learning_rate(config.optimizer, step))
             metrics = mean_of_sums(s.gather([sums] if s.position.reports else [])) | optimizer_metrics
+            s.state = replace(s.state, step=step + 1)
             s.write(step + 1, {name.replace("actor/", "sft/"): value for name, value in metrics.items()})
             bar.set_postfix_str(f"loss {metrics['actor/loss']:.3f}")
             bar.update(1)
+            if bar.disable and (step + 1) % SAID_EVERY == 0:
+                s.say(f"warm start {step + 1}/{config.steps} | loss {metrics['actor/loss']:.3f}")
     return True

@@ -24,6 +24,8 @@ class Verdict(NamedTuple):
 
     reward: Reward
     message: str | None = None
+    reported: bool = False
+    """The message is what the function itself returned as its status, not a failure of the function."""
 
 
 class RewardPool:
@@ -82,7 +84,9 @@ class RewardPool:
             return Verdict(Reward(math.nan, "error"), str(error))
         if reply["status"] in ("error", "timeout"):
             return Verdict(
-                Reward(math.nan, reply["status"], reply["parts"]), f"the reward function reported {reply['status']}"
+                Reward(math.nan, reply["status"], reply["parts"]),
+                f"the reward function reported {reply['status']}",
+                reported=True,
             )
         return Verdict(Reward(reply["score"], reply["status"], reply["parts"]))
 
@@ -98,6 +102,7 @@ class _Worker:
         self._path = path
         self._process: asyncio.subprocess.Process | None = None
         self._prepared: set[str] = set()
+        self._loaded = False
 
     async def start(self) -> None:
         arguments = [str(os.getpid())] if self._path is None else [str(os.getpid()), self._path]
@@ -106,11 +111,17 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
         )  # fmt: skip
         self._prepared = set()
+        self._loaded = False
         try:
             await self._read(START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"reward.path {self._path}: not loaded within {START_TIMEOUT_S:g} s; what it does when it is imported takes too long"
+            ) from error
         except _WorkerError as error:
             await self.kill()
             raise ConfigError(str(error)) from error
+        self._loaded = True
 
     async def prepare(self, data_source: str) -> None:
         """Make sure that a process runs and has imported this verifier, so that no task pays for it."""
@@ -140,7 +151,8 @@ class _Worker:
         if not line:
             code = await self._process.wait()
             self._process = None
-            raise _WorkerError(f"the reward process ended with code {code} while scoring")
+            doing = "while scoring" if self._loaded else f"while it loaded reward.path {self._path}"
+            raise _WorkerError(f"the reward process ended with code {code} {doing}")
         reply = json.loads(line)
         if "error" in reply:
             raise _WorkerError(reply["error"])

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -35,7 +36,7 @@ def load_function(path: str | None) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"reward.path {path}: cannot be imported: {describe(error)}") from error
+        raise ConfigError(f"reward.path {path}: cannot be imported: {describe(error, path)}") from error
     function = getattr(module, "compute_score", None)
     if not callable(function):
         raise ConfigError(
@@ -45,11 +46,16 @@ def load_function(path: str | None) -> Callable[..., Any]:
     return function
 
 
-def describe(error: BaseException) -> str:
-    """``TypeName: text``, with the line of user code that raised it."""
-    where, frame = "", error.__traceback__
-    while frame is not None:
-        where, frame = f" ({Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno})", frame.tb_next
+def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:
+    """``TypeName: text``, with the last line of the user's file ``path`` on the way to it (without ``path``: the last line
+    at all); where none was reached, as with a wrong signature or result, the line where ``function`` is defined.
+    """
+    lines = [(f.f_code.co_filename, number) for f, number in traceback.walk_tb(error.__traceback__)]
+    if path is not None:
+        lines = [(file, number) for file, number in lines if Path(file).resolve() == Path(path).resolve()]
+        if not lines and (code := getattr(function, "__code__", None)) is not None:
+            lines = [(code.co_filename, code.co_firstlineno)]
+    where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
@@ -71,7 +77,7 @@ def serve(requests: IO[str], replies: IO[str], path: str | None) -> None:
             else:
                 _reply(replies, to_verdict(function(**request["score"])))
         except Exception as error:  # the user's code may raise anything; it becomes this sample's verdict
-            _reply(replies, {"error": describe(error)})
+            _reply(replies, {"error": describe(error, path, function)})
 
 
 def _reply(replies: IO[str], reply: dict[str, Any]) -> None:

@@ -12,33 +12,27 @@ from __future__ import annotations
 
 import itertools
 import json
-import sqlite3
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from sqlalchemy import (
     Connection,
-    Engine,
     bindparam,
     case,
-    create_engine,
     delete,
-    event,
     func,
     insert,
     or_,
     select,
     update,
 )
-from sqlalchemy.engine import make_url
 
-from megarl.errors import ConfigError, DataError
+from megarl.errors import DataError
 from megarl.schema import Experience, Task, WeightsVersion
 from megarl.store.codec import (
     dumps,
@@ -48,6 +42,7 @@ from megarl.store.codec import (
     task_from_row,
     task_to_row,
 )
+from megarl.store.database import open_engine
 from megarl.store.tables import (
     EVENTS,
     EXPERIENCES,
@@ -61,7 +56,6 @@ from megarl.store.tables import (
     TRAINED,
 )
 
-BUSY_TIMEOUT_S = 60.0
 LEASE_S = 3600.0
 """Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
 
@@ -95,7 +89,7 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
-        self._reader = _engine(url)
+        self._reader = open_engine(url)
         self._writer = self._reader.execution_options(megarl_write=True)
         with self._write() as connection:
             METADATA.create_all(connection)
@@ -192,7 +186,7 @@ class Store:
                 connection.execute(insert(GROUPS), groups)
 
     def discard_rollouts(self, from_step: int) -> None:
-        """Forget every rollout of a step >= ``from_step`` with its experiences, and metrics of later steps.
+        """Forget every rollout of a step >= ``from_step`` with its experiences, and metrics and evaluations of later steps.
 
         Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
         ``from_step`` itself stay.
@@ -204,6 +198,9 @@ class Store:
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.step >= from_step)))
             _delete_rollouts(connection, ids)
             connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
+            evaluations = connection.execute(select(EVENTS.c.event_id, EVENTS.c.data).where(EVENTS.c.kind == "evaluation"))
+            later = [row.event_id for row in evaluations if json.loads(row.data).get("step", 0) > from_step]
+            connection.execute(delete(EVENTS).where(EVENTS.c.event_id.in_(later)))
 
     def progress(self, rollout_id: str) -> tuple[int, int]:
         """(groups done, groups in all)."""
@@ -416,47 +413,3 @@ def _delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None
     for table in (TRAINED, EXPERIENCES, GROUPS, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:
             connection.execute(delete(table).where(table.c.rollout_id == rollout_id))
-
-
-def _engine(url: str) -> Engine:
-    parsed = make_url(url)
-    if parsed.get_backend_name() != "sqlite":
-        try:
-            return create_engine(parsed)
-        except ModuleNotFoundError as missing:
-            raise ConfigError(
-                f"store.url {parsed.render_as_string()} needs the Python module {missing.name!r}; install it"
-            ) from missing
-    if not parsed.database or parsed.database == ":memory:":
-        raise ConfigError(
-            f"store.url {url!r} names no file; explorer and trainer share the store, so give sqlite:///PATH"
-        )
-    Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
-
-    @event.listens_for(engine, "connect")
-    def _configure(connection: sqlite3.Connection, _record: object) -> None:
-        connection.isolation_level = None  # transactions are begun below, not by the driver's guess
-        connection.execute("PRAGMA synchronous=NORMAL")
-        _enter_wal(connection)
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        # IMMEDIATE takes the write lock at once: a transaction that reads, then writes, can otherwise find the
-        # database changed in between and fail, however long it waits.
-        write = connection.get_execution_options().get("megarl_write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-
-    return engine
-
-
-def _enter_wal(connection: sqlite3.Connection) -> None:
-    """Switch to WAL. SQLite does not wait for its busy timeout here when two processes open a new file together."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
-    while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.config.bounds import Bound
 from megarl.errors import ConfigError, DataError
 from megarl.schema import Task
 from megarl.tasksets.parquet import write_rows
@@ -38,6 +39,15 @@ OPTIONS = {
 """Options of the arithmetic families and their defaults. ``max_number`` > 0 keeps the questions whose numbers are all
 at most that large (reasoning-gym itself only knows digits); ``allow_negation`` is 0 or 1; ``slip_percent`` of the warm-start
 responses have a wrong last digit, as a careless teacher's demonstrations do (rewards never see them)."""
+OPTION_BOUNDS = {
+    "min_terms": Bound(1, 100),
+    "max_terms": Bound(1, 100),
+    "min_digits": Bound(1, 100),
+    "max_digits": Bound(1, 100),
+    "allow_negation": Bound(0, 1),
+    "max_number": Bound(0),
+    "slip_percent": Bound(0, 100),
+}
 SETTINGS_OF_OURS = ("max_number", "slip_percent")
 
 SPLITS = ("train", "eval", "warm_start")
@@ -58,20 +68,42 @@ def generate(
 
     Raises ConfigError for an unknown generator or option, DataError when there are too few distinct questions.
     """
+    made_with = recipe(name, sizes, seed=seed, options=options)
+    settings = _settings(name, options or {})
+    wanted = [split for split in SPLITS if split in paths]
+    entries = {split: _draw(name, split, sizes[split], _eval_share(sizes), seed, settings) for split in wanted}
+    # Each split takes from the questions of the others: the one that lacks most is to blame.
+    worst = max(wanted, key=lambda split: sizes[split] - len(entries[split]))
+    if len(entries[worst]) < sizes[worst]:
+        raise DataError(
+            f"taskset.{worst}_size={sizes[worst]} cannot be reached: {name} with {settings} has only about "
+            f"{len(entries[worst])} distinct questions for {worst}; lower the size or widen taskset.options"
+        )
+    tasks = {split: _tasks(name, split, entries[split], seed, settings) for split in wanted}
+    _check_disjoint(tasks)
+    for split, rows in tasks.items():
+        write_rows(paths[split], rows, made_with)
+    return tasks
+
+
+def recipe(
+    name: str, sizes: Mapping[str, int], *, seed: int, options: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Every setting that decides what ``generate`` writes; each file carries it, so that a changed setting is seen.
+
+    Raises ConfigError for an unknown generator or option.
+    """
     if name not in GENERATORS:
         raise ConfigError(
             f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}"
         )
     settings = _settings(name, options or {})
-    tasks = {
-        split: _split(name, split, sizes[split], _eval_share(sizes), seed, settings)
-        for split in SPLITS
-        if split in paths
+    return {
+        "taskset.generate": name,
+        "taskset.seed": seed,
+        **{f"taskset.{split}_size": size for split, size in sizes.items()},
+        **{f"taskset.options.{option}": value for option, value in settings.items()},
     }
-    _check_disjoint(tasks)
-    for split, rows in tasks.items():
-        write_rows(paths[split], rows)
-    return tasks
 
 
 def chain_sum(seed: int, settings: Mapping[str, int]) -> Iterator[Entry | None]:
@@ -106,12 +138,16 @@ def _entries(family: str, seed: int, settings: Mapping[str, int]) -> Iterator[En
         yield entry if not limit or all(int(number) <= limit for number in numbers) else None
 
 
-def _split(name: str, split: str, size: int, eval_share: float, seed: int, settings: Mapping[str, int]) -> list[Task]:
-    # The streams of reasoning-gym's seeds s and s+1 are one stream shifted by an entry: keep splits far apart.
-    start = seed * 10**9 + SPLITS.index(split) * 10**8
+def _start(split: str, seed: int) -> int:
+    """The streams of reasoning-gym's seeds s and s+1 are one stream shifted by an entry: splits are kept far apart."""
+    return seed * 10**9 + SPLITS.index(split) * 10**8
+
+
+def _draw(name: str, split: str, size: int, eval_share: float, seed: int, settings: Mapping[str, int]) -> list[Entry]:
+    """``size`` distinct questions of a split, or as many as there are."""
     seen: dict[str, Entry] = {}
     dry = 0
-    for entry in GENERATORS[name](start, settings):
+    for entry in GENERATORS[name](_start(split, seed), settings):
         if len(seen) == size or dry == MAX_DRY_DRAWS:
             break
         dry += 1
@@ -122,13 +158,12 @@ def _split(name: str, split: str, size: int, eval_share: float, seed: int, setti
         ):
             seen[entry["question"]] = entry
             dry = 0
-    if len(seen) < size:
-        raise DataError(
-            f"taskset.{split}_size={size} cannot be reached: {name} with {dict(settings)} has only about "
-            f"{len(seen)} distinct questions for {split}; lower the size or widen taskset.options"
-        )
+    return list(seen.values())
+
+
+def _tasks(name: str, split: str, entries: list[Entry], seed: int, settings: Mapping[str, int]) -> list[Task]:
+    start = _start(split, seed)
     # Small numbers run out first among distinct draws: without this a file would grow harder row by row.
-    entries = list(seen.values())
     random.Random(start).shuffle(entries)
     slips = random.Random(start + 1)
     share = settings["slip_percent"] / 100 if split == "warm_start" else 0.0
@@ -178,6 +213,11 @@ def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
             raise ConfigError(
                 f"taskset.options.{option} is not an option of {name};{_nearest(option, OPTIONS)} "
                 f"known: {', '.join(OPTIONS)}"
+            )
+    for option, value in options.items():
+        if not OPTION_BOUNDS[option].admits(value):
+            raise ConfigError(
+                f"taskset.options.{option}={value} must be {OPTION_BOUNDS[option]}; the default is {OPTIONS[option]}"
             )
     settings = OPTIONS | dict(options)
     if settings["max_terms"] < settings["min_terms"] or settings["max_digits"] < settings["min_digits"]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from megarl.schema import Task
 
 REQUIRED = ("data_source", "prompt", "reward_model")
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "response")
+RECIPE = b"megarl.recipe"
 ROLES = ("system", "user", "assistant")
 
 
@@ -54,11 +55,14 @@ def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, s
     ]
 
 
-def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task]) -> None:
+def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task], recipe: Mapping[str, Any] | None = None) -> None:
     """Write tasks as verl rows with nested columns; ``response`` is a column when any task has one.
 
+    ``recipe``: the settings that they were made with, kept in the file for ``read_recipe``.
+
     The file appears whole or not at all. Parquet gives all rows of a nested column the same keys: a key that only some
-    tasks have reads back as None in the others. Raises DataError when one key has values of different types.
+    tasks have reads back as None in the others. Raises DataError when one key has values of different types, or when the
+    file cannot be written.
     """
     path = Path(path)
     with_response = any(task.response is not None for task in tasks)
@@ -67,13 +71,28 @@ def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task]) -> None:
         table = pa.Table.from_pylist(rows)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(f"{path}: the rows do not share one schema ({error})") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if recipe is not None:
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), RECIPE: json.dumps(recipe)})
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        pq.write_table(table, temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            pq.write_table(table, temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error}); make room or give another path") from error
+
+
+def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The settings that a file's rows were made with; None when ``write_rows`` got none, or for a file of other making."""
+    try:
+        found = (pq.read_schema(path).metadata or {}).get(RECIPE)
+        value = json.loads(found) if found else None
+    except (pa.ArrowInvalid, OSError, ValueError):
+        return None  # read_rows says what is wrong with it
+    return value if isinstance(value, dict) else None
 
 
 def _row(task: Task, with_response: bool) -> dict[str, Any]:

@@ -73,7 +73,10 @@ class ChatTokenizer:
 
     def render(self, messages: Messages) -> str:
         """The prompt's text, up to where the model's answer begins."""
-        return self._template.render(messages=list(messages), add_generation_prompt=True, **self._variables)
+        try:
+            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._variables)
+        except jinja2.TemplateError as error:
+            raise DataError(f"the model's chat template fails on the prompt: {error}") from error
 
     def prompt_ids(self, messages: Messages) -> np.ndarray:
         """int32 [P]; ids of the rendered prompt. The template writes the special tokens, so none are added."""
@@ -104,12 +107,31 @@ def check_prompts(
 
     Raises DataError naming file, row, length and limit.
     """
-    for row, ids in enumerate(tokenizer.encode_prompts(task.prompt for task in tasks)):
+    for row, ids in enumerate(encode_rows(tasks, tokenizer, path=path)):
         if len(ids) > limit:
-            where = f"{path}: row {row}" if path is not None else f"task {tasks[row].task_id}"
             raise DataError(
-                f"{where}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; raise it or drop the row"
+                f"{_where(tasks, row, path)}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; raise it "
+                "or drop the row"
             )
+
+
+def encode_rows(
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
+) -> list[np.ndarray]:
+    """Ids of each row's prompt. Raises DataError naming file and row of a prompt that the chat template refuses."""
+    try:
+        return tokenizer.encode_prompts(task.prompt for task in tasks)
+    except DataError:
+        for row, task in enumerate(tasks):
+            try:
+                tokenizer.render(task.prompt)
+            except DataError as error:
+                raise DataError(f"{_where(tasks, row, path)}: {error}") from error
+        raise
+
+
+def _where(tasks: Sequence[Task], row: int, path: str | os.PathLike[str] | None) -> str:
+    return f"{path}: row {row}" if path is not None else f"task {tasks[row].task_id}"
 
 
 def _environment() -> jinja2.Environment:

@@ -1,0 +1,159 @@
+"""Which values each number of ``schema`` may take, in one table, and the few rules for texts. Told before anything is written.
+
+Rules that need a model, a grid or a machine are not here: ``launch/job.py`` and ``parallel/groups.py`` check those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+from megarl.config.schema import Config, FromScratchConfig, ModelConfig
+from megarl.errors import ConfigError
+
+
+class Bound(NamedTuple):
+    """``low`` <= value <= ``high``, both finite or open; ``above`` and ``below`` leave the end itself out."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    multiple: int = 1
+
+    def admits(self, value: float) -> bool:
+        if not math.isfinite(value) or (self.multiple > 1 and value % self.multiple):
+            return False
+        return (value > self.low if self.above else value >= self.low) and (
+            value < self.high if self.below else value <= self.high
+        )
+
+    def __str__(self) -> str:
+        text = f"{'above' if self.above else 'at least'} {_text(self.low)}"
+        if self.high < math.inf:
+            text += f" and {'below' if self.below else 'at most'} {_text(self.high)}"
+        return text + (f" and a multiple of {self.multiple}" if self.multiple > 1 else "")
+
+
+COUNT = Bound(1)
+NUMBER = Bound(0)
+SEED = Bound(0, 2**31 - 1)
+RANKS = Bound(1, 65536)
+THREADS = Bound(1, 1024)
+WEIGHT = Bound(0)
+"""A coefficient of a loss term."""
+SECONDS = Bound(0, 30 * 86400, above=True)
+
+_OPTIMIZER = {
+    "lr": Bound(0, 1),  # 0 is a control experiment
+    "min_lr": Bound(0, 1),
+    "warmup_steps": NUMBER,
+    "decay_steps": COUNT,
+    "weight_decay": Bound(0, 100),
+    "beta1": Bound(0, 1, below=True),
+    "beta2": Bound(0, 1, below=True),
+    "eps": Bound(0, 1, above=True),
+    "clip_grad": WEIGHT,  # 0: gradients are not clipped
+}
+
+BOUNDS: dict[str, Bound] = {
+    "model.from_scratch.vocab_size": COUNT,
+    "model.from_scratch.hidden_size": COUNT,
+    "model.from_scratch.intermediate_size": COUNT,
+    "model.from_scratch.num_hidden_layers": COUNT,
+    "model.from_scratch.num_attention_heads": COUNT,
+    "model.from_scratch.num_key_value_heads": COUNT,
+    "model.from_scratch.head_dim": COUNT,
+    "model.from_scratch.max_position_embeddings": COUNT,
+    "model.from_scratch.initializer_range": Bound(0, 10, above=True),
+    "parallel.tp": RANKS,
+    "parallel.pp": RANKS,
+    "parallel.dp": RANKS,
+    "parallel.ep": RANKS,
+    "parallel.etp": RANKS,
+    "parallel.vpp": COUNT,
+    "parallel.first_stage_layers": COUNT,
+    "parallel.last_stage_layers": COUNT,
+    "algorithm.group_size": COUNT,
+    "algorithm.clip_low": Bound(0, 1),
+    "algorithm.clip_high": WEIGHT,
+    "algorithm.dual_clip": Bound(1, above=True),
+    "algorithm.aggregation_length": COUNT,
+    "algorithm.entropy_coef": WEIGHT,
+    "algorithm.kl.coef": WEIGHT,
+    "reference.refresh": COUNT,
+    "trainer.steps": COUNT,
+    "trainer.tasks_per_step": COUNT,
+    "trainer.updates_per_step": COUNT,
+    "trainer.micro_batch_size": COUNT,
+    "trainer.checkpoint_interval": COUNT,
+    "trainer.keep_checkpoints": COUNT,
+    "trainer.eval_interval": NUMBER,
+    "trainer.seed": SEED,
+    "trainer.num_threads": THREADS,
+    **{f"trainer.optimizer.{name}": bound for name, bound in _OPTIMIZER.items()},
+    "trainer.warm_start.steps": NUMBER,
+    "trainer.warm_start.batch_size": COUNT,
+    **{f"trainer.warm_start.optimizer.{name}": bound for name, bound in _OPTIMIZER.items()},
+    "rollout.tp": RANKS,
+    "rollout.pp": RANKS,
+    "rollout.replicas": Bound(1, 1024),
+    "rollout.max_prompt_tokens": COUNT,
+    "rollout.max_response_tokens": COUNT,
+    "rollout.temperature": Bound(0, 100, above=True),  # training samples: greedy answers of a group would all be one
+    "rollout.max_num_seqs": COUNT,
+    "rollout.block_size": Bound(32, 1024, multiple=32),  # vLLM's CPU attention takes no other
+    "rollout.kv_cache_bytes": Bound(2**20),
+    "rollout.num_threads": THREADS,
+    "rollout.start_timeout_s": SECONDS,
+    "rollout.request_timeout_s": SECONDS,
+    "rollout.concurrent_groups": COUNT,
+    "taskset.seed": SEED,
+    "taskset.train_size": COUNT,
+    "taskset.eval_size": COUNT,
+    "taskset.warm_start_size": COUNT,
+    "reward.workers": THREADS,
+    "reward.timeout_s": SECONDS,
+    "sync.bucket_bytes": Bound(4096),  # smaller ones cost a message for every few numbers
+    "sync.timeout_s": SECONDS,
+    "sync.probe_tokens": Bound(2, 2**20),
+    "sync.probe_tolerance": Bound(0, above=True),
+    "store.poll_s": Bound(0, 60, above=True),
+    "run.port": Bound(1, 65535),
+    "run.shutdown_grace_s": SECONDS,
+}
+
+
+def check_bounds(config: Config) -> None:
+    """Raise ConfigError naming the setting, its value and the values that it may have."""
+    for name, value in numbers(config):
+        bound = BOUNDS.get(name)
+        if bound is not None and not bound.admits(value):
+            default = dict(numbers(Config(model=ModelConfig(from_scratch=FromScratchConfig())))).get(name)
+            mend = "leave it out for none" if default is None else f"the default is {_text(default)}"
+            finite = "" if math.isfinite(value) else "a finite number, "
+            raise ConfigError(f"{name}={_text(value)} must be {finite}{bound}; {mend}")
+    name = config.run.name
+    if not name.strip() or name.startswith(".") or "/" in name or not name.isprintable():
+        raise ConfigError(
+            f"run.name={name!r} must be one plain name, since runs/<name> is the run's directory; "
+            "set it to a word such as my-run (another place is run.dir)"
+        )
+    for setting, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("run.host", config.run.host)):
+        if not text.strip():
+            raise ConfigError(f"{setting} is empty; give it a value or leave it out")
+
+
+def numbers(value: Any, where: str = "") -> Iterator[tuple[str, float]]:
+    """(setting, value) of every number in a dataclass; those of free dicts are their owner's to check."""
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from numbers(getattr(value, field.name), f"{where}.{field.name}" if where else field.name)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield where, value
+
+
+def _text(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

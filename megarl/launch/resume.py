@@ -1,0 +1,109 @@
+"""What a run directory holds when a job starts in it again: is it sound, finished, and of these settings?"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import zipfile
+from pathlib import Path
+
+from megarl.checkpoint.dist import COMMON, DistFiles
+from megarl.checkpoint.state import finished, latest, read_state
+from megarl.config import Config
+from megarl.errors import CheckpointError, ConfigError
+from megarl.launch.changes import changes_since_last_start, described, has_checkpoints
+from megarl.store import Store
+
+log = logging.getLogger(__name__)
+
+FIXED = ("model", "taskset")
+"""Groups of settings that a run keeps; all others may change between its starts."""
+
+
+def is_finished(config: Config, run_dir: Path) -> bool:
+    """Whether all that these settings ask for is done."""
+    found = latest(run_dir / "checkpoints")
+    if found is None or not (run_dir / "hf" / "config.json").is_file():
+        return False
+    saved = read_state(found)
+    if saved["phase"] != "rl" or int(saved["step"]) < config.trainer.steps:
+        return False
+    store = Store(config.store.url)
+    try:
+        # Closed last of all: the files of an earlier end, at fewer steps, may still be there.
+        return store.job_state() == "closed"
+    finally:
+        store.close()
+
+
+def check_settings_of_run(config: Config, run_dir: Path) -> None:
+    """A run keeps its model and tasks, and a finished one everything; what else differs is named and taken.
+
+    Raises:
+        ConfigError: settings differ that may not, with both values.
+    """
+    if not has_checkpoints(run_dir):
+        return
+    changed = changes_since_last_start(config, run_dir)
+    fixed = [change for change in changed if change.setting.partition(".")[0] in FIXED]
+    mend = "take another run.name, or remove the directory"
+    if fixed:
+        raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {mend}")
+    if changed and is_finished(config, run_dir):
+        raise ConfigError(
+            f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {mend} "
+            "(or raise trainer.steps to train that run further)"
+        )
+    if changed:
+        log.warning("the run in %s goes on with other settings: %s", run_dir, described(changed))
+
+
+def set_aside_damaged(folder: Path, *, rename: bool = True) -> None:
+    """Rename the newest checkpoints when their files are not whole, so that the one before counts; says so.
+
+    Raises:
+        CheckpointError: none is whole; then nothing is renamed.
+    """
+    candidates = finished(folder)
+    damaged: list[tuple[Path, str]] = []
+    while candidates and (fault := _fault(candidates[-1])) is not None:
+        damaged.append((candidates.pop(), fault))
+    if damaged and not candidates:
+        faults = "; ".join(f"{path}: {fault}" for path, fault in damaged)
+        raise CheckpointError(f"no checkpoint can be read: {faults}; put its files back, or remove {folder} to begin anew")
+    for path, fault in damaged:
+        log.warning("%s is damaged and does not count: %s; the run goes on from %s", path, fault, candidates[-1])
+        if rename:
+            aside = path.with_name(f"damaged_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def _fault(checkpoint: Path) -> str | None:
+    """Why a finished checkpoint cannot be loaded, as far as sizes and headers tell."""
+    try:
+        saved = read_state(checkpoint)
+        if not isinstance(saved.get("step"), int) or not isinstance(saved.get("phase"), str):
+            return "state.json has no step and phase"
+        DistFiles(checkpoint / "actor").close()
+    except (CheckpointError, ValueError, OSError) as error:
+        return str(error)
+    common = checkpoint / "actor" / COMMON
+    return None if zipfile.is_zipfile(common) else f"{common} is missing or not whole"
+
+
+def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
+    """The store has what the newest checkpoint's steps recorded.
+
+    Raises:
+        ConfigError: it was removed, or is another run's: the report would show a part of the run as if it were all.
+    """
+    found = latest(run_dir / "checkpoints")
+    done = 0 if found is None else int(read_state(found)["step"])
+    missing = sorted(set(range(1, done + 1)).difference(step for step, _ in store.steps()))
+    if missing:
+        raise ConfigError(
+            f"store.url={config.store.url} knows nothing of {len(missing)} of the {done} steps that {found} has behind it "
+            f"(the first is {missing[0]}): was the file removed or replaced? Put it back, or take another run.name; "
+            f"the weights of the run so far are in {run_dir / 'checkpoints'}"
+        )
