@@ -14,7 +14,15 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.checkpoint.hf_files import INDEX, SINGLE
-from megarl.checkpoint.hf_source import EMBEDDING, LM_HEAD, check_copy, check_hf, open_hf, read_hf_config
+from megarl.checkpoint.hf_source import (
+    EMBEDDING,
+    LM_HEAD,
+    check_copy,
+    check_hf,
+    copy_small_files,
+    open_hf,
+    read_hf_config,
+)
 from megarl.checkpoint.output import replace_directory, write_json
 from megarl.checkpoint.slices import Source
 from megarl.reshard import boxes
@@ -25,7 +33,6 @@ from megarl.reshard.transport import GroupTransport
 
 __all__ = ["INDEX", "SINGLE", "export_hf", "load_into", "read_hf_config"]
 
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _READ_ELEMENTS = 4 << 20
 
 
@@ -102,7 +109,8 @@ def export_hf(
         if len(groups) > 1:
             total = sum(boxes.volume(boxes.whole(shape)) for shape in shapes.values()) * dtype.itemsize
             write_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _copy_small_files(source, temporary, dtype)
+        mtp = any(name.endswith("eh_proj.weight") for name in shapes)
+        copy_small_files(source, temporary, dtype, mtp=mtp)
         replace_directory(temporary, target)
 
 
@@ -117,12 +125,3 @@ def _files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
         groups[-1].append(name)
         used += size
     return groups
-
-
-def _copy_small_files(source: Path, target: Path, dtype: torch.dtype) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS):
-            shutil.copyfile(file, target / file.name)
-    config = read_hf_config(source)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    write_json(target / "config.json", {**config, key: str(dtype).removeprefix("torch.")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from megarl.checkpoint.fp8 import SCALE, Dequantised
 from megarl.checkpoint.hf_files import HFFiles
+from megarl.checkpoint.output import MANIFEST, write_json
 from megarl.checkpoint.slices import Source
 from megarl.errors import CheckpointError
 from megarl.reshard.boxes import Shape
@@ -24,6 +26,11 @@ _DERIVED = ("rotary_emb.inv_freq",)
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Of a prediction layer: the model's own embedding and output weights once more."""
 _COMPARED = 1 << 22
+_LEFT = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp"),
+    *(MANIFEST, "metadata.json"),
+)
+"""Endings of files that are weights, or belong to a checkpoint's format."""
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
@@ -117,6 +124,24 @@ def check_copy(path: Path, embedding: str, copy: str, a: torch.Tensor, b: torch.
             f"{path}: config.json says tie_word_embeddings=true, so {copy} must be equal to {embedding}, but it differs; set "
             "tie_word_embeddings to false if the model was trained so"
         )
+
+
+def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: bool, is_value: bool = False) -> None:
+    """Tokenizer and other small files of a checkpoint, and its config.json as it is for unquantised tensors of ``dtype``, with or
+    without prediction layers, with a value head or not."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_LEFT):
+            shutil.copyfile(file, target / file.name)
+    config = read_hf_config(source)
+    config.pop("quantization_config", None)
+    if not mtp and config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    if is_value:
+        names = config.get("architectures") or []
+        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    write_json(target / "config.json", config)
 
 
 def some(names: list[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
@@ -16,9 +15,9 @@ from megarl.checkpoint.dist import Chunk, DistFiles, Stored
 from megarl.checkpoint.dist_keys import extra_states, other_name
 from megarl.checkpoint.dist_write import write_chunk, write_metadata
 from megarl.checkpoint.hf_files import INDEX, SINGLE, HFFiles, header_bytes
-from megarl.checkpoint.hf_source import read_hf_config
+from megarl.checkpoint.hf_source import copy_small_files
 from megarl.checkpoint.opened import HF_FOLDER, OUTPUT, SCORE, Opened, with_value_head
-from megarl.checkpoint.output import MANIFEST, Finished, write_json
+from megarl.checkpoint.output import Finished, write_json
 from megarl.checkpoint.slices import as_bytes
 from megarl.checkpoint.stream import OutFile, Region
 from megarl.reshard import boxes
@@ -34,9 +33,7 @@ from megarl.reshard.layouts import (
 )
 from megarl.reshard.plan import build_plan
 
-WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
 T = TypeVar("T")
-_LEFT = (MANIFEST, "metadata.json")
 Blocks = Callable[[Region], Iterator[torch.Tensor]]
 Closable = HFFiles | DistFiles
 
@@ -118,7 +115,7 @@ class HFTarget:
         if len(self.files) > 1:
             weight_map = {region.local: file.name for file in self.files for region in file.regions}
             write_json(path / INDEX, {"metadata": {"total_size": self._total}, "weight_map": weight_map})
-        copy_small_files(self._opened, path, _main_dtype(self))
+        _copy_small_files(self._opened, path, self)
 
 
 class DistTarget:
@@ -186,7 +183,7 @@ class DistTarget:
         chunks = [item for record in records for item in record.chunks]
         tensors = {key: (self.dtypes[key], shape) for key, shape in shapes.items()}
         (path / HF_FOLDER).mkdir(exist_ok=True)
-        copy_small_files(self._opened, path / HF_FOLDER, _main_dtype(self))
+        _copy_small_files(self._opened, path / HF_FOLDER, self)
         write_metadata(path, tensors, chunks, aliases, extra_states(self.layout))
 
 
@@ -222,26 +219,10 @@ def _write_all(stream: Any, data: memoryview) -> None:
         data = data[stream.write(data) :]
 
 
-def copy_small_files(opened: Opened, target: Path, dtype: torch.dtype) -> None:
-    """config.json as it now is, tokenizer and other small files."""
-    for file in sorted(opened.config_path.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS) and file.name not in _LEFT:
-            shutil.copyfile(file, target / file.name)
-    config = read_hf_config(opened.config_path)
-    config.pop("quantization_config", None)
-    if not opened.mtp and config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    if opened.is_value:
-        names = config.get("architectures") or []
-        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    write_json(target / "config.json", config)
-
-
-def _main_dtype(target: Target) -> torch.dtype:
-    """The one of most elements."""
+def _copy_small_files(opened: Opened, folder: Path, target: Target) -> None:
+    """config.json as it now is, with the dtype of most elements; tokenizer and other small files."""
     counts: dict[torch.dtype, int] = defaultdict(int)
     for local, shape in target.layout.local_shapes(0).items():
         counts[target.dtypes[local]] += prod(shape)
-    return max(counts, key=lambda dtype: counts[dtype])
+    dtype = max(counts, key=lambda dtype: counts[dtype])
+    copy_small_files(opened.config_path, folder, dtype, mtp=opened.mtp, is_value=opened.is_value)

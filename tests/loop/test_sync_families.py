@@ -106,7 +106,7 @@ BF16_CELLS = {
     Cell("qwen3_moe", EP2, EXPERTS, "bfloat16"): 0.05,
     Cell("deepseek_v3", TP2, {}, "bfloat16"): 0.05,
 }
-"""Largest mean difference over 96 sampled tokens."""
+"""Largest mean difference over 96 sampled tokens; measured 0.026, 0.016 and 0.013 (largest of one token 0.19, 0.26 and 0.14)."""
 
 
 @contextmanager
@@ -169,6 +169,7 @@ def test_bfloat16(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
     with engine_of(cell, tmp_path, zygote) as (engine, ranks, model):
         for seed in (1, 2):
             new = perturbed(model, seed)
+            assert gap(engine, new).mean() > 10 * BF16_CELLS[cell]
             ranks.publish_whole(new)
             assert gap(engine, new).mean() < BF16_CELLS[cell]
 

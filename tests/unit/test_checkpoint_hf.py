@@ -170,6 +170,14 @@ def test_an_older_export_is_replaced_whole_and_a_failed_one_leaves_it(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
 
+def test_an_export_of_fp8_weights_says_that_they_are_none(tmp_path: Path) -> None:
+    """Trained from DeepSeek's files: what is exported is neither quantised nor has prediction layers."""
+    config = qwen3_config(quantization_config=FP8, num_nextn_predict_layers=1)
+    source = write_checkpoint(tmp_path / "source", config, {})
+    export(qwen3_config(), MegatronGrid(), random_hf(config), source, tmp_path / "out", dtype=torch.bfloat16)
+    assert hf.read_hf_config(tmp_path / "out") == {**qwen3_config(), "num_nextn_predict_layers": 0, "dtype": "bfloat16"}
+
+
 def load(path: Path, config: Config) -> None:
     layout = megatron_layout(config, MegatronGrid())
     hf.load_into(path, layout, 0, unwritten(dict(layout.local_shapes(0))))

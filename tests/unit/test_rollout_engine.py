@@ -49,7 +49,9 @@ def test_one_process_fewer_only_on_one_cpu_rank(tp: int, device: str, alone: boo
         (True, 2, {"mode": 1, "custom_ops": ["all", "-rotary_embedding"]}),
     ],
 )
-def test_what_vllm_on_cpu_must_be_told(tmp_path: Path, mla: bool, pp: int, compilation: dict[str, object] | None) -> None:
+def test_what_vllm_on_cpu_must_be_told(
+    tmp_path: Path, mla: bool, pp: int, compilation: dict[str, object] | None
+) -> None:
     """tests/loop/test_sync_families.py shows what for."""
     (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512} if mla else {}))
     argv, _ = engine_process(str(tmp_path), RolloutConfig(pp=pp), ModelConfig(), "127.0.0.1", 1)
