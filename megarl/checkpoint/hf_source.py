@@ -26,6 +26,8 @@ _DERIVED = ("rotary_emb.inv_freq",)
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Of a prediction layer: the model's own embedding and output weights once more."""
 _COMPARED = 1 << 22
+HF_FOLDER = "huggingface"
+"""Directory of config.json and tokenizer in or beside a Megatron checkpoint."""
 _LEFT = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp"),
     *(MANIFEST, "metadata.json"),

@@ -17,6 +17,7 @@ from megarl.checkpoint.fp8 import Dequantised
 from megarl.checkpoint.hf_files import HFFiles
 from megarl.checkpoint.hf_source import (
     EMBEDDING,
+    HF_FOLDER,
     LM_HEAD,
     check_hf,
     check_shape,
@@ -35,8 +36,6 @@ SCORE = "score.weight"
 """HF's value head (``...ForSequenceClassification`` with one label)."""
 OUTPUT = "output_layer.weight"
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
-HF_FOLDER = "huggingface"
-"""Where a Megatron checkpoint keeps config.json and tokenizer (verl's place too)."""
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
 from megarl.errors import CheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -68,10 +69,19 @@ def prune(folder: Path, keep: int) -> None:
             _remove(checkpoint)
 
 
-def save(folder: Path, step: int, stage: torch.nn.Module, optimizer: Any, state: Mapping[str, Any], keep: int) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    stage: torch.nn.Module,
+    optimizer: Any,
+    state: Mapping[str, Any],
+    keep: int,
+    model: Path | None = None,
+) -> Path:
     """Save on every rank; rank 0 writes the manifest last and removes all but the newest ``keep`` finished ones.
 
-    ``step`` names the checkpoint; an unfinished or older one of the same name is replaced.
+    ``step`` names the checkpoint; an unfinished or older one of the same name is replaced. ``model``: an HF directory whose
+    config.json and tokenizer go with it, so that it can be converted by itself.
     """
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -91,6 +101,10 @@ def save(folder: Path, step: int, stage: torch.nn.Module, optimizer: Any, state:
     dist_checkpointing.save(_sharded_state(stage, optimizer, is_loading=False), str(target / "actor"), strategy)
     dist.barrier()
     if dist.get_rank() == 0:
+        if model is not None:
+            (target / HF_FOLDER).mkdir()
+            dtype = next(stage.parameters()).dtype
+            copy_small_files(model, target / HF_FOLDER, dtype, mtp=False)
         write_text(target / "state.json", json.dumps({"step": step, **state}, indent=1))
         write_text(folder / LATEST, str(step))
         prune(folder, keep)

@@ -15,8 +15,8 @@ from megarl.checkpoint.dist import Chunk, DistFiles, Stored
 from megarl.checkpoint.dist_keys import extra_states, other_name
 from megarl.checkpoint.dist_write import write_chunk, write_metadata
 from megarl.checkpoint.hf_files import INDEX, SINGLE, HFFiles, header_bytes
-from megarl.checkpoint.hf_source import copy_small_files
-from megarl.checkpoint.opened import HF_FOLDER, OUTPUT, SCORE, Opened, with_value_head
+from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
+from megarl.checkpoint.opened import OUTPUT, SCORE, Opened, with_value_head
 from megarl.checkpoint.output import Finished, write_json
 from megarl.checkpoint.slices import as_bytes
 from megarl.checkpoint.stream import OutFile, Region

@@ -208,7 +208,7 @@ class Session:
         step, keep = self.state.step, self.config.trainer.keep_checkpoints
         folder = self._folder(self.state.phase)
         with self.timeline.phase("checkpoint", **labels), _writing(folder):
-            state.save(folder, step, self.actor.stage, self.actor.optimizer, asdict(self.state), keep)
+            state.save(folder, step, self.actor.stage, self.actor.optimizer, asdict(self.state), keep, Path(self.config.model.path))
         self._saved = self.state
         if self.state.phase != "warm_start" and self.position.rank == 0:
             shutil.rmtree(self._folder("warm_start"), ignore_errors=True)  # there is a later one now

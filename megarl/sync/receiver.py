@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from megarl.checkpoint.hf import read_hf_config
 from megarl.errors import WeightSyncError
 from megarl.reshard.execute import digests_of, receive, wire_dtype
-from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+from megarl.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.reshard.plan import build_plan
 from megarl.rollout.control import FAILURE
 from megarl.sync.link import Link, LinkAddress, join, open_store
@@ -93,6 +93,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    _writer: SliceWriter | None = None
     _link: Link | None = None
     _borrower: Borrower | None = None
     failure: str | None = None
@@ -113,32 +114,31 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             vocab_multiple=info.vocab_multiple,
             transformer_impl=info.transformer_impl,
         )
-        self._layout = vllm_layout(
+        layout = vllm_layout(
             hf_config,
             mine.tensor_parallel_size,
             replicas=info.replicas,
             pp=mine.pipeline_parallel_size,
             expert_parallel=mine.enable_expert_parallel,
         )
-        self._plan = build_plan(source, self._layout)
-        self._rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
-        self._bucket_bytes = info.bucket_bytes
+        plan = build_plan(source, layout)
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        if self._plan.fingerprint != info.fingerprint or dtype != info.dtype:
+        if plan.fingerprint != info.fingerprint or dtype != info.dtype:
             raise WeightSyncError(
                 f"trainer and engine do not agree on the weights: plan {info.fingerprint[:12]} in {info.dtype} against "
-                f"{self._plan.fingerprint[:12]} in {dtype}; both must use the same model directory "
+                f"{plan.fingerprint[:12]} in {dtype}; both must use the same model directory "
                 f"({self.model_config.model}), model.dtype and version of megarl"
             )
-        self._writer = SliceWriter(self.model, self.model_config, self._local_tensors())
+        rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
+        self._writer = SliceWriter(self.model, self.model_config, self._local_tensors(layout, rank))
+        self._layout, self._plan, self._rank, self._bucket_bytes = layout, plan, rank, info.bucket_bytes
 
-    def _local_tensors(self) -> dict[str, LocalTensor]:
-        shapes, model_dtype = self._layout.local_shapes(self._rank), self.model_config.dtype
-        dtypes = {
-            row.local: wire_dtype(self._layout, row.parts[0], model_dtype)
-            for row, _ in self._layout.rows_of(self._rank)
+    def _local_tensors(self, layout: Layout, rank: int) -> dict[str, LocalTensor]:
+        dtype = self.model_config.dtype
+        return {
+            row.local: LocalTensor(row.local_shape(share), wire_dtype(layout, row.parts[0], dtype))
+            for row, share in layout.rows_of(rank)
         }
-        return {name: LocalTensor(shape, dtypes[name]) for name, shape in shapes.items()}
 
     @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -157,11 +157,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @_kept
     def start_weight_update(self) -> None:
+        assert self._writer is not None, "no trainer: megarl_agree comes before start_weight_update"
         with torch.device(self.device), torch.no_grad():
             self._writer.start()
 
     @_kept
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self._writer is not None
         assert self._borrower is not None, "no link: init_weight_transfer_engine comes before update_weights"
         try:
             with torch.device(self.device), torch.no_grad():
@@ -181,11 +183,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @_kept
     def finish_weight_update(self) -> None:
+        assert self._writer is not None
         with torch.device(self.device), torch.no_grad():
             self._writer.finish()
 
     def digests(self) -> dict[str, int]:
         """Logical tensor -> digest of this worker's part of it, read back from what the model computes with."""
+        assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
         with torch.device(self.device), torch.no_grad():
             # One tensor at a time is unpacked; its pieces follow each other.
             return digests_of(self._layout, self._rank, lru_cache(maxsize=1)(self._writer.computed_with))

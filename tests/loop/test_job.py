@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
+from megarl.checkpoint.convert import Settings, convert_megatron_to_hf
 from megarl.checkpoint.state import LATEST, latest, read_state
 from megarl.rewards import compute_score
 from megarl.rewards.verdict import to_verdict
@@ -138,6 +139,16 @@ def test_checkpoints(run_dir: Path) -> None:
     assert newest is not None and newest.name == "global_step_3"
     assert read_state(newest) == {"phase": "rl", "step": STEPS}
     assert (run_dir / "checkpoints" / LATEST).read_text() == "3"
+
+
+def test_a_checkpoint_converts_by_itself(run_dir: Path, tmp_path: Path) -> None:
+    """Without the model that the job was started with: what training saved is what the job exported at its end."""
+    source = run_dir / "checkpoints" / "global_step_3"
+    convert_megatron_to_hf(source, tmp_path / "hf", settings=Settings(progress=False))
+    exported, converted = load(run_dir / "hf").state_dict(), load(tmp_path / "hf").state_dict()
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(exported[name], converted[name]) for name in exported)
+    AutoTokenizer.from_pretrained(tmp_path / "hf")
 
 
 # ---------------------------------------------------------------- metrics

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, SyncConfig
-from megarl.errors import WeightSyncError
+from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import Sampling
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
@@ -223,6 +223,11 @@ def test_absorbed_latent_weights_are_read_back(tmp_path: Path, zygote: Zygote) -
 def test_an_update_cut_midway_is_mended_by_the_next(tmp_path: Path, zygote: Zygote, nth: int) -> None:
     """Experts and latent attention have more to put back than a plain linear layer."""
     with engine_of(Cell("deepseek_v3", TP2, {"tp": 2}), tmp_path, zygote) as (engine, ranks, model):
+        with pytest.raises(EngineError, match=r"worker 0: no trainer.*; worker 1: no trainer"):
+            engine.control.start()
+        assert "start_weight_update failed" in refusing(engine)  # by itself, whoever started that
+        engine.control.workers("megarl_abandon_update")
+
         ranks.publish_whole(perturbed(model, 1))
         ranks.publishers[1].transport = Breaking(ranks.publishers[1].transport, nth=nth)
         new = perturbed(model, 2)
