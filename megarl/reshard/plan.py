@@ -51,6 +51,8 @@ class _Want(NamedTuple):
     start: int
     size: int
     """In elements; it follows ``start`` elements of other wants from the same ranks."""
+    src_at: Shape
+    dst_at: Shape
 
 
 class _Wants(NamedTuple):
@@ -85,7 +87,7 @@ class ReshardPlan:
 
     def moves_to(self, dst: int) -> Iterator[Move]:
         """What destination rank ``dst`` needs, in the order of its pieces."""
-        yield from (_move(want, src, dst) for want, src in self._senders(dst, self._wants(dst)))
+        yield from (_move(want, src, dst) for want, src in self._senders(dst, self._wants_of_kind(dst)))
 
     def moves_from(self, src: int) -> Iterator[Move]:
         """What source rank ``src`` sends, by destination rank."""
@@ -110,7 +112,7 @@ class ReshardPlan:
             if kind not in seen:
                 seen.add(kind)
                 self.destination.check(dst)
-                self._wants(dst)
+                self._wants_of_kind(dst)
 
     def only(self, tensors: Callable[[str], bool]) -> ReshardPlan:
         """The part of the plan that concerns these logical tensors: a destination tensor goes with all that is in it."""
@@ -121,13 +123,9 @@ class ReshardPlan:
     def bytes_per_link(self, element_size: int) -> dict[Link, int]:
         """Bytes that go from each source rank to each destination rank; moves within one process are not counted."""
         total: dict[Link, int] = {}
-        wants: dict[Kind, _Wants] = {}
         for dst in range(self.destination.num_ranks):
-            kind = self.destination.kind(dst)
-            if kind not in wants:
-                wants[kind] = self._wants(dst)
             mine: dict[int, int] = defaultdict(int)
-            for want, src in self._senders(dst, wants[kind]):
+            for want, src in self._senders(dst, self._wants_of_kind(dst)):
                 mine[src] += want.size
             for src, elements in mine.items():
                 if not (self.colocated and src == dst):
@@ -159,6 +157,17 @@ class ReshardPlan:
 
     # ------------------------------------------------------------------ geometry
 
+    @cached_property
+    def _known_wants(self) -> dict[Kind, _Wants]:
+        return {}
+
+    def _wants_of_kind(self, dst: int) -> _Wants:
+        """All wants of a destination rank, kept for the ranks that need the same."""
+        kind = self.destination.kind(dst)
+        if kind not in self._known_wants:
+            self._known_wants[kind] = self._wants(dst)
+        return self._known_wants[kind]
+
     def _wants(self, dst: int, tensors: Collection[str] | None = None, sender: int | None = None) -> _Wants:
         """The common boxes of a destination rank's pieces with the source's, checked to tile each piece.
 
@@ -188,7 +197,9 @@ class ReshardPlan:
                         if number == len(totals):
                             totals.append(0)
                         size = boxes.volume(common)
-                        wants.append(_Want(piece, copy, common, number, totals[number], size))
+                        src_at = boxes.shifted(copy.at, _offset(common, copy.box))
+                        dst_at = boxes.shifted(piece.at, _offset(common, piece.box))
+                        wants.append(_Want(piece, copy, common, number, totals[number], size, src_at, dst_at))
                         totals[number] += size
         return _Wants(wants, list(numbers), totals)
 
@@ -223,7 +234,7 @@ class ReshardPlan:
         begin = [replica * total if w else 0 for w, total in zip(whole, wants.totals, strict=True)]
         circle = [replicas * total if w else total for w, total in zip(whole, wants.totals, strict=True)]
         for want in wants.wants:
-            _, _, _, copies, start, size = want
+            copies, start, size = want.copies, want.start, want.size
             ranks, around = near[copies], circle[copies]
             start += begin[copies]
             first, last = start * len(ranks) // around, (start + size - 1) * len(ranks) // around
@@ -287,15 +298,22 @@ def _share(want: _Want, ranks: tuple[int, ...], start: int, circle: int) -> Iter
         border = -(-(number + 1) * circle // len(ranks))
         cut = high if border >= end else min(origin + (border - start + row // 2) // row, high)
         if low < cut:
-            yield want._replace(box=((low, cut), *rest), size=(cut - low) * row), ranks[number]
+            by = (low - origin, *(0 for _ in rest))
+            yield (
+                want._replace(
+                    box=((low, cut), *rest),
+                    size=(cut - low) * row,
+                    src_at=boxes.shifted(want.src_at, by),
+                    dst_at=boxes.shifted(want.dst_at, by),
+                ),
+                ranks[number],
+            )
             low = cut
 
 
 def _move(want: _Want, src: int, dst: int) -> Move:
-    piece, copy, box = want.piece, want.copy, want.box
-    src_at = boxes.shifted(copy.at, _offset(box, copy.box))
-    dst_at = boxes.shifted(piece.at, _offset(box, piece.box))
-    return Move(src, dst, piece.tensor, box, copy.local, src_at, piece.local, dst_at)
+    piece = want.piece
+    return Move(src, dst, piece.tensor, want.box, want.copy.local, want.src_at, piece.local, want.dst_at)
 
 
 def _offset(inner: Box, outer: Box) -> Shape:
