@@ -149,8 +149,8 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     engines = vllm_layout(
         hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
     )
-    build_plan(source, engines)
-    build_plan(source, hf_layout(hf_config))
+    build_plan(source, engines).check()
+    build_plan(source, hf_layout(hf_config)).check()
     files = open_hf(Path(config.model.path))
     try:
         check_hf(files, source, hf_config)  # headers and sizes: a file cut short is seen
