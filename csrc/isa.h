@@ -6,9 +6,9 @@
 
 struct MegarlKernels {
   const char* name;
-  void (*logprob_local)(const MegarlLogits&, const int64_t* targets, float* stats, int64_t begin, int64_t end);
-  void (*logprob_backward)(const MegarlLogits&, const int64_t* targets, const float* norm, const float* entropy,
-                           const float* grad_logp, const float* grad_entropy, void* out, int64_t out_stride,
+  void (*logprob_local)(const MegarlLogits&, const int64_t* targets, real* stats, int64_t begin, int64_t end);
+  void (*logprob_backward)(const MegarlLogits&, const int64_t* targets, const real* norm, const real* entropy,
+                           const real* grad_logp, const real* grad_entropy, void* out, int64_t out_stride,
                            int64_t begin, int64_t end);
   // `count` elements, `stride` elements apart, flat indices index, index + step, ...
   uint64_t (*digest_line)(const void* data, int itemsize, int64_t count, int64_t stride, uint64_t index, uint64_t step);
@@ -20,9 +20,9 @@ const MegarlKernels& active();
 
 #define MEGARL_DECLARE_ISA(isa)                                                                                     \
   namespace megarl_##isa {                                                                                          \
-  void logprob_local(const MegarlLogits&, const int64_t*, float*, int64_t, int64_t);                                \
-  void logprob_backward(const MegarlLogits&, const int64_t*, const float*, const float*, const float*,              \
-                        const float*, void*, int64_t, int64_t, int64_t);                                            \
+  void logprob_local(const MegarlLogits&, const int64_t*, real*, int64_t, int64_t);                                \
+  void logprob_backward(const MegarlLogits&, const int64_t*, const real*, const real*, const real*,              \
+                        const real*, void*, int64_t, int64_t, int64_t);                                            \
   uint64_t digest_line(const void*, int, int64_t, int64_t, uint64_t, uint64_t);                                     \
   }
 #define MEGARL_ISA_NAMESPACE_(isa) megarl_##isa

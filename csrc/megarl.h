@@ -1,45 +1,77 @@
-// The torch-free core: plain C functions over raw host pointers. Python (megarl/ops) checks every argument.
+// The torch-free core: plain C functions over raw pointers. Python (megarl/ops) checks every argument.
+// Every function exists twice: megarl_cpu_* runs on host memory with `threads` threads; megarl_cuda_* (built when nvcc
+// is there) enqueues on `stream` over device memory and returns a cudaError_t, 0 when all is well.
 #pragma once
 #include <cstdint>
 
-// Element types of a logits buffer.
-enum MegarlDtype : int { MEGARL_F32 = 0, MEGARL_BF16 = 1, MEGARL_F16 = 2 };
+// The type of everything that is not a logit. Always float, except in the build that gradient checks run on.
+#ifdef MEGARL_DOUBLE
+typedef double real;
+#else
+typedef float real;
+#endif
+
+// Element types of a logits buffer; MEGARL_REAL_DTYPE is `real` itself.
+enum MegarlDtype : int { MEGARL_REAL_DTYPE = 0, MEGARL_BF16 = 1, MEGARL_F16 = 2 };
 
 constexpr int64_t MEGARL_IGNORED = -100;  // target of a row that has no loss
 
 // A [rows, cols] block of logits: columns [vocab_start, vocab_start + cols) of the vocabulary. Column j counts only
-// when j < valid_cols (Megatron pads the vocabulary). row_stride is in elements; columns are contiguous.
+// when vocab_start + j < vocab_size (Megatron pads the vocabulary). row_stride is in elements; columns are contiguous.
 struct MegarlLogits {
   void* data;
   int dtype;
   int64_t rows, cols, row_stride;
-  int64_t vocab_start, valid_cols;
-  float temperature;
+  int64_t vocab_start, vocab_size;
+  real temperature;
 };
 
+// How a token's loss is made; see megarl/ops/policy.py for the equations.
+enum MegarlImportance : int { MEGARL_TOKEN = 0, MEGARL_SEQUENCE_MEAN = 1, MEGARL_SEQUENCE_PRODUCT = 2 };
+enum MegarlObjective : int { MEGARL_PPO_CLIP = 0, MEGARL_CISPO = 1 };
+enum MegarlAggregation : int { MEGARL_WEIGHT_ONE = 0, MEGARL_WEIGHT_MEAN = 1 };
+constexpr int MEGARL_POLICY_SUMS = 8;  // per row: {pg, kl, entropy, tokens, clipped, clipped by dual clip, old - logp, ratio}
+struct MegarlPolicy {
+  int importance, objective, kl, aggregation;  // kl: 0 none, 1..3 the estimators k1..k3
+  double clip_low, clip_high, dual_clip;       // dual_clip <= 0: none
+  double kl_coef, entropy_coef, scale;         // scale multiplies every weight
+};
+
+#define MEGARL_API(where, result, extra)                                                                             \
+  /* Per row {m, sum e, sum e*d, x_target}: m the largest raw logit of this shard, d = (x - m) / temperature,       \
+     e = exp(d), x_target the raw target logit or 0 where the target lies in another shard. stats: [rows, 4]. A     \
+     target outside [0, vocab_size) makes the row NaN; an ignored row is {0, 0, 0, 0}. */                           \
+  result megarl_##where##_logprob_local(const MegarlLogits* x, const int64_t* targets, real* stats, extra);          \
+  /* Combines [shards, rows, 4] in shard order. logp, entropy: [rows]; norm: [rows, 2] = {m, log sum e}. Ignored    \
+     rows get 0. */                                                                                                 \
+  result megarl_##where##_logprob_combine(const real* stats, int64_t shards, int64_t rows, const int64_t* targets,   \
+                                          real temperature, real* logp, real* entropy, real* norm, extra);           \
+  /* Gradient with respect to the logits into out (may be x->data itself). grad_logp, grad_entropy may be null. */  \
+  result megarl_##where##_logprob_backward(const MegarlLogits* x, const int64_t* targets, const real* norm,          \
+                                           const real* entropy, const real* grad_logp, const real* grad_entropy,     \
+                                           void* out, int64_t out_stride, extra);                                    \
+  /* Generalised advantage estimation over packed sequences [cu[i], cu[i+1]) of `tokens` tokens; bootstrap[i] =     \
+     value after the last token. */                                                                                 \
+  result megarl_##where##_gae(const real* rewards, const real* values, const int64_t* cu, int64_t sequences,         \
+                              int64_t tokens, const real* bootstrap, double gamma, double lam, real* advantages,     \
+                              real* returns, extra);                                                                 \
+  /* Loss and gradient of packed tokens; entropy, ref_logp, is_weight and grad_entropy may be null.                 \
+     sums: [sequences, MEGARL_POLICY_SUMS]. */                                                                      \
+  result megarl_##where##_policy(const MegarlPolicy* how, const real* logp, const real* entropy,                     \
+                                 const real* old_logp, const real* ref_logp, const real* advantages,                 \
+                                 const real* is_weight, const uint8_t* mask, const int64_t* cu, int64_t sequences,   \
+                                 int64_t tokens, real* grad_logp, real* grad_entropy, double* sums, extra);          \
+  /* Additive digest of a box with `dims` sizes and strides (elements) whose element (0,..,0) has flat index        \
+     `offset` in the logical tensor, and whose step along dimension d is steps[d] flat indices, into result[0]. */   \
+  result megarl_##where##_digest(const void* data, int itemsize, int dims, const int64_t* sizes,                     \
+                                 const int64_t* strides, uint64_t offset, const uint64_t* steps, uint64_t* digest,   \
+                                 extra);
+
 extern "C" {
-// Per row {m, sum e, sum e*(z-m), z_target}, z = logit / temperature, e = exp(z - m), m = max z of this shard.
-// z_target is 0 where the target lies in another shard. stats: [rows, 4].
-void megarl_logprob_local(const MegarlLogits* x, const int64_t* targets, float* stats, int threads);
+MEGARL_API(cpu, void, int threads)
+MEGARL_API(cuda, int, void* stream)
 
-// Combines [shards, rows, 4] in shard order. logp, entropy: [rows]; norm: [rows, 2] = {max, log sum e}.
-// Ignored rows get logp = entropy = 0.
-void megarl_logprob_combine(const float* stats, int64_t shards, int64_t rows, const int64_t* targets, float* logp,
-                            float* entropy, float* norm);
-
-// Gradient with respect to the logits into out (may be x.data itself). grad_logp and grad_entropy may be null (zero).
-void megarl_logprob_backward(const MegarlLogits* x, const int64_t* targets, const float* norm, const float* entropy,
-                             const float* grad_logp, const float* grad_entropy, void* out, int64_t out_stride,
-                             int threads);
-
-// Generalised advantage estimation over packed sequences [cu[i], cu[i+1]); bootstrap[i] = value after the last token.
-void megarl_gae(const float* rewards, const float* values, const int64_t* cu, int64_t sequences,
-                const float* bootstrap, double gamma, double lam, float* advantages, float* returns, int threads);
-
-// Additive digest of a box with `dims` sizes and strides (elements) whose element (0,..,0) has flat index `offset` in
-// the logical tensor, and whose step along dimension d is steps[d] flat indices.
-uint64_t megarl_digest(const void* data, int itemsize, int dims, const int64_t* sizes, const int64_t* strides,
-                       uint64_t offset, const uint64_t* steps, int threads);
+const char* megarl_cuda_error(int status);
 
 // The instruction set in use; megarl_use_isa returns false where this machine or build does not have it.
 const char* megarl_isa();

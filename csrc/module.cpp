@@ -1,10 +1,18 @@
 // The Python module megarl._C: raw pointers as integers in, nothing checked here (megarl/ops does), no GIL held.
+// Its submodules `cpu` and, where built, `cuda` have the same functions; the last argument is the number of threads or
+// the stream.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "megarl.h"
+
+#ifndef MEGARL_MODULE
+#define MEGARL_MODULE _C
+#endif
 
 namespace py = pybind11;
 using Pointer = std::uintptr_t;
@@ -16,49 +24,72 @@ T* at(Pointer address) {
   return reinterpret_cast<T*>(address);
 }
 
-uint64_t digest(Pointer data, int itemsize, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                uint64_t offset, const std::vector<uint64_t>& steps, int threads) {
-  return megarl_digest(at<void>(data), itemsize, static_cast<int>(sizes.size()), sizes.data(), strides.data(), offset,
-                       steps.data(), threads);
+struct Cpu {
+  using How = int;  // threads
+  static int how(How threads) { return threads; }
+#define MEGARL_CALL(function, ...) megarl_cpu_##function(__VA_ARGS__)
+#include "module_functions.inc"
+#undef MEGARL_CALL
+};
+
+#ifdef MEGARL_CUDA
+void check(const char* function, int status) {
+  if (status) throw std::runtime_error(std::string("CUDA kernel ") + function + ": " + megarl_cuda_error(status));
+}
+
+struct Cuda {
+  using How = Pointer;  // stream
+  static void* how(How stream) { return at<void>(stream); }
+#define MEGARL_CALL(function, ...) check(#function, megarl_cuda_##function(__VA_ARGS__))
+#include "module_functions.inc"
+#undef MEGARL_CALL
+};
+#endif
+
+template <class Where>
+void define(py::module_ m) {
+  using release = py::call_guard<py::gil_scoped_release>;
+  m.def("logprob_local", &Where::logprob_local, release());
+  m.def("logprob_combine", &Where::logprob_combine, release());
+  m.def("logprob_backward", &Where::logprob_backward, release());
+  m.def("gae", &Where::gae, release());
+  m.def("digest", &Where::digest, release());
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "megarl's kernels on the CPU";
-  using release = py::call_guard<py::gil_scoped_release>;
+PYBIND11_MODULE(MEGARL_MODULE, m) {
+  m.doc() = "megarl's kernels";
 
   py::class_<MegarlLogits>(m, "Logits")
       .def(py::init([](Pointer data, int dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t vocab_start,
-                       int64_t valid_cols, float temperature) {
-             return MegarlLogits{at<void>(data), dtype, rows, cols, row_stride, vocab_start, valid_cols, temperature};
+                       int64_t vocab_size, double temperature) {
+             return MegarlLogits{at<void>(data), dtype,      rows, cols, row_stride, vocab_start, vocab_size,
+                                 static_cast<real>(temperature)};
            }),
            py::kw_only(), py::arg("data"), py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("row_stride"),
-           py::arg("vocab_start"), py::arg("valid_cols"), py::arg("temperature"));
-  m.attr("FLOAT32") = static_cast<int>(MEGARL_F32);
+           py::arg("vocab_start"), py::arg("vocab_size"), py::arg("temperature"));
+  py::class_<MegarlPolicy>(m, "Policy")
+      .def(py::init([](int importance, int objective, int kl, int aggregation, double clip_low, double clip_high,
+                       double dual_clip, double kl_coef, double entropy_coef, double scale) {
+             return MegarlPolicy{importance, objective, kl,      aggregation,  clip_low,
+                                 clip_high,  dual_clip, kl_coef, entropy_coef, scale};
+           }),
+           py::kw_only(), py::arg("importance"), py::arg("objective"), py::arg("kl"), py::arg("aggregation"),
+           py::arg("clip_low"), py::arg("clip_high"), py::arg("dual_clip"), py::arg("kl_coef"),
+           py::arg("entropy_coef"), py::arg("scale"));
+  m.attr("REAL") = sizeof(real) == 4 ? "float32" : "float64";
+  m.attr("REAL_DTYPE") = static_cast<int>(MEGARL_REAL_DTYPE);
   m.attr("BFLOAT16") = static_cast<int>(MEGARL_BF16);
   m.attr("FLOAT16") = static_cast<int>(MEGARL_F16);
+  m.attr("POLICY_SUMS") = MEGARL_POLICY_SUMS;
 
-  m.def("logprob_local", [](const MegarlLogits& x, Pointer targets, Pointer stats, int threads) {
-    megarl_logprob_local(&x, at<int64_t>(targets), at<float>(stats), threads);
-  }, release());
-  m.def("logprob_combine", [](Pointer stats, int64_t shards, int64_t rows, Pointer targets, Pointer logp,
-                              Pointer entropy, Pointer norm) {
-    megarl_logprob_combine(at<float>(stats), shards, rows, at<int64_t>(targets), at<float>(logp), at<float>(entropy),
-                           at<float>(norm));
-  }, release());
-  m.def("logprob_backward", [](const MegarlLogits& x, Pointer targets, Pointer norm, Pointer entropy,
-                               Pointer grad_logp, Pointer grad_entropy, Pointer out, int64_t out_stride, int threads) {
-    megarl_logprob_backward(&x, at<int64_t>(targets), at<float>(norm), at<float>(entropy), at<float>(grad_logp),
-                            at<float>(grad_entropy), at<void>(out), out_stride, threads);
-  }, release());
-  m.def("gae", [](Pointer rewards, Pointer values, Pointer cu, int64_t sequences, Pointer bootstrap, double gamma,
-                  double lam, Pointer advantages, Pointer returns, int threads) {
-    megarl_gae(at<float>(rewards), at<float>(values), at<int64_t>(cu), sequences, at<float>(bootstrap), gamma, lam,
-               at<float>(advantages), at<float>(returns), threads);
-  }, release());
-  m.def("digest", &digest, release());
-  m.def("isa", [] { return std::string(megarl_isa()); }, "Instruction set of the kernels in use.");
+  define<Cpu>(m.def_submodule("cpu", "host memory; the last argument is the number of threads"));
+#ifdef MEGARL_CUDA
+  define<Cuda>(m.def_submodule("cuda", "device memory; the last argument is the CUDA stream"));
+  m.attr("CUDA_ARCHITECTURES") = MEGARL_CUDA_ARCHITECTURES;
+#endif
+  m.def("isa", [] { return std::string(megarl_isa()); }, "Instruction set of the CPU kernels in use.");
   m.def("use_isa", [](const std::string& name) { return megarl_use_isa(name.c_str()); },
         "Choose the instruction set (tests); False where this machine or build does not have it.");
 }

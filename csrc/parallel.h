@@ -1,14 +1,13 @@
-// Splits [0, count) into contiguous parts over threads. Parts never share a result, so the split changes no bits.
+// Splits [0, count) into contiguous parts over OpenMP threads. Parts never share a result, so the split changes no bits.
+// torch brings libgomp.so.1 along; linked by that name, torch's threads are ours too and do not fight for the cores.
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <thread>
-#include <vector>
 
 namespace megarl {
 
-// A thread costs about 20 us to start: it is worth it from this many elements of work on.
-constexpr int64_t kElementsPerThread = 1 << 17;
+// Another thread is worth waking from this many elements of work on.
+constexpr int64_t kElementsPerThread = 1 << 15;
 
 template <class Body>
 void parallel(int64_t count, int64_t elements, int threads, const Body& body) {
@@ -17,11 +16,8 @@ void parallel(int64_t count, int64_t elements, int threads, const Body& body) {
     body(int64_t{0}, count);
     return;
   }
-  std::vector<std::thread> pool;
-  pool.reserve(wanted - 1);
-  for (int64_t i = 1; i < wanted; ++i) pool.emplace_back([&, i] { body(count * i / wanted, count * (i + 1) / wanted); });
-  body(int64_t{0}, count / wanted);
-  for (auto& thread : pool) thread.join();
+#pragma omp parallel for num_threads(static_cast<int>(wanted)) schedule(static, 1)
+  for (int64_t i = 0; i < wanted; ++i) body(count * i / wanted, count * (i + 1) / wanted);
 }
 
 }  // namespace megarl

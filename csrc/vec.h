@@ -1,8 +1,11 @@
 // Sixteen lanes of float, whatever the machine's registers: the order of every sum is fixed by this width, so all
 // instruction sets give the same bits. Everything here is forced inline: one copy per instruction set, none shared.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "megarl.h"
 
 #define MEGARL_INLINE static inline __attribute__((always_inline))
 
@@ -24,9 +27,14 @@ struct Lanes {
   typedef T Part __attribute__((vector_size(sizeof(T) * kWidth)));
   Part part[kParts];
 };
-using vfloat = Lanes<float>;
-using vint = Lanes<int32_t>;  // masks too: -1 where true
+using vreal = Lanes<real>;
+#ifdef MEGARL_DOUBLE
+using vmask = Lanes<int64_t>;  // -1 where true
+using vuint = Lanes<uint64_t>;
+#else
+using vmask = Lanes<int32_t>;
 using vuint = Lanes<uint32_t>;
+#endif
 using vhalf = Lanes<uint16_t>;
 
 template <class T>
@@ -64,9 +72,9 @@ MEGARL_BINARY(^)
 
 #define MEGARL_COMPARE(op)                                                     \
   template <class T>                                                           \
-  MEGARL_INLINE vint operator op(Lanes<T> a, Lanes<T> b) {                     \
-    vint mask;                                                                 \
-    for (int i = 0; i < kParts; ++i) mask.part[i] = (vint::Part)(a.part[i] op b.part[i]); \
+  MEGARL_INLINE vmask operator op(Lanes<T> a, Lanes<T> b) {                     \
+    vmask mask;                                                                 \
+    for (int i = 0; i < kParts; ++i) mask.part[i] = (vmask::Part)(a.part[i] op b.part[i]); \
     return mask;                                                               \
   }
 MEGARL_COMPARE(<)
@@ -77,7 +85,7 @@ MEGARL_COMPARE(!=)
 
 template <class T>
 MEGARL_INLINE Lanes<T>& operator+=(Lanes<T>& a, Lanes<T> b) { return a = a + b; }
-MEGARL_INLINE vfloat operator-(vfloat a) {
+MEGARL_INLINE vreal operator-(vreal a) {
   for (int i = 0; i < kParts; ++i) a.part[i] = -a.part[i];
   return a;
 }
@@ -90,7 +98,7 @@ MEGARL_INLINE vuint operator>>(vuint a, int n) {
   return a;
 }
 template <class T>
-MEGARL_INLINE Lanes<T> select(vint mask, Lanes<T> yes, Lanes<T> no) {
+MEGARL_INLINE Lanes<T> select(vmask mask, Lanes<T> yes, Lanes<T> no) {
   const vuint m = bits<vuint>(mask), y = bits<vuint>(yes), n = bits<vuint>(no);
   return bits<Lanes<T>>(n ^ (m & (y ^ n)));
 }
@@ -104,67 +112,78 @@ MEGARL_INLINE vhalf narrow(vuint v) {
   for (int i = 0; i < kParts; ++i) h.part[i] = __builtin_convertvector(v.part[i], vhalf::Part);
   return h;
 }
-MEGARL_INLINE float first(vfloat v) { return v.part[0][0]; }
-MEGARL_INLINE vint lanes_below(int64_t count) {
-  const int32_t number[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  vint lane;
+MEGARL_INLINE real first(vreal v) { return v.part[0][0]; }
+MEGARL_INLINE vmask lanes_below(int64_t count) {
+  using Lane = decltype(vmask::Part{}[0] + 0);
+  const Lane number[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vmask lane;
   std::memcpy(&lane, number, sizeof lane);
-  return lane < splat((int32_t)count);
+  return lane < splat((Lane)count);
 }
 
 // Pairwise, in a fixed order.
-MEGARL_INLINE float sum(vfloat v) {
-  float a[kLanes];
+MEGARL_INLINE real sum(vreal v) {
+  real a[kLanes];
   std::memcpy(a, &v, sizeof a);
   for (int n = kLanes / 2; n > 0; n /= 2)
     for (int i = 0; i < n; ++i) a[i] += a[i + n];
   return a[0];
 }
 // NaN lanes are not seen (they reach the sums instead).
-MEGARL_INLINE float max(vfloat v) {
-  float a[kLanes];
+MEGARL_INLINE real max(vreal v) {
+  real a[kLanes];
   std::memcpy(a, &v, sizeof a);
   for (int n = kLanes / 2; n > 0; n /= 2)
     for (int i = 0; i < n; ++i) a[i] = a[i] > a[i + n] ? a[i] : a[i + n];
   return a[0];
 }
 
+#ifdef MEGARL_DOUBLE
+constexpr real kExpFloor = -708.0;
+MEGARL_INLINE vreal vexp(vreal x) {
+  for (int i = 0; i < kParts; ++i)
+    for (int j = 0; j < kWidth; ++j) x.part[i][j] = x.part[i][j] < kExpFloor ? 0.0 : std::exp(x.part[i][j]);
+  return x;
+}
+#else
 // Where exp is taken as 0: e^-87.33 is the smallest normal float.
-constexpr float kExpFloor = -87.33f;
+constexpr real kExpFloor = -87.33f;
 
 // exp(x) for x <= about 0.5, 0 below kExpFloor, NaN for NaN. Relative error <= 2e-7 (Cephes polynomial, no FMA).
-MEGARL_INLINE vfloat vexp(vfloat x) {
-  const vint zero = x < splat(kExpFloor);
-  const vfloat y = select(zero, vfloat{}, x);
-  const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  const vfloat shifted = y * 1.44269504088896341f + magic;
-  const vfloat n = shifted - magic;
-  const vfloat r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
-  vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+MEGARL_INLINE vreal vexp(vreal x) {
+  const vmask zero = x < splat(kExpFloor);
+  const vreal y = select(zero, vreal{}, x);
+  const vreal magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const vreal shifted = y * 1.44269504088896341f + magic;
+  const vreal n = shifted - magic;
+  const vreal r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  vreal p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = (p * (r * r) + r) + 1.0f;
   const vuint scale = (bits<vuint>(shifted) - bits<vuint>(magic) + 127u) << 23;
-  return select(zero, vfloat{}, p * bits<vfloat>(scale));
+  return select(zero, vreal{}, p * bits<vreal>(scale));
 }
+#endif
 
 // Stored element types. Conversions are done on the bits, so that they too are the same everywhere.
-struct F32 {
-  using Element = float;
-  MEGARL_INLINE vfloat load(const Element* p) { vfloat v; std::memcpy(&v, p, sizeof v); return v; }
-  MEGARL_INLINE void store(Element* p, vfloat v) { std::memcpy(p, &v, sizeof v); }
+struct Real {
+  using Element = real;
+  MEGARL_INLINE vreal load(const Element* p) { vreal v; std::memcpy(&v, p, sizeof v); return v; }
+  MEGARL_INLINE void store(Element* p, vreal v) { std::memcpy(p, &v, sizeof v); }
 };
 
+#ifndef MEGARL_DOUBLE
 struct BF16 {
   using Element = uint16_t;
-  MEGARL_INLINE vfloat load(const Element* p) {
+  MEGARL_INLINE vreal load(const Element* p) {
     vhalf h;
     std::memcpy(&h, p, sizeof h);
-    return bits<vfloat>(widen(h) << 16);
+    return bits<vreal>(widen(h) << 16);
   }
-  MEGARL_INLINE void store(Element* p, vfloat v) {  // nearest, ties to even; NaN stays NaN
+  MEGARL_INLINE void store(Element* p, vreal v) {  // nearest, ties to even; NaN stays NaN
     const vuint u = bits<vuint>(v);
     const vuint rounded = (u + (((u >> 16) & 1u) + 0x7fffu)) >> 16;
     const vhalf h = narrow(select(v != v, (u >> 16) | 0x40u, rounded));
@@ -174,22 +193,22 @@ struct BF16 {
 
 struct F16 {
   using Element = uint16_t;
-  MEGARL_INLINE vfloat load(const Element* p) {
+  MEGARL_INLINE vreal load(const Element* p) {
     vhalf h;
     std::memcpy(&h, p, sizeof h);
     const vuint u = widen(h);
     const vuint magnitude = (u & 0x7fffu) << 13;
     // Times 2^112 moves the exponent's bias and normalises subnormals; infinity and NaN need all exponent bits set.
-    const vuint scaled = bits<vuint>(bits<vfloat>(magnitude) * 5.192296858534828e33f);
-    const vint special = magnitude >= splat(0x7c00u << 13);
-    return bits<vfloat>(select(special, scaled | 0x7f800000u, scaled) | ((u & 0x8000u) << 16));
+    const vuint scaled = bits<vuint>(bits<vreal>(magnitude) * 5.192296858534828e33f);
+    const vmask special = magnitude >= splat(0x7c00u << 13);
+    return bits<vreal>(select(special, scaled | 0x7f800000u, scaled) | ((u & 0x8000u) << 16));
   }
-  MEGARL_INLINE void store(Element* p, vfloat v) {  // nearest, ties to even
+  MEGARL_INLINE void store(Element* p, vreal v) {  // nearest, ties to even
     const vuint u = bits<vuint>(v);
     const vuint a = u & 0x7fffffffu;
     const vuint normal = (a - (112u << 23) + (((a >> 13) & 1u) + 0xfffu)) >> 13;
     // Adding 0.5 leaves the subnormal half's bits, correctly rounded, at the bottom of the sum.
-    const vuint small = bits<vuint>(bits<vfloat>(a) + 0.5f) - 0x3f000000u;
+    const vuint small = bits<vuint>(bits<vreal>(a) + 0.5f) - 0x3f000000u;
     vuint h = select(a < splat(113u << 23), small, normal);
     h = select(a >= splat(0x477ff000u), splat(0x7c00u), h);
     h = select(a > splat(0x7f800000u), splat(0x7e00u), h);
@@ -197,5 +216,7 @@ struct F16 {
     std::memcpy(p, &out, sizeof out);
   }
 };
+
+#endif
 
 }  // namespace

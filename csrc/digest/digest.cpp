@@ -29,8 +29,9 @@ uint64_t one_line(const Box& box, uint64_t offset, int64_t outer, int64_t begin,
 
 }  // namespace
 
-extern "C" uint64_t megarl_digest(const void* data, int itemsize, int dims, const int64_t* sizes,
-                                  const int64_t* strides, uint64_t offset, const uint64_t* steps, int threads) {
+extern "C" void megarl_cpu_digest(const void* data, int itemsize, int dims, const int64_t* sizes,
+                                  const int64_t* strides, uint64_t offset, const uint64_t* steps, uint64_t* digest,
+                                  int threads) {
   const Box box = {static_cast<const char*>(data), itemsize, dims, sizes, strides, steps};
   const int64_t width = sizes[dims - 1];
   int64_t total = 1;
@@ -48,5 +49,5 @@ extern "C" uint64_t megarl_digest(const void* data, int itemsize, int dims, cons
     const std::lock_guard<std::mutex> guard(lock);
     sum += part;
   });
-  return sum;
+  *digest = sum;
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megarl import _C
+from megarl.ops import native
 from megarl.ops.advantage import gae, gae_reference
 from megarl.ops.digest import slice_digest, slice_digest_reference
 from megarl.ops.logprob import vocab_parallel_logprob, vocab_parallel_logprob_reference
+from megarl.ops.native import use
 
 __all__ = [
     "backend",
@@ -13,11 +14,14 @@ __all__ = [
     "gae_reference",
     "slice_digest",
     "slice_digest_reference",
+    "use",
     "vocab_parallel_logprob",
     "vocab_parallel_logprob_reference",
 ]
 
 
 def backend() -> dict[str, str]:
-    """Which code the ops run: the extension's file and the instruction set chosen on this machine."""
-    return {"cpu": f"C++ ({_C.isa()})", "extension": _C.__file__}
+    """Which code the ops run: the extension's file, the CPU's instruction set, and the CUDA kernels or why there are none."""
+    extension = native.library
+    cuda = f"built for {extension.CUDA_ARCHITECTURES}" if hasattr(extension, "cuda") else "not built (no nvcc was found)"
+    return {"cpu": f"C++ ({extension.isa()})", "cuda": cuda, "extension": str(extension.__file__)}

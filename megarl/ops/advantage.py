@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl import _C
-from megarl.ops import checks
+from megarl.ops import checks, native
 
 
 def gae(
@@ -38,18 +37,10 @@ def gae(
     offsets = _check(rewards, values, cu_seqlens, bootstrap)
     rewards, values, bootstrap = rewards.contiguous(), values.contiguous(), bootstrap.contiguous()
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
-    _C.gae(
-        rewards.data_ptr(),
-        values.data_ptr(),
-        offsets.data_ptr(),
-        offsets.numel() - 1,
-        bootstrap.data_ptr(),
-        gamma,
-        lam,
-        advantages.data_ptr(),
-        returns.data_ptr(),
-        torch.get_num_threads(),
-    )
+    native.run(
+        "gae", rewards, rewards.data_ptr(), values.data_ptr(), offsets.data_ptr(), offsets.numel() - 1, rewards.numel(),
+        bootstrap.data_ptr(), gamma, lam, advantages.data_ptr(), returns.data_ptr(),
+    )  # fmt: skip
     return advantages, returns
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megarl import _C
+from megarl.ops import checks, native
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,9 +39,9 @@ def slice_digest(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int])
     steps = _row_major_steps(shape)
     offset = sum(i * step for i, step in zip(start, steps, strict=True))
     sizes, strides = list(x.shape) or [1], list(x.stride()) or [1]
-    return _C.digest(
-        x.data_ptr(), x.element_size(), sizes, strides, offset, steps or [1], torch.get_num_threads()
-    )
+    digest = torch.empty(1, dtype=torch.int64, device=x.device)
+    native.run("digest", x, x.data_ptr(), x.element_size(), sizes, strides, offset, steps or [1], digest.data_ptr())
+    return int(digest) % 2**64
 
 
 def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> int:
@@ -66,8 +66,7 @@ def _row_major_steps(shape: Sequence[int]) -> list[int]:
 
 
 def _check(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
-    if x.device.type != "cpu":
-        raise ValueError(f"x is on {x.device}; megarl's kernels run on CPU tensors only, move it with .cpu()")
+    checks.device("x", x)
     if x.is_complex() or x.element_size() not in _INTEGERS:
         raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes that are not complex, got {x.dtype}")
     if not x.dim() == len(start) == len(shape):

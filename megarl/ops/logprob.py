@@ -2,11 +2,11 @@
 
 Shape legend: T rows (tokens), V columns of this shard, R ranks of the group.
 
-Forward, with z = logit / temperature: every shard reads its logits once and leaves four floats a row,
-``{m, Σe, Σe·(z−m), z_target}`` with m = max z and e = exp(z−m); one all-gather of these; combined in rank order as
-``logp = z_target − m − log Σe`` and ``H = log Σe − Σe·(z−m) / Σe``. Accumulating (z−m) instead of z avoids the
-cancellation of E[z] − log-sum-exp. Backward, without a collective:
-``∂/∂z_j = p_j·(−g_logp − g_H·(log p_j + H)) + g_logp·1[j = target]``.
+Forward: every shard reads its logits x once and leaves four floats a row, ``{m, Σe, Σe·d, x_target}`` with m = max x,
+d = (x−m) / temperature and e = exp(d); one all-gather of these; combined in rank order as
+``logp = (x_target−m)/temperature − log Σe`` and ``H = log Σe − Σe·d / Σe``. Every term of either has the same sign, so
+nothing cancels, however large the logits. Backward, without a collective:
+``∂/∂x_j = (p_j·(−g_logp − g_H·(log p_j + H)) + g_logp·1[j = target]) / temperature``.
 
 A row's result is the same bits whatever rows surround it, whatever the number of threads.
 """
@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 
-from megarl import _C
-from megarl.ops import checks
+from megarl.ops import checks, native
 
 IGNORED = -100
 """The target of a row that takes no part: log-prob 0, entropy 0, no gradient."""
 
-_DTYPES = {torch.float32: _C.FLOAT32, torch.bfloat16: _C.BFLOAT16, torch.float16: _C.FLOAT16}
 
 
 def vocab_parallel_logprob(
@@ -57,65 +55,111 @@ def vocab_parallel_logprob(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or device, or a target outside the vocabulary.
     """
+    if native.twin():
+        return vocab_parallel_logprob_reference(
+            logits, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
+        )
     _check(logits, targets, vocab_start, vocab_size, temperature)
-    # Rows that overlap (an expanded tensor) cannot hold one gradient each.
-    inplace = inplace_backward and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
-    logp, entropy = _LogProb.apply(logits, targets.contiguous(), group, vocab_start, vocab_size, temperature, inplace)
+    # Rows that overlap (an expanded tensor) cannot hold one gradient each, and what a compiler has planned must not change.
+    inplace = (
+        inplace_backward and not logits.is_leaf and logits.stride(0) >= logits.shape[1] and not torch.compiler.is_compiling()
+    )
+    ranks = "" if group is None or group.size() == 1 else group.group_name
+    shard = (vocab_start, vocab_size, temperature)
+    logp, entropy = _LogProb.apply(logits, targets.contiguous(), shard, ranks, inplace)
     return logp, entropy
 
 
+@native.op(
+    "logprob_local(Tensor logits, Tensor targets, SymInt vocab_start, SymInt vocab_size, float temperature) -> Tensor",
+    fake=lambda logits, *_: logits.new_empty(logits.shape[0], 4, dtype=native.real()),
+)
 def local_stats(
-    logits: torch.Tensor, targets: torch.Tensor, *, vocab_start: int, vocab_size: int, temperature: float = 1.0
+    logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float
 ) -> torch.Tensor:
-    """One shard's pass: float32 [T, 4] of ``{m, Σe, Σe·(z−m), z_target}`` (0 where the target is in another shard)."""
-    stats = torch.empty(logits.shape[0], 4)
-    kernel_logits = _kernel_logits(logits, vocab_start, vocab_size, temperature)
-    _C.logprob_local(kernel_logits, targets.data_ptr(), stats.data_ptr(), torch.get_num_threads())
+    """One shard's pass: float32 [T, 4] of ``{m, Σe, Σe·d, x_target}`` (0 where the target is in another shard)."""
+    stats = logits.new_empty(logits.shape[0], 4, dtype=native.real())
+    block = _block(logits, vocab_start, vocab_size, temperature)
+    native.run("logprob_local", logits, block, targets.data_ptr(), stats.data_ptr())
     return stats
 
 
-def combine(stats: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@native.op(
+    "logprob_gather(Tensor stats, str ranks) -> Tensor",
+    fake=lambda stats, ranks: stats.new_empty(_group(ranks).size(), *stats.shape),
+)
+def gather_stats(stats: torch.Tensor, ranks: str) -> torch.Tensor:
+    """[T, 4] of this rank -> [R, T, 4] in rank order; ``ranks`` is the group's name."""
+    gathered = stats.new_empty(_group(ranks).size(), *stats.shape)
+    torch.distributed.all_gather(list(gathered.unbind(0)), stats, group=_group(ranks))
+    return gathered
+
+
+@native.op(
+    "logprob_combine(Tensor stats, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)",
+    fake=lambda stats, *_: tuple(stats.new_empty(stats.shape[1], *more) for more in ((), (), (2,))),
+)
+def combine_stats(
+    stats: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Combine the shards' statistics [R, T, 4] in shard order.
 
     Returns:
-        (logp [T], entropy [T], norm [T, 2] = {max z, log Σe}), float32.
+        (logp [T], entropy [T], norm [T, 2] = {max x, log Σe}), float32.
     """
     shards, rows, _ = stats.shape
-    logp, entropy, norm = torch.empty(rows), torch.empty(rows), torch.empty(rows, 2)
-    _C.logprob_combine(
-        stats.data_ptr(), shards, rows, targets.data_ptr(), logp.data_ptr(), entropy.data_ptr(), norm.data_ptr()
-    )
+    logp, entropy, norm = stats.new_empty(rows), stats.new_empty(rows), stats.new_empty(rows, 2)
+    native.run(
+        "logprob_combine", stats, stats.data_ptr(), shards, rows, targets.data_ptr(), temperature,
+        logp.data_ptr(), entropy.data_ptr(), norm.data_ptr(),
+    )  # fmt: skip
     return logp, entropy, norm
 
 
-def local_gradient(
+_GRADIENT = (
+    "Tensor targets, Tensor norm, Tensor entropy, Tensor? grad_logp, Tensor? grad_entropy, "
+    "SymInt vocab_start, SymInt vocab_size, float temperature"
+)
+
+
+@native.op(f"logprob_gradient_(Tensor(a!) logits, {_GRADIENT}) -> ()", fake=lambda *_: None)
+def gradient_(logits: torch.Tensor, *arguments: Any) -> None:
+    """One shard's gradient [T, V], written over ``logits``."""
+    _gradient(logits, *arguments, out=logits)
+
+
+@native.op(
+    f"logprob_gradient(Tensor logits, {_GRADIENT}) -> Tensor",
+    fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+)
+def gradient(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """One shard's gradient [T, V], beside ``logits``."""
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _gradient(logits, *arguments, out=out)
+    return out
+
+
+def _gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
     norm: torch.Tensor,
     entropy: torch.Tensor,
     grad_logp: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
-    *,
     vocab_start: int,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float,
+    *,
     out: torch.Tensor,
 ) -> None:
-    """One shard's gradient [T, V] into ``out``, which may be ``logits`` itself."""
-    # Kept in variables: the kernel reads them through their pointers.
-    grad_logp = None if grad_logp is None else grad_logp.float().contiguous()
-    grad_entropy = None if grad_entropy is None else grad_entropy.float().contiguous()
-    _C.logprob_backward(
-        _kernel_logits(logits, vocab_start, vocab_size, temperature),
-        targets.data_ptr(),
-        norm.data_ptr(),
-        entropy.data_ptr(),
-        0 if grad_logp is None else grad_logp.data_ptr(),
-        0 if grad_entropy is None else grad_entropy.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        torch.get_num_threads(),
-    )
+    # Kept in variables: the kernel reads them through their addresses.
+    grad_logp = None if grad_logp is None else grad_logp.to(norm.dtype).contiguous()
+    grad_entropy = None if grad_entropy is None else grad_entropy.to(norm.dtype).contiguous()
+    native.run(
+        "logprob_backward", logits, _block(logits, vocab_start, vocab_size, temperature), targets.data_ptr(),
+        norm.data_ptr(), entropy.data_ptr(), native.address(grad_logp), native.address(grad_entropy),
+        out.data_ptr(), out.stride(0),
+    )  # fmt: skip
 
 
 class _LogProb(torch.autograd.Function):
@@ -124,15 +168,13 @@ class _LogProb(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
-        group: torch.distributed.ProcessGroup | None,
-        vocab_start: int,
-        vocab_size: int,
-        temperature: float,
+        shard: tuple[int, int, float],
+        ranks: str,
         inplace: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shard: dict[str, Any] = {"vocab_start": vocab_start, "vocab_size": vocab_size, "temperature": temperature}
-        stats = local_stats(logits, targets, **shard)
-        logp, entropy, norm = combine(_gather(stats, group), targets)
+        stats = local_stats(logits, targets, *shard)
+        stats = gather_stats(stats, ranks) if ranks else stats[None]
+        logp, entropy, norm = combine_stats(stats, targets, shard[-1])
         ctx.save_for_backward(logits, targets, norm, entropy)
         ctx.shard, ctx.inplace = shard, inplace
         ctx.set_materialize_grads(False)
@@ -142,12 +184,14 @@ class _LogProb(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         logits, targets, norm, entropy = ctx.saved_tensors
-        out = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        local_gradient(logits, targets, norm, entropy, grad_logp, grad_entropy, **ctx.shard, out=out)
-        if ctx.inplace:
-            # Whoever still needs the logits (a second backward, say) gets autograd's error instead of wrong numbers.
-            torch.autograd.graph.increment_version(logits)
-        return out, None, None, None, None, None, None
+        arguments = (targets, norm, entropy, grad_logp, grad_entropy, *ctx.shard)
+        if not ctx.inplace:
+            return gradient(logits, *arguments), None, None, None, None
+        out = logits.detach()
+        gradient_(out, *arguments)
+        # Whoever still needs the logits (a second backward, say) gets autograd's error instead of wrong numbers.
+        torch.autograd.graph.increment_version(logits)
+        return out, None, None, None, None
 
 
 def vocab_parallel_logprob_reference(
@@ -184,7 +228,7 @@ def vocab_parallel_logprob_reference(
 def _check(
     logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float
 ) -> None:
-    checks.tensor("logits", logits, dtypes=tuple(_DTYPES), shape=(None, None))
+    checks.tensor("logits", logits, dtypes=tuple(_dtypes()), shape=(None, None))
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"logits must have contiguous columns, got strides {logits.stride()}; call .contiguous()")
     checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(logits.shape[0],), like=logits)
@@ -192,6 +236,8 @@ def _check(
         raise ValueError(f"temperature must be above 0, got {temperature}")
     if vocab_size < 1 or vocab_start < 0:
         raise ValueError(f"vocab_size must be at least 1 and vocab_start at least 0, got {vocab_size} and {vocab_start}")
+    if targets.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # the kernel makes rows with such targets NaN; to look here would make the CPU wait for the device
     outside = ((targets < 0) & (targets != IGNORED)) | (targets >= vocab_size)
     if outside.any():
         row = int(outside.nonzero()[0])
@@ -201,24 +247,27 @@ def _check(
         )
 
 
-def _kernel_logits(logits: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float) -> _C.Logits:
+def _dtypes() -> dict[torch.dtype, int]:
+    """Types of logits that there are kernels for."""
+    kernels = native.library
+    return {native.real(): kernels.REAL_DTYPE, torch.bfloat16: kernels.BFLOAT16, torch.float16: kernels.FLOAT16}
+
+
+def _block(logits: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float) -> Any:
     rows, columns = logits.shape
-    return _C.Logits(
+    return native.library.Logits(
         data=logits.data_ptr(),
-        dtype=_DTYPES[logits.dtype],
+        dtype=_dtypes()[logits.dtype],
         rows=rows,
         cols=columns,
         row_stride=logits.stride(0),
         vocab_start=vocab_start,
-        valid_cols=max(0, min(columns, vocab_size - vocab_start)),
+        vocab_size=vocab_size,
         temperature=temperature,
     )
 
 
-def _gather(stats: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
-    """[T, 4] of this rank -> [R, T, 4] in rank order."""
-    if group is None or group.size() == 1:
-        return stats[None]
-    gathered = stats.new_empty((group.size(), *stats.shape))
-    torch.distributed.all_gather(list(gathered.unbind(0)), stats, group=group)
-    return gathered
+def _group(ranks: str) -> torch.distributed.ProcessGroup:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(ranks)
