@@ -268,6 +268,7 @@ def _block(logits: torch.Tensor, vocab_start: int, vocab_size: int, temperature:
 
 
 def _group(ranks: str) -> torch.distributed.ProcessGroup:
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    return _resolve_process_group(ranks)
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return resolve(ranks)
