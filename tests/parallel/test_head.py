@@ -205,10 +205,8 @@ def test_numbers_and_gradients_are_those_of_logits_first(ranks: Any, case: tuple
                 assert off(gradient, before.gradients[name]) < (0.03 if half else 5e-6), (way, name)
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", [case for case in CASES if GRIDS[case[0]].tp == 2], ids="-".join)
 def test_log_probs_are_equal_on_all_tensor_parallel_ranks(ranks: Any, case: tuple[str, str, str]) -> None:
-    if GRIDS[case[0]].tp == 1:
-        pytest.skip("one rank")
     for way in ("A", "C"):
         first, second = (rank[way] for rank in ranks[case])
         assert torch.equal(first.logp, second.logp) and torch.equal(first.entropy, second.entropy)
