@@ -327,7 +327,7 @@ def main() -> None:
     _one_rank()
     speed, source = bandwidth()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    device = torch.cuda.get_device_name() if GPU else f"{options.threads} thread(s), {ops.backend()['cpu']}, {platform.machine()}"
+    device = torch.cuda.get_device_name() if GPU else f"{options.threads} thread(s), {ops.backend()['CPU tensors']}, {platform.machine()}"
     lines = [f"`python benchmarks/kernels.py {' '.join(sys.argv[1:])}`, commit {commit}: {device}; torch {torch.__version__}; memory {source}."]
     print(lines[0], flush=True)
     for suite in (logprob, linear, gae, policy, digest):

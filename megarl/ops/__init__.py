@@ -12,6 +12,7 @@ __all__ = [
     "backend",
     "gae",
     "gae_reference",
+    "has_cuda_kernels",
     "slice_digest",
     "slice_digest_reference",
     "use",
@@ -20,8 +21,18 @@ __all__ = [
 ]
 
 
+def has_cuda_kernels() -> bool:
+    """Was the extension built with the CUDA kernels?"""
+    return hasattr(native.library, "cuda")
+
+
 def backend() -> dict[str, str]:
-    """Which code the ops run: the extension's file, the CPU's instruction set, and the CUDA kernels or why there are none."""
+    """Which code the ops run on CPU tensors and on CUDA tensors, and the extension's file."""
     extension = native.library
-    cuda = f"built for {extension.CUDA_ARCHITECTURES}" if hasattr(extension, "cuda") else "not built (no nvcc was found)"
-    return {"cpu": f"C++ ({extension.isa()})", "cuda": cuda, "extension": str(extension.__file__)}
+    if native.twin():
+        return {"CPU and CUDA tensors": "plain torch (trainer.kernels=torch)", "extension": str(extension.__file__)}
+    return {
+        "CPU tensors": f"C++ ({extension.isa()})",
+        "CUDA tensors": f"kernels {extension.CUDA_STATE}",
+        "extension": str(extension.__file__),
+    }

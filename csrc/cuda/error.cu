@@ -1,0 +1,3 @@
+#include "cuda/device.h"
+
+extern "C" const char* megarl_cuda_error(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
