@@ -62,7 +62,8 @@ void define(py::module_ m) {
 PYBIND11_MODULE(MEGARL_MODULE, m) {
   m.doc() = "megarl's kernels";
 
-  py::class_<MegarlLogits>(m, "Logits")
+  // module_local: tests load several builds into one process.
+  py::class_<MegarlLogits>(m, "Logits", py::module_local())
       .def(py::init([](Pointer data, int dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t vocab_start,
                        int64_t vocab_size, double temperature) {
              return MegarlLogits{at<void>(data), dtype,      rows, cols, row_stride, vocab_start, vocab_size,
@@ -70,7 +71,7 @@ PYBIND11_MODULE(MEGARL_MODULE, m) {
            }),
            py::kw_only(), py::arg("data"), py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("row_stride"),
            py::arg("vocab_start"), py::arg("vocab_size"), py::arg("temperature"));
-  py::class_<MegarlPolicy>(m, "Policy")
+  py::class_<MegarlPolicy>(m, "Policy", py::module_local())
       .def(py::init([](int importance, int objective, int kl, int aggregation, double clip_low, double clip_high,
                        double dual_clip, double kl_coef, double entropy_coef, double scale) {
              return MegarlPolicy{importance, objective, kl,      aggregation,  clip_low,
