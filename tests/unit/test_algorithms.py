@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl import algorithms, ops
+from megarl import _C, algorithms, ops
 from megarl.algorithms import LossInput, group_stats
 from megarl.config.schema import AlgorithmConfig, KLConfig
 from megarl.errors import ConfigError
 from megarl.ops import native
-from tests.native import build
+from tests.native import backends
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
@@ -43,13 +43,14 @@ def make_batch(seed: int, rows: int = 5, length: int = 7, sigma: float = 0.3, dt
     )
 
 
-@pytest.fixture(params=["kernels in float64", "torch"], autouse=True)
-def _float64(request, monkeypatch):
-    """The oracles are float64: the kernels' test-only build, and the plain twins."""
-    if request.param == "torch":
-        ops.use("torch")
-    else:
-        monkeypatch.setattr(native, "library", build.double())
+@pytest.fixture(params=["kernels", "torch"], autouse=True)
+def _in_float64(request):
+    """The oracles are float64: so are the kernels' test-only build and the plain twins."""
+    if request.param == "kernels":
+        with backends.on("cpu double"):
+            yield
+        return
+    ops.use("torch")
     yield
     ops.use("megarl")
 
@@ -219,12 +220,14 @@ def test_gradient_at_ratio_one_is_the_policy_gradient():
 
 
 @pytest.mark.parametrize("name", list(ORACLES))
-def test_float32_is_close_to_float64(name):
+def test_float32_is_close_to_float64(name, monkeypatch):
     config = VARIANTS[name][-1]
     batch = make_batch(12, rows=8, length=50)
     single = {f: getattr(batch, f).float() for f in ("logp", "entropy", "old_logp", "ref_logp", "advantages")}
-    for a, b in zip(gradient(name, batch, config), gradient(name, dataclasses.replace(batch, **single), config), strict=True):
-        assert (a - b).abs().max() <= 1e-6
+    exact = gradient(name, batch, config)
+    monkeypatch.setattr(native, "library", _C)
+    for a, b in zip(exact, gradient(name, dataclasses.replace(batch, **single), config), strict=True):
+        assert b.dtype == torch.float32 and (a - b).abs().max() <= 1e-6
 
 
 # ---- golden rows ----
@@ -281,6 +284,8 @@ def test_clip_golden(ratio, advantage, changes, loss, clipped):
     out = algorithms.get("grpo").loss(one_token(math.log(ratio), 0.0, 0.0, advantage), AlgorithmConfig(kl=KLConfig(0.0), **changes))
     assert float(out.total) == pytest.approx(loss, rel=1e-12)
     assert int(out.metrics["actor/pg_clipfrac"][0]) == clipped
+    if "dual_clip" in changes:
+        assert int(out.metrics["actor/pg_clipfrac_lower"][0]) == (advantage < 0)
 
 
 def test_kl_golden():
