@@ -56,6 +56,7 @@ void define(py::module_ m) {
   m.def("logprob_combine", &Where::logprob_combine, release());
   m.def("logprob_backward", &Where::logprob_backward, release());
   m.def("gae", &Where::gae, release());
+  m.def("policy", &Where::policy, release());
   m.def("digest", &Where::digest, release());
 }
 

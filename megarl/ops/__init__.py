@@ -7,12 +7,17 @@ from megarl.ops.advantage import gae, gae_reference
 from megarl.ops.digest import slice_digest, slice_digest_reference
 from megarl.ops.logprob import vocab_parallel_logprob, vocab_parallel_logprob_reference
 from megarl.ops.native import use
+from megarl.ops.policy import PolicyLoss, PolicySums, policy_loss, policy_loss_reference
 
 __all__ = [
+    "PolicyLoss",
+    "PolicySums",
     "backend",
     "gae",
     "gae_reference",
     "has_cuda_kernels",
+    "policy_loss",
+    "policy_loss_reference",
     "slice_digest",
     "slice_digest_reference",
     "use",
