@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.ops import native
 from megarl.ops.advantage import gae, gae_reference
 from megarl.ops.digest import slice_digest, slice_digest_reference
+from megarl.ops.linear import linear_logprob, linear_logprob_loss, linear_logprob_reference, rows_in_budget
 from megarl.ops.logprob import vocab_parallel_logprob, vocab_parallel_logprob_reference
 from megarl.ops.native import use
 from megarl.ops.policy import PolicyLoss, PolicySums, policy_loss, policy_loss_reference
@@ -16,8 +17,12 @@ __all__ = [
     "gae",
     "gae_reference",
     "has_cuda_kernels",
+    "linear_logprob",
+    "linear_logprob_loss",
+    "linear_logprob_reference",
     "policy_loss",
     "policy_loss_reference",
+    "rows_in_budget",
     "slice_digest",
     "slice_digest_reference",
     "use",
