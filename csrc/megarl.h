@@ -55,8 +55,9 @@ struct MegarlPolicy {
   result megarl_##where##_gae(const real* rewards, const real* values, const int64_t* cu, int64_t sequences,         \
                               int64_t tokens, const real* bootstrap, double gamma, double lam, real* advantages,     \
                               real* returns, extra);                                                                 \
-  /* Loss and gradient of packed tokens; entropy, ref_logp, is_weight and grad_entropy may be null.                 \
-     sums: [sequences, MEGARL_POLICY_SUMS]. */                                                                      \
+  /* Loss and gradient of packed tokens; entropy, ref_logp, is_weight, mask and grad_entropy may be null. A token   \
+     whose mask is 0 is not read and gets gradient 0. sums: [sequences, MEGARL_POLICY_SUMS], the first three        \
+     weighted. */                                                                                                   \
   result megarl_##where##_policy(const MegarlPolicy* how, const real* logp, const real* entropy,                     \
                                  const real* old_logp, const real* ref_logp, const real* advantages,                 \
                                  const real* is_weight, const uint8_t* mask, const int64_t* cu, int64_t sequences,   \

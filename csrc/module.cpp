@@ -13,6 +13,9 @@
 #ifndef MEGARL_MODULE
 #define MEGARL_MODULE _C
 #endif
+#ifndef MEGARL_CUDA_STATE
+#define MEGARL_CUDA_STATE "of unknown origin"
+#endif
 
 namespace py = pybind11;
 using Pointer = std::uintptr_t;
@@ -53,6 +56,7 @@ void define(py::module_ m) {
   m.def("logprob_combine", &Where::logprob_combine, release());
   m.def("logprob_backward", &Where::logprob_backward, release());
   m.def("gae", &Where::gae, release());
+  m.def("policy", &Where::policy, release());
   m.def("digest", &Where::digest, release());
 }
 
@@ -61,7 +65,8 @@ void define(py::module_ m) {
 PYBIND11_MODULE(MEGARL_MODULE, m) {
   m.doc() = "megarl's kernels";
 
-  py::class_<MegarlLogits>(m, "Logits")
+  // module_local: tests load several builds into one process.
+  py::class_<MegarlLogits>(m, "Logits", py::module_local())
       .def(py::init([](Pointer data, int dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t vocab_start,
                        int64_t vocab_size, double temperature) {
              return MegarlLogits{at<void>(data), dtype,      rows, cols, row_stride, vocab_start, vocab_size,
@@ -69,7 +74,7 @@ PYBIND11_MODULE(MEGARL_MODULE, m) {
            }),
            py::kw_only(), py::arg("data"), py::arg("dtype"), py::arg("rows"), py::arg("cols"), py::arg("row_stride"),
            py::arg("vocab_start"), py::arg("vocab_size"), py::arg("temperature"));
-  py::class_<MegarlPolicy>(m, "Policy")
+  py::class_<MegarlPolicy>(m, "Policy", py::module_local())
       .def(py::init([](int importance, int objective, int kl, int aggregation, double clip_low, double clip_high,
                        double dual_clip, double kl_coef, double entropy_coef, double scale) {
              return MegarlPolicy{importance, objective, kl,      aggregation,  clip_low,
@@ -87,8 +92,8 @@ PYBIND11_MODULE(MEGARL_MODULE, m) {
   define<Cpu>(m.def_submodule("cpu", "host memory; the last argument is the number of threads"));
 #ifdef MEGARL_CUDA
   define<Cuda>(m.def_submodule("cuda", "device memory; the last argument is the CUDA stream"));
-  m.attr("CUDA_ARCHITECTURES") = MEGARL_CUDA_ARCHITECTURES;
 #endif
+  m.attr("CUDA_STATE") = MEGARL_CUDA_STATE;
   m.def("isa", [] { return std::string(megarl_isa()); }, "Instruction set of the CPU kernels in use.");
   m.def("use_isa", [](const std::string& name) { return megarl_use_isa(name.c_str()); },
         "Choose the instruction set (tests); False where this machine or build does not have it.");

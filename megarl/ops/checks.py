@@ -35,6 +35,26 @@ def tensor(
             raise ValueError(f"{name} must have shape [{wanted}], got {list(x.shape)}")
 
 
+def offsets(name: str, cu: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """Raise TypeError or ValueError naming ``name`` unless ``cu`` [N + 1] rises from 0 to the tokens of ``like`` [T].
+
+    The values are looked at on the CPU only: elsewhere that would make the CPU wait for the device, and the kernels
+    clamp them into [0, T] instead. Tokens in no sequence then get 0.
+
+    Returns:
+        ``cu`` as contiguous int64.
+    """
+    tensor(name, cu, dtypes=(torch.int32, torch.int64), shape=(None,), like=like)
+    if cu.shape[0] == 0:
+        raise ValueError(f"{name} must rise from 0 to the number of tokens {like.shape[0]}, got []")
+    rising = cu.long().contiguous()
+    if cu.device.type != "cpu" or torch.compiler.is_compiling():
+        return rising
+    if rising[0] != 0 or rising[-1] != like.shape[0] or (rising.diff() < 0).any():
+        raise ValueError(f"{name} must rise from 0 to the number of tokens {like.shape[0]}, got {cu.tolist()[:8]}")
+    return rising
+
+
 def device(name: str, x: torch.Tensor, *, meta: bool = False) -> None:
     """Raise ValueError unless ``x`` lies where there are kernels, or on meta where only its shape is asked for."""
     if x.device.type not in ("cpu", "cuda") and not (meta and x.is_meta):
