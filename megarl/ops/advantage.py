@@ -39,7 +39,7 @@ def gae(
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     native.run(
         "gae", rewards, rewards.data_ptr(), values.data_ptr(), offsets.data_ptr(), offsets.numel() - 1, rewards.numel(),
-        bootstrap.data_ptr(), gamma, lam, advantages.data_ptr(), returns.data_ptr(),
+        bootstrap.data_ptr(), gamma, lam, advantages.data_ptr(), returns.data_ptr(), 0,
     )  # fmt: skip
     return advantages, returns
 
