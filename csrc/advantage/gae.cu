@@ -4,7 +4,8 @@
 // 32 tokens the sum over k >= l of c^(k-l) d_k comes from five shuffles; then groups, warps and tiles are chained, last
 // first, as total + c^size * behind. Two ways to chain the tiles, with the same operations in the same order:
 // one block walks all tiles of a sequence (many sequences), or every tile is reduced by a block of its own, the totals
-// are chained, and every tile is done again with what lies behind it (few long ones).
+// are chained, and every tile is done again with what lies behind it (few long ones). fma is written out, so that no
+// compiler contracts one of the two otherwise than the other.
 #include "cuda/device.h"
 
 namespace {
@@ -42,7 +43,7 @@ struct Tile {
 
 __device__ double chain(const Gae& x, const Tile& tile, double behind) {
 #pragma unroll
-  for (int k = kGroups - 1; k >= 0; --k) behind = __shfl_sync(kAllLanes, tile.scan[k], 0) + x.group * behind;
+  for (int k = kGroups - 1; k >= 0; --k) behind = fma(x.group, behind, __shfl_sync(kAllLanes, tile.scan[k], 0));
   return behind;
 }
 
@@ -58,14 +59,14 @@ __device__ Tile load(const Gae& x, Range at, int64_t base, double bootstrap) {
     const bool real_token = t >= at.begin;
     tile.value[k] = real_token ? x.values[t] : (real)0;
     const double next = !real_token ? 0.0 : t + 1 < at.end ? (double)x.values[t + 1] : bootstrap;
-    tile.scan[k] = real_token ? ((double)x.rewards[t] + x.gamma * next) - (double)tile.value[k] : 0.0;
+    tile.scan[k] = real_token ? fma(x.gamma, next, (double)x.rewards[t]) - (double)tile.value[k] : 0.0;
   }
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
     for (int k = 0; k < kGroups; ++k) {
       const double other = __shfl_down_sync(kAllLanes, tile.scan[k], 1 << s);
-      if (lane + (1 << s) < kWarp) tile.scan[k] += x.step[s] * other;
+      if (lane + (1 << s) < kWarp) tile.scan[k] = fma(x.step[s], other, tile.scan[k]);
     }
   }
   return tile;
@@ -81,7 +82,7 @@ __device__ double combine(const Gae& x, const Tile& tile, double (&totals)[kWarp
   double sum = 0.0;
   for (int w = kWarps - 1; w >= 0; --w) {
     if (w == warp) behind_warp = sum;
-    sum = totals[w] + x.warp * sum;
+    sum = fma(x.warp, sum, totals[w]);
   }
   return sum;
 }
@@ -94,13 +95,13 @@ __device__ void store(const Gae& x, Range at, int64_t base, const Tile& tile, do
   for (int s = 0; s < kSteps; ++s)
     if ((kWarp - lane) >> s & 1) to_group *= x.step[s];
   if (lane == 0) to_group = x.group;
-  double next = behind_warp + to_end * behind;
+  double next = fma(to_end, behind, behind_warp);
   const int64_t first = base + warp * (kGroups * kWarp) + lane;
 #pragma unroll
   for (int k = kGroups - 1; k >= 0; --k) {
     const int64_t t = first + k * kWarp;
-    const double advantage = tile.scan[k] + to_group * next;
-    next = __shfl_sync(kAllLanes, tile.scan[k], 0) + x.group * next;
+    const double advantage = fma(to_group, next, tile.scan[k]);
+    next = fma(x.group, next, __shfl_sync(kAllLanes, tile.scan[k], 0));
     if (t >= at.begin) {
       x.advantages[t] = (real)advantage;
       x.returns[t] = (real)(advantage + (double)tile.value[k]);
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 4) gae_sequences(Gae x) {
       double behind_warp = 0.0;
       const double total = combine(x, tile, totals[turn], behind_warp);
       store(x, at, base, tile, behind, behind_warp);
-      behind = total + x.tile * behind;
+      behind = fma(x.tile, behind, total);
     }
   }
 }
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kWarp) gae_chain(Gae x, double* scratch, int64
       double kept = 0.0;
       for (int l = 0; l < kWarp; ++l) {
         if (l == lane) kept = behind;
-        behind = __shfl_sync(kAllLanes, total, l) + x.tile * behind;
+        behind = fma(x.tile, behind, __shfl_sync(kAllLanes, total, l));
       }
       if (used) mine[start + lane] = kept;
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.ops import native
-from megarl.ops.advantage import gae, gae_reference
+from megarl.ops.advantage import discounted_returns, discounted_returns_reference, gae, gae_reference
 from megarl.ops.digest import slice_digest, slice_digest_reference
 from megarl.ops.logprob import vocab_parallel_logprob, vocab_parallel_logprob_reference
 from megarl.ops.native import use
@@ -13,6 +13,8 @@ __all__ = [
     "PolicyLoss",
     "PolicySums",
     "backend",
+    "discounted_returns",
+    "discounted_returns_reference",
     "gae",
     "gae_reference",
     "policy_loss",
