@@ -21,7 +21,7 @@ bool supported(const char* name) {
   if (!std::strcmp(name, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (!std::strcmp(name, "avx2")) return __builtin_cpu_supports("avx2");
+  if (!std::strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
   return !std::strcmp(name, "generic");
 }

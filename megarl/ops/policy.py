@@ -1,7 +1,7 @@
 """The policy loss of packed tokens: surrogate, KL and entropy terms, metrics and gradients in one pass.
 
 Shape legend: T packed tokens, N rows (sequences); row i is tokens ``cu_seqlens[i] .. cu_seqlens[i + 1]``, n_i of them
-kept by the mask. Sources: ../shared/algorithms.md; PPO 1707.06347, dual clip 1912.09729, clip-higher 2503.14476,
+kept by the mask. Sources: PPO 1707.06347, dual clip 1912.09729, clip-higher 2503.14476,
 GSPO 2507.18071, CISPO 2506.13585, KL estimators Schulman 2020.
 
     total = Σ_t w_t·(v_t·surrogate_t + kl_coef·kl_t − entropy_coef·H_t),  w_t = scale, or scale / n_i for "seq_mean"
