@@ -88,6 +88,7 @@ PYBIND11_MODULE(MEGARL_MODULE, m) {
   m.attr("BFLOAT16") = static_cast<int>(MEGARL_BF16);
   m.attr("FLOAT16") = static_cast<int>(MEGARL_F16);
   m.attr("POLICY_SUMS") = MEGARL_POLICY_SUMS;
+  m.def("gae_slots", &megarl_gae_slots, "Doubles of scratch for `gae` over (sequences, tokens) on a GPU.");
 
   define<Cpu>(m.def_submodule("cpu", "host memory; the last argument is the number of threads"));
 #ifdef MEGARL_CUDA

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.ops import native
-from megarl.ops.advantage import gae, gae_reference
+from megarl.ops.advantage import discounted_returns, discounted_returns_reference, gae, gae_reference
 from megarl.ops.digest import slice_digest, slice_digest_reference
 from megarl.ops.linear import linear_logprob, linear_logprob_loss, linear_logprob_reference, rows_in_budget
 from megarl.ops.logprob import vocab_parallel_logprob, vocab_parallel_logprob_reference
@@ -14,6 +14,8 @@ __all__ = [
     "PolicyLoss",
     "PolicySums",
     "backend",
+    "discounted_returns",
+    "discounted_returns_reference",
     "gae",
     "gae_reference",
     "has_cuda_kernels",

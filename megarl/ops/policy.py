@@ -220,6 +220,7 @@ def policy_rows(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(∂total/∂logp [T], ∂total/∂entropy [T] or [0] where it is 0, sums of each row [N, 8] in PolicySums' order)."""
+    checks.rising("cu_seqlens", cu_seqlens, logp.shape[0])
     how = native.library.Policy(
         importance=IMPORTANCE.index(importance), objective=OBJECTIVES.index(objective), kl=ESTIMATORS.index(kl),
         aggregation=AGGREGATIONS.index(aggregation), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip or 0.0,
