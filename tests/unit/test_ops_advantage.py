@@ -70,8 +70,8 @@ def test_threads_and_neighbours_change_no_bits():
     [
         ({"rewards": torch.zeros(4, dtype=torch.float64)}, TypeError, "rewards must be float32, got float64"),
         ({"values": torch.zeros(3)}, ValueError, r"values must have shape \[4\], got \[3\]"),
-        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "cu_seqlens must rise from 0 to the number of tokens 4"),
-        ({"cu_seqlens": torch.tensor([0, 3, 1, 4])}, ValueError, "cu_seqlens must rise"),
+        ({"cu_seqlens": torch.tensor([0, 1, 3])}, ValueError, "cu_seqlens must rise from 0 to the number of tokens 4"),
+        ({"cu_seqlens": torch.tensor([0, 3, 1, 4]), "bootstrap": torch.zeros(3)}, ValueError, "cu_seqlens must rise"),
         ({"cu_seqlens": torch.empty(0, dtype=torch.int64)}, ValueError, "cu_seqlens must rise"),
         ({"bootstrap": torch.zeros(3)}, ValueError, r"bootstrap must have shape \[2\], got \[3\]"),
     ],
