@@ -86,7 +86,6 @@ MEGARL_INLINE double step(const Factors& f, const real* rewards, const real* val
 
 void gae_sequence(const real* rewards, const real* values, int64_t count, double bootstrap, double gamma, double lam,
                   real* advantages, real* returns) {
-  if (count <= 0) return;
   const double c = gamma * lam, c2 = c * c, c4 = c2 * c2;
   double powers[kBlock];
   for (int j = kBlock - 1; j >= 0; --j) powers[j] = j == kBlock - 1 ? c : powers[j + 1] * c;
