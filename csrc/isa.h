@@ -10,7 +10,7 @@ struct MegarlKernels {
   void (*logprob_backward)(const MegarlLogits&, const int64_t* targets, const real* norm, const real* entropy,
                            const real* grad_logp, const real* grad_entropy, void* out, int64_t out_stride,
                            int64_t begin, int64_t end);
-  // `count` elements, `stride` elements apart, flat indices index, index + step, ...
+  // Digest of `count` elements, `stride` elements apart, flat indices index, index + step, ...
   uint64_t (*digest_line)(const void* data, int itemsize, int64_t count, int64_t stride, uint64_t index, uint64_t step);
   void (*gae_sequence)(const real* rewards, const real* values, int64_t count, double bootstrap, double gamma,
                        double lam, real* advantages, real* returns);

@@ -67,8 +67,9 @@ constexpr int64_t megarl_gae_slots(int64_t sequences, int64_t tokens) { return t
                                  const real* old_logp, const real* ref_logp, const real* advantages,                 \
                                  const real* is_weight, const uint8_t* mask, const int64_t* cu, int64_t sequences,   \
                                  int64_t tokens, real* grad_logp, real* grad_entropy, double* sums, extra);          \
-  /* Additive digest of a box with `dims` sizes and strides (elements) whose element (0,..,0) has flat index        \
-     `offset` in the logical tensor, and whose step along dimension d is steps[d] flat indices, into result[0]. */   \
+  /* Additive digest (megarl/ops/digest.py) of a box with `dims` >= 1 sizes and strides (elements), none of them 0,   \
+     whose element (0,..,0) has flat index `offset` in the logical tensor, and whose step along dimension d is        \
+     steps[d] flat indices, into result[0]. Sizes, strides and steps lie in host memory. */                           \
   result megarl_##where##_digest(const void* data, int itemsize, int dims, const int64_t* sizes,                     \
                                  const int64_t* strides, uint64_t offset, const uint64_t* steps, uint64_t* digest,   \
                                  extra);

@@ -114,7 +114,9 @@ MEGARL_INLINE vreal fma(vreal a, vreal b, vreal c) {
 #elif defined(__FMA__) && !defined(MEGARL_DOUBLE)
     c.part[i] = (vreal::Part)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]);
 #else
-    for (int j = 0; j < kWidth; ++j) c.part[i][j] = std::fma(a.part[i][j], b.part[i][j], c.part[i][j]);
+    vreal::Part sum = c.part[i];
+    for (int j = 0; j < kWidth; ++j) sum[j] = std::fma(a.part[i][j], b.part[i][j], sum[j]);
+    c.part[i] = sum;
 #endif
   }
   return c;

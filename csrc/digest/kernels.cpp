@@ -1,29 +1,64 @@
-// One line of the digest: the sum of mix(flat index, element bits). Compiled once per instruction set.
+// One line of the digest. Compiled once per instruction set; integers are the same everywhere.
 #include <cstring>
 
+#include "digest/mix.h"
 #include "isa.h"
 
 namespace MEGARL_ISA_NAMESPACE(MEGARL_ISA) {
 namespace {
 
-// splitmix64's finaliser (Steele, Lea and Flood 2014) over bits + golden-ratio multiples of the index: every bit of
-// either changes about half of the result's bits, so sums do not cancel as they would for a linear mix.
-inline uint64_t mix(uint64_t index, uint64_t element) {
-  uint64_t x = element + (index + 1) * 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
+// As many 64-bit lanes as one register has.
+#if defined(__AVX512F__)
+constexpr int kWords = 8;
+#elif defined(__AVX2__)
+constexpr int kWords = 4;
+#else
+constexpr int kWords = 2;
+#endif
+typedef uint64_t Words __attribute__((vector_size(8 * kWords)));
+
+// `count` whole blocks of `elements` elements each, the first of them number `block`.
+inline uint64_t whole_blocks(const char* data, int64_t count, uint64_t block, uint64_t elements) {
+  constexpr int kUnroll = 4;
+  Words spread[kUnroll], sums[kUnroll] = {};
+  for (int k = 0; k < kUnroll; ++k)
+    for (int i = 0; i < kWords; ++i) spread[k][i] = (block + (uint64_t)(k * kWords + i) + 1) * megarl::kSpread;
+  int64_t b = 0;
+  for (; b + kUnroll * kWords <= count; b += kUnroll * kWords)
+    for (int k = 0; k < kUnroll; ++k) {
+      Words v;
+      std::memcpy(&v, data + (b + k * kWords) * 8, sizeof v);
+      sums[k] += megarl::digest_content(v, elements) * megarl::digest_key(spread[k]);
+      spread[k] += (uint64_t)(kUnroll * kWords) * megarl::kSpread;
+    }
+  uint64_t sum = 0;
+  for (int k = 0; k < kUnroll; ++k)
+    for (int i = 0; i < kWords; ++i) sum += sums[k][i];
+  for (; b < count; ++b) {
+    uint64_t v;
+    std::memcpy(&v, data + b * 8, sizeof v);
+    sum += megarl::digest_content(v, elements) * megarl::digest_key((block + (uint64_t)b + 1) * megarl::kSpread);
+  }
+  return sum;
+}
+
+template <class Element>
+uint64_t elements(const Element* data, int64_t count, int64_t stride, uint64_t index, uint64_t step) {
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < count; ++i)
+    sum += megarl::digest_element(data[i * stride], (index + (uint64_t)i * step) * sizeof(Element));
+  return sum;
 }
 
 template <class Element>
 uint64_t line(const Element* data, int64_t count, int64_t stride, uint64_t index, uint64_t step) {
-  uint64_t sum = 0;
-  if (stride == 1 && step == 1) {
-    for (int64_t i = 0; i < count; ++i) sum += mix(index + (uint64_t)i, data[i]);
-  } else {
-    for (int64_t i = 0; i < count; ++i) sum += mix(index + (uint64_t)i * step, data[i * stride]);
-  }
-  return sum;
+  constexpr int64_t kPer = 8 / sizeof(Element);
+  if (stride != 1 || step != 1) return elements(data, count, stride, index, step);
+  const int64_t lead = (int64_t)(-index % kPer), head = lead < count ? lead : count, blocks = (count - head) / kPer;
+  const int64_t tail = head + blocks * kPer;
+  return elements(data, head, 1, index, 1) +
+         whole_blocks(reinterpret_cast<const char*>(data + head), blocks, (index + (uint64_t)head) / kPer, kPer) +
+         elements(data + tail, count - tail, 1, index + (uint64_t)tail, 1);
 }
 
 }  // namespace

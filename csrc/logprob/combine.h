@@ -3,13 +3,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "both.h"
 #include "megarl.h"
-
-#ifdef __CUDACC__
-#define MEGARL_BOTH __host__ __device__
-#else
-#define MEGARL_BOTH
-#endif
 
 namespace megarl {
 
