@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "isa.h"
 #include "parallel.h"
 
@@ -8,8 +10,11 @@ extern "C" void megarl_cpu_gae(const real* rewards, const real* values, const in
   const auto& kernel = megarl::active();
   megarl::parallel(sequences, tokens * 4, threads, [&](int64_t begin, int64_t end) {
     // Backwards, as within a sequence: memory is walked in one direction.
-    for (int64_t i = end - 1; i >= begin; --i)
-      kernel.gae_sequence(rewards + cu[i], values + cu[i], cu[i + 1] - cu[i], bootstrap[i], gamma, lam,
-                          advantages + cu[i], returns + cu[i]);
+    for (int64_t i = end - 1; i >= begin; --i) {
+      const int64_t start = std::max<int64_t>(cu[i], 0), count = std::min(cu[i + 1], tokens) - start;
+      if (count > 0)
+        kernel.gae_sequence(rewards + start, values + start, count, bootstrap[i], gamma, lam, advantages + start,
+                            returns + start);
+    }
   });
 }

@@ -60,61 +60,56 @@ MEGARL_INLINE void add_shifted(Block& x, double factor) {
   }
 }
 
-struct Recursion {
-  double gamma, c;
+struct Factors {
+  double gamma, c, c2, c4, c8;
   Block powers;  // c^8 ... c^1
-  double behind = 0.0;  // A of the token behind the block
-
-  Recursion(double gamma, double lam) : gamma(gamma), c(gamma * lam) {
-    double p[kBlock];
-    p[kBlock - 1] = c;
-    for (int j = kBlock - 2; j >= 0; --j) p[j] = p[j + 1] * c;
-    std::memcpy(&powers, p, sizeof p);
-  }
-
-  __attribute__((always_inline)) void block(const real* rewards, const real* values, const real* next_values,
-                                            real* advantages, real* returns) {
-    const Block v = load(values), next = load(next_values);
-    Block x = load(rewards);
-    for (int i = 0; i < kParts; ++i) x.part[i] = (x.part[i] + gamma * next.part[i]) - v.part[i];
-    const double c2 = c * c;
-    add_shifted<1>(x, c);
-    add_shifted<2>(x, c2);
-    add_shifted<4>(x, c2 * c2);
-    for (int i = 0; i < kParts; ++i) x.part[i] += powers.part[i] * behind;
-    behind = x.part[0][0];
-    store(advantages, x);
-    for (int i = 0; i < kParts; ++i) x.part[i] += v.part[i];
-    store(returns, x);
-  }
 };
+
+// Returns A of the block's first token, given that of the token behind the block.
+MEGARL_INLINE double step(const Factors& f, const real* rewards, const real* values, const real* next_values,
+                          double behind, real* advantages, real* returns) {
+  const Block v = load(values), next = load(next_values);
+  Block x = load(rewards);
+  for (int i = 0; i < kParts; ++i) x.part[i] = (x.part[i] + f.gamma * next.part[i]) - v.part[i];
+  add_shifted<1>(x, f.c);
+  add_shifted<2>(x, f.c2);
+  add_shifted<4>(x, f.c4);
+  const double first = x.part[0][0] + f.c8 * behind;  // the only thing that the block in front waits for
+  for (int i = 0; i < kParts; ++i) x.part[i] += f.powers.part[i] * behind;
+  store(advantages, x);
+  for (int i = 0; i < kParts; ++i) x.part[i] += v.part[i];
+  store(returns, x);
+  return first;
+}
 
 }  // namespace
 
 void gae_sequence(const real* rewards, const real* values, int64_t count, double bootstrap, double gamma, double lam,
                   real* advantages, real* returns) {
-  Recursion recursion(gamma, lam);
-  real r[kBlock], v[kBlock + 1], a[kBlock], q[kBlock];
+  const double c = gamma * lam, c2 = c * c, c4 = c2 * c2;
+  double powers[kBlock];
+  for (int j = kBlock - 1; j >= 0; --j) powers[j] = j == kBlock - 1 ? c : powers[j + 1] * c;
+  Factors f{gamma, c, c2, c4, powers[0], {}};
+  std::memcpy(&f.powers, powers, sizeof powers);
+
   // The block at the end has no value behind it, that at the start may lack tokens: both go through buffers.
-  const auto buffered = [&](int64_t start, int64_t n, real next) {
-    std::memset(r, 0, sizeof r);
-    std::memset(v, 0, sizeof v);
+  const auto buffered = [=](int64_t start, int64_t n, real next, double behind) {
+    real r[kBlock] = {}, v[kBlock + 1] = {}, a[kBlock], q[kBlock];
     std::memcpy(r + kBlock - n, rewards + start, n * sizeof(real));
     std::memcpy(v + kBlock - n, values + start, n * sizeof(real));
     v[kBlock] = next;
-    recursion.block(r, v, v + 1, a, q);
+    const double first = step(f, r, v, v + 1, behind, a, q);
     std::memcpy(advantages + start, a + kBlock - n, n * sizeof(real));
     std::memcpy(returns + start, q + kBlock - n, n * sizeof(real));
+    return first;
   };
-  if (count <= 0) return;
-  const int64_t last = count < kBlock ? count : kBlock;
-  int64_t t = count - last;
-  buffered(t, last, (real)bootstrap);
+  int64_t t = count - (count < kBlock ? count : kBlock);
+  double behind = buffered(t, count - t, (real)bootstrap, 0.0);
   for (; t >= kBlock; t -= kBlock) {
     const int64_t start = t - kBlock;
-    recursion.block(rewards + start, values + start, values + start + 1, advantages + start, returns + start);
+    behind = step(f, rewards + start, values + start, values + start + 1, behind, advantages + start, returns + start);
   }
-  if (t > 0) buffered(0, t, values[t]);
+  if (t > 0) buffered(0, t, values[t], behind);
 }
 
 }  // namespace MEGARL_ISA_NAMESPACE(MEGARL_ISA)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl import ops
+from megarl import _C, ops
+from megarl.ops import advantage, native
+from tests.native import backends
+from tests.native.backends import BACKENDS
 
 
 def packed(seed: int, lengths: list[int]):
@@ -26,23 +32,35 @@ def by_matrix(rewards, values, bootstrap, gamma, lam):
     return weights @ delta
 
 
-@settings(deadline=None, max_examples=50)
+@pytest.fixture(autouse=True)
+def _same_isa():
+    isa = _C.isa()
+    yield
+    _C.use_isa(isa)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    lengths=st.lists(st.one_of(st.integers(0, 40), st.integers(200, 300)), min_size=1, max_size=6),
     gamma=st.sampled_from([1.0, 0.99, 0.5, 0.0]),
     lam=st.sampled_from([1.0, 0.95, 0.0]),
     index=st.sampled_from([torch.int32, torch.int64]),
 )
-def test_against_matrix_and_loop(seed, lengths, gamma, lam, index):
+def test_against_matrix_and_loop(backend, seed, lengths, gamma, lam, index):
     rewards, values, cu, bootstrap = packed(seed, lengths)
-    advantages, returns = ops.gae(rewards, values, cu.to(index), gamma=gamma, lam=lam, bootstrap=bootstrap)
+    with backends.on(backend):
+        advantages, returns = ops.gae(rewards, values, cu.to(index), gamma=gamma, lam=lam, bootstrap=bootstrap)
+        discounted = ops.discounted_returns(rewards, cu.to(index), gamma, bootstrap)
     reference = ops.gae_reference(rewards.double(), values.double(), cu, gamma=gamma, lam=lam, bootstrap=bootstrap.double())
     for i, (a, b) in enumerate(zip(cu.tolist(), cu.tolist()[1:], strict=False)):
         want = by_matrix(rewards[a:b], values[a:b], bootstrap[i], gamma, lam)
         assert torch.allclose(advantages[a:b].double(), want, rtol=2e-6, atol=2e-6)
         assert torch.allclose(reference[0][a:b], want, rtol=1e-12, atol=1e-12)
     assert torch.allclose(returns.double(), reference[1], rtol=2e-6, atol=2e-6)
+    plain = ops.discounted_returns_reference(rewards.double(), cu, gamma, bootstrap.double())
+    assert torch.allclose(discounted.double(), plain, rtol=2e-6, atol=2e-6)
 
 
 def test_closed_form():
@@ -53,16 +71,102 @@ def test_closed_form():
     assert advantages.tolist() == [0.75, 1.0] and returns.tolist() == [2.75, 4.0]
 
 
-def test_threads_and_neighbours_change_no_bits():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tiles_join(backend):
+    """Lengths around the tiles' sizes, γλ = 1 (where nothing fades) and less; many sequences, or one on its own."""
+    lengths = [2047, 2048, 2049, 0, 1, 7, 8, 9, 31, 32, 33, 255, 256, 257, 4096, 9001]
+    rewards, values, cu, bootstrap = packed(3, lengths)
+    for gamma, lam in ((1.0, 1.0), (0.999, 0.99)):
+        kw = {"gamma": gamma, "lam": lam}
+        with backends.on(backend):
+            got = ops.gae(rewards, values, cu, **kw, bootstrap=bootstrap)
+        want = ops.gae_reference(rewards.double(), values.double(), cu, **kw, bootstrap=bootstrap.double())
+        for x, exact in zip(got, want, strict=True):
+            assert ((x - exact).abs() <= 2e-6 * exact.abs().clamp(min=1.0)).all()
+        for i, (a, b) in enumerate(itertools.pairwise(cu.tolist())):
+            # Alone, a long sequence is cut among blocks; among others it is one block's work.
+            piece = rewards[a:b].clone(), values[a:b].clone(), torch.tensor([0, b - a])
+            with backends.on(backend):
+                alone = ops.gae(*piece, **kw, bootstrap=bootstrap[i : i + 1])
+            assert all(torch.equal(x[a:b], y) for x, y in zip(got, alone, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_few_long_sequences(backend):
+    """More tiles than a warp has lanes, and sequences beside them; the same bits as among many sequences."""
+    lengths = [34 * 2048 + 5, 0, 3, 5 * 2048]
+    rewards, values, cu, bootstrap = packed(5, lengths)
+    many = torch.cat([cu, cu[-1:].expand(200)])
+    with backends.on(backend):
+        few = ops.gae(rewards, values, cu, gamma=1.0, lam=0.999, bootstrap=bootstrap)
+        assert all(torch.equal(a, b) for a, b in zip(few, ops.gae(rewards, values, cu, gamma=1.0, lam=0.999, bootstrap=bootstrap), strict=True))
+        also = ops.gae(rewards, values, many, gamma=1.0, lam=0.999, bootstrap=torch.cat([bootstrap, torch.zeros(200)]))
+    want = ops.gae_reference(rewards.double(), values.double(), cu, gamma=1.0, lam=0.999, bootstrap=bootstrap.double())
+    for x, y, exact in zip(few, also, want, strict=True):
+        assert torch.equal(x, y)
+        assert ((x - exact).abs() <= 2e-6 * exact.abs().clamp(min=1.0)).all()
+
+
+def test_nan_reaches_what_lies_in_front_of_it_only():
+    rewards, values, cu, bootstrap = packed(6, [50, 60, 40])
+    rewards[80] = torch.nan
+    for backend in BACKENDS:
+        with backends.on(backend):
+            advantages, _ = ops.gae(rewards, values, cu, gamma=0.9, lam=0.9, bootstrap=bootstrap)
+        assert advantages.isnan().nonzero()[:, 0].tolist() == list(range(50, 81))
+
+
+def test_instruction_sets_threads_and_neighbours_change_no_bits():
     rewards, values, cu, bootstrap = packed(1, [5000] * 40)
     results = []
     before = torch.get_num_threads()
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        results.append(ops.gae(rewards, values, cu, gamma=0.99, lam=0.95, bootstrap=bootstrap)[0])
+    for isa in ("generic", "avx2", "avx512"):
+        for threads in (1, 3):
+            if _C.use_isa(isa):
+                torch.set_num_threads(threads)
+                results.append(ops.gae(rewards, values, cu, gamma=0.99, lam=0.95, bootstrap=bootstrap)[0])
     torch.set_num_threads(before)
     alone = ops.gae(rewards[5000:10000], values[5000:10000], torch.tensor([0, 5000]), gamma=0.99, lam=0.95, bootstrap=bootstrap[1:2])[0]
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0][5000:10000], alone)
+    assert all(torch.equal(results[0], other) for other in results[1:]) and torch.equal(results[0][5000:10000], alone)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_that_lie_are_clamped(backend):
+    """What is not looked at on a GPU must do no harm there."""
+    rewards, values, _, bootstrap = packed(2, [30, 20])
+    scratch = torch.empty(_C.gae_slots(2, 50), dtype=torch.float64)
+    for address in (0, scratch.data_ptr()):
+        for lie in ([-5, 7, 2**40], [2**50, -(2**50), 3], [60, 70, 80], [40, 10, 50]):
+            cu, a, r = torch.tensor(lie), torch.zeros(50), torch.zeros(50)
+            with backends.on(backend):
+                native.run("gae", rewards, rewards.data_ptr(), values.data_ptr(), cu.data_ptr(), 2, 50, bootstrap.data_ptr(),
+                           0.9, 0.9, a.data_ptr(), r.data_ptr(), address)  # fmt: skip
+
+
+def test_empty():
+    nothing = torch.empty(0)
+    for backend in BACKENDS:
+        with backends.on(backend):
+            for n in (0, 3):
+                cu = torch.zeros(n + 1, dtype=torch.int64)
+                assert [x.shape for x in ops.gae(nothing, nothing, cu, gamma=1.0, lam=1.0, bootstrap=torch.zeros(n))] == [(0,), (0,)]
+
+
+def test_as_torch_sees_it():
+    rewards, values, cu, bootstrap = packed(4, [5, 0, 9])
+    torch.library.opcheck(advantage.packed_gae, (rewards, values, cu, bootstrap, 0.9, 0.8))
+    call = functools.partial(ops.gae, gamma=0.9, lam=0.8)
+    eager = call(rewards, values, cu, bootstrap=bootstrap)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(rewards, values, cu, bootstrap=bootstrap)
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+    meta = call(rewards.to("meta"), values.to("meta"), cu.to("meta"), bootstrap=bootstrap.to("meta"))
+    assert all(x.is_meta and x.shape == (14,) and x.dtype == torch.float32 for x in meta)
+    twin = ops.gae_reference(rewards, values, cu, gamma=0.9, lam=0.8, bootstrap=bootstrap)
+    ops.use("torch")
+    try:
+        assert all(torch.equal(a, b) for a, b in zip(call(rewards, values, cu, bootstrap=bootstrap), twin, strict=True))
+    finally:
+        ops.use("megarl")
 
 
 @pytest.mark.parametrize(
@@ -70,8 +174,8 @@ def test_threads_and_neighbours_change_no_bits():
     [
         ({"rewards": torch.zeros(4, dtype=torch.float64)}, TypeError, "rewards must be float32, got float64"),
         ({"values": torch.zeros(3)}, ValueError, r"values must have shape \[4\], got \[3\]"),
-        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "cu_seqlens must rise from 0 to the number of tokens 4"),
-        ({"cu_seqlens": torch.tensor([0, 3, 1, 4])}, ValueError, "cu_seqlens must rise"),
+        ({"cu_seqlens": torch.tensor([0, 1, 3])}, ValueError, "cu_seqlens must rise from 0 to the number of tokens 4"),
+        ({"cu_seqlens": torch.tensor([0, 3, 1, 4]), "bootstrap": torch.zeros(3)}, ValueError, "cu_seqlens must rise"),
         ({"cu_seqlens": torch.empty(0, dtype=torch.int64)}, ValueError, "cu_seqlens must rise"),
         ({"bootstrap": torch.zeros(3)}, ValueError, r"bootstrap must have shape \[2\], got \[3\]"),
     ],
