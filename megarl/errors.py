@@ -1,8 +1,15 @@
-"""The errors a user can meet. Each message names the rule, the value seen and the mend.
+"""The errors a user can meet, and what is said of those in a user's own code. Each message names the rule, the value seen and the mend.
 
 A user's input raises a ``ValueError`` subclass before any process is launched; what goes wrong while a job
 runs raises a ``RuntimeError`` subclass and ends the job with that text on top.
 """
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -35,3 +42,16 @@ class EngineError(RuntimeError):
 
 class JobError(RuntimeError):
     """A process of the job died; the message carries its last lines."""
+
+
+def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:
+    """``TypeName: text``, with the last line of the user's file ``path`` on the way to it (without ``path``: the last line
+    at all); where none was reached, as with a wrong signature or result, the line where ``function`` is defined.
+    """
+    lines = [(f.f_code.co_filename, number) for f, number in traceback.walk_tb(error.__traceback__)]
+    if path is not None:
+        lines = [(file, number) for file, number in lines if Path(file).resolve() == Path(path).resolve()]
+        if not lines and (code := getattr(function, "__code__", None)) is not None:
+            lines = [(code.co_filename, code.co_firstlineno)]
+    where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"

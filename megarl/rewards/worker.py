@@ -11,12 +11,11 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe
 from megarl.rewards.router import compute_score, scorer_for
 from megarl.rewards.verdict import to_verdict
 
@@ -44,19 +43,6 @@ def load_function(path: str | None) -> Callable[..., Any]:
             f"compute_score(data_source, solution_str, ground_truth, extra_info=None)"
         )
     return function
-
-
-def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:
-    """``TypeName: text``, with the last line of the user's file ``path`` on the way to it (without ``path``: the last line
-    at all); where none was reached, as with a wrong signature or result, the line where ``function`` is defined.
-    """
-    lines = [(f.f_code.co_filename, number) for f, number in traceback.walk_tb(error.__traceback__)]
-    if path is not None:
-        lines = [(file, number) for file, number in lines if Path(file).resolve() == Path(path).resolve()]
-        if not lines and (code := getattr(function, "__code__", None)) is not None:
-            lines = [(code.co_filename, code.co_firstlineno)]
-    where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def serve(requests: IO[str], replies: IO[str], path: str | None) -> None:
