@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from megarl.schema import GroupStats
 
 
+def centred(reward: float, stats: GroupStats) -> float:
+    """r − mean, in float64; exactly 0 in an all-equal group; r in a group of one, where the mean would say nothing."""
+    return reward if stats.size == 1 else reward - stats.mean
+
+
 def group_stats(rewards: Sequence[float]) -> GroupStats:
     """Mean and unbiased standard deviation in float64, the same for every order of ``rewards``.
 

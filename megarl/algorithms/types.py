@@ -6,7 +6,7 @@ batches look the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ class LossInput:
     row: torch.Tensor
     """int64 [T], sequence number within the micro-batch, 0 .. num_rows-1, never decreasing."""
     num_rows: int
+    engine_logp: torch.Tensor | None = None
+    """float [T], of the engine that sampled the tokens: for ``correction`` alone, never in the place of ``old_logp``."""
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -65,3 +67,16 @@ class Algorithm:
     count: Callable[[torch.Tensor, torch.Tensor, int, AlgorithmConfig], torch.Tensor]
     """(mask [T], row [T], num_rows, settings) -> this micro-batch's share of the global denominator, scalar."""
     loss: Callable[[LossInput, AlgorithmConfig], Loss]
+    finish_advantages: Callable[[Sequence[float], Sequence[int], AlgorithmConfig], list[float]] | None = None
+    """(advantages of all responses of a step, their numbers of tokens in the loss, settings) -> what is trained with. Every
+    rank knows the whole step, so nothing depends on how rows are split."""
+    restarts_optimizer: bool = False
+    """Whether the optimizer's moments are forgotten at the start of each step, before its first update."""
+
+    def advantages(
+        self, rewards: Sequence[tuple[float, GroupStats]], tokens: Sequence[int], config: AlgorithmConfig
+    ) -> list[float]:
+        """Of all responses of a step: their rewards with the statistics of their groups, their numbers of tokens in the loss."""
+        assert self.advantage is not None, f"algorithm {self.name} has no advantages"
+        values = [self.advantage(reward, stats, config) for reward, stats in rewards]
+        return values if self.finish_advantages is None else self.finish_advantages(values, tokens, config)

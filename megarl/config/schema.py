@@ -75,8 +75,12 @@ class KLConfig:
 @dataclass(frozen=True)
 class AlgorithmConfig:
     name: str = "grpo"
+    """One of megarl's, or the path of a Python file with your own (ends in .py; docs/algorithms.md)."""
     group_size: int = 8
+    importance: Literal["token", "sequence_mean", "sequence_product"] = "token"
+    """What the ratio of new to old policy is taken of: each token, or the mean or sum of a response's log-ratios."""
     clip_low: float = 0.2
+    """The ratio's lower bound is 1 - clip_low; above 1 there is none."""
     clip_high: float = 0.2
     dual_clip: float | None = None
     """c > 1 bounds the loss of tokens with a negative advantage by c·|A|; None for no bound."""
@@ -86,6 +90,15 @@ class AlgorithmConfig:
     """L of ``seq_mean_token_sum_norm``."""
     entropy_coef: float = 0.0
     kl: KLConfig = field(default_factory=KLConfig)
+    tau: float = 1.0
+    """How strongly opmd and kimi_mirror_descent hold on to the policy that they start from."""
+    correction: Literal["none", "truncate", "mask"] = "none"
+    """What the engine's log-probs do to a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times min(r, C);
+    times r, and 0 where r is outside [1/C, C]."""
+    correction_cap: float = 2.0
+    """C of ``correction``."""
+    options: dict[str, float] = field(default_factory=dict)
+    """Settings of your own algorithm."""
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,14 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.group_size=1 leaves {algorithm.name} nothing to compare an answer with; set it to 2 or more"
         )
     one = torch.zeros(1)
-    token = algorithms.LossInput(one, one, one, one, one, mask=one == 0, row=torch.zeros(1, dtype=torch.int64), num_rows=1)
-    algorithm.loss(token, config.algorithm)
+    if config.algorithm.options and config.algorithm.name in algorithms.ALGORITHMS:
+        raise ConfigError(
+            f"algorithm.options={config.algorithm.options} are settings of an algorithm of your own, {algorithm.name} has none; leave "
+            "them out"
+        )
+    logp = one.clone().requires_grad_()
+    token = algorithms.LossInput(logp, one, one, one, one, one == 0, torch.zeros(1, dtype=torch.int64), 1, one)
+    algorithms.try_out(algorithm, token, config.algorithm)
 
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:

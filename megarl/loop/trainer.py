@@ -101,6 +101,8 @@ def step(s: Session) -> bool:
         sums: list[Sums] = [_mismatch(part) for part in mine if s.position.reports]
         updates: list[Sums] = []
         with s.timeline.phase("update", step=number):
+            if s.algorithm.restarts_optimizer:
+                s.actor.restart_optimizer(config.trainer.optimizer)
             for i, part in enumerate(mine):
                 done = s.actor.backward(part, config.trainer.micro_batch_size, s.algorithm, config.algorithm)
                 sums += [done] if s.position.reports else []
@@ -133,9 +135,9 @@ def infer(s: Session, rows: Rows) -> None:
 
 
 def _advantages(s: Session, experiences: list[Experience]) -> list[float]:
-    advantage = s.algorithm.advantage
-    assert advantage is not None, f"algorithm {s.algorithm.name} has no advantages"
-    return [advantage(e.reward.score, e.group_stats or group_stats([e.reward.score]), s.config.algorithm) for e in experiences]
+    """Of the whole step, the same on every rank: no rank's share decides what another's are."""
+    rewards = [(e.reward.score, e.group_stats or group_stats([e.reward.score])) for e in experiences]
+    return s.algorithm.advantages(rewards, [int(e.response_mask.sum()) for e in experiences], s.config.algorithm)
 
 
 def _mismatch(rows: Rows) -> Sums:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl import algorithms
 from megarl.batching import shard, stack_demonstrations
+from megarl.config.schema import AlgorithmConfig
 from megarl.loop.rollouts import tasks_of_step
 from megarl.metrics import mean_of_sums
 from megarl.tasksets import ChatTokenizer, read_rows
@@ -26,7 +27,7 @@ def warm_start(s: Session) -> bool:
     if config.steps == 0:
         return True
     assert s.config.taskset.warm_start is not None, "checked before launch"
-    sft = algorithms.get("sft")
+    sft, settings = algorithms.get("sft"), AlgorithmConfig(name="sft")  # every algorithm starts from the same weights
     tokenizer = ChatTokenizer.open(s.config.model.path)
     rows = read_rows(Path(s.config.taskset.warm_start), require_response=True)
     pairs = {str(i): (tokenizer.prompt_ids(t.prompt), tokenizer.response_ids(t.response or "")) for i, t in enumerate(rows)}
@@ -44,7 +45,7 @@ def warm_start(s: Session) -> bool:
             batch = stack_demonstrations([pairs[i] for i in chosen], pad_id=s.pad_id, multiple=s.length_multiple)
             (update,) = shard(len(batch), 1, s.config.parallel.dp, s.config.trainer.micro_batch_size)
             part = batch.select(update[s.position.dp_rank])
-            sums = s.actor.backward(part, s.config.trainer.micro_batch_size, sft, s.config.algorithm)
+            sums = s.actor.backward(part, s.config.trainer.micro_batch_size, sft, settings)
             optimizer_metrics = s.actor.step(learning_rate(config.optimizer, step))
             metrics = mean_of_sums(s.gather([sums] if s.position.reports else [])) | optimizer_metrics
             s.state = replace(s.state, step=step + 1)

@@ -183,6 +183,7 @@ class Actor(FrozenModel):
                     mask=mask,
                     row=row,
                     num_rows=len(batch),
+                    engine_logp=picked(batch.engine_logp),
                 ),
                 settings,
             )

@@ -18,6 +18,7 @@ from megarl.errors import ConfigError
 from megarl.ops import native
 from tests.native import backends
 
+FIELDS = ("logp", "entropy", "old_logp", "ref_logp", "advantages", "engine_logp")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
 
@@ -40,6 +41,7 @@ def make_batch(seed: int, rows: int = 5, length: int = 7, sigma: float = 0.3, dt
         mask=mask,
         row=row,
         num_rows=rows,
+        engine_logp=logp + noise() * 2,
     )
 
 
@@ -58,28 +60,72 @@ def _in_float64(request):
 # ---- oracles: plain Python floats, one token at a time, written from the papers' formulas ----
 
 
-def grpo_token(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
-    lp, old, ref, a = (float(x[t]) for x in (batch.logp, batch.old_logp, batch.ref_logp, batch.advantages))
-    ratio = math.exp(lp - old)
+# ``frozen`` is the batch that constants are taken from (what has no gradient): the batch itself, or before it was nudged.
+PerToken = Callable[[LossInput, int, AlgorithmConfig, LossInput], float]
+
+
+def log_ratios(batch: LossInput, t: int) -> list[float]:
+    """Of the kept tokens of token t's row."""
+    tokens = [u for u in range(len(batch.mask)) if batch.mask[u] and batch.row[u] == batch.row[t]]
+    return [float(batch.logp[u]) - float(batch.old_logp[u]) for u in tokens]
+
+
+def ratio_of(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
+    if c.importance == "token":
+        return math.exp(float(batch.logp[t]) - float(batch.old_logp[t]))
+    every = log_ratios(batch, t)
+    return math.exp(sum(every) / (len(every) if c.importance == "sequence_mean" else 1))
+
+
+def off_policy(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
+    r = math.exp(float(batch.old_logp[t]) - float(batch.engine_logp[t]))
+    if c.correction == "mask":
+        return r if 1 / c.correction_cap <= r <= c.correction_cap else 0.0
+    return min(r, c.correction_cap) if c.correction == "truncate" else 1.0
+
+
+def regularisers(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
+    x = float(batch.ref_logp[t]) - float(batch.logp[t])
+    penalty = {"k2": 0.5 * x * x, "k3": math.exp(x) - x - 1}[c.kl.estimator]
+    return c.kl.coef * penalty - c.entropy_coef * float(batch.entropy[t])
+
+
+def grpo_token(batch: LossInput, t: int, c: AlgorithmConfig, frozen: LossInput) -> float:
+    a, ratio = float(batch.advantages[t]), ratio_of(batch, t, c)
     clipped = min(max(ratio, 1 - c.clip_low), 1 + c.clip_high)
     objective = min(ratio * a, clipped * a)
     if c.dual_clip is not None and a < 0:
         objective = max(objective, c.dual_clip * a)
-    x = ref - lp
-    penalty = {"k2": 0.5 * x * x, "k3": math.exp(x) - x - 1}[c.kl.estimator]
-    return -objective + c.kl.coef * penalty - c.entropy_coef * float(batch.entropy[t])
+    return -off_policy(batch, t, c) * objective + regularisers(batch, t, c)
 
 
-def sft_token(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
+def cispo_token(batch: LossInput, t: int, c: AlgorithmConfig, frozen: LossInput) -> float:
+    weight = min(ratio_of(frozen, t, c), 1 + c.clip_high)
+    surrogate = -weight * float(batch.advantages[t]) * float(batch.logp[t])
+    return off_policy(batch, t, c) * surrogate + regularisers(batch, t, c)
+
+
+def opmd_token(batch: LossInput, t: int, c: AlgorithmConfig, frozen: LossInput) -> float:
+    surrogate = -float(batch.advantages[t]) * float(batch.logp[t]) / (1 + c.tau)
+    return off_policy(batch, t, c) * surrogate + regularisers(batch, t, c)
+
+
+def kimi_token(batch: LossInput, t: int, c: AlgorithmConfig, frozen: LossInput) -> float:
+    """Shares of a row's loss in proportion to each token's log-ratio: every aggregation weighs a row's tokens alike."""
+    s, own = sum(log_ratios(batch, t)), float(batch.logp[t]) - float(batch.old_logp[t])
+    return -float(batch.advantages[t]) * own + c.tau / 2 * s * own + regularisers(batch, t, c)
+
+
+def sft_token(batch: LossInput, t: int, c: AlgorithmConfig, frozen: LossInput) -> float:
     return -float(batch.logp[t])
 
 
-def oracle(per_token: Callable[[LossInput, int, AlgorithmConfig], float], batch: LossInput, c: AlgorithmConfig) -> float:
+def oracle(per_token: PerToken, batch: LossInput, c: AlgorithmConfig, frozen: LossInput | None = None) -> float:
     """The aggregated loss of a whole batch, already divided."""
     by_row: dict[int, list[float]] = {}
     for t in range(len(batch.mask)):
         if batch.mask[t]:
-            by_row.setdefault(int(batch.row[t]), []).append(per_token(batch, t, c))
+            by_row.setdefault(int(batch.row[t]), []).append(per_token(batch, t, c, frozen or batch))
     sequences = list(by_row.values())
     return {
         "token_mean": lambda: sum(map(sum, sequences)) / sum(map(len, sequences)),
@@ -89,14 +135,43 @@ def oracle(per_token: Callable[[LossInput, int, AlgorithmConfig], float], batch:
     }[c.aggregation]()
 
 
-ORACLES = {"grpo": grpo_token, "sft": sft_token}
+ORACLES: dict[str, PerToken] = {
+    "cispo": cispo_token,
+    "grpo": grpo_token,
+    "gspo": grpo_token,
+    "kimi_mirror_descent": kimi_token,
+    "opmd": opmd_token,
+    "reinforce_pp_baseline": grpo_token,
+    "rloo": grpo_token,
+    "sft": sft_token,
+}
 VARIANTS: dict[str, list[AlgorithmConfig]] = {
     "grpo": [
         AlgorithmConfig(kl=KLConfig(0.0)),
         AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl=KLConfig(0.1, "k3"), entropy_coef=0.05),
         AlgorithmConfig(clip_low=10.0, clip_high=10.0, kl=KLConfig(0.3, "k2")),  # R1's: 1 - clip_low is negative
+        AlgorithmConfig(importance="sequence_product", clip_low=10.0, clip_high=10.0, kl=KLConfig(0.001)),
+        AlgorithmConfig(correction="truncate", correction_cap=1.2, kl=KLConfig(0.1)),
         AlgorithmConfig(dual_clip=1.1, kl=KLConfig(0.001)),
     ],
+    "cispo": [
+        AlgorithmConfig(name="cispo", clip_high=0.1, kl=KLConfig(0.0)),
+        AlgorithmConfig(name="cispo", clip_high=4.0, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3),
+    ],
+    "gspo": [
+        AlgorithmConfig(name="gspo", importance="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl=KLConfig(0.0)),
+        AlgorithmConfig(name="gspo", importance="sequence_mean", kl=KLConfig(0.1), correction="truncate", correction_cap=1.2),
+    ],
+    "kimi_mirror_descent": [
+        AlgorithmConfig(name="kimi_mirror_descent", kl=KLConfig(0.0)),
+        AlgorithmConfig(name="kimi_mirror_descent", tau=0.3, kl=KLConfig(0.1, "k2"), entropy_coef=0.05),
+    ],
+    "opmd": [
+        AlgorithmConfig(name="opmd", kl=KLConfig(0.0)),
+        AlgorithmConfig(name="opmd", tau=0.3, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3),
+    ],
+    "reinforce_pp_baseline": [AlgorithmConfig(name="reinforce_pp_baseline", kl=KLConfig(0.1, "k2"), correction="mask")],
+    "rloo": [AlgorithmConfig(name="rloo", kl=KLConfig(0.1), correction="truncate", correction_cap=1.2)],
     "sft": [AlgorithmConfig(name="sft")],
 }
 BATTERY = [
@@ -127,7 +202,7 @@ def take(batch: LossInput, rows: list[int]) -> LossInput:
     """The micro-batch of some rows in that order, renumbered from 0."""
     places = [(batch.row == r).nonzero()[:, 0] for r in rows]
     keep, row = torch.cat(places), torch.repeat_interleave(torch.tensor([len(p) for p in places]))
-    tensors = {f: getattr(batch, f)[keep] for f in ("logp", "entropy", "old_logp", "ref_logp", "advantages", "mask")}
+    tensors = {f: getattr(batch, f)[keep] for f in (*FIELDS, "mask")}
     return LossInput(**tensors, row=row, num_rows=len(rows))
 
 
@@ -156,7 +231,7 @@ def test_finite_differences(name, config):
             nudge = torch.zeros_like(batch.logp)
             nudge[t] = step
             up, down = (
-                oracle(ORACLES[name], dataclasses.replace(batch, **{field: getattr(batch, field) + s * nudge}), config)
+                oracle(ORACLES[name], dataclasses.replace(batch, **{field: getattr(batch, field) + s * nudge}), config, batch)
                 for s in (1, -1)
             )
             assert float(grad[t]) == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-8)
@@ -169,7 +244,7 @@ def test_masked_tokens_do_not_matter(name, config):
     for junk in (torch.nan, torch.inf, -torch.inf, 1e30):
         dirty = {
             f: torch.where(batch.mask, getattr(batch, f), junk)
-            for f in ("logp", "entropy", "old_logp", "ref_logp", "advantages")
+            for f in FIELDS
         }
         got = gradient(name, dataclasses.replace(batch, **dirty), config)
         assert all(torch.equal(a, b) for a, b in zip(clean, got, strict=True))
@@ -223,11 +298,11 @@ def test_gradient_at_ratio_one_is_the_policy_gradient():
 def test_float32_is_close_to_float64(name, monkeypatch):
     config = VARIANTS[name][-1]
     batch = make_batch(12, rows=8, length=50)
-    single = {f: getattr(batch, f).float() for f in ("logp", "entropy", "old_logp", "ref_logp", "advantages")}
-    exact = gradient(name, batch, config)
+    single = {f: getattr(batch, f).float() for f in FIELDS}
+    exact = gradient(name, dataclasses.replace(batch, **{f: x.double() for f, x in single.items()}), config)
     monkeypatch.setattr(native, "library", _C)
     for a, b in zip(exact, gradient(name, dataclasses.replace(batch, **single), config), strict=True):
-        assert b.dtype == torch.float32 and (a - b).abs().max() <= 1e-6
+        assert b.dtype == torch.float32 and (a - b).abs().max() <= 1e-6 * max(1.0, float(a.abs().max()))
 
 
 # ---- golden rows ----
@@ -328,4 +403,4 @@ def test_missing_inputs_and_unknown_names_are_config_errors():
     with pytest.raises(ConfigError, match="dual_clip must be above 1"):
         grpo.loss(batch, AlgorithmConfig(kl=KLConfig(0.0), dual_clip=0.5))
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
-        algorithms.get("gpro")
+        algorithms.get("grpoo")

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config import Config, compose
+from megarl.config import Config, compose, config_dir
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError, DataError, JobError
 from megarl.launch import job, ports
 from megarl.launch.guard import Guard, end
@@ -103,6 +103,10 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["algorithm.name=grpoo"], ["grpoo", "grpo"]),
         (["algorithm.name=sft"], ["algorithm.name=sft", "advantages"]),
         (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip", "0.5"]),
+        (["algorithm.name=gspo"], ["algorithm.importance=token", "algorithm=gspo"]),
+        (["algorithm=kimi_mirror_descent", "algorithm.correction=mask"], ["algorithm.correction=mask", "kimi_mirror_descent"]),
+        (["algorithm.options.tau=2"], ["algorithm.options", "grpo has none"]),
+        (["algorithm.name=/no/such.py"], ["algorithm.name=/no/such.py", "no such file"]),
         (["parallel=tp1", "parallel.sequence_parallel=true"], ["parallel.sequence_parallel", "parallel.tp"]),
         (["trainer.optimizer.decay_steps=10"], ["trainer.optimizer.decay_steps=10", "min_lr=None"]),
         (["reference.refresh=400"], ["reference.refresh=400"]),
@@ -122,6 +126,68 @@ def test_setting_that_cannot_work(prepared: Path, overrides: list[str], words: l
     assert type(raised.value) is ConfigError
     for word in words:
         assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "algorithm").glob("*.yaml")))
+def test_every_algorithm_passes(prepared: Path, name: str) -> None:
+    config = config_of(prepared, f"algorithm={name}")
+    job.check(config)
+    assert config.algorithm.kl.coef == 0.2, "the quickstart's pull to the reference is every algorithm's"
+    if config.algorithm.aggregation == "seq_mean_token_sum_norm":
+        assert config.algorithm.aggregation_length == config.rollout.max_response_tokens == 8
+        assert compose([f"algorithm={name}", "~rollout.max_response_tokens"]).algorithm.aggregation_length == 64
+    if name != "kimi_mirror_descent":
+        job.check(config_of(prepared, f"algorithm={name}", "algorithm.correction=truncate"))
+
+
+OWN = """
+from megarl.algorithms import Algorithm, Loss, terms
+def advantage(reward, stats, config):
+    return reward - stats.mean
+def loss(batch, config):
+    weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, dtype=batch.logp.dtype)
+    return Loss(-(weights * batch.advantages * batch.logp).sum(), {})
+ALGORITHM = Algorithm(
+    name="own", source="", roles=frozenset({"actor"}), needs=frozenset({"advantages"}), advantage=advantage,
+    count=terms.denominator, loss=loss,
+)
+"""
+
+
+def own(folder: Path, old: str = "", new: str = "") -> str:
+    assert old in OWN
+    (folder / "own.py").write_text(OWN.replace(old, new, 1) if old else OWN)
+    return f"algorithm.name={folder / 'own.py'}"
+
+
+def test_algorithm_of_ones_own(prepared: Path, tmp_path: Path) -> None:
+    job.check(config_of(prepared, own(tmp_path), "algorithm.options.margin=0.5", "algorithm.group_size=1"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("ALGORITHM =", "OTHER =", ["has nothing called ALGORITHM"]),
+        ("ALGORITHM = Algorithm(", "ALGORITHM = dict(", ["a dict called ALGORITHM"]),
+        ("import Algorithm,", "import Algoritm,", ["cannot be imported", "Algoritm", "own.py:2"]),
+        ("return reward", "return (reward", ["cannot be imported", "SyntaxError"]),
+        ("loss=loss", "loss=None", ["ALGORITHM.loss must be a function"]),
+        ("advantage=advantage", "advantage=None", ["ALGORITHM.advantage must be a function"]),
+        ('{"advantages"}', '{"values"}', ["ALGORITHM.needs has values", "old_logp"]),
+        ('{"actor"}', '{"critic"}', ["ALGORITHM.roles has critic"]),
+        ('{"advantages"}', "set()", ["TypeError", "own.py:7"]),
+        ("stats.mean", "stats.meen", ["AttributeError", "meen", "own.py:4"]),
+        ("reward - stats.mean", "None", ["two numbers"]),
+        ("batch.logp)", "batch.logp.detach())", ["depends on logp"]),
+        (".sum(), {})", ", {})", ["scalar"]),
+        ("{})", '{"a": 1.0})', ["each metric must be a pair"]),
+        ("count=terms.denominator", "count=lambda *_: 1", ["count must give a scalar tensor"]),
+    ],
+)
+def test_algorithm_of_ones_own_that_lacks_something(
+    prepared: Path, tmp_path: Path, old: str, new: str, words: list[str]
+) -> None:
+    refused(ConfigError, config_of(prepared, own(tmp_path, old, new)), *words)
 
 
 def with_model(prepared: Path, path: Path, **changes: Any) -> list[str]:
