@@ -334,31 +334,20 @@ def test_missing_inputs() -> None:
             algorithms.get(name).loss(dataclasses.replace(batch, old_logp=None), preset(name))
 
 
+def test_the_table_in_the_docs_has_every_preset() -> None:
+    rows = [line.split("`")[1] for line in DOCS.read_text().split("\n## ")[0].splitlines() if line.startswith("| `") and "[2" in line]
+    assert sorted(rows) == PRESETS
+
+
 # ---- a user's own ----
 
-MINE = """
-'''Reward minus a margin, plain policy gradient.'''
-import torch
-from megarl.algorithms import Algorithm, Loss, terms
-
-def advantage(reward, stats, config):
-    return reward - config.options.get("margin", 0.0)
-
-def loss(batch, config):
-    weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, dtype=batch.logp.dtype)
-    total = -(weights * terms.masked(batch.advantages, batch.mask) * terms.masked(batch.logp, batch.mask)).sum()
-    return Loss(total, {"actor/pg_loss": (total.detach(), batch.mask.sum())})
-
-ALGORITHM = Algorithm(
-    name="mine", source="me", roles=frozenset({"actor"}), needs=frozenset({"advantages"}),
-    advantage=advantage, count=terms.denominator, loss=loss,
-)
-"""
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 def test_an_algorithm_of_ones_own(tmp_path: Path) -> None:
+    """The one that the documentation shows."""
     file = tmp_path / "mine.py"
-    file.write_text(MINE)
+    file.write_text(DOCS.read_text().split("```python\n")[1].split("```")[0])
     mine = algorithms.get(str(file))
     config = AlgorithmConfig(name=str(file), options={"margin": 0.25})
     assert mine.advantages([(1.0, group_stats([1.0]))], [3], config) == [0.75]
