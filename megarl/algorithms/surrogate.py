@@ -68,9 +68,13 @@ def _policy(
         # As a loss, k1 has the expected gradient 0 whatever the reference.
         raise ConfigError(f"algorithm.kl.estimator must be k2 or k3 in the loss, got {kl.estimator!r}")
     if batch.ref_logp is None and kl.coef != 0.0:
-        raise ConfigError(f"algorithm.kl.coef is {kl.coef} but there is no ref_logp; compute it or set the coefficient to 0")
+        raise ConfigError(
+            f"algorithm.kl.coef is {kl.coef} but there is no ref_logp; compute it or set the coefficient to 0"
+        )
     if batch.entropy is None and config.entropy_coef != 0.0:
-        raise ConfigError(f"algorithm.entropy_coef is {config.entropy_coef} but there is no entropy; compute it or set it to 0")
+        raise ConfigError(
+            f"algorithm.entropy_coef is {config.entropy_coef} but there is no entropy; compute it or set it to 0"
+        )
     if dual_clip is not None and not dual_clip > 1.0:
         raise ConfigError(f"algorithm.dual_clip must be above 1, got {dual_clip}; set it to 3, or null for none")
     within_row, scale = terms.weighting(config)

@@ -40,7 +40,9 @@ def load(path: str) -> Algorithm:
             raise ConfigError(f"{where}: ALGORITHM.{name} must be a function, got {getattr(algorithm, name)!r}")
     for name, given, known in (("needs", algorithm.needs, NEEDS), ("roles", algorithm.roles, ROLES)):
         if strange := sorted(set(given) - known):
-            raise ConfigError(f"{where}: ALGORITHM.{name} has {', '.join(strange)}; known are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"{where}: ALGORITHM.{name} has {', '.join(strange)}; known are {', '.join(sorted(known))}"
+            )
     return algorithm
 
 
@@ -69,13 +71,23 @@ def _try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) ->
     needed = {"old_logp": token.old_logp, "ref_logp": token.ref_logp, "advantages": token.advantages}
     given: dict[str, Any] = {name: value if name in algorithm.needs else None for name, value in needed.items()}
     token = LossInput(
-        token.logp, token.entropy, mask=token.mask, row=token.row, num_rows=token.num_rows, engine_logp=token.engine_logp, **given
+        token.logp,
+        token.entropy,
+        mask=token.mask,
+        row=token.row,
+        num_rows=token.num_rows,
+        engine_logp=token.engine_logp,
+        **given,
     )
     result = algorithm.loss(token, config)
     if not isinstance(result, Loss) or not _is_scalar(result.total) or not result.total.requires_grad:
-        raise ConfigError(f"{algorithm.name}: loss must give a megarl.algorithms.Loss whose total is a scalar that depends on logp")
+        raise ConfigError(
+            f"{algorithm.name}: loss must give a megarl.algorithms.Loss whose total is a scalar that depends on logp"
+        )
     if not isinstance(result.metrics, Mapping) or not all(_is_sum(value) for value in result.metrics.values()):
-        raise ConfigError(f"{algorithm.name}: each metric must be a pair (sum, count) of scalar tensors without gradient")
+        raise ConfigError(
+            f"{algorithm.name}: each metric must be a pair (sum, count) of scalar tensors without gradient"
+        )
     count = algorithm.count(token.mask, token.row, token.num_rows, config)
     if not _is_scalar(count):
         raise ConfigError(f"{algorithm.name}: count must give a scalar tensor, got {count!r}")

@@ -26,14 +26,18 @@ GRIDS = {
 KL = KLConfig(0.1, "k3")
 SETTINGS = [
     AlgorithmConfig(name="grpo", correction="truncate", correction_cap=1.05, kl=KL),
-    AlgorithmConfig(name="gspo", importance="sequence_mean", clip_low=0.01, clip_high=0.02, aggregation="seq_mean_token_mean", kl=KL),
+    AlgorithmConfig(
+        name="gspo", importance="sequence_mean", clip_low=0.01, clip_high=0.02, aggregation="seq_mean_token_mean", kl=KL
+    ),
     AlgorithmConfig(name="cispo", clip_high=0.05, correction="mask", correction_cap=1.1, kl=KL),
     AlgorithmConfig(name="opmd", tau=0.5, correction="mask", correction_cap=1.1, kl=KL),
     AlgorithmConfig(name="kimi_mirror_descent", tau=0.5, aggregation="seq_mean_token_sum", entropy_coef=0.01, kl=KL),
 ]
 
 
-def update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, torch.Tensor], micro: int) -> list[dict[str, Any]]:
+def update(
+    rank: int, path: str, parallel: ParallelConfig, batch: dict[str, torch.Tensor], micro: int
+) -> list[dict[str, Any]]:
     """Runs in each rank: metrics and gradient norm of every algorithm, learning rate 0."""
     import torch.distributed as dist
 
@@ -50,7 +54,9 @@ def update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, torc
     hf_config = hf.read_hf_config(Path(path))
     optimizer = OptimizerConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9)
     actor = Actor(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), optimizer)
-    hf.load_into(Path(path), megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp)), rank, actor.tensors)
+    hf.load_into(
+        Path(path), megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp)), rank, actor.tensors
+    )
     actor.weights_changed()
     rows = Rows(**batch)
     (plan,) = shard(len(rows), 1, parallel.dp, micro)
@@ -64,7 +70,9 @@ def update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, torc
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], list[tuple[float, float]]]:
+def expected(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, torch.Tensor], list[tuple[float, float]]]:
     """Model, batch, and (loss, gradient norm) of every algorithm."""
     from transformers import AutoModelForCausalLM
 
@@ -82,7 +90,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         model.zero_grad()
         logp, entropy = (x[mask].double() for x in next_token_logp(model, batch["tokens"]))
         kept = torch.ones_like(row, dtype=torch.bool)
-        loss = reference_loss(settings.name, settings, LossInput(logp, entropy, mask=kept, row=row, num_rows=len(mask), **fixed))
+        loss = reference_loss(
+            settings.name, settings, LossInput(logp, entropy, mask=kept, row=row, num_rows=len(mask), **fixed)
+        )
         loss.backward()
         norm = torch.sqrt(sum(p.grad.double().pow(2).sum() for p in model.parameters()))
         wanted.append((float(loss.detach()), float(norm)))
@@ -98,4 +108,9 @@ def test_update_equals_plain_transformers(expected: tuple[Path, Any, Any], grid:
             assert got["actor/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE * norm), settings.name
             assert got["actor/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), settings.name
             if settings.correction != "none":
-                assert 0.3 < got["rollout_corr/rollout_is_ratio_fraction_high"] + got["rollout_corr/rollout_is_ratio_fraction_low"] < 0.9
+                assert (
+                    0.3
+                    < got["rollout_corr/rollout_is_ratio_fraction_high"]
+                    + got["rollout_corr/rollout_is_ratio_fraction_low"]
+                    < 0.9
+                )

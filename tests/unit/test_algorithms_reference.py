@@ -121,7 +121,11 @@ def reference_loss(name: str, c: AlgorithmConfig, b: LossInput) -> torch.Tensor:
             continue
         x = SimpleNamespace(**{f: getattr(b, f)[keep] for f in FIELDS})
         delta = x.logp - x.old_logp
-        exponent = {"token": delta, "sequence_mean": delta.mean() + 0 * delta, "sequence_product": delta.sum() + 0 * delta}
+        exponent = {
+            "token": delta,
+            "sequence_mean": delta.mean() + 0 * delta,
+            "sequence_product": delta.sum() + 0 * delta,
+        }
         ratio, a = exponent[c.importance].exp(), x.advantages
         if name == "cispo":
             each = -torch.minimum(ratio, torch.tensor(1 + c.clip_high)).detach() * a * x.logp
@@ -139,7 +143,9 @@ def reference_loss(name: str, c: AlgorithmConfig, b: LossInput) -> torch.Tensor:
         elif c.correction == "mask":
             each = each * torch.where((r >= 1 / c.correction_cap) & (r <= c.correction_cap), r, torch.zeros_like(r))
         d = x.ref_logp - x.logp
-        each = each + c.kl.coef * (d * d / 2 if c.kl.estimator == "k2" else d.exp() - d - 1) - c.entropy_coef * x.entropy
+        each = (
+            each + c.kl.coef * (d * d / 2 if c.kl.estimator == "k2" else d.exp() - d - 1) - c.entropy_coef * x.entropy
+        )
         rows.append(each)
         tokens += len(each)
     if c.aggregation == "token_mean":
@@ -179,7 +185,9 @@ def test_the_batch_has_ties_with_every_bound() -> None:
 
 
 SPLITS = [preset(name, aggregation=mode, aggregation_length=9) for name in RL for mode in AGGREGATIONS]
-SPLITS += [preset(name, correction=how, correction_cap=1.2) for name in ("grpo", "opmd") for how in ("truncate", "mask")]
+SPLITS += [
+    preset(name, correction=how, correction_cap=1.2) for name in ("grpo", "opmd") for how in ("truncate", "mask")
+]
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -190,7 +198,9 @@ def test_any_split_is_the_same_batch(config: AlgorithmConfig, seed: int, data: s
     order = data.draw(st.permutations(range(6)))
     cuts = sorted(data.draw(st.sets(st.integers(1, 5))))
     pieces = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 6], strict=True)]
-    for one, many in zip(gradient(config.name, batch, config), gradient(config.name, batch, config, pieces), strict=True):
+    for one, many in zip(
+        gradient(config.name, batch, config), gradient(config.name, batch, config, pieces), strict=True
+    ):
         assert torch.allclose(one, many, rtol=1e-12, atol=1e-14)
     algorithm = algorithms.get(config.name)
     parts = [algorithm.loss(take(batch, rows), config).metrics for rows in pieces]
@@ -229,7 +239,9 @@ def test_advantages_golden() -> None:
     for name in ("gspo", "cispo"):
         assert advantages(name, [1, 0, 0, 0]) == advantages("grpo", [1, 0, 0, 0])
     # One token each: ±0.5 and zeros, mean 0, unbiased variance 0.5/3.
-    assert advantages("reinforce_pp_baseline", [1, 0], [3, 3]) == pytest.approx([3**0.5 / 2**0.5, -(3**0.5) / 2**0.5, 0, 0])
+    assert advantages("reinforce_pp_baseline", [1, 0], [3, 3]) == pytest.approx(
+        [3**0.5 / 2**0.5, -(3**0.5) / 2**0.5, 0, 0]
+    )
     # Per token: +0.5 thrice and -0.5 once: mean 0.25, unbiased variance 0.25.
     assert advantages("reinforce_pp_baseline", [1, 0], tokens=[3, 1]) == pytest.approx([0.5, -1.5])
 
@@ -278,14 +290,17 @@ def test_kimi_gradient_is_the_papers() -> None:
     batch = make_batch(2, rows=3, length=4)
     config = preset("kimi_mirror_descent", tau=0.7, kl=KLConfig(0.0), entropy_coef=0.0)
     _, by_logp, _ = gradient("kimi_mirror_descent", batch, config)
-    s = torch.zeros(3, dtype=torch.float64).index_add(0, batch.row, torch.where(batch.mask, batch.logp - batch.old_logp, 0.0))
+    s = torch.zeros(3, dtype=torch.float64).index_add(
+        0, batch.row, torch.where(batch.mask, batch.logp - batch.old_logp, 0.0)
+    )
     rows = len(batch.row[batch.mask].unique())
     want = torch.where(batch.mask, -(batch.advantages - 0.7 * s[batch.row]) / rows, 0.0)
     assert torch.allclose(by_logp, want, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("how", "weights", "masked"), [("truncate", [0.25, 0.5, 1.0, 2.0, 2.0], None), ("mask", [0.0, 0.5, 1.0, 2.0, 0.0], 2)]
+    ("how", "weights", "masked"),
+    [("truncate", [0.25, 0.5, 1.0, 2.0, 2.0], None), ("mask", [0.0, 0.5, 1.0, 2.0, 0.0], 2)],
 )
 def test_correction_golden(how: str, weights: list[float], masked: int | None) -> None:
     """r = 1/4, 1/2, 1, 2, 4 with C = 2, advantage 1, on policy: the gradient is −weight over all five tokens."""
@@ -297,7 +312,11 @@ def test_correction_golden(how: str, weights: list[float], masked: int | None) -
         _, by_logp, _ = gradient(name, batch, config)
         assert by_logp.tolist() == pytest.approx([-w / 5 for w in weights])
         metrics = algorithms.get(name).loss(batch, config).metrics
-        got = {k.removeprefix("rollout_corr/"): float(total) for k, (total, n) in metrics.items() if "rollout_corr" in k and n == 5}
+        got = {
+            k.removeprefix("rollout_corr/"): float(total)
+            for k, (total, n) in metrics.items()
+            if "rollout_corr" in k and n == 5
+        }
         want = {"rollout_is_mean": 7.75, "rollout_is_ratio_fraction_high": 1, "rollout_is_ratio_fraction_low": 1}
         want |= {"weight_mean": sum(weights)} | ({} if masked is None else {"rollout_rs_masked_fraction": masked})
         assert got == pytest.approx(want)
@@ -307,7 +326,11 @@ def test_correction_of_equal_policies_changes_nothing() -> None:
     batch = make_batch(3)
     batch = dataclasses.replace(batch, engine_logp=batch.old_logp.clone())
     for how in ("truncate", "mask"):
-        for a, b in zip(gradient("grpo", batch, preset("grpo")), gradient("grpo", batch, preset("grpo", correction=how)), strict=True):
+        for a, b in zip(
+            gradient("grpo", batch, preset("grpo")),
+            gradient("grpo", batch, preset("grpo", correction=how)),
+            strict=True,
+        ):
             assert torch.equal(a, b)
 
 
@@ -335,7 +358,11 @@ def test_missing_inputs() -> None:
 
 
 def test_the_table_in_the_docs_has_every_preset() -> None:
-    rows = [line.split("`")[1] for line in DOCS.read_text().split("\n## ")[0].splitlines() if line.startswith("| `") and "[2" in line]
+    rows = [
+        line.split("`")[1]
+        for line in DOCS.read_text().split("\n## ")[0].splitlines()
+        if line.startswith("| `") and "[2" in line
+    ]
     assert sorted(rows) == PRESETS
 
 
