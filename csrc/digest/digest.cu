@@ -26,7 +26,7 @@ template <class Element>
 __device__ __forceinline__ uint64_t part_of_block(const Element* data, uint64_t first, int64_t width, uint64_t block) {
   constexpr int kPer = 8 / sizeof(Element);
   uint64_t bits = 0, count = 0;
-#pragma unroll
+#pragma unroll(kPer > 4 ? 1 : kPer)
   for (int i = 0; i < kPer; ++i) {
     const int64_t at = (int64_t)(block * kPer + i - first);
     if (at < 0 || at >= width) continue;
