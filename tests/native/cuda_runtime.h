@@ -23,6 +23,7 @@
 #include <ucontext.h>
 #endif
 #ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -171,6 +172,9 @@ inline void start(Fiber& f) {
   }
   f.stack = state.stacks.back();
   state.stacks.pop_back();
+#ifdef __SANITIZE_ADDRESS__
+  __asan_unpoison_memory_region(f.stack, kStack);  // of the fiber before, which did not return from its last function
+#endif
 #if defined(__x86_64__)
   void** top = reinterpret_cast<void**>(f.stack + kStack);
   *--top = nullptr;  // where fiber_main would return to; leaves the stack aligned as after a call
