@@ -22,7 +22,7 @@ check: $(VENV)/.installed  ## lint and types, in seconds
 
 bench: $(VENV)/.installed
 	$(PY) benchmarks/loop.py $(ARGS)
-	$(PY) benchmarks/bench_ops.py
+	$(PY) benchmarks/kernels.py
 
 soak: $(VENV)/.installed  ## what is too long for `make test`; resumable
 	$(PY) benchmarks/controls.py $(ARGS)

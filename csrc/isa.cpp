@@ -7,10 +7,13 @@ namespace {
 
 const MegarlKernels kernels[] = {
 #ifdef MEGARL_X86
-    {"avx512", megarl_avx512::logprob_local, megarl_avx512::logprob_backward, megarl_avx512::digest_line},
-    {"avx2", megarl_avx2::logprob_local, megarl_avx2::logprob_backward, megarl_avx2::digest_line},
+    {"avx512", megarl_avx512::logprob_local, megarl_avx512::logprob_backward, megarl_avx512::digest_line,
+     megarl_avx512::gae_sequence},
+    {"avx2", megarl_avx2::logprob_local, megarl_avx2::logprob_backward, megarl_avx2::digest_line,
+     megarl_avx2::gae_sequence},
 #endif
-    {"generic", megarl_generic::logprob_local, megarl_generic::logprob_backward, megarl_generic::digest_line},
+    {"generic", megarl_generic::logprob_local, megarl_generic::logprob_backward, megarl_generic::digest_line,
+     megarl_generic::gae_sequence},
 };
 
 bool supported(const char* name) {
@@ -18,7 +21,7 @@ bool supported(const char* name) {
   if (!std::strcmp(name, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (!std::strcmp(name, "avx2")) return __builtin_cpu_supports("avx2");
+  if (!std::strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
   return !std::strcmp(name, "generic");
 }

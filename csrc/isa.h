@@ -12,6 +12,8 @@ struct MegarlKernels {
                            int64_t begin, int64_t end);
   // Digest of `count` elements, `stride` elements apart, flat indices index, index + step, ...
   uint64_t (*digest_line)(const void* data, int itemsize, int64_t count, int64_t stride, uint64_t index, uint64_t step);
+  void (*gae_sequence)(const real* rewards, const real* values, int64_t count, double bootstrap, double gamma,
+                       double lam, real* advantages, real* returns);
 };
 
 namespace megarl {
@@ -24,6 +26,7 @@ const MegarlKernels& active();
   void logprob_backward(const MegarlLogits&, const int64_t*, const real*, const real*, const real*,              \
                         const real*, void*, int64_t, int64_t, int64_t);                                            \
   uint64_t digest_line(const void*, int, int64_t, int64_t, uint64_t, uint64_t);                                     \
+  void gae_sequence(const real*, const real*, int64_t, double, double, double, real*, real*);                       \
   }
 #define MEGARL_ISA_NAMESPACE_(isa) megarl_##isa
 #define MEGARL_ISA_NAMESPACE(isa) MEGARL_ISA_NAMESPACE_(isa)

@@ -37,6 +37,10 @@ struct MegarlPolicy {
   double kl_coef, entropy_coef, scale;         // scale multiplies every weight
 };
 
+constexpr int64_t MEGARL_GAE_TILE = 2048;  // tokens that a CUDA block takes at a time
+// Doubles of scratch for megarl_cuda_gae: each tile of each sequence finds a place of its own.
+constexpr int64_t megarl_gae_slots(int64_t sequences, int64_t tokens) { return tokens / MEGARL_GAE_TILE + sequences; }
+
 #define MEGARL_API(where, result, extra)                                                                             \
   /* Per row {m, sum e, sum e*d, x_target}: m the largest raw logit of this shard, d = (x - m) / temperature,       \
      e = exp(d), x_target the raw target logit or 0 where the target lies in another shard. stats: [rows, 4]. A     \
@@ -51,12 +55,14 @@ struct MegarlPolicy {
                                            const real* entropy, const real* grad_logp, const real* grad_entropy,     \
                                            void* out, int64_t out_stride, extra);                                    \
   /* Generalised advantage estimation over packed sequences [cu[i], cu[i+1]) of `tokens` tokens; bootstrap[i] =     \
-     value after the last token. */                                                                                 \
+     value after the last token. scratch: with megarl_gae_slots(sequences, tokens) doubles the CUDA kernels work on  \
+     all of a long sequence at once, with null from its end to its start; the bits are the same. */                 \
   result megarl_##where##_gae(const real* rewards, const real* values, const int64_t* cu, int64_t sequences,         \
                               int64_t tokens, const real* bootstrap, double gamma, double lam, real* advantages,     \
-                              real* returns, extra);                                                                 \
-  /* Loss and gradient of packed tokens; entropy, ref_logp, is_weight and grad_entropy may be null.                 \
-     sums: [sequences, MEGARL_POLICY_SUMS]. */                                                                      \
+                              real* returns, double* scratch, extra);                                                \
+  /* Loss and gradient of packed tokens; entropy, ref_logp, is_weight, mask and grad_entropy may be null. A token   \
+     whose mask is 0 is not read and gets gradient 0. sums: [sequences, MEGARL_POLICY_SUMS], the first three        \
+     weighted. */                                                                                                   \
   result megarl_##where##_policy(const MegarlPolicy* how, const real* logp, const real* entropy,                     \
                                  const real* old_logp, const real* ref_logp, const real* advantages,                 \
                                  const real* is_weight, const uint8_t* mask, const int64_t* cu, int64_t sequences,   \

@@ -13,6 +13,9 @@
 #ifndef MEGARL_MODULE
 #define MEGARL_MODULE _C
 #endif
+#ifndef MEGARL_CUDA_STATE
+#define MEGARL_CUDA_STATE "of unknown origin"
+#endif
 
 namespace py = pybind11;
 using Pointer = std::uintptr_t;
@@ -53,6 +56,7 @@ void define(py::module_ m) {
   m.def("logprob_combine", &Where::logprob_combine, release());
   m.def("logprob_backward", &Where::logprob_backward, release());
   m.def("gae", &Where::gae, release());
+  m.def("policy", &Where::policy, release());
   m.def("digest", &Where::digest, release());
 }
 
@@ -84,12 +88,13 @@ PYBIND11_MODULE(MEGARL_MODULE, m) {
   m.attr("BFLOAT16") = static_cast<int>(MEGARL_BF16);
   m.attr("FLOAT16") = static_cast<int>(MEGARL_F16);
   m.attr("POLICY_SUMS") = MEGARL_POLICY_SUMS;
+  m.def("gae_slots", &megarl_gae_slots, "Doubles of scratch for `gae` over (sequences, tokens) on a GPU.");
 
   define<Cpu>(m.def_submodule("cpu", "host memory; the last argument is the number of threads"));
 #ifdef MEGARL_CUDA
   define<Cuda>(m.def_submodule("cuda", "device memory; the last argument is the CUDA stream"));
-  m.attr("CUDA_ARCHITECTURES") = MEGARL_CUDA_ARCHITECTURES;
 #endif
+  m.attr("CUDA_STATE") = MEGARL_CUDA_STATE;
   m.def("isa", [] { return std::string(megarl_isa()); }, "Instruction set of the CPU kernels in use.");
   m.def("use_isa", [](const std::string& name) { return megarl_use_isa(name.c_str()); },
         "Choose the instruction set (tests); False where this machine or build does not have it.");

@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 #include "megarl.h"
 
 #define MEGARL_INLINE static inline __attribute__((always_inline))
@@ -99,9 +103,26 @@ MEGARL_INLINE vuint operator>>(vuint a, int n) {
 }
 template <class T>
 MEGARL_INLINE Lanes<T> select(vmask mask, Lanes<T> yes, Lanes<T> no) {
-  const vuint m = bits<vuint>(mask), y = bits<vuint>(yes), n = bits<vuint>(no);
-  return bits<Lanes<T>>(n ^ (m & (y ^ n)));
+  for (int i = 0; i < kParts; ++i) yes.part[i] = mask.part[i] ? yes.part[i] : no.part[i];
+  return yes;
 }
+// a * b + c, rounded once: on every machine the same bits (slow where it has no such instruction).
+MEGARL_INLINE vreal fma(vreal a, vreal b, vreal c) {
+  for (int i = 0; i < kParts; ++i) {
+#if defined(__AVX512F__) && !defined(MEGARL_DOUBLE)
+    c.part[i] = (vreal::Part)_mm512_fmadd_ps((__m512)a.part[i], (__m512)b.part[i], (__m512)c.part[i]);
+#elif defined(__FMA__) && !defined(MEGARL_DOUBLE)
+    c.part[i] = (vreal::Part)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]);
+#else
+    vreal::Part sum = c.part[i];
+    for (int j = 0; j < kWidth; ++j) sum[j] = std::fma(a.part[i][j], b.part[i][j], sum[j]);
+    c.part[i] = sum;
+#endif
+  }
+  return c;
+}
+MEGARL_INLINE vreal fma(vreal a, real b, vreal c) { return fma(a, splat(b), c); }
+MEGARL_INLINE vreal fma(vreal a, vreal b, real c) { return fma(a, b, splat(c)); }
 MEGARL_INLINE vuint widen(vhalf h) {
   vuint v;
   for (int i = 0; i < kParts; ++i) v.part[i] = __builtin_convertvector(h.part[i], vuint::Part);
@@ -149,20 +170,20 @@ MEGARL_INLINE vreal vexp(vreal x) {
 // Where exp is taken as 0: e^-87.33 is the smallest normal float.
 constexpr real kExpFloor = -87.33f;
 
-// exp(x) for x <= about 0.5, 0 below kExpFloor, NaN for NaN. Relative error <= 2e-7 (Cephes polynomial, no FMA).
+// exp(x) for x <= about 0.5, 0 below kExpFloor, NaN for NaN. Relative error <= 2e-7 (Cephes polynomial).
 MEGARL_INLINE vreal vexp(vreal x) {
   const vmask zero = x < splat(kExpFloor);
   const vreal y = select(zero, vreal{}, x);
   const vreal magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  const vreal shifted = y * 1.44269504088896341f + magic;
+  const vreal shifted = fma(y, 1.44269504088896341f, magic);
   const vreal n = shifted - magic;
-  const vreal r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
-  vreal p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = (p * (r * r) + r) + 1.0f;
+  const vreal r = fma(n, 2.12194440e-4f, fma(n, -0.693359375f, y));
+  vreal p = fma(r, 1.9875691500e-4f, splat(1.3981999507e-3f));
+  p = fma(p, r, 8.3334519073e-3f);
+  p = fma(p, r, 4.1665795894e-2f);
+  p = fma(p, r, 1.6666665459e-1f);
+  p = fma(p, r, 5.0000001201e-1f);
+  p = fma(p, r * r, r) + 1.0f;
   const vuint scale = (bits<vuint>(shifted) - bits<vuint>(magic) + 127u) << 23;
   return select(zero, vreal{}, p * bits<vreal>(scale));
 }

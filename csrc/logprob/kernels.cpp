@@ -89,7 +89,7 @@ void local_rows(const MegarlLogits& x, const int64_t* targets, real* stats, int6
         const vreal d = (block[i] - centre) * scale_by;
         const vreal e = vexp(d);
         sums += e;
-        products += e * select(d < splat(kExpFloor), splat(kExpFloor), d);  // e is 0 there; 0 * -inf would be NaN
+        products = fma(e, select(d < splat(kExpFloor), splat(kExpFloor), d), products);  // e is 0 there; 0 * -inf is NaN
       }
       s += sum(sums);
       u += sum(products);
@@ -106,10 +106,10 @@ void local_rows(const MegarlLogits& x, const int64_t* targets, real* stats, int6
 struct RowGradient {
   vreal top, log_sum, entropy, g_logp, g_entropy, inverse;
   MEGARL_INLINE vreal of(const RowGradient& g, vreal logits, real at_target) {
-    const vreal d = (logits - g.top) * g.inverse - g.log_sum;
+    const vreal d = fma(logits - g.top, g.inverse, -g.log_sum);
     const vreal log_p = select(d < splat(kExpFloor), splat(kExpFloor), d);
     const vreal p = vexp(d);
-    return (p * (-g.g_logp - g.g_entropy * (log_p + g.entropy)) + at_target) * g.inverse;
+    return fma(p, fma(-g.g_entropy, log_p + g.entropy, -g.g_logp), at_target) * g.inverse;
   }
 };
 

@@ -33,8 +33,13 @@ class LossInput:
     mask: torch.Tensor
     """bool [T]; what the other tensors hold where it is False does not matter, NaN included."""
     row: torch.Tensor
-    """int64 [T], sequence number within the micro-batch, 0 .. num_rows-1."""
+    """int64 [T], sequence number within the micro-batch, 0 .. num_rows-1, never decreasing."""
     num_rows: int
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int64 [num_rows + 1]: sequence i is tokens ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
+        return torch.searchsorted(self.row, torch.arange(self.num_rows + 1, device=self.row.device))
 
 
 class Loss(NamedTuple):

@@ -93,6 +93,7 @@ BOUNDS: dict[str, Bound] = {
     "trainer.eval_interval": NUMBER,
     "trainer.seed": SEED,
     "trainer.num_threads": THREADS,
+    "trainer.logits_bytes": COUNT,
     **{f"trainer.optimizer.{name}": bound for name, bound in _OPTIMIZER.items()},
     "trainer.warm_start.steps": NUMBER,
     "trainer.warm_start.batch_size": COUNT,

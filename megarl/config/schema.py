@@ -126,6 +126,12 @@ class TrainerConfig:
     """Held-out accuracy every N steps; 0 means before and after only."""
     seed: int = 1
     num_threads: int = 1
+    logits_bytes: int | None = None
+    """Most bytes of logits on one rank. None keeps a micro-batch's whole; when they are more than this they are computed in
+    chunks of rows that fit, and once more in the backward pass."""
+    kernels: Literal["megarl", "torch"] = "megarl"
+    """What computes log-probs, advantages and losses: megarl's kernels, or their plain-torch twins (slower, larger; to tell
+    one's own faults from ours)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 

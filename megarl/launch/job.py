@@ -22,9 +22,10 @@ from megarl.launch.inputs import check_demonstrations, check_held_out, check_rew
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.supervisor import own_run_dir, run_job
+from megarl.ops import rows_in_budget
 from megarl.parallel.grid import megatron_grid
 from megarl.report.doctor import available_memory
-from megarl.reshard.layouts import hf_layout, megatron_layout, vllm_layout
+from megarl.reshard.layouts import hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.reshard.plan import build_plan
 from megarl.schema import Task
 from megarl.store import Store, check_url
@@ -143,6 +144,11 @@ def _check_algorithm(config: Config) -> None:
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """The architecture has a table, and its tensors divide over the trainer's and the engine's grids."""
     architecture(hf_config)
+    columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
+    try:
+        rows_in_budget(columns, getattr(torch, config.model.dtype), config.trainer.logits_bytes)
+    except ValueError as error:
+        raise ConfigError(f"trainer.{error}") from error
     grid = megatron_grid(config.parallel)
     source = megatron_layout(hf_config, grid, transformer_impl=config.model.transformer_impl)
     rollout = config.rollout

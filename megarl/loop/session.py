@@ -87,7 +87,7 @@ class Session:
         self.length_multiple = config.parallel.tp if config.parallel.sequence_parallel else 1
         self.grid = megatron_grid(config.parallel)
         self.layout = megatron_layout(self.hf_config, self.grid, transformer_impl=config.model.transformer_impl)
-        self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature)
+        self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature, config.trainer.logits_bytes)
         self.version = WeightsVersion(self.attempt, 0)
         self.reference: FrozenModel | None = None
         self.publisher: WeightPublisher | None = None

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from megarl import ops
 from megarl.algorithms import group_stats
 from megarl.batching import Rows, response_values, shard, stack_experiences
 from megarl.config import Config, load_resolved
@@ -178,6 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     torch.set_num_threads(config.trainer.num_threads)
+    ops.use(config.trainer.kernels)
     try:
         train(config)
     except (ValueError, RuntimeError) as error:

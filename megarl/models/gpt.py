@@ -32,11 +32,13 @@ def build_chunks(
     """This rank's ``parallel.vpp`` model chunks. Their weights mean nothing yet: load some before use.
 
     On the last chunk of the last stage ``forward(tokens, position_ids, None)`` returns vocabulary-parallel logits
-    [B, S, V/tp].
+    [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and entropy.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
+
+    from megarl.models import head
 
     gpt = gpt_kwargs(architecture(hf_config), hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
@@ -55,6 +57,7 @@ def build_chunks(
             **gpt,
         )
         _mark_experts(stage)
+        head.install(stage)
         if parallel.backend == "nccl":
             stage = stage.cuda()
         if config.bf16:

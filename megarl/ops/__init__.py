@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from megarl.ops import native
-from megarl.ops.advantage import gae, gae_reference
+from megarl.ops.advantage import discounted_returns, discounted_returns_reference, gae, gae_reference
 from megarl.ops.digest import slice_digest, slice_digest_reference
+from megarl.ops.linear import linear_logprob, linear_logprob_loss, linear_logprob_reference, rows_in_budget
 from megarl.ops.logprob import vocab_parallel_logprob, vocab_parallel_logprob_reference
 from megarl.ops.native import use
+from megarl.ops.policy import PolicyLoss, PolicySums, policy_loss, policy_loss_reference
 
 __all__ = [
+    "PolicyLoss",
+    "PolicySums",
     "backend",
+    "discounted_returns",
+    "discounted_returns_reference",
     "gae",
     "gae_reference",
+    "has_cuda_kernels",
+    "linear_logprob",
+    "linear_logprob_loss",
+    "linear_logprob_reference",
+    "policy_loss",
+    "policy_loss_reference",
+    "rows_in_budget",
     "slice_digest",
     "slice_digest_reference",
     "use",
@@ -20,8 +33,18 @@ __all__ = [
 ]
 
 
+def has_cuda_kernels() -> bool:
+    """Was the extension built with the CUDA kernels?"""
+    return hasattr(native.library, "cuda")
+
+
 def backend() -> dict[str, str]:
-    """Which code the ops run: the extension's file, the CPU's instruction set, and the CUDA kernels or why there are none."""
+    """Which code the ops run on CPU tensors and on CUDA tensors, and the extension's file."""
     extension = native.library
-    cuda = f"built for {extension.CUDA_ARCHITECTURES}" if hasattr(extension, "cuda") else "not built (no nvcc was found)"
-    return {"cpu": f"C++ ({extension.isa()})", "cuda": cuda, "extension": str(extension.__file__)}
+    if native.twin():
+        return {"CPU and CUDA tensors": "plain torch (trainer.kernels=torch)", "extension": str(extension.__file__)}
+    return {
+        "CPU tensors": f"C++ ({extension.isa()})",
+        "CUDA tensors": f"kernels {extension.CUDA_STATE}",
+        "extension": str(extension.__file__),
+    }

@@ -5,6 +5,8 @@ Shape legend: T packed tokens, N sequences; sequence i is tokens ``cu_seqlens[i]
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from megarl.ops import checks, native
@@ -21,25 +23,76 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1};  returns R_t = A_t + V_t (Schulman et al., 1506.02438).
 
-    No whitening. The discounted return is the case values = 0, lam = 1.
+    No whitening, and no gradient: the results are constants of the loss. The recursion runs in float64, and gives a
+    sequence the same bits whatever sequences surround it.
 
     Args:
         rewards, values: float32 [T].
-        cu_seqlens: int32 or int64 [N + 1], from 0 to T, never decreasing.
+        cu_seqlens: int32 or int64 [N + 1], from 0 to T, never decreasing. On a GPU this is not looked at (the CPU would
+            wait for the device): what it holds is clamped into [0, T], and tokens of no sequence get 0.
         bootstrap: float32 [N], the value of the state after each sequence's last token: 0 for a finished sequence.
 
     Returns:
-        (advantages, returns), float32 [T]; the recursion itself runs in float64.
+        (advantages, returns), float32 [T].
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
     """
     offsets = _check(rewards, values, cu_seqlens, bootstrap)
+    if native.twin():
+        return gae_reference(rewards, values, cu_seqlens, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    advantages, returns = packed_gae(rewards.detach(), values.detach(), offsets, bootstrap.detach(), gamma, lam)
+    return advantages, returns
+
+
+def discounted_returns(
+    rewards: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float, bootstrap: torch.Tensor
+) -> torch.Tensor:
+    """R_t = r_t + γ R_{t+1}, with ``bootstrap`` after the last token: :func:`gae` with values 0 and λ = 1.
+
+    Arguments, result (float32 [T]) and errors as there.
+    """
+    return gae(rewards, torch.zeros_like(rewards), cu_seqlens, gamma=gamma, lam=1.0, bootstrap=bootstrap)[1]
+
+
+def discounted_returns_reference(
+    rewards: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float, bootstrap: torch.Tensor
+) -> torch.Tensor:
+    """What :func:`discounted_returns` computes, as a plain loop."""
+    returns = torch.zeros_like(rewards, dtype=torch.float64)
+    for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        following = bootstrap[i].double()
+        for t in reversed(range(start, end)):
+            returns[t] = following = rewards[t].double() + gamma * following
+    return returns.to(rewards.dtype)
+
+
+@native.op(
+    "gae(Tensor rewards, Tensor values, Tensor cu_seqlens, Tensor bootstrap, float gamma, float lam) -> (Tensor, Tensor)",
+    fake=lambda rewards, *_: (rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)),
+)
+def packed_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    bootstrap: torch.Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`gae` of checked arguments."""
+    checks.rising("cu_seqlens", cu_seqlens, rewards.shape[0])
     rewards, values, bootstrap = rewards.contiguous(), values.contiguous(), bootstrap.contiguous()
-    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    tokens, sequences = rewards.shape[0], cu_seqlens.shape[0] - 1
+    # The CPU's cu_seqlens were checked: every token is written.
+    empty = torch.empty_like if rewards.device.type == "cpu" else torch.zeros_like
+    advantages, returns = empty(rewards), empty(rewards)
+    # Few long sequences leave most of a GPU idle when each is one block's work. Either way gives the same bits.
+    slots = native.library.gae_slots(sequences, tokens)
+    few_long = sequences < 128 and slots > 4 * sequences
+    scratch = rewards.new_empty(slots if few_long else 0, dtype=torch.float64)
     native.run(
-        "gae", rewards, rewards.data_ptr(), values.data_ptr(), offsets.data_ptr(), offsets.numel() - 1, rewards.numel(),
-        bootstrap.data_ptr(), gamma, lam, advantages.data_ptr(), returns.data_ptr(),
+        "gae", rewards, rewards.data_ptr(), values.data_ptr(), cu_seqlens.data_ptr(), sequences, tokens,
+        bootstrap.data_ptr(), gamma, lam, advantages.data_ptr(), returns.data_ptr(), scratch.data_ptr() if few_long else 0,
     )  # fmt: skip
     return advantages, returns
 
@@ -54,10 +107,10 @@ def gae_reference(
     bootstrap: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`gae` computes, as a plain loop; the result has the dtype of ``rewards``."""
-    advantages = torch.zeros(rewards.shape, dtype=torch.float64)
+    advantages = torch.zeros_like(rewards, dtype=torch.float64)
     r, v = rewards.double(), values.double()
-    for i, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
-        next_value, advantage = bootstrap[i].double(), torch.zeros((), dtype=torch.float64)
+    for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        next_value, advantage = bootstrap[i].double(), r.new_zeros(())
         for t in reversed(range(start, end)):
             advantage = r[t] + gamma * next_value - v[t] + gamma * lam * advantage
             advantages[t], next_value = advantage, v[t]
@@ -68,13 +121,9 @@ def _check(
     rewards: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, bootstrap: torch.Tensor
 ) -> torch.Tensor:
     """``cu_seqlens`` as contiguous int64."""
-    checks.tensor("rewards", rewards, dtypes=(torch.float32,), shape=(None,))
-    checks.tensor("values", values, dtypes=(torch.float32,), shape=tuple(rewards.shape), like=rewards)
-    checks.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32, torch.int64), shape=(None,), like=rewards)
-    offsets = cu_seqlens.long().contiguous()
-    if offsets.numel() == 0 or offsets[0] != 0 or offsets[-1] != rewards.numel() or (offsets.diff() < 0).any():
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens {rewards.numel()}, got {cu_seqlens.tolist()[:8]}"
-        )
-    checks.tensor("bootstrap", bootstrap, dtypes=(torch.float32,), shape=(offsets.numel() - 1,), like=rewards)
+    floats = (torch.float32, torch.float64) if native.twin() else (native.real(),)
+    checks.tensor("rewards", rewards, dtypes=floats, shape=(None,))
+    checks.tensor("values", values, dtypes=(rewards.dtype,), shape=tuple(rewards.shape), like=rewards)
+    offsets = checks.offsets("cu_seqlens", cu_seqlens, like=rewards)
+    checks.tensor("bootstrap", bootstrap, dtypes=(rewards.dtype,), shape=(offsets.shape[0] - 1,), like=rewards)
     return offsets

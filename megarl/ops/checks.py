@@ -35,6 +35,25 @@ def tensor(
             raise ValueError(f"{name} must have shape [{wanted}], got {list(x.shape)}")
 
 
+def offsets(name: str, cu: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """Raise TypeError or ValueError naming ``name`` unless ``cu`` can be the [N + 1] offsets of packed rows.
+
+    Returns:
+        ``cu`` as contiguous int64. What it holds is for :func:`rising`.
+    """
+    tensor(name, cu, dtypes=(torch.int32, torch.int64), shape=(None,), like=like)
+    if cu.shape[0] == 0:
+        raise ValueError(f"{name} must rise from 0 to the number of tokens {like.shape[0]}, got []")
+    return cu.long().contiguous()
+
+
+def rising(name: str, cu: torch.Tensor, tokens: int) -> None:
+    """Raise ValueError unless ``cu`` rises from 0 to ``tokens``. Looked at on the CPU only: elsewhere the CPU would wait
+    for the device, and kernels clamp what it holds instead. For use inside of an op, where values are known."""
+    if cu.device.type == "cpu" and (cu[0] != 0 or cu[-1] != tokens or bool((cu.diff() < 0).any())):
+        raise ValueError(f"{name} must rise from 0 to the number of tokens {tokens}, got {cu.tolist()[:8]}")
+
+
 def device(name: str, x: torch.Tensor, *, meta: bool = False) -> None:
     """Raise ValueError unless ``x`` lies where there are kernels, or on meta where only its shape is asked for."""
     if x.device.type not in ("cpu", "cuda") and not (meta and x.is_meta):

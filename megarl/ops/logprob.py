@@ -231,7 +231,14 @@ def _check(
     checks.tensor("logits", logits, dtypes=tuple(_dtypes()), shape=(None, None))
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"logits must have contiguous columns, got strides {logits.stride()}; call .contiguous()")
-    checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(logits.shape[0],), like=logits)
+    check_targets(logits, targets, vocab_start, vocab_size, temperature)
+
+
+def check_targets(
+    like: torch.Tensor, targets: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float
+) -> None:
+    """What the rows of ``like`` [T, any] are asked: raises TypeError or ValueError naming the argument."""
+    checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(like.shape[0],), like=like)
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
     if vocab_size < 1 or vocab_start < 0:

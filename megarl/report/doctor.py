@@ -122,11 +122,17 @@ def devices() -> Iterator[Check]:
 def kernels() -> Iterator[Check]:
     """Which code the ops run."""
     try:
+        import torch
+
         from megarl import ops
     except ImportError as error:
         yield Check("fail", "kernels", f"megarl.ops does not import: {error}", "pip install -e . builds the extension")
         return
-    yield Check("ok", "kernels", ", ".join(f"{name}: {value}" for name, value in ops.backend().items()))
+    paths = ", ".join(f"{name}: {value}" for name, value in ops.backend().items())
+    if torch.cuda.is_available() and not ops.has_cuda_kernels():
+        yield Check("warn", "kernels", paths, "install again where nvcc is on the PATH (pip install -e .), or set trainer.kernels=torch")
+        return
+    yield Check("ok", "kernels", paths)
 
 
 def network(host: str) -> Iterator[Check]:

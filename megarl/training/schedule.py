@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.batching import MicroBatch
-from megarl.ops import vocab_parallel_logprob
+from megarl.models.gpt import unwrap
 
 LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, logp [B, S], entropy [B, S]) -> (this micro-batch's part of the loss, anything to collect)."""
@@ -22,6 +22,8 @@ class Head:
     vocab_size: int
     """Real vocabulary, without padding."""
     temperature: float = 1.0
+    logits_bytes: int | None = None
+    """Most bytes of logits on one rank; None keeps a micro-batch's whole."""
 
 
 def run(
@@ -37,29 +39,18 @@ def run(
     Returns:
         What ``loss_function`` collected for each micro-batch, in order, on last-stage ranks; [] elsewhere.
     """
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    group = parallel_state.get_tensor_model_parallel_group()
-    tp_rank, tp = group.rank(), group.size()
+    from megarl.models.head import Request, asking
 
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch: MicroBatch = next(iterator)
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        output = model(batch.tokens, positions, None)
+        with asking(unwrap(model), Request(batch.targets, head.vocab_size, head.temperature, head.logits_bytes)):
+            output = model(batch.tokens, positions, None)
 
-        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            columns = logits.shape[-1]
-            logp, entropy = vocab_parallel_logprob(
-                logits.reshape(-1, columns),
-                batch.targets.reshape(-1),
-                group=group if tp > 1 else None,
-                vocab_start=tp_rank * columns,
-                vocab_size=head.vocab_size,
-                temperature=head.temperature,
-            )
-            shape = batch.tokens.shape
-            total, collected = loss_function(batch, logp.view(shape), entropy.view(shape))
+        def loss(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            total, collected = loss_function(batch, answer[..., 0], answer[..., 1])
             # The count of 1 is unused: gradients are not divided (see transformer_config).
             return total, torch.zeros((), dtype=torch.int), collected
 

@@ -173,7 +173,7 @@ inline void start(Fiber& f) {
   f.stack = state.stacks.back();
   state.stacks.pop_back();
 #ifdef __SANITIZE_ADDRESS__
-  __asan_unpoison_memory_region(f.stack, kStack);  // of the fiber before, which did not return from its last function
+  __asan_unpoison_memory_region(f.stack + 4096, kStack - 4096);  // the frames of the thread before never returned
 #endif
 #if defined(__x86_64__)
   void** top = reinterpret_cast<void**>(f.stack + kStack);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def _emulated():
 
 
 def test_the_emulated_kernels_are_what_runs():
-    assert native.library.CUDA_ARCHITECTURES == "emulated" and native.run.__name__ == "emulate"
+    assert native.library.CUDA_STATE == "emulated" and native.run.__name__ == "emulate"
 
 
 @settings(deadline=None, max_examples=60)
@@ -157,27 +156,3 @@ def faulty(tmp_path_factory):
 def test_the_emulator_ends_kernels_that_would_hang(faulty, fault):
     done = subprocess.run([str(faulty), str(fault)], capture_output=True, text=True, timeout=20)
     assert FAULTS[fault] in done.stderr and (done.returncode == 0) == (fault == 0)
-
-
-def test_kernels_under_sanitizers():
-    """Out-of-bounds and misaligned accesses, overflow of signed integers: the kernels' own checks on boxes and odd rows."""
-    code = """
-import torch
-from tests.native import backends, build, kernels
-from tests.unit.test_ops_logprob import make_case
-build_plain = build.extension
-build.extension = lambda **how: build_plain(**how, sanitize=True)
-with backends.on("emulated"):
-    for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
-        for width in (1, 13, 2049, 33001):
-            case = make_case(i, 5, width, 1, dtype=dtype)
-            kernels.close_to_float64(case, "cpu")
-            kernels.misaligned_and_strided_rows_change_no_bits(case, 1 + i, 3, "cpu")
-        kernels.special_rows(dtype, 2500, "cpu")
-    for seed in range(60):
-        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
-            kernels.digest_equals_reference(*kernels.a_box(seed, 1 + seed % 8, dtype), "cpu")
-print("clean")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=build.ROOT, env=build.sanitizer_environment())
-    assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]

@@ -265,4 +265,4 @@ def test_no_rows():
 
 
 def test_backend_names_the_path_in_use():
-    assert ops.backend()["cpu"] in {f"C++ ({isa})" for isa in INSTRUCTION_SETS}
+    assert ops.backend()["CPU tensors"] in {f"C++ ({isa})" for isa in INSTRUCTION_SETS}

@@ -1,0 +1,361 @@
+"""megarl's kernels against what one would use instead, in one run: ``python benchmarks/kernels.py [--threads N] [--out FILE]``.
+
+Runs on the GPU where there is one, else on the CPU. For each op every contender runs in turn, ``--repeats`` times; medians. A
+line gives the time, how many times megarl's time that is, the time over that of the op's memory traffic alone (log-prob: logits
+read forward, read and written backward; GAE: two arrays read, two written; digest: one read), and the peak of memory beside the
+inputs. The speed of memory is measured here on a CPU (reading 1 GiB) and the data sheet's on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megarl import ops
+
+HBM = {"H200": 4.8e12, "H100": 3.35e12, "A100-SXM4-80GB": 2.04e12, "A100": 1.56e12}
+"""Bytes per second by data sheet."""
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = DEVICE.type == "cuda"
+Step = Callable[[], object]
+
+
+@dataclass
+class Race:
+    """One op at one size."""
+
+    title: str
+    traffic: float
+    """Bytes that must be moved; 0 where memory is not what limits."""
+    prepare: Callable[[], object] = lambda: None
+    """Run before each contender's turn, outside its time."""
+    contenders: dict[str, Step] = field(default_factory=dict)
+    """The first is megarl's."""
+
+
+@dataclass
+class Result:
+    seconds: float
+    extra_bytes: int
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def plain_logprob(logits: torch.Tensor, targets: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one would write in torch: log-softmax, gather, p log p."""
+    log_p = torch.log_softmax(logits.float(), dim=-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def logprob_peers() -> Iterator[tuple[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]]]:
+    """(name, function of logits and targets to log-prob and, where it can, entropy)."""
+    yield "plain torch", plain_logprob
+    yield "plain torch, compiled", torch.compile(plain_logprob, dynamic=False)
+
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    def sequence_first(loss: Callable[..., torch.Tensor], *more: Any) -> Callable[..., tuple[torch.Tensor, None]]:
+        # Float16Module hands the loss logits in float32.
+        return lambda logits, targets, **_: (-loss(logits.float()[:, None], targets[:, None], *more)[:, 0], None)
+
+    yield "Megatron cross entropy (no entropy)", sequence_first(vocab_parallel_cross_entropy)
+    yield (
+        "Megatron fused cross entropy (no entropy)",
+        sequence_first(fused_vocab_parallel_cross_entropy, get_tensor_model_parallel_group()),
+    )
+    for module, function, name in (
+        ("flash_attn.losses.cross_entropy", "CrossEntropyLoss", "flash-attn cross entropy (no entropy)"),
+        ("liger_kernel.transformers", "LigerCrossEntropyLoss", "Liger cross entropy (no entropy)"),
+        ("quack", "cross_entropy", "quack cross entropy (no entropy)"),
+    ):
+        try:
+            peer: Any = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError):
+            continue
+        loss = peer if function.islower() else peer(reduction="none")
+        more = {"reduction": "none"} if function.islower() else {}
+        yield name, lambda logits, targets, loss=loss, more=more, **_: (-loss(logits, targets, **more), None)
+
+
+def logprob() -> Iterator[Race]:
+    sizes = [(4096, 128, torch.float32), (512, 32_000, torch.float32), (256, 151_936, torch.bfloat16)]
+    if GPU:
+        sizes = [(8192, 151_936, torch.bfloat16), (8192, 151_936 // 8, torch.bfloat16), (8192, 32_000, torch.float32)]
+    for rows, vocab, dtype in sizes:
+        base = torch.randn(rows, vocab, device=DEVICE).to(dtype)
+        leaf = torch.empty_like(base).requires_grad_()
+        targets = torch.randint(0, vocab, (rows,), device=DEVICE)
+
+        def step(op: Any, leaf: torch.Tensor = leaf, targets: torch.Tensor = targets, vocab: int = vocab) -> None:
+            logp, entropy = op(leaf.view_as(leaf), targets, vocab_size=vocab)
+            loss = logp.sum() if entropy is None else logp.sum() + 0.01 * entropy.sum()
+            loss.backward()
+
+        def refill(leaf: torch.Tensor = leaf, base: torch.Tensor = base) -> None:
+            leaf.grad = None
+            leaf.detach().copy_(base)
+
+        race = Race(f"log-prob + entropy, forward + backward [{rows} × {vocab}] {_short(dtype)}", 3 * base.nbytes, refill)
+        race.contenders["megarl"] = lambda step=step: step(ops.vocab_parallel_logprob)
+        for name, peer in logprob_peers():
+            race.contenders[name] = lambda step=step, peer=peer: step(peer)
+        yield race
+
+
+def linear() -> Iterator[Race]:
+    tokens, hidden_size, vocab, dtype = (8192, 4096, 151_936, torch.bfloat16) if GPU else (512, 512, 32_000, torch.float32)
+    hidden = torch.randn(tokens, hidden_size, device=DEVICE).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, hidden_size, device=DEVICE) * hidden_size**-0.5).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
+    budget = tokens * vocab * hidden.element_size() // 8
+    keep = {"vocab_size": vocab}
+    chunked = {"vocab_size": vocab, "logits_bytes": budget}
+
+    def loss(logp: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        return logp.sum() + 0.01 * entropy.sum()
+
+    def clear() -> None:
+        hidden.grad = weight.grad = None
+
+    race = Race(f"linear + log-prob, forward + backward [{tokens} × {hidden_size}] · [{hidden_size} × {vocab}] {_short(dtype)}", 0, clear)
+    race.contenders = {
+        "megarl, mode A (logits kept)": lambda: loss(*ops.linear_logprob(hidden, weight, targets, **keep)).backward(),
+        "megarl, mode C (1/8 of the logits, computed again)": lambda: loss(
+            *ops.linear_logprob(hidden, weight, targets, **chunked)
+        ).backward(),
+        "megarl, mode B (1/8 of the logits, loss inside)": lambda: ops.linear_logprob_loss(
+            hidden, weight, targets, lambda logp, entropy, _: loss(logp, entropy), **chunked
+        ).backward(),
+        "F.linear + plain torch": lambda: loss(*plain_logprob(F.linear(hidden, weight), targets)).backward(),
+    }
+    yield race
+
+
+def gae_loop(rewards: list[float], values: list[float], cu: list[int], gamma: float, lam: float) -> list[float]:
+    """The plain loop at its fastest: Python floats, not tensors."""
+    advantages = [0.0] * len(rewards)
+    for start, end in zip(cu, cu[1:], strict=False):
+        following = advantage = 0.0
+        for t in range(end - 1, start - 1, -1):
+            advantage = rewards[t] + gamma * following - values[t] + gamma * lam * advantage
+            advantages[t], following = advantage, values[t]
+    return advantages
+
+
+def gae_tensor_loop(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+    """[N, L] padded, a loop over time: what verl, TRL and OpenRLHF do."""
+    advantages, advantage, following = torch.empty_like(rewards), torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        advantage = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * advantage
+        advantages[:, t], following = advantage, values[:, t]
+    return advantages
+
+
+def gae_scan(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+    """[N, L] padded, doubling: A_t = δ_t + c·A_{t+1} over 1, 2, 4, … steps at once."""
+    advantages = rewards - values
+    advantages[:, :-1] += gamma * values[:, 1:]
+    factor, step = gamma * lam, 1
+    while step < rewards.shape[1]:
+        advantages[:, :-step] = advantages[:, :-step] + factor * advantages[:, step:]
+        factor, step = factor * factor, 2 * step
+    return advantages
+
+
+def gae() -> Iterator[Race]:
+    shapes = [(512, 8192), (1, 1 << 20)] if GPU else [(128, 8192), (4096, 256), (1, 1 << 20)]
+    for sequences, length in shapes:
+        tokens = sequences * length
+        rewards, values = torch.randn(tokens, device=DEVICE), torch.randn(tokens, device=DEVICE)
+        cu = torch.arange(0, tokens + 1, length, device=DEVICE)
+        bootstrap = torch.zeros(sequences, device=DEVICE)
+        padded = rewards.view(sequences, length), values.view(sequences, length), 0.99, 0.95
+        race = Race(f"GAE, {sequences} sequences of {length}", 4 * rewards.nbytes)
+        race.contenders["megarl"] = lambda r=rewards, v=values, cu=cu, b=bootstrap: ops.gae(r, v, cu, gamma=0.99, lam=0.95, bootstrap=b)
+        if not GPU:
+            lists = rewards.tolist(), values.tolist(), cu.tolist(), 0.99, 0.95
+            race.contenders["Python loop"] = lambda lists=lists: gae_loop(*lists)
+        if length <= 8192:
+            race.contenders["padded torch loop over time"] = lambda padded=padded: gae_tensor_loop(*padded)
+        race.contenders["associative scan in torch"] = lambda padded=padded: gae_scan(*padded)
+        yield race
+
+
+def policy() -> Iterator[Race]:
+    for rows, length in ((64, 256), (256, 4096)):
+        tokens = rows * length
+        logp = torch.randn(tokens, device=DEVICE, requires_grad=True)
+        entropy = torch.rand(tokens, device=DEVICE, requires_grad=True)
+        old, ref = (logp.detach() + 0.1 * torch.randn(tokens, device=DEVICE) for _ in range(2))
+        advantages = torch.randn(tokens, device=DEVICE)
+        cu = torch.arange(0, tokens + 1, length, device=DEVICE)
+        keyword: dict[str, Any] = {
+            "entropy": entropy, "ref_logp": ref, "clip_low": 0.2, "clip_high": 0.28, "kl": "k3", "kl_coef": 1e-3, "entropy_coef": 1e-3,
+        }  # fmt: skip
+
+        def step(op: Any, arguments: Any = (logp, old, advantages, cu), keyword: Any = keyword) -> None:
+            op(*arguments, **keyword).total.backward()
+
+        race = Race(f"policy loss, metrics and gradient, {rows} sequences of {length}", 7 * old.nbytes)
+        race.contenders["megarl"] = lambda step=step: step(ops.policy_loss)
+        race.contenders["plain torch"] = lambda step=step: step(ops.policy_loss_reference)
+        yield race
+
+
+def digest() -> Iterator[Race]:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn((1 << 30) // dtype.itemsize // 8192, 8192).to(dtype).to(DEVICE)
+        race = Race(f"digest [{x.shape[0]} × {x.shape[1]}] {_short(dtype)}", x.nbytes)
+        race.contenders["megarl"] = lambda x=x: ops.slice_digest(x, start=(0, 0), shape=x.shape)
+        race.contenders["one read by torch (sum of int64)"] = lambda x=x: x.view(torch.int64).sum().item()
+        yield race
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def run(race: Race, repeats: int) -> dict[str, Result | str]:
+    results: dict[str, Result | str] = {}
+    times: dict[str, list[float]] = {}
+    for name, step in race.contenders.items():
+        try:
+            race.prepare()
+            step()  # compiles, allocates
+            race.prepare()
+            results[name] = Result(0.0, extra_bytes(step))
+            times[name] = []
+        except Exception as error:  # a peer that does not run here is reported, not hidden
+            results[name] = f"does not run: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
+    for _ in range(repeats):
+        for name, taken in times.items():
+            race.prepare()
+            taken.append(seconds(race.contenders[name]))
+    for name, taken in times.items():
+        result = results[name]
+        assert isinstance(result, Result)
+        result.seconds = statistics.median(taken)
+    return results
+
+
+def seconds(step: Step) -> float:
+    if GPU:
+        torch.cuda._sleep(2_000_000)  # the launches queue up behind it: the device's time is measured, not the host's
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def extra_bytes(step: Step) -> int:
+    """The rise of the peak of memory while ``step`` runs."""
+    if GPU:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident now
+    before = _status("VmRSS")
+    step()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def bandwidth() -> tuple[float, str]:
+    """(bytes per second, where the number is from)."""
+    if GPU:
+        name = torch.cuda.get_device_name()
+        for part, speed in HBM.items():
+            if part in name:
+                return speed, f"{speed / 1e12:.2f} TB/s by data sheet"
+    x = torch.ones(1 << 27, dtype=torch.int64, device=DEVICE)
+    best = min(seconds(lambda: x.sum()) for _ in range(7))
+    return x.nbytes / best, f"{x.nbytes / best / 1e9:.1f} GB/s, measured by reading 1 GiB"
+
+
+def table(races: Iterator[Race], speed: float, repeats: int) -> Iterator[str]:
+    for race in races:
+        yield f"\n**{race.title}**\n"
+        yield "| way | ms | of megarl's time | of the memory traffic's | peak extra memory |"
+        yield "|---|---|---|---|---|"
+        results = run(race, repeats)
+        first = next(iter(results.values()))
+        for name, result in results.items():
+            if isinstance(result, str) or isinstance(first, str):
+                yield f"| {name} | {result} | | | |"
+                continue
+            over = f"{result.seconds / (race.traffic / speed):.2f}×" if race.traffic else ""
+            times = f"{result.seconds / first.seconds:.1f}×" if result is not first else "1"
+            yield f"| {name} | {result.seconds * 1e3:.3f} | {times} | {over} | {result.extra_bytes / 2**20:.1f} MiB |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", nargs="*", default=[], help="of logprob linear gae policy digest")
+    parser.add_argument("--out", type=Path, help="also write the markdown here")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    _one_rank()
+    speed, source = bandwidth()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    device = torch.cuda.get_device_name() if GPU else f"{options.threads} thread(s), {ops.backend()['CPU tensors']}, {platform.machine()}"
+    lines = [f"`python benchmarks/kernels.py {' '.join(sys.argv[1:])}`, commit {commit}: {device}; torch {torch.__version__}; memory {source}."]
+    print(lines[0], flush=True)
+    for suite in (logprob, linear, gae, policy, digest):
+        if options.only and suite.__name__ not in options.only:
+            continue
+        for line in table(suite(), speed, options.repeats):
+            print(line, flush=True)
+            lines.append(line)
+    if options.out:
+        temporary = options.out.with_suffix(".partial")
+        temporary.write_text("\n".join(lines) + "\n")
+        temporary.rename(options.out)
+
+
+def _one_rank() -> None:
+    """Megatron's cross entropies ask for a tensor-parallel group."""
+    from megatron.core import parallel_state
+
+    from megarl.parallel import cpu
+
+    cpu.install()
+    torch.distributed.init_process_group("nccl" if GPU else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()

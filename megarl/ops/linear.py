@@ -1,0 +1,306 @@
+"""Log-prob and entropy straight from hidden states: the LM head's GEMM and ``ops.logprob`` over one buffer of logits.
+
+Shape legend: T rows (tokens), H hidden size, V columns of this shard, R ranks of the group, c rows of a chunk.
+
+Three ways, by what becomes of the logits:
+
+- **A** keeps them: one GEMM into [T, V]; the backward writes the gradient over them.
+- **B** (:func:`linear_logprob_loss`) asks the loss for its gradient chunk by chunk in the forward pass, so nothing is computed
+  twice: three GEMMs a chunk and one buffer of [c, V]. The loss must be a sum over rows.
+- **C** computes a chunk's logits again in the backward: four GEMMs a chunk and one buffer of [c, V], any loss.
+
+A byte budget for the logits picks A or C, and c. The kernels give a row the same bits whatever surrounds it; whether a GEMM
+does, when its number of rows changes, is cuBLAS's and oneDNN's to say: results of different budgets agree to round-off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megarl.ops import checks, logprob, native
+
+ChunkLoss = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+"""(logp [c], entropy [c], the rows that these are of) -> scalar: this chunk's share of the loss."""
+
+
+def linear_logprob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int,
+    temperature: float = 1.0,
+    logits_bytes: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of ``targets`` and entropy of softmax(hidden @ weight.T / temperature), differentiable in hidden and weight.
+
+    Args:
+        hidden: [T, H] float32, bfloat16 or float16, the same on all ranks of the group.
+        weight: [V, H] of the same dtype: this rank's rows ``vocab_start .. vocab_start + V`` of the LM head; every rank of
+            the group has equally many.
+        targets, group, vocab_start, vocab_size, temperature: as in :func:`vocab_parallel_logprob`.
+        logits_bytes: most bytes of logits that may exist at a time; None keeps them all (A). When T·V elements are more,
+            chunks of rows that fit share one buffer, and the backward computes them again (C).
+
+    Returns:
+        (logp, entropy), float32 [T], equal on all ranks of the group.
+
+    The upstream gradient must be the same on all ranks; the gradient of ``hidden`` is **this rank's part**, to be summed over
+    the group by the caller (Megatron's ``copy_to_tensor_model_parallel_region`` and
+    ``gather_from_sequence_parallel_region`` do so); that of ``weight`` is whole, rounded to its dtype once.
+
+    Memory beside arguments and gradients: A T·V elements; C ``logits_bytes`` plus 5 floats a row and, for weights in half
+    precision, V·H floats in which the chunks' gradients add up and at most ``logits_bytes`` of one's rounded product.
+
+    Collectives: one all-gather of 4 floats a row.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or device, a target outside the vocabulary, or a budget
+            that does not hold one row of logits.
+    """
+    if native.twin():
+        return linear_logprob_reference(
+            hidden, weight, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
+        )
+    chunk = _check(hidden, weight, targets, vocab_start, vocab_size, temperature, logits_bytes)
+    if chunk >= hidden.shape[0]:
+        return logprob.vocab_parallel_logprob(
+            F.linear(hidden, weight), targets,
+            group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature,
+        )  # fmt: skip
+    shard = (vocab_start, vocab_size, temperature)
+    logp, entropy = _Recompute.apply(hidden, weight, targets.contiguous(), shard, _name(group), chunk)
+    return logp, entropy
+
+
+def linear_logprob_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    loss: ChunkLoss,
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int,
+    temperature: float = 1.0,
+    logits_bytes: int | None = None,
+) -> torch.Tensor:
+    """Sum of ``loss`` over chunks of rows, with its gradient computed chunk by chunk in this very call (B).
+
+    Args:
+        loss: called once for each chunk, in order of rows, as ``loss(logp, entropy, rows)`` with float32 [c] and the slice of
+            rows; returns a scalar whose sum over chunks is the loss. It must give the same on all ranks of the group. Only
+            its gradient in ``logp`` and ``entropy`` is taken: other tensors in it get none.
+        The others as in :func:`linear_logprob`.
+
+    Returns:
+        Scalar, differentiable in ``hidden`` and ``weight`` **once**: the backward scales the gradients that lie ready, in place.
+
+    Memory beside arguments and gradients: ``logits_bytes`` plus O(c), and for weights in half precision what
+    :func:`linear_logprob` takes. Without gradients (``torch.no_grad``) the buffer alone.
+
+    Collectives: one all-gather of 4 floats a row for each chunk.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_logprob`, or ``loss`` returned no scalar.
+    """
+    shard = (vocab_start, vocab_size, temperature)
+    chunk = _check(hidden, weight, targets, *shard, logits_bytes)
+    if native.twin():
+        logp, entropy = linear_logprob_reference(
+            hidden, weight, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
+        )
+        shares = [_scalar(loss(logp[rows], entropy[rows], rows)) for rows in _chunks(hidden.shape[0], chunk)]
+        return torch.stack(shares).sum() if shares else logp.sum()
+    learning = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    total: torch.Tensor = _InForward.apply(
+        hidden, weight, targets.contiguous(), loss, shard, _name(group), chunk, learning
+    )
+    return total
+
+
+class _Recompute(torch.autograd.Function):
+    """Mode C."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        shard: tuple[int, int, float],
+        ranks: str,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = hidden.new_empty(chunk, weight.shape[0])
+        stats = hidden.new_empty(hidden.shape[0], 4, dtype=native.real())
+        for rows in _chunks(hidden.shape[0], chunk):
+            logits = _logits(hidden[rows], weight, buffer)
+            stats[rows] = logprob.local_stats(logits, targets[rows], *shard)
+        stats = logprob.gather_stats(stats, ranks) if ranks else stats[None]
+        logp, entropy, norm = logprob.combine_stats(stats, targets, shard[-1])
+        ctx.save_for_backward(hidden, weight, targets, norm, entropy)
+        ctx.shard, ctx.chunk = shard, chunk
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, targets, norm, entropy = ctx.saved_tensors
+        gradients = _Gradients(hidden, weight, ctx.needs_input_grad, ctx.chunk)
+        buffer = hidden.new_empty(ctx.chunk, weight.shape[0])
+        for rows in _chunks(hidden.shape[0], ctx.chunk):
+            logits = _logits(hidden[rows], weight, buffer)
+            upstream = (None if g is None else g[rows] for g in (grad_logp, grad_entropy))
+            logprob.gradient_(logits, targets[rows], norm[rows], entropy[rows], *upstream, *ctx.shard)
+            gradients.add(rows, logits)
+        return *gradients.result(), None, None, None, None
+
+
+class _InForward(torch.autograd.Function):
+    """Mode B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        loss: ChunkLoss,
+        shard: tuple[int, int, float],
+        ranks: str,
+        chunk: int,
+        learning: bool,
+    ) -> torch.Tensor:
+        buffer = hidden.new_empty(chunk, weight.shape[0])
+        gradients = _Gradients(hidden, weight, ctx.needs_input_grad, chunk) if learning else None
+        total = hidden.new_zeros((), dtype=native.real())
+        for rows in _chunks(hidden.shape[0], chunk):
+            logits = _logits(hidden[rows], weight, buffer)
+            stats = logprob.local_stats(logits, targets[rows], *shard)
+            stats = logprob.gather_stats(stats, ranks) if ranks else stats[None]
+            logp, entropy, norm = logprob.combine_stats(stats, targets[rows], shard[-1])
+            with torch.set_grad_enabled(learning):
+                ends = logp.detach().requires_grad_(learning), entropy.detach().requires_grad_(learning)
+                share = _scalar(loss(*ends, rows))
+            total += share.detach()
+            if gradients is not None and share.requires_grad:
+                upstream = torch.autograd.grad(share, ends, allow_unused=True)
+                logprob.gradient_(logits, targets[rows], norm, entropy, *upstream, *shard)
+                gradients.add(rows, logits)
+        ctx.save_for_backward(*(gradients.result() if gradients is not None else (None, None)))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[Any, ...]:
+        # In place: a second backward gets autograd's error, because these tensors have changed since they were saved.
+        scaled = (None if g is None else g.mul_(grad_total.to(g.dtype)) for g in ctx.saved_tensors)
+        return *scaled, None, None, None, None, None, None
+
+
+class _Gradients:
+    """Gradients of hidden and weight, summed up chunk by chunk."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...], chunk: int) -> None:
+        self.inputs = hidden, weight
+        self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None
+        self.weight = weight.new_zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32)) if needed[1] else None
+        # A chunk's product with the hidden states takes no more memory than its logits do.
+        self.columns = max(1, chunk * weight.shape[0] // max(1, weight.shape[1]))
+
+    def add(self, rows: slice, dlogits: torch.Tensor) -> None:
+        """Take in the gradient [c, V] of the logits of ``rows``."""
+        hidden, weight = self.inputs
+        if self.hidden is not None:
+            torch.mm(dlogits, weight, out=self.hidden[rows])
+        if self.weight is None:
+            return
+        if self.weight.dtype == dlogits.dtype:
+            self.weight.addmm_(dlogits.t(), hidden[rows])
+            return
+        for at in _chunks(weight.shape[0], self.columns):
+            self.weight[at] += dlogits[:, at].t() @ hidden[rows]
+
+    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        weight = None if self.weight is None else self.weight.to(self.inputs[1].dtype)
+        return self.hidden, weight
+
+
+def linear_logprob_reference(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int,
+    temperature: float = 1.0,
+    logits_bytes: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`linear_logprob` computes, in plain torch; ``logits_bytes`` is accepted and has no effect."""
+    return logprob.vocab_parallel_logprob_reference(
+        F.linear(hidden, weight), targets,
+        group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature,
+    )  # fmt: skip
+
+
+def rows_in_budget(columns: int, dtype: torch.dtype, logits_bytes: int | None) -> int | None:
+    """Rows of ``columns`` logits that fit into ``logits_bytes``; None for any number. Raises ValueError when not even one does."""
+    row = columns * dtype.itemsize
+    if logits_bytes is None or row == 0:
+        return None
+    if logits_bytes < row:
+        raise ValueError(
+            f"logits_bytes={logits_bytes} does not hold one row of {columns} logits ({row} bytes); "
+            f"give at least {row}, or None to keep all logits"
+        )
+    return logits_bytes // row
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    temperature: float,
+    logits_bytes: int | None,
+) -> int:
+    """Rows of a chunk: all of them when they fit into the budget."""
+    dtypes = (native.real(), torch.bfloat16, torch.float16) if not native.twin() else (*_FLOATS, torch.float64)
+    checks.tensor("hidden", hidden, dtypes=dtypes, shape=(None, None))
+    checks.tensor("weight", weight, dtypes=(hidden.dtype,), shape=(None, hidden.shape[1]), like=hidden)
+    logprob.check_targets(hidden, targets, vocab_start, vocab_size, temperature)
+    fit = rows_in_budget(weight.shape[0], hidden.dtype, logits_bytes)
+    return max(1, hidden.shape[0] if fit is None else min(fit, hidden.shape[0]))
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _scalar(share: Any) -> torch.Tensor:
+    if not isinstance(share, torch.Tensor) or share.dim():
+        what = f"shape {list(share.shape)}" if isinstance(share, torch.Tensor) else type(share).__name__
+        raise ValueError(f"loss must return a scalar tensor for a chunk, got {what}; return its sum over the chunk's rows")
+    return share
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """A chunk's logits [c, V], in ``buffer``."""
+    return torch.mm(hidden, weight.t(), out=buffer[: hidden.shape[0]])
+
+
+def _chunks(size: int, chunk: int) -> list[slice]:
+    return [slice(at, min(at + chunk, size)) for at in range(0, size, chunk)]
+
+
+def _name(group: torch.distributed.ProcessGroup | None) -> str:
+    return "" if group is None or group.size() == 1 else group.group_name
