@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,17 +139,16 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         raise ConfigError(f"--workers {arguments.workers} and --file-gib {arguments.file_gib} must be positive")
     values: dict[str, Any] = {}
     if "tp" in arguments:
-        etp = arguments.etp or (arguments.tp if arguments.ep == 1 else 1)
-        stage = math.lcm(max(arguments.tp, 1), max(arguments.ep * etp, 1))
-        values["grid"] = MegatronGrid(
+        grid = MegatronGrid(
             tp=arguments.tp,
             pp=arguments.pp,
-            dp=stage // max(arguments.tp, 1),  # no more copies than the experts need
             ep=arguments.ep,
             etp=arguments.etp,
             first_stage_layers=arguments.first_stage_layers,
             last_stage_layers=arguments.last_stage_layers,
         )
+        tp, experts = max(grid.tp, 1), max(grid.ep * grid.expert_tp, 1)
+        values["grid"] = replace(grid, dp=math.lcm(tp, experts) // tp)  # no more copies than the experts need
         values["vocab_multiple"] = arguments.vocab_multiple
     return Settings(
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
