@@ -22,7 +22,7 @@ from megarl.launch.inputs import check_demonstrations, check_held_out, check_rew
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.supervisor import own_run_dir, run_job
-from megarl.parallel.grid import megatron_grid
+from megarl.parallel.grid import check_parallel, megatron_grid
 from megarl.report.doctor import available_memory
 from megarl.reshard.layouts import hf_layout, megatron_layout, vllm_layout
 from megarl.reshard.plan import build_plan
@@ -141,8 +141,8 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """The architecture has a table, and its tensors divide over the trainer's and the engine's grids."""
-    architecture(hf_config)
+    """The architecture has a table, the trainer's grid can train it, its tensors divide over that and the engine's grid."""
+    check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     grid = megatron_grid(config.parallel)
     source = megatron_layout(hf_config, grid, transformer_impl=config.model.transformer_impl)
     rollout = config.rollout

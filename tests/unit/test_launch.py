@@ -143,6 +143,20 @@ def test_model_without_a_table(prepared: Path, tmp_path: Path, changes: dict[str
     refused(ArchitectureError, config_of(prepared, *with_model(prepared, tmp_path / "model", **changes)), *words)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.ep=2"], ["parallel.tp=2 with the 8 experts", "parallel.sequence_parallel=true"]),
+        (["parallel=pp2", "parallel.vpp=2"], ["parallel.vpp=2", "set parallel.vpp to 1"]),
+        (["parallel=tp1", "parallel.ep=4"], ["parallel.ep=4", "does not divide the 1 ranks"]),
+    ],
+)
+def test_grid_that_the_trainer_would_refuse(prepared: Path, tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = with_model(prepared, tmp_path / "model", **experts)
+    refused(ConfigError, config_of(prepared, *model, *overrides), *words)
+
+
 def test_grid_that_does_not_divide_the_vocabulary(prepared: Path, tmp_path: Path) -> None:
     model = with_model(
         prepared, tmp_path / "model", num_attention_heads=3, num_key_value_heads=3, vocab_size=100, intermediate_size=48
