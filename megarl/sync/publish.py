@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from itertools import pairwise
 from traceback import clear_frames
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 from megarl.config.schema import Config
 from megarl.errors import EngineError, WeightSyncError
 from megarl.parallel.grid import megatron_grid
-from megarl.reshard.execute import Digests, Transport, compare, merge, send
+from megarl.reshard.execute import Digests, Transport, bytes_of, compare, merge, send
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
 from megarl.reshard.plan import build_plan
@@ -255,8 +256,11 @@ class WeightPublisher:
         self._each(lambda i, engine: engine.refuse(None))
         self._each(lambda i, engine: engine.resume())
         paused, transferred, proven = (b - a for a, b in pairwise(clock))
-        size = sum(self._plan.bytes_per_link(self._dtype.itemsize).values())
-        return SyncReport(time.monotonic() - clock[0], paused, transferred, proven, size, count)
+        return SyncReport(time.monotonic() - clock[0], paused, transferred, proven, self._bytes, count)
+
+    @cached_property
+    def _bytes(self) -> int:
+        return bytes_of(self._plan.destination, self._dtype)
 
     def _transfer(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> Digests:
         with ThreadPoolExecutor(len(self._engines)) as pool:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, PlanError
 from megarl.reshard import boxes
-from megarl.reshard.execute import buckets_of
+from megarl.reshard.execute import buckets_of, bytes_of
 from megarl.reshard.layout import Layout, Owners, Row, Segment, Split
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.reshard.plan import ReshardPlan, build_plan
@@ -175,7 +175,7 @@ def test_bytes_are_countable_before_the_job_starts(case: Case, capacity: int) ->
         sum(map(prod, to.local_shapes(r).values())) - sum(boxes.volume(p.box) for p in to.padding(r))
         for r in range(to.num_ranks)
     )
-    assert sum(plan.bytes_per_link(2).values()) == 2 * needed
+    assert sum(plan.bytes_per_link(2).values()) == bytes_of(to, torch.bfloat16) == 2 * needed
     buckets = buckets_of(plan, plan.moves, capacity, torch.bfloat16)
     assert sum(boxes.volume(chunk.box) for bucket in buckets for chunk in bucket.chunks) == needed
     assert all(0 < bucket.nbytes <= capacity for bucket in buckets)
