@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config import Config, compose
+from megarl.config import Config
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError, DataError, JobError
 from megarl.launch import job, ports
 from megarl.launch.guard import Guard, end
@@ -28,39 +28,7 @@ from megarl.rollout.engine import group_members
 from megarl.schema import Task
 from megarl.tasksets import read_rows
 from megarl.tasksets.parquet import write_rows
-
-SMALL = [
-    "experiment=quickstart",
-    "taskset.train_size=30",
-    "taskset.eval_size=10",
-    "taskset.warm_start_size=30",
-    "model.from_scratch.hidden_size=32",
-    "model.from_scratch.intermediate_size=48",
-    "model.from_scratch.num_hidden_layers=4",
-    "model.from_scratch.num_attention_heads=4",
-    "model.from_scratch.num_key_value_heads=2",
-    "model.from_scratch.head_dim=32",
-    "model.from_scratch.max_position_embeddings=128",
-    "rollout.max_prompt_tokens=48",
-    "rollout.max_response_tokens=8",
-    "parallel=tp2",
-]
-"""The quickstart on few rows, with every value that a message below repeats."""
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and model of a job that is right, made by the check itself; no test changes them."""
-    folder = tmp_path_factory.mktemp("prepared")
-    tasks = job.check(compose([*SMALL, f"run.dir={folder}"]))
-    assert {split: len(rows) for split, rows in tasks.items()} == {"train": 30, "eval": 10}
-    return folder
-
-
-def config_of(prepared: Path, *overrides: str) -> Config:
-    groups = [override.partition("=")[0] for override in overrides if override.startswith("parallel=")]
-    small = [override for override in SMALL if override.partition("=")[0] not in groups]  # each group may be given once
-    return compose([*small, f"run.dir={prepared}", *overrides])
+from tests.unit.small_job import config_of
 
 
 def refused(error: type[ValueError], config: Config, *words: str) -> None:
@@ -477,7 +445,7 @@ def _read(path: Path) -> bytes:
 def test_run_directory_that_cannot_be_made(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run.dir=.*cannot be made") as raised:
-        job.run(compose([*SMALL, f"run.dir={tmp_path / place}"]))
+        job.run(config_of(tmp_path / place))
     assert str(tmp_path / place) in str(raised.value)
 
 
@@ -491,7 +459,7 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
         assert holder.stdout is not None and holder.stdin is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError) as raised:
-            job.run(compose([*SMALL, f"run.dir={tmp_path}"]))
+            job.run(config_of(tmp_path))
         for word in (str(tmp_path), "in use", str(holder.pid), "run.name"):
             assert word in str(raised.value)
         holder.stdin.close()
