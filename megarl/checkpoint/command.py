@@ -96,8 +96,12 @@ def _grid(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one tool; errors of megarl.errors are the caller's to print."""
-    from megarl.errors import CheckpointError
+    from megarl.errors import CheckpointError, ConfigError
 
+    for option in ("workers", "file_gib", "vocab_multiple"):
+        value = getattr(arguments, option, 1)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"--{option.replace('_', '-')} {value} must be a positive number")
     try:
         return _inspect(arguments) if arguments.tool == "inspect" else _convert(arguments)
     except OSError as error:
@@ -132,11 +136,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     import torch
 
     from megarl.checkpoint.convert import Settings
-    from megarl.errors import ConfigError
     from megarl.reshard.layouts import MegatronGrid
 
-    if arguments.workers < 1 or arguments.file_gib <= 0:
-        raise ConfigError(f"--workers {arguments.workers} and --file-gib {arguments.file_gib} must be positive")
     values: dict[str, Any] = {}
     if "tp" in arguments:
         grid = MegatronGrid(

@@ -46,6 +46,10 @@ NOT_MODEL = re.compile(r"^(optimizer\.|chained_\d+\.|optim|rng_state|rerun_state
 """Keys of training state beside the model's."""
 
 
+_DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""What reading a pickle with wrong bytes in it may raise."""
+
+
 class Chunk(NamedTuple):
     """A box of a key's global tensor: a ``torch.save`` of ``length`` bytes from ``offset`` on in ``file``."""
 
@@ -156,7 +160,7 @@ class DistFiles:
                 data = records[f"data/{saved.key}"]
                 stream.seek(chunk.offset + data.header_offset + 26)
                 names, extra = int.from_bytes(stream.read(2), "little"), int.from_bytes(stream.read(2), "little")
-        except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, EOFError, OSError) as error:
+        except (zipfile.BadZipFile, OSError, *_DAMAGED) as error:
             raise CheckpointError(f"{where} is no saved tensor ({error!r}); copy the checkpoint again") from error
         shape, dtype = boxes.shape_of(chunk.box), self.dtypes[name]
         # Axes of extent 1 differ where numbered layers are read as one stack.
@@ -247,7 +251,10 @@ def read_metadata(path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """(tensors by key, keys of stored objects). Raises CheckpointError for what is no checkpoint of this format."""
     config = path / CONFIG
     if config.is_file():
-        backend = json.loads(config.read_text()).get("sharded_backend")
+        try:
+            backend = json.loads(config.read_text()).get("sharded_backend")
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{config} cannot be read ({error}); copy the checkpoint again") from error
         if backend != "torch_dist":
             raise CheckpointError(
                 f"{config} has sharded_backend={backend!r}, expected 'torch_dist'; save the checkpoint in that format (Megatron: "
@@ -256,17 +263,18 @@ def read_metadata(path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
     try:
         with (path / METADATA).open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
+        described, stored = metadata.state_dict_metadata, metadata.storage_data.items()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} has no {METADATA}; give the directory that Megatron's dist_checkpointing wrote") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
+    except _DAMAGED as error:
         raise CheckpointError(f"{path / METADATA} cannot be read ({error}); copy the checkpoint again") from error
     places: dict[str, dict[Shape, Any]] = defaultdict(dict)
-    for index, info in metadata.storage_data.items():
+    for index, info in stored:
         if index.offset is not None:
             places[index.fqn][tuple(index.offset)] = info
     tensors: dict[str, Stored] = {}
     objects: list[str] = []
-    for key, value in metadata.state_dict_metadata.items():
+    for key, value in described.items():
         if not hasattr(value, "chunks"):
             objects.append(key)
             continue

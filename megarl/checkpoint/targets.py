@@ -125,10 +125,10 @@ class DistTarget:
     ) -> None:
         self._opened = opened
         config, mtp = opened.hf_config, opened.mtp
-        vocab = padded_vocab_size(config["vocab_size"], grid.tp, vocab_multiple)
-        self.layout = dist_layout(config, vocab=vocab, mtp=mtp)
         # The names of TransformerEngine's spec are never seen here; it keeps MLA's down-projections whole.
         ranks = megatron_layout(config, grid, vocab_multiple=vocab_multiple, transformer_impl="transformer_engine", mtp=mtp)
+        vocab = padded_vocab_size(config["vocab_size"], grid.tp, vocab_multiple)
+        self.layout = dist_layout(config, vocab=vocab, mtp=mtp)
         if opened.is_value:
             self.layout = with_value_head(self.layout, OUTPUT, config)
             ranks = with_value_head(ranks, OUTPUT, config, rank=grid.world_size - 1)
