@@ -208,9 +208,10 @@ def test_file_that_is_not_parquet(prepared: Path, tmp_path: Path) -> None:
     refused(DataError, config, f"{tmp_path}/rows.parquet", "not a readable parquet file")
 
 
-def test_data_source_without_a_verifier(prepared: Path, tmp_path: Path) -> None:
-    override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, data_source="my/own")
-    refused(DataError, config_of(prepared, override), "row 3", "taskset.train", "'my/own'", "reward.path")
+@pytest.mark.parametrize("source", ["my/own", "reasoning_gym/chain_summ"])
+def test_data_source_without_a_verifier(prepared: Path, tmp_path: Path, source: str) -> None:
+    override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, data_source=source)
+    refused(DataError, config_of(prepared, override), "row 3", "taskset.train", repr(source), "reward.path")
 
 
 def test_own_reward_function_takes_any_data_source(prepared: Path, tmp_path: Path) -> None:
