@@ -85,7 +85,8 @@ def check(config: Config) -> dict[str, list[Task]]:
     _check_memory(config)
     check_url(config.store.url)
     prepare_data(config)
-    tasks = {name: read_rows(Path(path)) for name, path in (("train", config.taskset.train), ("eval", config.taskset.eval))}
+    paths = {"train": config.taskset.train, "eval": config.taskset.eval}
+    tasks = {split: read_rows(Path(path), split=split) for split, path in paths.items()}  # two files may have one name
     demonstrations: list[Task] = []
     if config.trainer.warm_start.steps:
         if config.taskset.warm_start is None:
@@ -97,8 +98,8 @@ def check(config: Config) -> dict[str, list[Task]]:
     _check_model(config, hf_config)
     check_rewards(config, tasks)
     tokenizer = ChatTokenizer.open(config.model.path)
-    for name, path in (("train", config.taskset.train), ("eval", config.taskset.eval)):
-        check_prompts(tasks[name], tokenizer, config.rollout.max_prompt_tokens, path=path)
+    for split, path in paths.items():
+        check_prompts(tasks[split], tokenizer, config.rollout.max_prompt_tokens, path=path)
     check_demonstrations(demonstrations, tokenizer, int(hf_config["max_position_embeddings"]), path=config.taskset.warm_start)
     return tasks
 

@@ -208,6 +208,15 @@ def test_file_that_is_not_parquet(prepared: Path, tmp_path: Path) -> None:
     refused(DataError, config, f"{tmp_path}/rows.parquet", "not a readable parquet file")
 
 
+def test_files_of_the_same_name_are_different_tasks(prepared: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / split / "rows.parquet" for split in ("train", "eval")]
+    for path in paths:
+        path.parent.mkdir()
+    overrides = [rewritten(prepared, path.parent.name, path, 0) for path in paths]
+    tasks = job.check(config_of(prepared, *overrides))
+    assert [rows[7].task_id for rows in tasks.values()] == ["train/7", "eval/7"]
+
+
 @pytest.mark.parametrize("source", ["my/own", "reasoning_gym/chain_summ"])
 def test_data_source_without_a_verifier(prepared: Path, tmp_path: Path, source: str) -> None:
     override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, data_source=source)
