@@ -141,6 +141,13 @@ def test_model_directory_that_is_no_checkpoint(prepared: Path, tmp_path: Path) -
     refused(ConfigError, config_of(prepared, f"model.path={tmp_path}/empty"), f"{tmp_path}/empty", "no config.json")
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_damaged_tokenizer(prepared: Path, tmp_path: Path, file: str) -> None:
+    model = with_model(prepared, tmp_path / "model")
+    (tmp_path / "model" / file).write_text("{% if %}" if file.endswith("jinja") else "[1")
+    refused(CheckpointError, config_of(prepared, *model), f"{tmp_path}/model", "cannot be read")
+
+
 def test_model_of_other_making(prepared: Path, tmp_path: Path) -> None:
     """A user's own: to train it in the place of the one that the settings describe would go unnoticed."""
     model = with_model(prepared, tmp_path / "model")
