@@ -50,9 +50,7 @@ def run(config: Config) -> int:
     run_dir = Path(config.run.dir)
     start = time.monotonic()
     with own_run_dir(run_dir) as lock:
-        set_aside_damaged(run_dir / "checkpoints")
-        set_aside_damaged(run_dir / "checkpoints" / "warm_start")
-        tasks = check(config)
+        tasks = check(config, mend=True)
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
@@ -71,15 +69,15 @@ def run(config: Config) -> int:
     return 0 if finished else 130
 
 
-def check(config: Config) -> dict[str, list[Task]]:
+def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
     """Everything that can be known to fail, before any process is launched; makes missing data and model.
 
-    Returns the tasks by split (train, eval).
+    With ``mend`` damaged checkpoints are set aside. Returns the tasks by split (train, eval).
 
     Raises:
         ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the mend.
     """
-    set_aside_damaged(Path(config.run.dir) / "checkpoints", rename=False)
+    set_aside_damaged(Path(config.run.dir), rename=mend)
     check_settings_of_run(config, Path(config.run.dir))
     _check_settings(config)
     _check_memory(config)

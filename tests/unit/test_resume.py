@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megarl.checkpoint.state import read_state
 from megarl.config import save_resolved
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import job
@@ -178,10 +179,10 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     folder = tmp_path / "checkpoints"
-    set_aside_damaged(folder)
+    set_aside_damaged(tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("megarl")]
     (newest / file).write_bytes(b"")
-    set_aside_damaged(folder)
+    set_aside_damaged(tmp_path)
     assert f"{newest} is damaged" in caplog.text and f"goes on from {before}" in caplog.text
     assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2"]
 
@@ -190,8 +191,29 @@ def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:
     only = finished_checkpoint(tmp_path)
     (only / "actor" / "common.pt").unlink()
     with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {only}"):
-        set_aside_damaged(tmp_path / "checkpoints")
+        set_aside_damaged(tmp_path)
     assert only.is_dir()
+
+
+def test_a_warm_start_that_is_over_may_be_damaged(tmp_path: Path) -> None:
+    """Its checkpoints are removed when the first later one is there; a job that was killed then leaves half of them."""
+    rest = finished_checkpoint(tmp_path)
+    moved = tmp_path / "checkpoints" / "warm_start" / rest.name
+    moved.parent.mkdir()
+    rest.rename(moved)
+    shutil.rmtree(moved / "actor")
+    with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {moved}"):
+        set_aside_damaged(tmp_path)
+    finished_checkpoint(tmp_path)
+    set_aside_damaged(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "2", "phase": "rl"}'])
+def test_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
+    state = finished_checkpoint(tmp_path) / "state.json"
+    state.write_text(text)
+    with pytest.raises(CheckpointError, match=f"{state} is damaged: "):
+        read_state(state.parent)
 
 
 def test_a_store_without_the_runs_steps_is_refused(tmp_path: Path) -> None:
