@@ -147,6 +147,7 @@ class WeightPublisher:
         Raises:
             EngineError, WeightSyncError: an engine is not ready in time, or refuses; every rank raises.
         """
+        self._disconnect()
         if self._store is None:
             self._store = open_store(replace(self._address, timeout_s=self._patience_s), master=self._rank == 0)
         self._address = replace(self._address, generation=self._address.generation + 1)
@@ -163,7 +164,10 @@ class WeightPublisher:
         places = Places(**told["places"]) if self._config.sync.shared_memory else Places()
         with ThreadPoolExecutor(len(self._engines)) as pool:
             joining = self._submit(pool, lambda i, engine: engine.init(self._init_info(i, places))) if self._rank == 0 else []
-            link = join(self._store, self._address, self._rank, peers=self._num_trainers)
+            try:
+                link = join(self._store, self._address, self._rank, peers=self._num_trainers)
+            except Exception as error:
+                raise WeightSyncError("; ".join([f"the weight link could not be joined: {error}", *_failures(joining)])) from error
             _results(joining)
         self._plan = replace(self._plan, nearness=places.nearness())
         self._link, self._lender = link, Lender(link, places.workers_near(self._rank), self._memory)
