@@ -82,10 +82,7 @@ class DistFiles:
 
     def __init__(self, path: Path, stored: Mapping[str, Stored] | None = None) -> None:
         self.path = path
-        self.objects: tuple[str, ...] = ()
-        if stored is None:
-            stored, self.objects = read_metadata(path)
-        self.stored = dict(stored)
+        self.stored = read_metadata(path) if stored is None else dict(stored)
         self.shapes = {name: s.shape for name, s in self.stored.items()}
         self.dtypes = {name: s.dtype for name, s in self.stored.items()}
         self._files = OpenFiles()
@@ -247,8 +244,8 @@ class _TensorUnpickler(pickle.Unpickler):
         return dtype, key
 
 
-def read_metadata(path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """(tensors by key, keys of stored objects). Raises CheckpointError for what is no checkpoint of this format."""
+def read_metadata(path: Path) -> dict[str, Stored]:
+    """Tensors by key. Raises CheckpointError for what is no checkpoint of this format."""
     config = path / CONFIG
     if config.is_file():
         try:
@@ -273,11 +270,9 @@ def read_metadata(path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
         if index.offset is not None:
             places[index.fqn][tuple(index.offset)] = info
     tensors: dict[str, Stored] = {}
-    objects: list[str] = []
     for key, value in described.items():
         if not hasattr(value, "chunks"):
-            objects.append(key)
-            continue
+            continue  # an object, no tensor
         chunks = []
         for chunk in value.chunks:
             info = places[key].get(tuple(chunk.offsets))
@@ -287,7 +282,7 @@ def read_metadata(path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
             box = boxes.at(tuple(chunk.offsets), tuple(chunk.sizes))
             chunks.append(Chunk(box, str(info.relative_path), info.offset, info.length))
         tensors[key] = Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
-    return tensors, tuple(objects)
+    return tensors
 
 
 class _Unused:
