@@ -134,7 +134,7 @@ class WeightPublisher:
         self._store: TCPStore | None = None
         self._count = 0
         self._keys: list[str] = []
-        """Of the store, that rank 0 has told or heard."""
+        """Of the store, that rank 0 has told or heard, until it removes them."""
         self._memory = memory_file()
         self._link: Link | None = None
         self._lender: Lender | None = None
@@ -180,7 +180,7 @@ class WeightPublisher:
         assert self._store is not None
         key = f"{topic}/{rank}"
         self._store.wait([key], timedelta(seconds=self._patience_s))
-        self._keys.append(key)
+        self._note(key)
         where, pid, descriptor = json.loads(self._store.get(key))
         return where, pid, descriptor
 
@@ -354,7 +354,7 @@ class WeightPublisher:
     def _deciding(self, topic: str) -> Iterator[dict[str, Any]]:
         """Tells the other ranks under ``topic`` what the body puts into the dict, or the error that it raises."""
         assert self._store is not None
-        self._keys.append(topic)
+        self._note(topic)
         told: dict[str, Any] = {}
         try:
             yield told
@@ -362,6 +362,10 @@ class WeightPublisher:
             self._store.set(topic, json.dumps({"error": str(error) or type(error).__name__}))
             raise
         self._store.set(topic, json.dumps(told))
+
+    def _note(self, key: str) -> None:
+        if self._rank == 0:
+            self._keys.append(key)
 
     def _others(self, topic: str) -> list[str]:
         """What other ranks say about a transfer that has failed on rank 0."""
@@ -381,7 +385,7 @@ class WeightPublisher:
             self._store.wait([topic], timedelta(seconds=patience_s))
         except dist.DistStoreError as error:
             raise WeightSyncError(f"no word of {topic} from another trainer rank in {patience_s:.0f} s") from error
-        self._keys.append(topic)
+        self._note(topic)
         told = json.loads(self._store.get(topic))
         if "error" in told:
             raise WeightSyncError(told["error"])
