@@ -23,7 +23,7 @@ from megarl.launch import job, ports
 from megarl.launch.guard import Guard, end
 from megarl.launch.prepare import MODEL_RECIPE
 from megarl.launch.process import Child
-from megarl.launch.supervisor import StopRequest, next_attempt, own_run_dir, start_job, watch
+from megarl.launch.supervisor import StopRequest, next_attempt, own_run_dir, start_job, stop, watch
 from megarl.rollout.engine import group_members
 from megarl.schema import Task
 from megarl.tasksets import read_rows
@@ -441,6 +441,25 @@ def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
     while group_members(deaf.pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("ended_by", ["guard", "supervisor"])
+def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: str) -> None:
+    """By an engine that was starting when its job was told to end, and had to be killed."""
+    segment = Path(f"/dev/shm/{tmp_path.parent.name}-{tmp_path.name}")
+    code = (
+        "import mmap, signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1); "
+        f"file = open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); time.sleep(600)"
+    )
+    deaf = child(tmp_path, code)
+    while "up" not in deaf.log.read_text():
+        time.sleep(0.02)
+    if ended_by == "guard":
+        end([deaf.pid], after_s=3)
+    else:
+        stop([deaf], grace_s=3)
+    assert deaf.wait(30) and deaf.poll() == -signal.SIGKILL
+    assert not segment.exists()
 
 
 def test_guard_waits_for_what_ends_by_itself(tmp_path: Path) -> None:
