@@ -167,6 +167,8 @@ def test_an_older_export_is_replaced_whole_and_a_failed_one_leaves_it(
     source, out = write_checkpoint(tmp_path / "source", config, {}), tmp_path / "out"
     export(config, MegatronGrid(), old, source, out)
     (out / "leftover.txt").write_text("of the old export")
+    for weights in ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "model.onnx"):
+        (source / weights).write_bytes(b"of the model before training")
 
     def disk_full(*args: Any, **keys: Any) -> None:
         raise OSError("no space left on device")
