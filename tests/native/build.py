@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -69,8 +70,10 @@ def build(*, emulated: bool = False, double: bool = False, sanitize: bool = Fals
         if not result.exists():
             todo.append((result, command))
     todo.sort(key=lambda item: "module.cpp" not in str(item[1]))  # the slowest first
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda item: _run(item[0], item[1]), todo))
+    with (OUT / "lock").open("w") as lock, ThreadPoolExecutor(jobs) as pool:
+        if todo:  # whoever waited here finds the objects of the one before
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        list(pool.map(lambda item: _run(item[0], item[1]), [item for item in todo if not item[0].exists()]))
     link = ["g++", "-shared", "-fopenmp", *SANITIZE * sanitize, *map(str, linked)]
     path = OUT / _hash(*link) / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
