@@ -36,9 +36,9 @@ class Request:
 class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's own output layer, with its parameters, checkpoints and collectives; only ``forward`` can do more.
 
-    While a ``Request`` is set it returns float32 [s, b, 2] of (log-prob, entropy) over the whole vocabulary, equal on all
-    tensor-parallel ranks. GPTModel's transposed copy and Float16Module's upcast then meet this instead of [s, b, V], and the
-    logits, in the model's dtype, are the only tensor of their size: the backward writes the gradient over them.
+    While a ``Request`` is set it returns float32 [s, b, 2] of (log-prob, entropy) over the whole vocabulary, equal on
+    all tensor-parallel ranks. GPTModel's transposed copy and Float16Module's upcast then meet this instead of [s, b, V],
+    and the logits, in the model's dtype, are the only tensor of their size: the backward writes the gradient over them.
     """
 
     request: Request | None = None
@@ -65,10 +65,12 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             answer = ops.vocab_parallel_logprob(logits.view(-1, columns), targets.reshape(-1), **question)
         else:
             # The whole sequence's hidden states stay for the backward; Megatron's linear would gather them twice.
-            region = gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+            gathers = self.sequence_parallel
+            region = gather_from_sequence_parallel_region if gathers else copy_to_tensor_model_parallel_region
             hidden = region(input_, group=self.tp_group).flatten(0, 1)
             weight = self.weight if weight is None else weight
-            answer = ops.linear_logprob(hidden, weight, targets.reshape(-1), logits_bytes=request.logits_bytes, **question)
+            question["logits_bytes"] = request.logits_bytes
+            answer = ops.linear_logprob(hidden, weight, targets.reshape(-1), **question)
         return torch.stack(answer, dim=-1).view(*targets.shape, 2), None
 
 
@@ -79,17 +81,17 @@ def install(stage: torch.nn.Module) -> None:
         return
     assert type(layer) is ColumnParallelLinear, f"Megatron's output layer is a {type(layer).__name__}"
     assert layer.bias is None and not layer.gather_output, "the head has no bias and its logits stay on their ranks"
-    assert not getattr(stage, "mtp_process", False), "multi-token prediction asks the output layer for logits of its own"
+    assert not getattr(stage, "mtp_process", False), "multi-token prediction needs logits"
     # Its class alone, so that parameters, their names and whoever holds the layer stay as Megatron made them.
     layer.__class__ = LogProbHead
 
 
 @contextmanager
 def asking(stage: torch.nn.Module, request: Request) -> Iterator[None]:
-    """Within, a forward pass of ``stage`` (a bare GPTModel) gives log-probs. Nothing changes on a stage without the head.
+    """Within, a forward pass of ``stage`` (a bare GPTModel) gives log-probs; a stage without the head does as ever.
 
-    A forward pass needs the request, its backward does not: autograd has kept what that takes. So schedules may interleave
-    micro-batches as they like.
+    A forward pass needs the request, its backward does not: autograd has kept what that takes. So schedules may
+    interleave micro-batches as they like.
     """
     layer = getattr(stage, "output_layer", None)
     if layer is None:

@@ -5,12 +5,13 @@ Shape legend: T rows (tokens), H hidden size, V columns of this shard, R ranks o
 Three ways, by what becomes of the logits:
 
 - **A** keeps them: one GEMM into [T, V]; the backward writes the gradient over them.
-- **B** (:func:`linear_logprob_loss`) asks the loss for its gradient chunk by chunk in the forward pass, so nothing is computed
-  twice: three GEMMs a chunk and one buffer of [c, V]. The loss must be a sum over rows.
+- **B** (:func:`linear_logprob_loss`) asks the loss for its gradient chunk by chunk in the forward pass, so nothing is
+  computed twice: three GEMMs a chunk and one buffer of [c, V]. The loss must be a sum over rows.
 - **C** computes a chunk's logits again in the backward: four GEMMs a chunk and one buffer of [c, V], any loss.
 
-A byte budget for the logits picks A or C, and c. The kernels give a row the same bits whatever surrounds it; whether a GEMM
-does, when its number of rows changes, is cuBLAS's and oneDNN's to say: results of different budgets agree to round-off.
+A byte budget for the logits picks A or C, and c. The kernels give a row the same bits whatever surrounds it; whether a
+GEMM does, when its number of rows changes, is cuBLAS's and oneDNN's to say: results of different budgets agree to
+round-off.
 """
 
 from __future__ import annotations
@@ -38,31 +39,32 @@ def linear_logprob(
     temperature: float = 1.0,
     logits_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of ``targets`` and entropy of softmax(hidden @ weight.T / temperature), differentiable in hidden and weight.
+    """Log-prob of ``targets`` and entropy of softmax(hidden @ weight.T / temperature), differentiable.
 
     Args:
         hidden: [T, H] float32, bfloat16 or float16, the same on all ranks of the group.
-        weight: [V, H] of the same dtype: this rank's rows ``vocab_start .. vocab_start + V`` of the LM head; every rank of
-            the group has equally many.
+        weight: [V, H] of the same dtype: this rank's rows ``vocab_start .. vocab_start + V`` of the LM head; every rank
+            of the group has equally many.
         targets, group, vocab_start, vocab_size, temperature: as in :func:`vocab_parallel_logprob`.
-        logits_bytes: most bytes of logits that may exist at a time; None keeps them all (A). When T·V elements are more,
-            chunks of rows that fit share one buffer, and the backward computes them again (C).
+        logits_bytes: most bytes of logits that may exist at a time; None keeps them all (A). When T·V elements are
+            more, chunks of rows that fit share one buffer, and the backward computes them again (C).
 
     Returns:
         (logp, entropy), float32 [T], equal on all ranks of the group.
 
-    The upstream gradient must be the same on all ranks; the gradient of ``hidden`` is **this rank's part**, to be summed over
-    the group by the caller (Megatron's ``copy_to_tensor_model_parallel_region`` and
-    ``gather_from_sequence_parallel_region`` do so); that of ``weight`` is whole, rounded to its dtype once.
+    The upstream gradient must be the same on all ranks. The gradient of ``hidden`` is **this rank's part**, to be summed
+    over the group by the caller (Megatron's ``copy_to_tensor_model_parallel_region`` and
+    ``gather_from_sequence_parallel_region`` do so); that of ``weight`` is whole. In half precision each chunk's product
+    for ``weight`` is rounded once, they are added up in float32, and the sum is rounded once.
 
-    Memory beside arguments and gradients: A T·V elements; C ``logits_bytes`` plus 5 floats a row and, for weights in half
-    precision, V·H floats in which the chunks' gradients add up and at most ``logits_bytes`` of one's rounded product.
+    Memory beside arguments and gradients: A T·V elements; C ``logits_bytes`` plus 10 floats a row and, for weights in
+    half precision, V·H floats in which the chunks' gradients add up and at most ``logits_bytes`` of one's product.
 
     Collectives: one all-gather of 4 floats a row.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, shape or device, a target outside the vocabulary, or a budget
-            that does not hold one row of logits.
+        TypeError, ValueError: an argument of the wrong type, shape or device, a target outside the vocabulary, or a
+            budget that does not hold one row of logits.
     """
     if native.twin():
         return linear_logprob_reference(
@@ -94,16 +96,17 @@ def linear_logprob_loss(
     """Sum of ``loss`` over chunks of rows, with its gradient computed chunk by chunk in this very call (B).
 
     Args:
-        loss: called once for each chunk, in order of rows, as ``loss(logp, entropy, rows)`` with float32 [c] and the slice of
-            rows; returns a scalar whose sum over chunks is the loss. It must give the same on all ranks of the group. Only
-            its gradient in ``logp`` and ``entropy`` is taken: other tensors in it get none.
+        loss: called once for each chunk, in order of rows, as ``loss(logp, entropy, rows)`` with float32 [c] and the
+            slice of rows; returns a scalar whose sum over chunks is the loss. It must give the same on all ranks of the
+            group. Only its gradient in ``logp`` and ``entropy`` is taken: other tensors in it get none.
         The others as in :func:`linear_logprob`.
 
     Returns:
-        Scalar, differentiable in ``hidden`` and ``weight`` **once**: the backward scales the gradients that lie ready, in place.
+        Scalar, differentiable in ``hidden`` and ``weight`` **once**: the backward scales the gradients that lie ready,
+        in place.
 
-    Memory beside arguments and gradients: ``logits_bytes`` plus O(c), and for weights in half precision what
-    :func:`linear_logprob` takes. Without gradients (``torch.no_grad``) the buffer alone.
+    Memory beside arguments and gradients: ``logits_bytes`` (None: T·V elements) plus O(c), and for weights in half
+    precision what :func:`linear_logprob` takes. Without gradients (``torch.no_grad``) the buffer alone.
 
     Collectives: one all-gather of 4 floats a row for each chunk.
 
@@ -212,7 +215,8 @@ class _Gradients:
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...], chunk: int) -> None:
         self.inputs = hidden, weight
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None
-        self.weight = weight.new_zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32)) if needed[1] else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         # A chunk's product with the hidden states takes no more memory than its logits do.
         self.columns = max(1, chunk * weight.shape[0] // max(1, weight.shape[1]))
 
@@ -253,7 +257,11 @@ def linear_logprob_reference(
 
 
 def rows_in_budget(columns: int, dtype: torch.dtype, logits_bytes: int | None) -> int | None:
-    """Rows of ``columns`` logits that fit into ``logits_bytes``; None for any number. Raises ValueError when not even one does."""
+    """Rows of ``columns`` logits that fit into ``logits_bytes``; None for any number.
+
+    Raises:
+        ValueError: not even one row does.
+    """
     row = columns * dtype.itemsize
     if logits_bytes is None or row == 0:
         return None

@@ -326,3 +326,22 @@ def test_memory(large: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mode: st
     scratch = 2**20  # oneDNN's, and small numbers
     assert peak(sizes) <= logits + gradients + in_float32 + per_row + scratch
     assert peak(sizes) < 1.3 * rows * columns * itemsize if mode == "A" else peak(sizes) < 0.4 * rows * columns * itemsize
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["A", "B", "C"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(mode: str, dtype: torch.dtype) -> None:
+    """The numbers of float64, and no second [T, V]."""
+    case = make_case(0, rows=1024, width=64, vocab_size=31_999, columns=32_000, dtype=dtype)
+    case = Case(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in case))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    chunk = None if mode == "A" else 100
+    assert_close(case, differentiate(case, mode, chunk), differentiate(case, "truth", None))
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    differentiate(case, mode, chunk)
+    logits = (chunk or 1024) * 32_000 * dtype.itemsize
+    weights = 4 * case.weight.numel() * 4  # a copy, its gradient, their sum in float32, a chunk's product
+    assert torch.cuda.max_memory_allocated() - before <= logits + weights + 2**23
