@@ -9,6 +9,7 @@ inputs. The speed of memory is measured here on a CPU (reading 1 GiB) and the da
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import platform
 import statistics
@@ -27,6 +28,8 @@ from megarl import ops
 
 HBM = {"H200": 4.8e12, "H100": 3.35e12, "A100-SXM4-80GB": 2.04e12, "A100": 1.56e12}
 """Bytes per second by data sheet."""
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
@@ -147,18 +150,18 @@ def linear() -> Iterator[Race]:
     yield race
 
 
-def gae_loop(rewards: list[float], values: list[float], cu: list[int], gamma: float, lam: float) -> list[float]:
+def gae_loop(rewards: list[float], values: list[float], cu: list[int], gamma: float, lam: float) -> tuple[list[float], list[float]]:
     """The plain loop at its fastest: Python floats, not tensors."""
-    advantages = [0.0] * len(rewards)
+    advantages, returns = [0.0] * len(rewards), [0.0] * len(rewards)
     for start, end in zip(cu, cu[1:], strict=False):
         following = advantage = 0.0
         for t in range(end - 1, start - 1, -1):
             advantage = rewards[t] + gamma * following - values[t] + gamma * lam * advantage
-            advantages[t], following = advantage, values[t]
-    return advantages
+            advantages[t], returns[t], following = advantage, advantage + values[t], values[t]
+    return advantages, returns
 
 
-def gae_tensor_loop(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+def time_loop(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
     """[N, L] padded, a loop over time: what verl, TRL and OpenRLHF do."""
     advantages, advantage, following = torch.empty_like(rewards), torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
     for t in range(rewards.shape[1] - 1, -1, -1):
@@ -167,8 +170,8 @@ def gae_tensor_loop(rewards: torch.Tensor, values: torch.Tensor, gamma: float, l
     return advantages
 
 
-def gae_scan(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
-    """[N, L] padded, doubling: A_t = δ_t + c·A_{t+1} over 1, 2, 4, … steps at once."""
+def doubling_scan(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+    """[N, L] padded, an associative scan: A_t = δ_t + c·A_{t+1} over 1, 2, 4, … steps at once."""
     advantages = rewards - values
     advantages[:, :-1] += gamma * values[:, 1:]
     factor, step = gamma * lam, 1
@@ -178,22 +181,41 @@ def gae_scan(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: flo
     return advantages
 
 
+Padded = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
+
+
+def of_packed(method: Padded, rewards: torch.Tensor, values: torch.Tensor, cu: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed tokens to rows [N, L] and back, where the lengths differ."""
+    lengths = cu.diff()
+    if (lengths == lengths[0]).all():
+        shape = len(lengths), int(lengths[0])
+        advantages = method(rewards.view(shape), values.view(shape), 0.99, 0.95).flatten()
+        return advantages, advantages + values
+    keep = torch.arange(int(lengths.max()), device=cu.device) < lengths[:, None]
+    padded = [torch.zeros(keep.shape, device=cu.device).masked_scatter_(keep, x) for x in (rewards, values)]
+    advantages = method(*padded, 0.99, 0.95)[keep]
+    return advantages, advantages + values
+
+
 def gae() -> Iterator[Race]:
-    shapes = [(512, 8192), (1, 1 << 20)] if GPU else [(128, 8192), (4096, 256), (1, 1 << 20)]
-    for sequences, length in shapes:
-        tokens = sequences * length
+    long_tail = (torch.distributions.LogNormal(6.5, 1.2).sample((1024,)).clamp(16, 16_384)).long()  # of reasoning: mean about 1,200
+    sizes = {"1024 sequences of 16 to 16,384 (log-normal)": long_tail, "128 sequences of 8192": torch.full((128,), 8192)}
+    if GPU:
+        sizes["512 sequences of 8192"] = torch.full((512,), 8192)
+    sizes["1 sequence of 1,048,576"] = torch.tensor([1 << 20])
+    for name, lengths in sizes.items():
+        cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(DEVICE)
+        tokens = int(cu[-1])
         rewards, values = torch.randn(tokens, device=DEVICE), torch.randn(tokens, device=DEVICE)
-        cu = torch.arange(0, tokens + 1, length, device=DEVICE)
-        bootstrap = torch.zeros(sequences, device=DEVICE)
-        padded = rewards.view(sequences, length), values.view(sequences, length), 0.99, 0.95
-        race = Race(f"GAE, {sequences} sequences of {length}", 4 * rewards.nbytes)
+        bootstrap = torch.zeros(len(lengths), device=DEVICE)
+        race = Race(f"GAE, {tokens:,} packed tokens: {name}", 4 * rewards.nbytes)
         race.contenders["megarl"] = lambda r=rewards, v=values, cu=cu, b=bootstrap: ops.gae(r, v, cu, gamma=0.99, lam=0.95, bootstrap=b)
         if not GPU:
             lists = rewards.tolist(), values.tolist(), cu.tolist(), 0.99, 0.95
             race.contenders["Python loop"] = lambda lists=lists: gae_loop(*lists)
-        if length <= 8192:
-            race.contenders["padded torch loop over time"] = lambda padded=padded: gae_tensor_loop(*padded)
-        race.contenders["associative scan in torch"] = lambda padded=padded: gae_scan(*padded)
+        if lengths.max() <= 16_384:
+            race.contenders["padded torch loop over time"] = lambda packed=(rewards, values, cu): of_packed(time_loop, *packed)
+        race.contenders["padded associative scan in torch"] = lambda packed=(rewards, values, cu): of_packed(doubling_scan, *packed)
         yield race
 
 
@@ -233,6 +255,7 @@ def digest() -> Iterator[Race]:
 def run(race: Race, repeats: int) -> dict[str, Result | str]:
     results: dict[str, Result | str] = {}
     times: dict[str, list[float]] = {}
+    keep_freed_memory(False)
     for name, step in race.contenders.items():
         try:
             race.prepare()
@@ -242,15 +265,25 @@ def run(race: Race, repeats: int) -> dict[str, Result | str]:
             times[name] = []
         except Exception as error:  # a peer that does not run here is reported, not hidden
             results[name] = f"does not run: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
-    for _ in range(repeats):
+    keep_freed_memory(True)
+    for _ in range(repeats + 1):
         for name, taken in times.items():
             race.prepare()
             taken.append(seconds(race.contenders[name]))
     for name, taken in times.items():
         result = results[name]
         assert isinstance(result, Result)
-        result.seconds = statistics.median(taken)
+        result.seconds = statistics.median(taken[1:])
     return results
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Whether malloc gives large blocks back to the system at once, so that a peak can be seen, or keeps them for the next
+    allocation, so that nobody's time is that of page faults (torch's CUDA allocator keeps them anyway)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30 if keep else 1 << 17)
+        libc.mallopt(M_TRIM_THRESHOLD, 1 << 30 if keep else 1 << 17)
 
 
 def seconds(step: Step) -> float:

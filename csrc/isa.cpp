@@ -8,12 +8,12 @@ namespace {
 const MegarlKernels kernels[] = {
 #ifdef MEGARL_X86
     {"avx512", megarl_avx512::logprob_local, megarl_avx512::logprob_backward, megarl_avx512::digest_line,
-     megarl_avx512::gae_sequence},
+     megarl_avx512::gae_piece, megarl_avx512::gae_total},
     {"avx2", megarl_avx2::logprob_local, megarl_avx2::logprob_backward, megarl_avx2::digest_line,
-     megarl_avx2::gae_sequence},
+     megarl_avx2::gae_piece, megarl_avx2::gae_total},
 #endif
     {"generic", megarl_generic::logprob_local, megarl_generic::logprob_backward, megarl_generic::digest_line,
-     megarl_generic::gae_sequence},
+     megarl_generic::gae_piece, megarl_generic::gae_total},
 };
 
 bool supported(const char* name) {

@@ -12,8 +12,9 @@ struct MegarlKernels {
                            int64_t begin, int64_t end);
   // Digest of `count` elements, `stride` elements apart, flat indices index, index + step, ...
   uint64_t (*digest_line)(const void* data, int itemsize, int64_t count, int64_t stride, uint64_t index, uint64_t step);
-  void (*gae_sequence)(const real* rewards, const real* values, int64_t count, double bootstrap, double gamma,
-                       double lam, real* advantages, real* returns);
+  void (*gae_piece)(const real* rewards, const real* values, int64_t count, real next_value, double behind,
+                    double gamma, double lam, real* advantages, real* returns);
+  double (*gae_total)(const real* rewards, const real* values, int64_t count, real next_value, double gamma, double lam);
 };
 
 namespace megarl {
@@ -26,7 +27,8 @@ const MegarlKernels& active();
   void logprob_backward(const MegarlLogits&, const int64_t*, const real*, const real*, const real*,              \
                         const real*, void*, int64_t, int64_t, int64_t);                                            \
   uint64_t digest_line(const void*, int, int64_t, int64_t, uint64_t, uint64_t);                                     \
-  void gae_sequence(const real*, const real*, int64_t, double, double, double, real*, real*);                       \
+  void gae_piece(const real*, const real*, int64_t, real, double, double, double, real*, real*);                    \
+  double gae_total(const real*, const real*, int64_t, real, double, double);                                        \
   }
 #define MEGARL_ISA_NAMESPACE_(isa) megarl_##isa
 #define MEGARL_ISA_NAMESPACE(isa) MEGARL_ISA_NAMESPACE_(isa)

@@ -6,7 +6,7 @@
 
 namespace megarl {
 
-constexpr int kMaxDims = 8;  // after folding
+constexpr int kMaxDims = 8;  // of more than one element
 
 struct Box {
   int dims = 0;
@@ -27,19 +27,25 @@ struct Box {
   MEGARL_BOTH uint64_t step() const { return steps[dims - 1]; }
 };
 
-// Leaves out dimensions of size 1 and joins neighbours that are one run in memory and in the flat index. False where
-// more than kMaxDims are left.
+// Leaves out dimensions of size 1, puts the others into the order of memory (sums do not mind) and joins neighbours
+// that are one run both in memory and in the flat index. False where more than kMaxDims are left.
 inline bool fold(int dims, const int64_t* sizes, const int64_t* strides, const uint64_t* steps, Box* box) {
+  int order[kMaxDims], count = 0;
   for (int d = 0; d < dims; ++d) {
     if (sizes[d] == 1) continue;
-    const int last = box->dims - 1;
+    if (count == kMaxDims) return false;
+    int at = count++;
+    for (; at > 0 && strides[order[at - 1]] < strides[d]; --at) order[at] = order[at - 1];
+    order[at] = d;
+  }
+  for (int i = 0; i < count; ++i) {
+    const int d = order[i], last = box->dims - 1;
     if (last >= 0 && box->strides[last] == sizes[d] * strides[d] && box->steps[last] == (uint64_t)sizes[d] * steps[d]) {
       box->sizes[last] *= sizes[d];
       box->strides[last] = strides[d];
       box->steps[last] = steps[d];
       continue;
     }
-    if (box->dims == kMaxDims) return false;
     box->sizes[box->dims] = sizes[d];
     box->strides[box->dims] = strides[d];
     box->steps[box->dims++] = steps[d];

@@ -26,7 +26,7 @@ template <class Element>
 __device__ __forceinline__ uint64_t part_of_block(const Element* data, uint64_t first, int64_t width, uint64_t block) {
   constexpr int kPer = 8 / sizeof(Element);
   uint64_t bits = 0, count = 0;
-#pragma unroll
+#pragma unroll(kPer > 4 ? 1 : kPer)
   for (int i = 0; i < kPer; ++i) {
     const int64_t at = (int64_t)(block * kPer + i - first);
     if (at < 0 || at >= width) continue;
@@ -64,8 +64,8 @@ __device__ uint64_t run(const Element* data, uint64_t first, int64_t width, int6
   return sum;
 }
 
-template <class Element>
-__global__ void __launch_bounds__(kThreads) kernel(const Element* data, const Job job, bool runs, uint64_t* digest) {
+template <class Element, bool Runs>
+__global__ void __launch_bounds__(kThreads, 4) kernel(const Element* data, const Job job, uint64_t* digest) {
   __shared__ uint64_t sums[kThreads / kWarp];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t warps = (int64_t)gridDim.x * (kThreads / kWarp), work = job.lines * job.pieces;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) kernel(const Element* data, const Jo
     int64_t element = 0;
     uint64_t index = job.offset;
     job.box.line(outer, &element, &index);
-    if (runs) {
+    if constexpr (Runs) {
       sum += run(data + element, index, job.box.width(), piece, lane);
     } else {
       const int64_t end = min(job.box.width(), (piece + 1) * kPiece);
@@ -104,7 +104,12 @@ void launch(const void* data, Job job, uint64_t* digest, void* stream) {
   job.pieces = (units + kPiece - 1) / kPiece;
   const int64_t blocks = (job.lines * job.pieces + kThreads / kWarp - 1) / (kThreads / kWarp);
   const dim3 grid((unsigned)(blocks < kMaxGrid ? blocks : kMaxGrid));
-  MEGARL_LAUNCH(kernel<Element>, grid, dim3(kThreads), stream, static_cast<const Element*>(data), job, runs, digest);
+  const auto* elements = static_cast<const Element*>(data);
+  if (runs) {
+    MEGARL_LAUNCH((kernel<Element, true>), grid, dim3(kThreads), stream, elements, job, digest);
+  } else {
+    MEGARL_LAUNCH((kernel<Element, false>), grid, dim3(kThreads), stream, elements, job, digest);
+  }
 }
 
 }  // namespace

@@ -20,33 +20,43 @@ typedef uint64_t Words __attribute__((vector_size(8 * kWords)));
 // `count` whole blocks of `elements` elements each, the first of them number `block`.
 inline uint64_t whole_blocks(const char* data, int64_t count, uint64_t block, uint64_t elements) {
   constexpr int kUnroll = 4;
-  Words spread[kUnroll], sums[kUnroll] = {};
-  for (int k = 0; k < kUnroll; ++k)
-    for (int i = 0; i < kWords; ++i) spread[k][i] = (block + (uint64_t)(k * kWords + i) + 1) * megarl::kSpread;
+  Words lane, sum = {};
+  for (int i = 0; i < kWords; ++i) lane[i] = (uint64_t)i * megarl::kSpread;
+  Words spread = lane + (block + 1) * megarl::kSpread;
+  const auto add = [&](int64_t b, Words& to) __attribute__((always_inline)) {
+    Words v;
+    std::memcpy(&v, data + b * 8, sizeof v);
+    to += megarl::digest_content(v, elements) * megarl::digest_key(spread);
+    spread += kWords * megarl::kSpread;
+  };
   int64_t b = 0;
-  for (; b + kUnroll * kWords <= count; b += kUnroll * kWords)
-    for (int k = 0; k < kUnroll; ++k) {
-      Words v;
-      std::memcpy(&v, data + (b + k * kWords) * 8, sizeof v);
-      sums[k] += megarl::digest_content(v, elements) * megarl::digest_key(spread[k]);
-      spread[k] += (uint64_t)(kUnroll * kWords) * megarl::kSpread;
-    }
-  uint64_t sum = 0;
-  for (int k = 0; k < kUnroll; ++k)
-    for (int i = 0; i < kWords; ++i) sum += sums[k][i];
+  if (count >= kUnroll * kWords) {
+    Words sums[kUnroll] = {};
+    for (; b + kUnroll * kWords <= count; b += kUnroll * kWords)
+      for (int k = 0; k < kUnroll; ++k) add(b + k * kWords, sums[k]);
+    for (const Words& s : sums) sum += s;
+  }
+  for (; b + kWords <= count; b += kWords) add(b, sum);
+  uint64_t total = 0;
+  for (int i = 0; i < kWords; ++i) total += sum[i];
   for (; b < count; ++b) {
     uint64_t v;
     std::memcpy(&v, data + b * 8, sizeof v);
-    sum += megarl::digest_content(v, elements) * megarl::digest_key((block + (uint64_t)b + 1) * megarl::kSpread);
+    total += megarl::digest_content(v, elements) * megarl::digest_key((block + (uint64_t)b + 1) * megarl::kSpread);
   }
-  return sum;
+  return total;
 }
 
 template <class Element>
 uint64_t elements(const Element* data, int64_t count, int64_t stride, uint64_t index, uint64_t step) {
   uint64_t sum = 0;
-  for (int64_t i = 0; i < count; ++i)
-    sum += megarl::digest_element(data[i * stride], (index + (uint64_t)i * step) * sizeof(Element));
+  if (stride == 1) {  // a loop that vectorises
+    for (int64_t i = 0; i < count; ++i)
+      sum += megarl::digest_element(data[i], (index + (uint64_t)i * step) * sizeof(Element));
+  } else {
+    for (int64_t i = 0; i < count; ++i)
+      sum += megarl::digest_element(data[i * stride], (index + (uint64_t)i * step) * sizeof(Element));
+  }
   return sum;
 }
 

@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,12 @@ def _grid(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one tool; errors of megarl.errors are the caller's to print."""
-    from megarl.errors import CheckpointError
+    from megarl.errors import CheckpointError, ConfigError
 
+    for option in ("workers", "file_gib", "vocab_multiple"):
+        value = getattr(arguments, option, 1)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"--{option.replace('_', '-')} {value} must be a positive number")
     try:
         return _inspect(arguments) if arguments.tool == "inspect" else _convert(arguments)
     except OSError as error:
@@ -131,24 +136,20 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     import torch
 
     from megarl.checkpoint.convert import Settings
-    from megarl.errors import ConfigError
     from megarl.reshard.layouts import MegatronGrid
 
-    if arguments.workers < 1 or arguments.file_gib <= 0:
-        raise ConfigError(f"--workers {arguments.workers} and --file-gib {arguments.file_gib} must be positive")
     values: dict[str, Any] = {}
     if "tp" in arguments:
-        etp = arguments.etp or (arguments.tp if arguments.ep == 1 else 1)
-        stage = math.lcm(max(arguments.tp, 1), max(arguments.ep * etp, 1))
-        values["grid"] = MegatronGrid(
+        grid = MegatronGrid(
             tp=arguments.tp,
             pp=arguments.pp,
-            dp=stage // max(arguments.tp, 1),  # no more copies than the experts need
             ep=arguments.ep,
             etp=arguments.etp,
             first_stage_layers=arguments.first_stage_layers,
             last_stage_layers=arguments.last_stage_layers,
         )
+        tp, experts = max(grid.tp, 1), max(grid.ep * grid.expert_tp, 1)
+        values["grid"] = replace(grid, dp=math.lcm(tp, experts) // tp)  # no more copies than the experts need
         values["vocab_multiple"] = arguments.vocab_multiple
     return Settings(
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,

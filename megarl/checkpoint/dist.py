@@ -46,6 +46,10 @@ NOT_MODEL = re.compile(r"^(optimizer\.|chained_\d+\.|optim|rng_state|rerun_state
 """Keys of training state beside the model's."""
 
 
+_DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""What reading a pickle with wrong bytes in it may raise."""
+
+
 class Chunk(NamedTuple):
     """A box of a key's global tensor: a ``torch.save`` of ``length`` bytes from ``offset`` on in ``file``."""
 
@@ -78,10 +82,7 @@ class DistFiles:
 
     def __init__(self, path: Path, stored: Mapping[str, Stored] | None = None) -> None:
         self.path = path
-        self.objects: tuple[str, ...] = ()
-        if stored is None:
-            stored, self.objects = read_metadata(path)
-        self.stored = dict(stored)
+        self.stored = read_metadata(path) if stored is None else dict(stored)
         self.shapes = {name: s.shape for name, s in self.stored.items()}
         self.dtypes = {name: s.dtype for name, s in self.stored.items()}
         self._files = OpenFiles()
@@ -156,7 +157,7 @@ class DistFiles:
                 data = records[f"data/{saved.key}"]
                 stream.seek(chunk.offset + data.header_offset + 26)
                 names, extra = int.from_bytes(stream.read(2), "little"), int.from_bytes(stream.read(2), "little")
-        except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, EOFError, OSError) as error:
+        except (zipfile.BadZipFile, OSError, *_DAMAGED) as error:
             raise CheckpointError(f"{where} is no saved tensor ({error!r}); copy the checkpoint again") from error
         shape, dtype = boxes.shape_of(chunk.box), self.dtypes[name]
         # Axes of extent 1 differ where numbered layers are read as one stack.
@@ -243,11 +244,14 @@ class _TensorUnpickler(pickle.Unpickler):
         return dtype, key
 
 
-def read_metadata(path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """(tensors by key, keys of stored objects). Raises CheckpointError for what is no checkpoint of this format."""
+def read_metadata(path: Path) -> dict[str, Stored]:
+    """Tensors by key. Raises CheckpointError for what is no checkpoint of this format."""
     config = path / CONFIG
     if config.is_file():
-        backend = json.loads(config.read_text()).get("sharded_backend")
+        try:
+            backend = json.loads(config.read_text()).get("sharded_backend")
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{config} cannot be read ({error}); copy the checkpoint again") from error
         if backend != "torch_dist":
             raise CheckpointError(
                 f"{config} has sharded_backend={backend!r}, expected 'torch_dist'; save the checkpoint in that format (Megatron: "
@@ -256,20 +260,19 @@ def read_metadata(path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
     try:
         with (path / METADATA).open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
+        described, stored = metadata.state_dict_metadata, metadata.storage_data.items()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} has no {METADATA}; give the directory that Megatron's dist_checkpointing wrote") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
+    except _DAMAGED as error:
         raise CheckpointError(f"{path / METADATA} cannot be read ({error}); copy the checkpoint again") from error
     places: dict[str, dict[Shape, Any]] = defaultdict(dict)
-    for index, info in metadata.storage_data.items():
+    for index, info in stored:
         if index.offset is not None:
             places[index.fqn][tuple(index.offset)] = info
     tensors: dict[str, Stored] = {}
-    objects: list[str] = []
-    for key, value in metadata.state_dict_metadata.items():
+    for key, value in described.items():
         if not hasattr(value, "chunks"):
-            objects.append(key)
-            continue
+            continue  # an object, no tensor
         chunks = []
         for chunk in value.chunks:
             info = places[key].get(tuple(chunk.offsets))
@@ -279,7 +282,7 @@ def read_metadata(path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
             box = boxes.at(tuple(chunk.offsets), tuple(chunk.sizes))
             chunks.append(Chunk(box, str(info.relative_path), info.offset, info.length))
         tensors[key] = Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
-    return tensors, tuple(objects)
+    return tensors
 
 
 class _Unused:

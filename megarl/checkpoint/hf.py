@@ -8,12 +8,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from megarl.checkpoint.hf_files import INDEX, SINGLE
+from megarl.checkpoint.hf_files import INDEX, SINGLE, shards
 from megarl.checkpoint.hf_source import (
     EMBEDDING,
     LM_HEAD,
@@ -92,36 +93,19 @@ def export_hf(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     shapes = plan.destination.tensors
-    groups = _files(
-        {name: boxes.volume(boxes.whole(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes
-    )
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(groups, start=1):
-        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+    dtypes = {name: wire_dtype(plan.destination, name, dtype) for name in shapes}
+    sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    files = shards(sizes, file_bytes)
+    for file, names in files.items():
         part = replace(plan.only(set(names).__contains__), colocated=True)
-        own = {name: wire_dtype(plan.destination, name, dtype) for name in names}
-        whole = {name: torch.empty(shapes[name], dtype=own[name]) for name in names} if rank == 0 else {}
+        whole = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in names} if rank == 0 else {}
         exchange(part, rank, tensors, whole.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
         if rank == 0:
             save_file(whole, temporary / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
     if rank == 0:
-        if len(groups) > 1:
-            total = sum(boxes.volume(boxes.whole(shape)) for shape in shapes.values()) * dtype.itemsize
-            write_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        if len(files) > 1:
+            weight_map = {name: file for file, names in files.items() for name in names}
+            write_json(temporary / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
         mtp = any(name.endswith("eh_proj.weight") for name in shapes)
         copy_small_files(source, temporary, dtype, mtp=mtp)
         replace_directory(temporary, target)
-
-
-def _files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Tensor names in order, cut into files of at most ``limit`` bytes (a larger tensor is a file of its own)."""
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if groups[-1] and used + size > limit:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    return groups

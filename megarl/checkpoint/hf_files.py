@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from megarl.errors import CheckpointError
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
 
+T = TypeVar("T")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -149,3 +150,25 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def groups(sizes: Mapping[T, int], limit: int) -> Iterator[list[T]]:
+    """The keys in order, in groups of at most ``limit`` bytes (a larger one is a group of its own)."""
+    group: list[T] = []
+    used = 0
+    for key, size in sizes.items():
+        if group and used + size > limit:
+            yield group
+            group, used = [], 0
+        group.append(key)
+        used += size
+    if group:
+        yield group
+
+
+def shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """File name -> the tensors in it, of at most ``limit`` bytes (or one tensor)."""
+    found = list(groups(sizes, limit))
+    if len(found) == 1:
+        return {SINGLE: found[0]}
+    return {f"model-{n:05d}-of-{len(found):05d}.safetensors": group for n, group in enumerate(found, start=1)}

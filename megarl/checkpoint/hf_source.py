@@ -30,6 +30,7 @@ HF_FOLDER = "huggingface"
 """Directory of config.json and tokenizer in or beside a Megatron checkpoint."""
 _LEFT = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp"),
+    *(".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json", ".onnx", ".onnx_data", ".ot"),
     *(MANIFEST, "metadata.json"),
 )
 """Endings of files that are weights, or belong to a checkpoint's format."""

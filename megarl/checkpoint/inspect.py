@@ -89,12 +89,18 @@ def inspect_checkpoint(
             found.digests = {name: f"{value:016x}" for name, value in values.items()}
             found.digests_from = "computed now"
         elif manifest.is_file():
-            tensors = json.loads(manifest.read_text())["tensors"]
-            found.digests = {name: value["digest"] for name, value in tensors.items()}
+            found.digests = _noted_digests(manifest)
             found.digests_from = f"as {MANIFEST} has them"
     finally:
         opened.close()
     return found
+
+
+def _noted_digests(manifest: Path) -> dict[str, str]:
+    try:
+        return {name: value["digest"] for name, value in json.loads(manifest.read_text())["tensors"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{manifest} cannot be read ({error!r}); copy the checkpoint again, or remove this file") from error
 
 
 def _stored(path: Path) -> Inspection:

@@ -140,9 +140,7 @@ def open_dist_checkpoint(
         if copy and OUTPUT in files.shapes:
             check_tied(files, EMBEDDING_KEY, OUTPUT, hf_config["vocab_size"])
     files.close()
-    source = DistFiles(path, stored)
-    source.objects = files.objects
-    return Opened("megatron", path, config_path, hf_config, source, layout, is_value, mtp, other)
+    return Opened("megatron", path, config_path, hf_config, DistFiles(path, stored), layout, is_value, mtp, other)
 
 
 def _is_tied(hf_config: dict[str, Any], is_value: bool) -> bool:

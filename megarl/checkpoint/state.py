@@ -57,7 +57,13 @@ def _remove(checkpoint: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    """What ``save`` was given with the checkpoint, and its step. Raises CheckpointError for a damaged file."""
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+        if not isinstance(state.get("step"), int) or not isinstance(state.get("phase"), str):
+            raise ValueError("it has no step and phase")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint / 'state.json'} is damaged: {error}") from error
     return state
 
 

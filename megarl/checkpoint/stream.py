@@ -19,7 +19,7 @@ from megarl.reshard.plan import Move, ReshardPlan
 
 BLOCK_ELEMENTS = 4 << 20
 _IN_FLIGHT = 64 << 20
-"""Elements of the blocks of all workers together."""
+"""Bytes of the blocks of all workers together: each has two buffers, of 4 bytes an element or less but for float64."""
 _MODULUS = 1 << 64
 
 Digests = dict[str, int]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from megarl.checkpoint.dist import Chunk, DistFiles, Stored
 from megarl.checkpoint.dist_keys import extra_states, other_name
 from megarl.checkpoint.dist_write import write_chunk, write_metadata
-from megarl.checkpoint.hf_files import INDEX, SINGLE, HFFiles, header_bytes
+from megarl.checkpoint.hf_files import INDEX, HFFiles, groups, header_bytes, shards
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
 from megarl.checkpoint.opened import OUTPUT, SCORE, Opened, with_value_head
 from megarl.checkpoint.output import Finished, write_json
@@ -33,7 +33,6 @@ from megarl.reshard.layouts import (
 )
 from megarl.reshard.plan import build_plan
 
-T = TypeVar("T")
 Blocks = Callable[[Region], Iterator[torch.Tensor]]
 Closable = HFFiles | DistFiles
 
@@ -87,12 +86,10 @@ class HFTarget:
             self.layout = with_value_head(self.layout, SCORE, opened.hf_config)
         self.dtypes = _local_dtypes(self.layout, opened, dtype)
         sizes = {name: prod(shape) * self.dtypes[name].itemsize for name, shape in self.layout.tensors.items()}
-        groups = list(_groups(sizes, file_bytes))
-        names = [SINGLE] if len(groups) == 1 else [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
         self.files = tuple(
             # Wide elements first, so that every tensor is aligned to its element.
             OutFile(name, tuple(Region(t, boxes.whole(self.layout.tensors[t])) for t in sorted(group, key=self._narrowness)))
-            for name, group in zip(names, groups, strict=True)
+            for name, group in shards(sizes, file_bytes).items()
         )
         self._total = sum(sizes.values())
 
@@ -128,10 +125,10 @@ class DistTarget:
     ) -> None:
         self._opened = opened
         config, mtp = opened.hf_config, opened.mtp
-        vocab = padded_vocab_size(config["vocab_size"], grid.tp, vocab_multiple)
-        self.layout = dist_layout(config, vocab=vocab, mtp=mtp)
         # The names of TransformerEngine's spec are never seen here; it keeps MLA's down-projections whole.
         ranks = megatron_layout(config, grid, vocab_multiple=vocab_multiple, transformer_impl="transformer_engine", mtp=mtp)
+        vocab = padded_vocab_size(config["vocab_size"], grid.tp, vocab_multiple)
+        self.layout = dist_layout(config, vocab=vocab, mtp=mtp)
         if opened.is_value:
             self.layout = with_value_head(self.layout, OUTPUT, config)
             ranks = with_value_head(ranks, OUTPUT, config, rank=grid.world_size - 1)
@@ -152,7 +149,7 @@ class DistTarget:
         for rank in sorted(held):
             regions = [Region(key, box) for (key, _), found in held[rank].items() for box in _merged(found)]
             sizes = {region: boxes.volume(region.box) * self.dtypes[region.local].itemsize for region in regions}
-            for part, group in enumerate(_groups(sizes, file_bytes)):
+            for part, group in enumerate(groups(sizes, file_bytes)):
                 yield OutFile(f"__{rank}_{part}.distcp", tuple(group))
 
     def write(self, path: Path, file: OutFile, blocks: Blocks) -> tuple[tuple[str, Chunk], ...]:
@@ -185,20 +182,6 @@ class DistTarget:
         (path / HF_FOLDER).mkdir(exist_ok=True)
         _copy_small_files(self._opened, path / HF_FOLDER, self)
         write_metadata(path, tensors, chunks, aliases, extra_states(self.layout))
-
-
-def _groups(sizes: Mapping[T, int], limit: int) -> Iterator[list[T]]:
-    """The keys in order, in groups of at most ``limit`` bytes (a larger one is a group of its own)."""
-    group: list[T] = []
-    used = 0
-    for key, size in sizes.items():
-        if group and used + size > limit:
-            yield group
-            group, used = [], 0
-        group.append(key)
-        used += size
-    if group:
-        yield group
 
 
 def _merged(found: list[Box]) -> list[Box]:

@@ -37,14 +37,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """The trainer's grid; world size = tp * pp * dp. Experts lie otherwise on the same tp * dp ranks of a stage."""
+class GridSizes:
+    """Ranks of Megatron's grid in each direction, and which layers its stages have."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    """All data-parallel ranks; expert parallelism takes its ranks from these."""
     ep: int = 1
-    """Ranks that the experts of a layer are dealt to; etp * ep divides tp * dp."""
+    """Ranks that the experts of a layer are dealt to; etp * ep divides the ranks of a stage."""
     etp: int | None = None
     """Tensor parallel size of an expert; None takes ``tp`` when ``ep`` is 1, and 1 otherwise."""
     vpp: int = 1
@@ -52,18 +53,29 @@ class ParallelConfig:
     first_stage_layers: int | None = None
     """Layers of the first pipeline stage where it has another number than the rest."""
     last_stage_layers: int | None = None
-    sequence_parallel: bool = False
-    backend: Literal["gloo", "nccl"] = "gloo"
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.dp
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.stage_size * self.pp
 
     @property
     def expert_tp(self) -> int:
         if self.etp is not None:
             return self.etp
         return self.tp if self.ep == 1 else 1
+
+
+@dataclass(frozen=True)
+class ParallelConfig(GridSizes):
+    """The trainer's grid; world size = tp * pp * dp. Experts lie otherwise on the same tp * dp ranks of a stage."""
+
+    sequence_parallel: bool = False
+    backend: Literal["gloo", "nccl"] = "gloo"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> 
 
 
 def described(changed: Iterable[Change]) -> str:
-    """``trainer.seed was 1, now 2; …``."""
+    """``trainer.seed was 1, now 2, …``."""
     texts = [f"{c.setting} was {c.old}, now {c.new}" for c in changed]
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more

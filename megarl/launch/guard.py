@@ -61,6 +61,7 @@ def end(groups: Iterable[int], after_s: float) -> None:
     while alive and time.monotonic() < deadline:
         time.sleep(0.2)
         alive = {group for group in alive if group_members(group)}
+    segments.update(path for group in alive for path in shared_memory(group))  # an engine that was starting makes more
     for group in alive:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)

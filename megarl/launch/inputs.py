@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl import rewards
 from megarl.config import Config
 from megarl.errors import ConfigError, DataError
-from megarl.rewards import RewardPool, Verdict
+from megarl.rewards import RewardPool, Verdict, scorer_for
 from megarl.schema import Task
 from megarl.tasksets import ChatTokenizer, encode_rows
 
@@ -29,13 +28,16 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
         if not Path(config.reward.path).is_file():
             raise ConfigError(f"reward.path={config.reward.path}: no such file; give a Python file with compute_score")
         return _try_reward(config, tasks["train"][0])
+    known: set[str] = set()
     for split, rows in tasks.items():
         for number, task in enumerate(rows):
-            if not rewards.is_known(task.data_source):
-                raise DataError(
-                    f"row {number} of taskset.{split} has data_source={task.data_source!r}, which no verifier of megarl "
-                    "knows; set reward.path to a Python file with compute_score"
-                )
+            if task.data_source in known:
+                continue
+            try:
+                scorer_for(task.data_source)
+            except DataError as error:
+                raise DataError(f"row {number} of taskset.{split}: {error}") from error
+            known.add(task.data_source)
 
 
 def _try_reward(config: Config, task: Task) -> None:

@@ -23,7 +23,7 @@ from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.supervisor import own_run_dir, run_job
 from megarl.ops import rows_in_budget
-from megarl.parallel.grid import megatron_grid
+from megarl.parallel.grid import check_parallel, megatron_grid
 from megarl.report.doctor import available_memory
 from megarl.reshard.layouts import hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.reshard.plan import build_plan
@@ -51,9 +51,7 @@ def run(config: Config) -> int:
     run_dir = Path(config.run.dir)
     start = time.monotonic()
     with own_run_dir(run_dir) as lock:
-        set_aside_damaged(run_dir / "checkpoints")
-        set_aside_damaged(run_dir / "checkpoints" / "warm_start")
-        tasks = check(config)
+        tasks = check(config, mend=True)
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
@@ -72,21 +70,22 @@ def run(config: Config) -> int:
     return 0 if finished else 130
 
 
-def check(config: Config) -> dict[str, list[Task]]:
+def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
     """Everything that can be known to fail, before any process is launched; makes missing data and model.
 
-    Returns the tasks by split (train, eval).
+    With ``mend`` damaged checkpoints are set aside. Returns the tasks by split (train, eval).
 
     Raises:
         ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the mend.
     """
-    set_aside_damaged(Path(config.run.dir) / "checkpoints", rename=False)
+    set_aside_damaged(Path(config.run.dir), rename=mend)
     check_settings_of_run(config, Path(config.run.dir))
     _check_settings(config)
     _check_memory(config)
     check_url(config.store.url)
     prepare_data(config)
-    tasks = {name: read_rows(Path(path)) for name, path in (("train", config.taskset.train), ("eval", config.taskset.eval))}
+    paths = {"train": config.taskset.train, "eval": config.taskset.eval}
+    tasks = {split: read_rows(Path(path), split=split) for split, path in paths.items()}  # two files may have one name
     demonstrations: list[Task] = []
     if config.trainer.warm_start.steps:
         if config.taskset.warm_start is None:
@@ -98,8 +97,8 @@ def check(config: Config) -> dict[str, list[Task]]:
     _check_model(config, hf_config)
     check_rewards(config, tasks)
     tokenizer = ChatTokenizer.open(config.model.path)
-    for name, path in (("train", config.taskset.train), ("eval", config.taskset.eval)):
-        check_prompts(tasks[name], tokenizer, config.rollout.max_prompt_tokens, path=path)
+    for split, path in paths.items():
+        check_prompts(tasks[split], tokenizer, config.rollout.max_prompt_tokens, path=path)
     check_demonstrations(demonstrations, tokenizer, int(hf_config["max_position_embeddings"]), path=config.taskset.warm_start)
     return tasks
 
@@ -148,8 +147,8 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """The architecture has a table, and its tensors divide over the trainer's and the engine's grids."""
-    architecture(hf_config)
+    """The architecture has a table, the trainer's grid can train it, its tensors divide over that and the engine's grid."""
+    check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
         rows_in_budget(columns, getattr(torch, config.model.dtype), config.trainer.logits_bytes)

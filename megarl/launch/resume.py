@@ -58,12 +58,21 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
         log.warning("the run in %s goes on with other settings: %s", run_dir, described(changed))
 
 
-def set_aside_damaged(folder: Path, *, rename: bool = True) -> None:
+def set_aside_damaged(run_dir: Path, *, rename: bool = True) -> None:
     """Rename the newest checkpoints when their files are not whole, so that the one before counts; says so.
+
+    Those of the warm start matter only until there is a later one.
 
     Raises:
         CheckpointError: none is whole; then nothing is renamed.
     """
+    folder = run_dir / "checkpoints"
+    _set_aside_damaged(folder, rename)
+    if latest(folder) is None:
+        _set_aside_damaged(folder / "warm_start", rename)
+
+
+def _set_aside_damaged(folder: Path, rename: bool) -> None:
     candidates = finished(folder)
     damaged: list[tuple[Path, str]] = []
     while candidates and (fault := _fault(candidates[-1])) is not None:
@@ -82,11 +91,9 @@ def set_aside_damaged(folder: Path, *, rename: bool = True) -> None:
 def _fault(checkpoint: Path) -> str | None:
     """Why a finished checkpoint cannot be loaded, as far as sizes and headers tell."""
     try:
-        saved = read_state(checkpoint)
-        if not isinstance(saved.get("step"), int) or not isinstance(saved.get("phase"), str):
-            return "state.json has no step and phase"
+        read_state(checkpoint)
         DistFiles(checkpoint / "actor").close()
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         return str(error)
     common = checkpoint / "actor" / COMMON
     return None if zipfile.is_zipfile(common) else f"{common} is missing or not whole"

@@ -145,12 +145,13 @@ def start_job(config: Config, lock: int, guard: Guard) -> list[Child]:
 
 def stop(children: list[Child], grace_s: float) -> None:
     """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory too."""
-    segments = [path for child in children for path in shared_memory(child.pid)]
+    segments = {path for child in children for path in shared_memory(child.pid)}
     for child in children:
         child.signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     for child in children:
         child.wait(max(0.0, deadline - time.monotonic()))
+    segments.update(path for child in children for path in shared_memory(child.pid))  # made since by what did not end
     for child in children:
         child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
         child.wait(5)

@@ -41,7 +41,7 @@ def gae(
     offsets = _check(rewards, values, cu_seqlens, bootstrap)
     if native.twin():
         return gae_reference(rewards, values, cu_seqlens, gamma=gamma, lam=lam, bootstrap=bootstrap)
-    advantages, returns = packed_gae(rewards.detach(), values.detach(), offsets, bootstrap.detach(), gamma, lam)
+    advantages, returns = packed_gae(rewards.detach(), values.detach(), offsets, bootstrap.detach(), gamma, lam).unbind(0)
     return advantages, returns
 
 
@@ -68,8 +68,8 @@ def discounted_returns_reference(
 
 
 @native.op(
-    "gae(Tensor rewards, Tensor values, Tensor cu_seqlens, Tensor bootstrap, float gamma, float lam) -> (Tensor, Tensor)",
-    fake=lambda rewards, *_: (rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)),
+    "gae(Tensor rewards, Tensor values, Tensor cu_seqlens, Tensor bootstrap, float gamma, float lam) -> Tensor",
+    fake=lambda rewards, *_: rewards.new_empty(2, rewards.shape[0]),
 )
 def packed_gae(
     rewards: torch.Tensor,
@@ -78,23 +78,24 @@ def packed_gae(
     bootstrap: torch.Tensor,
     gamma: float,
     lam: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`gae` of checked arguments."""
+) -> torch.Tensor:
+    """:func:`gae` of checked arguments: [2, T]. (One block of memory: two that are freed together go back to the system,
+    and its pages cost more than the arithmetic.)"""
     checks.rising("cu_seqlens", cu_seqlens, rewards.shape[0])
     rewards, values, bootstrap = rewards.contiguous(), values.contiguous(), bootstrap.contiguous()
     tokens, sequences = rewards.shape[0], cu_seqlens.shape[0] - 1
     # The CPU's cu_seqlens were checked: every token is written.
-    empty = torch.empty_like if rewards.device.type == "cpu" else torch.zeros_like
-    advantages, returns = empty(rewards), empty(rewards)
+    empty = rewards.new_empty if rewards.device.type == "cpu" else rewards.new_zeros
+    results = empty(2, tokens)
     # Few long sequences leave most of a GPU idle when each is one block's work. Either way gives the same bits.
     slots = native.library.gae_slots(sequences, tokens)
     few_long = sequences < 128 and slots > 4 * sequences
     scratch = rewards.new_empty(slots if few_long else 0, dtype=torch.float64)
     native.run(
         "gae", rewards, rewards.data_ptr(), values.data_ptr(), cu_seqlens.data_ptr(), sequences, tokens,
-        bootstrap.data_ptr(), gamma, lam, advantages.data_ptr(), returns.data_ptr(), scratch.data_ptr() if few_long else 0,
+        bootstrap.data_ptr(), gamma, lam, results[0].data_ptr(), results[1].data_ptr(), scratch.data_ptr() if few_long else 0,
     )  # fmt: skip
-    return advantages, returns
+    return results
 
 
 def gae_reference(

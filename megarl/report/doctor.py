@@ -21,6 +21,8 @@ MIN_DISK = 2 * GIB
 MIN_SHM = 64 * 2**20
 """What Docker gives a container; NCCL and vLLM's workers with tp > 1 exchange through /dev/shm."""
 ANSWER_S = 2.0
+CGROUP = Path("/sys/fs/cgroup")
+"""Of this process: a container sees its own here."""
 
 State = Literal["ok", "warn", "fail"]
 
@@ -178,9 +180,12 @@ def available_memory() -> int:
     import psutil
 
     memory = int(psutil.virtual_memory().available)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used, parts = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        memory = min(memory, max(0, int(text) - int(used.read_text())))
+        # What files left in the page cache counts as used, and the kernel gives it back when somebody asks.
+        stat = dict(line.split() for line in parts.read_text().splitlines()) if parts.is_file() else {}
+        cached = sum(int(stat.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+        memory = min(memory, max(0, int(text) - int(used.read_text()) + cached))
     return memory
 
 

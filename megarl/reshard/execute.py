@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import NamedTuple, Protocol
@@ -83,6 +84,16 @@ def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if own is None else getattr(torch, own)  # type: ignore[no-any-return]
 
 
+def bytes_of(layout: Layout, dtype: torch.dtype) -> int:
+    """What all ranks of a layout hold together, each tensor in what it travels in."""
+    return sum(
+        boxes.volume(piece.box) * len(ranks) * wire_dtype(layout, piece.tensor, dtype).itemsize
+        for row in layout.rows
+        for share, ranks in enumerate(row.owners.ranks)
+        for piece in row.pieces(share)
+    )
+
+
 def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> list[Bucket]:
     """The buckets of these moves (all of every link that they are on), at most ``capacity`` bytes each, in the global order.
 
@@ -103,6 +114,16 @@ def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: t
         for number, bucket in enumerate(_pack(plan.destination, link, of_window, capacity, dtype))
     ]
     return [bucket for _, bucket in sorted(keyed, key=lambda item: item[0])]
+
+
+@lru_cache(maxsize=1)  # a process is one rank of one job, and sends or receives the same with every sync
+def _buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    return buckets_of(plan, plan.moves_from(rank), capacity, dtype)
+
+
+@lru_cache(maxsize=1)
+def _buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    return buckets_of(plan, plan.moves_to(rank), capacity, dtype)
 
 
 class _Windows:
@@ -176,7 +197,7 @@ def send(
     digests of what was sent, after the cast. Raises PlanError when ``tensors`` are not the layout's.
     """
     _check_tensors(plan.source, rank, tensors)
-    outgoing = _Outgoing(plan, tensors, transport, buckets_of(plan, plan.moves_from(rank), bucket_bytes, dtype))
+    outgoing = _Outgoing(plan, tensors, transport, _buckets_from(plan, rank, bucket_bytes, dtype))
     for bucket in outgoing.buckets:
         outgoing.send(bucket)
     return outgoing.finish()
@@ -198,7 +219,7 @@ def receive(
     ``write(local)`` gives the local tensor to write into (asked for anew for every chunk); ``wrote(local, numel)`` is called
     after each write: the numbers of one local tensor add up to its size. ``device``: where messages are received.
     """
-    buckets = buckets_of(plan, plan.moves_to(rank), bucket_bytes, dtype)
+    buckets = _buckets_to(plan, rank, bucket_bytes, dtype)
     incoming = _Incoming(plan, rank, write, wrote, transport, buckets, device)
     for bucket in buckets:
         incoming.take(bucket)

@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from megarl.architectures.table import ModelSizes
+from megarl.config.schema import GridSizes
 from megarl.errors import ConfigError
 from megarl.reshard.layout import Owners
 
 
 @dataclass(frozen=True)
-class MegatronGrid:
+class MegatronGrid(GridSizes):
     """Rank order is Megatron's default ``tp-cp-ep-dp-pp``: rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)).
 
     Experts live on a grid of their own inside each pipeline stage: rank in stage = etp_rank + etp * (ep_rank + ep * expert_dp_rank).
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    """All data-parallel ranks; expert parallelism takes its ranks from these."""
-    ep: int = 1
-    etp: int | None = None
-    """Tensor parallelism of experts; None: ``tp`` without expert parallelism, else 1."""
     cp: int = 1
-    vpp: int = 1
-    """Model chunks per pipeline rank (interleaved schedule)."""
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
         return self.tp * self.cp * self.dp
 
-    @property
-    def world_size(self) -> int:
-        return self.stage_size * self.pp
-
-    @property
-    def expert_tp(self) -> int:
-        return self.etp or (self.tp if self.ep == 1 else 1)
+    def check(self) -> None:
+        """Raise ConfigError naming setting, value and mend when these sizes make no grid, whatever the model."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"parallel.{field.name}={value} is not a positive number; set parallel.{field.name} to 1 or more"
+                )
+        if self.stage_size % (self.ep * self.expert_tp):
+            raise ConfigError(
+                f"parallel.ep={self.ep} * parallel.etp={self.expert_tp} does not divide the {self.stage_size} ranks of a pipeline "
+                f"stage of {self}; set parallel.etp to 1 and parallel.ep to a divisor of {self.stage_size}, or change parallel.dp"
+            )
+        ends = [key for key in ("first_stage_layers", "last_stage_layers") if getattr(self, key) is not None]
+        for key in [*ends, "vpp"] if self.vpp > 1 else ends:
+            if self.pp == 1:
+                raise ConfigError(
+                    f"parallel.{key}={getattr(self, key)} needs parallel.pp above 1; set parallel.pp to 2 or more, or leave "
+                    f"parallel.{key} out"
+                )
+        if self.vpp > 1 and self.pp == len(ends) == 2:
+            raise ConfigError(
+                f"parallel.vpp={self.vpp} with both parallel.first_stage_layers={self.first_stage_layers} and "
+                f"parallel.last_stage_layers={self.last_stage_layers} leaves parallel.pp=2 no stage between, which Megatron-Core "
+                "cannot interleave; give one of the two"
+            )
 
     def __str__(self) -> str:
         text = f"tp={self.tp} pp={self.pp} dp={self.dp}"
@@ -111,12 +119,8 @@ def divisors(*values: int) -> str:
 
 
 def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
-    """Raise ConfigError naming setting, value and mend when the grid does not divide the model."""
-    for key in ("tp", "pp", "dp", "ep", "cp", "vpp"):
-        if getattr(grid, key) < 1:
-            raise ConfigError(
-                f"parallel.{key}={getattr(grid, key)} is not a positive number; set parallel.{key} to 1 or more"
-            )
+    """Raise ConfigError naming setting, value and mend when the sizes make no grid, or one that does not divide the model."""
+    grid.check()
     _check_tp(name, sizes, grid)
     _check_experts(name, sizes, grid)
     _check_pp(name, sizes.num_layers, grid)
@@ -162,11 +166,6 @@ def _check_experts(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
             f"parallel.etp={grid.expert_tp} does not divide the experts' width {sizes.expert_ffn} of {name}; set parallel.etp to "
             f"{divisors(sizes.expert_ffn)}"
         )
-    if grid.stage_size % (grid.ep * grid.expert_tp):
-        raise ConfigError(
-            f"parallel.ep={grid.ep} times parallel.etp={grid.expert_tp} does not divide the {grid.stage_size} ranks of a pipeline "
-            f"stage (tp={grid.tp} x cp={grid.cp} x dp={grid.dp}); choose an ep and etp whose product does"
-        )
 
 
 def _check_pp(name: str, num_layers: int, grid: MegatronGrid) -> None:
@@ -180,15 +179,6 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid) -> None:
             "(parallel.first_stage_layers, parallel.last_stage_layers)"
         )
         raise ConfigError(f"parallel.pp={grid.pp} does not divide num_hidden_layers={num_layers} of {name}; {mend}")
-    if grid.vpp > 1 and grid.pp == 1:
-        raise ConfigError(
-            f"parallel.vpp={grid.vpp} needs a pipeline; set parallel.pp to 2 or more, or parallel.vpp to 1"
-        )
-    if grid.vpp > 1 and grid.pp == 2 and None not in (grid.first_stage_layers, grid.last_stage_layers):
-        raise ConfigError(
-            f"parallel.vpp={grid.vpp} with both first_stage_layers and last_stage_layers needs a stage between them; leave one "
-            "of them out"
-        )
     if any(n % grid.vpp for n in stages):
         raise ConfigError(
             f"parallel.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set parallel.vpp to "

@@ -145,9 +145,12 @@ class _Worker:
         assert self._process is not None and self._process.stdout is not None
         try:
             line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
-        except (TimeoutError, asyncio.CancelledError, ValueError):  # ValueError: a line beyond the limit
+        except (TimeoutError, asyncio.CancelledError):
             await self.kill()
             raise
+        except ValueError as error:  # what follows of the line would pass for the next replies
+            await self.kill()
+            raise _WorkerError(f"the reward process answered with more than {MAX_LINE_BYTES} bytes") from error
         if not line:
             code = await self._process.wait()
             self._process = None

@@ -17,18 +17,13 @@ SCORERS: dict[str, Callable[[str], Scorer]] = {
 """Prefix of ``data_source`` -> function that gives the scorer for what follows the prefix. Imports happen there."""
 
 
-def is_known(data_source: str) -> bool:
-    """Whether :func:`compute_score` has a verifier for this data source."""
-    return any(data_source.startswith(prefix) for prefix in SCORERS)
-
-
 def scorer_for(data_source: str) -> Scorer:
     """The verifier with the longest matching prefix. Raises DataError when there is none."""
     matching = [prefix for prefix in SCORERS if data_source.startswith(prefix)]
     if not matching:
         raise DataError(
             f"data_source {data_source!r} has no verifier; known prefixes: {', '.join(SCORERS)}; "
-            f"or give reward.path, a file with compute_score"
+            "or set reward.path to a Python file with compute_score"
         )
     prefix = max(matching, key=len)
     return SCORERS[prefix](data_source[len(prefix) :])

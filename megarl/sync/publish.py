@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from itertools import pairwise
 from traceback import clear_frames
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 from megarl.config.schema import Config
 from megarl.errors import EngineError, WeightSyncError
 from megarl.parallel.grid import megatron_grid
-from megarl.reshard.execute import Digests, Transport, compare, merge, send
+from megarl.reshard.execute import Digests, Transport, bytes_of, compare, merge, send
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
 from megarl.reshard.plan import build_plan
@@ -133,7 +134,7 @@ class WeightPublisher:
         self._store: TCPStore | None = None
         self._count = 0
         self._keys: list[str] = []
-        """Of the store, that rank 0 has told or heard."""
+        """Of the store, that rank 0 has told or heard, until it removes them."""
         self._memory = memory_file()
         self._link: Link | None = None
         self._lender: Lender | None = None
@@ -146,6 +147,7 @@ class WeightPublisher:
         Raises:
             EngineError, WeightSyncError: an engine is not ready in time, or refuses; every rank raises.
         """
+        self._disconnect()
         if self._store is None:
             self._store = open_store(replace(self._address, timeout_s=self._patience_s), master=self._rank == 0)
         self._address = replace(self._address, generation=self._address.generation + 1)
@@ -162,7 +164,10 @@ class WeightPublisher:
         places = Places(**told["places"]) if self._config.sync.shared_memory else Places()
         with ThreadPoolExecutor(len(self._engines)) as pool:
             joining = self._submit(pool, lambda i, engine: engine.init(self._init_info(i, places))) if self._rank == 0 else []
-            link = join(self._store, self._address, self._rank, peers=self._num_trainers)
+            try:
+                link = join(self._store, self._address, self._rank, peers=self._num_trainers)
+            except Exception as error:
+                raise WeightSyncError("; ".join([f"the weight link could not be joined: {error}", *_failures(joining)])) from error
             _results(joining)
         self._plan = replace(self._plan, nearness=places.nearness())
         self._link, self._lender = link, Lender(link, places.workers_near(self._rank), self._memory)
@@ -175,7 +180,7 @@ class WeightPublisher:
         assert self._store is not None
         key = f"{topic}/{rank}"
         self._store.wait([key], timedelta(seconds=self._patience_s))
-        self._keys.append(key)
+        self._note(key)
         where, pid, descriptor = json.loads(self._store.get(key))
         return where, pid, descriptor
 
@@ -255,8 +260,11 @@ class WeightPublisher:
         self._each(lambda i, engine: engine.refuse(None))
         self._each(lambda i, engine: engine.resume())
         paused, transferred, proven = (b - a for a, b in pairwise(clock))
-        size = sum(self._plan.bytes_per_link(self._dtype.itemsize).values())
-        return SyncReport(time.monotonic() - clock[0], paused, transferred, proven, size, count)
+        return SyncReport(time.monotonic() - clock[0], paused, transferred, proven, self._bytes, count)
+
+    @cached_property
+    def _bytes(self) -> int:
+        return bytes_of(self._plan.destination, self._dtype)
 
     def _transfer(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> Digests:
         with ThreadPoolExecutor(len(self._engines)) as pool:
@@ -346,7 +354,7 @@ class WeightPublisher:
     def _deciding(self, topic: str) -> Iterator[dict[str, Any]]:
         """Tells the other ranks under ``topic`` what the body puts into the dict, or the error that it raises."""
         assert self._store is not None
-        self._keys.append(topic)
+        self._note(topic)
         told: dict[str, Any] = {}
         try:
             yield told
@@ -354,6 +362,10 @@ class WeightPublisher:
             self._store.set(topic, json.dumps({"error": str(error) or type(error).__name__}))
             raise
         self._store.set(topic, json.dumps(told))
+
+    def _note(self, key: str) -> None:
+        if self._rank == 0:
+            self._keys.append(key)
 
     def _others(self, topic: str) -> list[str]:
         """What other ranks say about a transfer that has failed on rank 0."""
@@ -373,7 +385,7 @@ class WeightPublisher:
             self._store.wait([topic], timedelta(seconds=patience_s))
         except dist.DistStoreError as error:
             raise WeightSyncError(f"no word of {topic} from another trainer rank in {patience_s:.0f} s") from error
-        self._keys.append(topic)
+        self._note(topic)
         told = json.loads(self._store.get(topic))
         if "error" in told:
             raise WeightSyncError(told["error"])

@@ -94,6 +94,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     _writer: SliceWriter | None = None
+    _agreed: str | None = None
+    """Fingerprint of the plan that ``agree`` built."""
     _link: Link | None = None
     _borrower: Borrower | None = None
     failure: str | None = None
@@ -132,6 +134,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
         self._writer = SliceWriter(self.model, self.model_config, self._local_tensors(layout, rank))
         self._layout, self._plan, self._rank, self._bucket_bytes = layout, plan, rank, info.bucket_bytes
+        self._agreed = info.fingerprint
 
     def _local_tensors(self, layout: Layout, rank: int) -> dict[str, LocalTensor]:
         dtype = self.model_config.dtype
@@ -143,8 +146,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the link; returns when every trainer rank and every worker has."""
-        self.agree(init_info)
         self.shutdown()
+        assert self._agreed == init_info.fingerprint, "another plan: megarl_agree comes before init_weight_transfer_engine"
         address = LinkAddress(
             init_info.host, init_info.port, init_info.generation, init_info.world_size, init_info.timeout_s
         )

@@ -37,13 +37,16 @@ class ChatTokenizer:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ChatTokenizer:
-        """Read tokenizer.json, the chat template and the end tokens. Raises CheckpointError naming what is missing."""
+        """Read tokenizer.json, the chat template and the end tokens. Raises CheckpointError naming what is missing or damaged."""
         folder = Path(path)
         if not (folder / "tokenizer.json").is_file():
             raise CheckpointError(
                 f"{folder}: tokenizer.json is missing; model.path must be an HF checkpoint with a fast tokenizer"
             )
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read ({error}); copy the checkpoint again") from error
         config = _read_json(folder / "tokenizer_config.json")
         template_file = folder / "chat_template.jinja"
         source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
@@ -58,13 +61,16 @@ class ChatTokenizer:
         ends = _read_json(folder / "generation_config.json").get("eos_token_id")
         if ends is None and "eos_token" in variables:
             ends = tokenizer.token_to_id(variables["eos_token"])
-        if ends is None:
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not ends:
             raise CheckpointError(
                 f"{folder}: no end-of-sequence token in generation_config.json or tokenizer_config.json"
             )
-        return cls(
-            tokenizer, _environment().from_string(source), variables, tuple(ends) if isinstance(ends, list) else (ends,)
-        )
+        try:
+            template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"{folder}: its chat template cannot be read (line {error.lineno}: {error})") from error
+        return cls(tokenizer, template, variables, tuple(ends))
 
     @property
     def vocab_size(self) -> int:
@@ -149,7 +155,13 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        value = json.loads(path.read_text()) if path.is_file() else {}
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds {type(value).__name__}")
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); copy the checkpoint again") from error
+    return value
 
 
 def _content(token: str | dict[str, Any]) -> str:

@@ -159,6 +159,30 @@ def test_trainer_and_engine_that_do_not_agree_are_told_apart(engine: RunningEngi
     assert engine.generate(some_prompts(1), SAMPLING)
 
 
+def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, patience = ranks.publishers[0], ranks.publishers[0]._address.timeout_s
+    told = leader._init_info
+
+    def other_plan(replica: int, *places: Any) -> dict[str, Any]:
+        return told(replica, *places) | ({"fingerprint": "another"} if places else {})  # with places: to join
+
+    def connect(timeout_s: float) -> list[Any]:
+        for publisher in ranks.publishers:
+            publisher._address = replace(publisher._address, timeout_s=timeout_s)
+        return ranks.call(lambda rank, p: p.connect())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(leader, "_init_info", other_plan)
+        first, second = connect(3.0)
+    assert "the weight link could not be joined" in str(second)
+    assert "the weight link could not be joined" in str(first) and "megarl_agree comes before" in str(first)
+    assert all(publisher.transport is None for publisher in ranks.publishers)
+    assert connect(patience) == [None, None]
+    ranks.publish_whole(model)
+
+
 def test_the_probe_compares_both_sides(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
     ranks.publish_whole(model)
     tokens = [1, 9, 77, 150, 199, 4, 4, 31]

@@ -17,6 +17,8 @@ from tests.native import build
 BACKENDS = ("cpu", "emulated")
 """Kernels in float32: the installed extension's on the CPU, and the CUDA kernels run by the emulator."""
 
+_INSTALLED = (native.library, native.run)
+
 DOUBLE = ("cpu double", "emulated double")
 """The same in float64, for gradient checks. They know no 16-bit logits."""
 
@@ -24,21 +26,17 @@ DOUBLE = ("cpu double", "emulated double")
 @contextmanager
 def on(backend: str) -> Iterator[None]:
     """Within it, ops on CPU tensors run the kernels of ``backend``."""
-    library, run = native.library, native.run
-    if backend == "cpu":
-        yield
-        return
+    before = native.library, native.run
     emulated, double = "emulated" in backend, "double" in backend
-    extension = build.extension(emulated=emulated, double=double)
+    # A build with emulated kernels has the CPU's too: one build serves both.
+    extension = _INSTALLED[0] if backend == "cpu" else build.extension(emulated=True, double=double)
 
     def emulate(name: str, like: torch.Tensor, *arguments: Any) -> None:
         assert like.device.type == "cpu"
         getattr(extension.cuda, name)(*arguments, 0)
 
-    native.library = extension
-    if emulated:
-        native.run = emulate
+    native.library, native.run = extension, emulate if emulated else _INSTALLED[1]
     try:
         yield
     finally:
-        native.library, native.run = library, run
+        native.library, native.run = before

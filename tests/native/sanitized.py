@@ -42,8 +42,24 @@ def _run_all() -> None:
 
     torch.set_num_threads(2)
     for native.run in (on_cpu, emulated):
-        for case in (_logprob, _advantage, _policy, _digest):
+        for case in (_logprob, _advantage, _policy, _digest, _odd_rows_and_boxes):
             case()
+
+
+def _odd_rows_and_boxes() -> None:
+    import torch
+
+    from tests.native import kernels
+
+    for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        for width in (1, 13, 2049, 33_001):
+            case = kernels.make_case(i, 5, width, 1, dtype=dtype)
+            kernels.close_to_float64(case, "cpu")
+            kernels.misaligned_and_strided_rows_change_no_bits(case, 1 + i, 3, "cpu")
+        kernels.special_rows(dtype, 2500, "cpu")
+    for seed in range(40):
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+            kernels.digest_equals_reference(*kernels.a_box(seed, 1 + seed % 8, dtype), "cpu")
 
 
 def _logprob() -> None:

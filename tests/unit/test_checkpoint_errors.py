@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,10 @@ def shorten(file: Path) -> None:
         (lambda m: (m / "__0_0.distcp").write_bytes(bytes(99999)), r"in .*__0_0\.distcp is no saved tensor"),
         (lambda m: (m / ".metadata").unlink(), r"meg has no \.metadata; give the directory"),
         (lambda m: (m / ".metadata").write_bytes(b"\x80\x04"), r"\.metadata cannot be read"),
+        (lambda m: (m / ".metadata").write_bytes(pickle.dumps([1, 2])), r"\.metadata cannot be read"),
+        (lambda m: (m / ".metadata").write_bytes(b"\x80\x04\x8c\x01\xff."), r"\.metadata cannot be read"),  # text that is no UTF-8
+        (lambda m: (m / "metadata.json").write_text("{"), r"meg/metadata\.json cannot be read"),
+        (lambda m: (m / "metadata.json").write_text("[]"), r"meg/metadata\.json cannot be read"),
         (lambda m: (m / "huggingface/config.json").unlink(), r"has no huggingface/config\.json; give the HF model .* with --config"),
     ],
 )  # fmt: skip
@@ -200,6 +205,33 @@ def test_inspect_says_what_is_wrong(tmp_path: Path) -> None:
     found = inspect_checkpoint(tmp_path / "hf")
     assert "model_type='mamba' has no table" in str(found.problem) and "extra" in found.tensors
     assert "not held against a table" in render(found)
+
+
+def test_inspect_names_a_damaged_manifest(meg: Path) -> None:
+    for text in ("", "[]", '{"tensors": {"a": 1}}'):
+        (meg / "megarl_manifest.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"meg/megarl_manifest\.json cannot be read"):
+            inspect_checkpoint(meg)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["inspect", "--digests", "--workers", "0"], "--workers 0 must be a positive number"),
+        (["reshard", "--vocab-multiple", "0"], "--vocab-multiple 0 must be a positive number"),
+        (["reshard", "--file-gib", "nan"], "--file-gib nan must be a positive number"),
+        (["reshard", "--tp", "0"], "parallel.tp=0 is not a positive number"),
+        (["reshard", "--tp", "2", "--etp", "0"], "parallel.etp=0 is not a positive number"),
+    ],
+)
+def test_the_command_names_a_number_that_cannot_be(
+    meg: Path, options: list[str], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool, *rest = options
+    out = [str(meg.parent / "out")] if tool == "reshard" else []
+    assert main(["convert", tool, str(meg), *out, *rest]) == 2
+    assert message in caplog.text
+    assert not (meg.parent / "out").exists()
 
 
 def test_the_command_and_its_exit_codes(

@@ -136,6 +136,18 @@ def test_export_in_several_files_in_bf16(tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_text() == "{}"
 
 
+def test_the_index_counts_a_tensor_that_keeps_its_own_dtype(tmp_path: Path) -> None:
+    config = deepseek()
+    tensors = numbered_hf(config, False)
+    source, out = write_checkpoint(tmp_path / "source", config, {}), tmp_path / "out"
+    plan, port = build_plan(hf_layout(config), hf_layout(config)), Network().port(0)
+    hf.export_hf(plan, 0, tensors, source, out, dtype=torch.bfloat16, transport=port, file_bytes=2000)
+    stored = [t for file in out.glob("*.safetensors") for t in load_file(file).values()]
+    assert {t.dtype for t in stored} == {torch.bfloat16, torch.float32}
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored)
+
+
 def test_transformers_loads_what_was_exported(tmp_path: Path) -> None:
     from transformers import Qwen3ForCausalLM
 
@@ -155,6 +167,8 @@ def test_an_older_export_is_replaced_whole_and_a_failed_one_leaves_it(
     source, out = write_checkpoint(tmp_path / "source", config, {}), tmp_path / "out"
     export(config, MegatronGrid(), old, source, out)
     (out / "leftover.txt").write_text("of the old export")
+    for weights in ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "model.onnx"):
+        (source / weights).write_bytes(b"of the model before training")
 
     def disk_full(*args: Any, **keys: Any) -> None:
         raise OSError("no space left on device")

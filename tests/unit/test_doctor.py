@@ -109,3 +109,24 @@ def test_poor_machine_only_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     checks = _states(doctor.environment())
     for name in ("memory", "disk", "/dev/shm", "C++ compiler"):
         assert checks[name][0] == "warn" and checks[name][2], name
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, None),
+        ({"max": "max\n", "current": "900\n"}, None),
+        ({"max": "1000\n", "current": "900\n"}, 100),
+        ({"max": "1000\n", "current": "900\n", "stat": "anon 200\nfile 700\ninactive_file 600\nactive_file 50\nshmem 50\n"}, 750),
+        ({"max": "1000\n", "current": "1100\n"}, 0),
+    ],
+)
+def test_a_container_has_what_its_limit_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], available: int | None
+) -> None:
+    """Pages of files that were read, a model's among them, are given back when they are needed."""
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    for name, text in files.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    found = doctor.available_memory()
+    assert found > 2**20 if available is None else found == available

@@ -23,44 +23,12 @@ from megarl.launch import job, ports
 from megarl.launch.guard import Guard, end
 from megarl.launch.prepare import MODEL_RECIPE
 from megarl.launch.process import Child
-from megarl.launch.supervisor import StopRequest, next_attempt, own_run_dir, start_job, watch
+from megarl.launch.supervisor import StopRequest, next_attempt, own_run_dir, start_job, stop, watch
 from megarl.rollout.engine import group_members
 from megarl.schema import Task
 from megarl.tasksets import read_rows
 from megarl.tasksets.parquet import write_rows
-
-SMALL = [
-    "experiment=quickstart",
-    "taskset.train_size=30",
-    "taskset.eval_size=10",
-    "taskset.warm_start_size=30",
-    "model.from_scratch.hidden_size=32",
-    "model.from_scratch.intermediate_size=48",
-    "model.from_scratch.num_hidden_layers=4",
-    "model.from_scratch.num_attention_heads=4",
-    "model.from_scratch.num_key_value_heads=2",
-    "model.from_scratch.head_dim=32",
-    "model.from_scratch.max_position_embeddings=128",
-    "rollout.max_prompt_tokens=48",
-    "rollout.max_response_tokens=8",
-    "parallel=tp2",
-]
-"""The quickstart on few rows, with every value that a message below repeats."""
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and model of a job that is right, made by the check itself; no test changes them."""
-    folder = tmp_path_factory.mktemp("prepared")
-    tasks = job.check(compose([*SMALL, f"run.dir={folder}"]))
-    assert {split: len(rows) for split, rows in tasks.items()} == {"train": 30, "eval": 10}
-    return folder
-
-
-def config_of(prepared: Path, *overrides: str) -> Config:
-    groups = [override.partition("=")[0] for override in overrides if override.startswith("parallel=")]
-    small = [override for override in SMALL if override.partition("=")[0] not in groups]  # each group may be given once
-    return compose([*small, f"run.dir={prepared}", *overrides])
+from tests.unit.small_job import config_of
 
 
 def refused(error: type[ValueError], config: Config, *words: str) -> None:
@@ -212,6 +180,20 @@ def test_model_without_a_table(prepared: Path, tmp_path: Path, changes: dict[str
     refused(ArchitectureError, config_of(prepared, *with_model(prepared, tmp_path / "model", **changes)), *words)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.ep=2"], ["parallel.tp=2 with the 8 experts", "parallel.sequence_parallel=true"]),
+        (["parallel=pp2", "parallel.vpp=2"], ["parallel.vpp=2", "set parallel.vpp to 1"]),
+        (["parallel=tp1", "parallel.ep=4"], ["parallel.ep=4", "does not divide the 1 ranks"]),
+    ],
+)
+def test_grid_that_the_trainer_would_refuse(prepared: Path, tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = with_model(prepared, tmp_path / "model", **experts)
+    refused(ConfigError, config_of(prepared, *model, *overrides), *words)
+
+
 def test_grid_that_does_not_divide_the_vocabulary(prepared: Path, tmp_path: Path) -> None:
     model = with_model(
         prepared, tmp_path / "model", num_attention_heads=3, num_key_value_heads=3, vocab_size=100, intermediate_size=48
@@ -226,6 +208,13 @@ def test_model_directory_that_is_no_checkpoint(prepared: Path, tmp_path: Path) -
     refused(ConfigError, config, f"{tmp_path}/nothing", "config.json", "model.from_scratch")
     (tmp_path / "empty").mkdir()
     refused(ConfigError, config_of(prepared, f"model.path={tmp_path}/empty"), f"{tmp_path}/empty", "no config.json")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_damaged_tokenizer(prepared: Path, tmp_path: Path, file: str) -> None:
+    model = with_model(prepared, tmp_path / "model")
+    (tmp_path / "model" / file).write_text("{% if %}" if file.endswith("jinja") else "[1")
+    refused(CheckpointError, config_of(prepared, *model), f"{tmp_path}/model", "cannot be read")
 
 
 def test_model_of_other_making(prepared: Path, tmp_path: Path) -> None:
@@ -295,9 +284,19 @@ def test_file_that_is_not_parquet(prepared: Path, tmp_path: Path) -> None:
     refused(DataError, config, f"{tmp_path}/rows.parquet", "not a readable parquet file")
 
 
-def test_data_source_without_a_verifier(prepared: Path, tmp_path: Path) -> None:
-    override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, data_source="my/own")
-    refused(DataError, config_of(prepared, override), "row 3", "taskset.train", "'my/own'", "reward.path")
+def test_files_of_the_same_name_are_different_tasks(prepared: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / split / "rows.parquet" for split in ("train", "eval")]
+    for path in paths:
+        path.parent.mkdir()
+    overrides = [rewritten(prepared, path.parent.name, path, 0) for path in paths]
+    tasks = job.check(config_of(prepared, *overrides))
+    assert [rows[7].task_id for rows in tasks.values()] == ["train/7", "eval/7"]
+
+
+@pytest.mark.parametrize("source", ["my/own", "reasoning_gym/chain_summ"])
+def test_data_source_without_a_verifier(prepared: Path, tmp_path: Path, source: str) -> None:
+    override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, data_source=source)
+    refused(DataError, config_of(prepared, override), "row 3", "taskset.train", repr(source), "reward.path")
 
 
 def test_own_reward_function_takes_any_data_source(prepared: Path, tmp_path: Path) -> None:
@@ -513,6 +512,25 @@ def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("ended_by", ["guard", "supervisor"])
+def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: str) -> None:
+    """By an engine that was starting when its job was told to end, and had to be killed."""
+    segment = Path(f"/dev/shm/{tmp_path.parent.name}-{tmp_path.name}")
+    code = (
+        "import mmap, signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1); "
+        f"file = open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); time.sleep(600)"
+    )
+    deaf = child(tmp_path, code)
+    while "up" not in deaf.log.read_text():
+        time.sleep(0.02)
+    if ended_by == "guard":
+        end([deaf.pid], after_s=3)
+    else:
+        stop([deaf], grace_s=3)
+    assert deaf.wait(30) and deaf.poll() == -signal.SIGKILL
+    assert not segment.exists()
+
+
 def test_guard_waits_for_what_ends_by_itself(tmp_path: Path) -> None:
     with own_run_dir(tmp_path) as lock, Guard(lock) as guard:
         process = child(tmp_path, "import time; time.sleep(0.5)")
@@ -532,7 +550,7 @@ def _read(path: Path) -> bytes:
 def test_run_directory_that_cannot_be_made(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run.dir=.*cannot be made") as raised:
-        job.run(compose([*SMALL, f"run.dir={tmp_path / place}"]))
+        job.run(config_of(tmp_path / place))
     assert str(tmp_path / place) in str(raised.value)
 
 
@@ -546,7 +564,7 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
         assert holder.stdout is not None and holder.stdin is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError) as raised:
-            job.run(compose([*SMALL, f"run.dir={tmp_path}"]))
+            job.run(config_of(tmp_path))
         for word in (str(tmp_path), "in use", str(holder.pid), "run.name"):
             assert word in str(raised.value)
         holder.stdin.close()

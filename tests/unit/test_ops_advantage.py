@@ -94,7 +94,7 @@ def test_tiles_join(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_few_long_sequences(backend):
     """More tiles than a warp has lanes, and sequences beside them; the same bits as among many sequences."""
-    lengths = [34 * 2048 + 5, 0, 3, 5 * 2048]
+    lengths = [34 * 2048 + 5, 0, 3, 2 * 32768, 5 * 2048]
     rewards, values, cu, bootstrap = packed(5, lengths)
     many = torch.cat([cu, cu[-1:].expand(200)])
     with backends.on(backend):

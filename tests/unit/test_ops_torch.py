@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -46,6 +48,12 @@ def test_compiled_training_step_equals_eager(backend):
         results.append((loss.detach(), weight.grad))
     assert counters["stats"]["unique_graphs"] == 1, "nothing was compiled: is TORCHDYNAMO_DISABLE set?"
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+def test_cuda_kernels_are_built_where_nvcc_is():
+    """They cannot run here, but CI must notice when they no longer compile."""
+    assert ops.has_cuda_kernels(), ops.backend()["CUDA tensors"]
 
 
 def test_meta_tensors_give_shapes_and_cost_nothing():

@@ -207,6 +207,24 @@ def test_a_missing_digest_is_an_error_naming_its_tensor() -> None:
         compare(plan, {(0, "model.norm.weight"): 1}, {})
 
 
+def test_a_rank_looks_for_its_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with every sync, nor in the pause that it takes; another plan, bucket size or dtype is looked at anew."""
+    config = qwen3_config()
+    asked: list[ReshardPlan] = []
+    for side in ("moves_from", "moves_to"):
+        moves = getattr(ReshardPlan, side)
+        monkeypatch.setattr(ReshardPlan, side, lambda plan, rank, moves=moves: asked.append(plan) or moves(plan, rank))
+    for plan in (build_plan(hf_layout(config), vllm_layout(config, 1)) for _ in range(2)):
+        for bucket_bytes, dtype in ((4096, FP32), (4096, BF16), (999, BF16)):
+            asked.clear()
+            for seed in (1, 2):
+                hf = random_hf(config, seed)
+                got, sent = run_plan(plan, [hf], Network(), bucket_bytes, dtype)
+                assert_same(got[0], vllm_rank(config, hf, 1, 0), dtype)
+                compare(plan, sent, engine_digests(plan, got))
+            assert asked == [plan, plan]  # once by either side
+
+
 def test_tensors_of_another_shape_are_refused_before_anything_is_sent() -> None:
     config = qwen3_config()
     plan = build_plan(megatron_layout(config, MegatronGrid()), vllm_layout(config, 1))

@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard.execute import compare, digests_of, exchange, merge, receive, send
+from megarl.reshard import boxes
+from megarl.reshard.execute import buckets_of, bytes_of, compare, digests_of, exchange, merge, receive, send
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
 from megarl.reshard.plan import ReshardPlan, build_plan
@@ -157,6 +158,10 @@ def test_every_rank_sees_the_same_plan_in_its_own_part(case: FamilyCase) -> None
         sorted(move for moves in received.values() for move in moves),
     )
     assert both[0] == both[1]
+    moves = [move for moves in received.values() for move in moves]
+    buckets = buckets_of(whole, moves, 1 << 20, torch.bfloat16)
+    sizes = (boxes.volume(chunk.box) * chunk.dtype.itemsize for bucket in buckets for chunk in bucket.chunks)
+    assert bytes_of(whole.destination, torch.bfloat16) == sum(sizes)
     last_sender, last_receiver = whole.source.num_ranks - 1, whole.destination.num_ranks - 1
     assert list(plan_of(case).moves_from(last_sender)) == sent[last_sender]
     assert list(plan_of(case).moves_to(last_receiver)) == received[last_receiver]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, PlanError
 from megarl.reshard import boxes
-from megarl.reshard.execute import buckets_of
+from megarl.reshard.execute import buckets_of, bytes_of
 from megarl.reshard.layout import Layout, Owners, Row, Segment, Split
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.reshard.plan import ReshardPlan, build_plan
@@ -175,7 +175,7 @@ def test_bytes_are_countable_before_the_job_starts(case: Case, capacity: int) ->
         sum(map(prod, to.local_shapes(r).values())) - sum(boxes.volume(p.box) for p in to.padding(r))
         for r in range(to.num_ranks)
     )
-    assert sum(plan.bytes_per_link(2).values()) == 2 * needed
+    assert sum(plan.bytes_per_link(2).values()) == bytes_of(to, torch.bfloat16) == 2 * needed
     buckets = buckets_of(plan, plan.moves, capacity, torch.bfloat16)
     assert sum(boxes.volume(chunk.box) for bucket in buckets for chunk in bucket.chunks) == needed
     assert all(0 < bucket.nbytes <= capacity for bucket in buckets)
@@ -310,13 +310,14 @@ def test_a_stack_has_a_leading_single_index() -> None:
          r"parallel\.pp=3 does not divide num_hidden_layers=4 of qwen3; set parallel\.pp to 1, 2 or 4, or give the first or last"),
         ("qwen3", {}, MegatronGrid(pp=3, first_stage_layers=1), r"pp=3 does not divide .*=4 of qwen3; set parallel\.first_stage_layers"),
         ("qwen3", {}, MegatronGrid(pp=2, vpp=3), r"parallel\.vpp=3 does not divide the layers .*\[2, 2\]; set parallel\.vpp to 1 or 2"),
-        ("qwen3", {}, MegatronGrid(vpp=2), r"parallel\.vpp=2 needs a pipeline; set parallel\.pp to 2 or more"),
+        ("qwen3", {}, MegatronGrid(vpp=2), r"parallel\.vpp=2 needs parallel\.pp above 1; set parallel\.pp to 2 or more"),
         ("qwen3", {}, MegatronGrid(pp=2, vpp=1, first_stage_layers=1, last_stage_layers=2), r"parallel\.pp=2 does not divide"),
-        ("qwen3", {}, MegatronGrid(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2), r"parallel\.vpp=2 with both .* leave one"),
+        ("qwen3", {}, MegatronGrid(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2), r"parallel\.vpp=2 with both .* give one of the two"),
         ("qwen3", {}, MegatronGrid(dp=0), r"parallel\.dp=0 is not a positive number"),
+        ("qwen3", {}, MegatronGrid(cp=0), r"parallel\.cp=0 is not a positive number"),
         ("qwen3", {}, MegatronGrid(dp=2, ep=2), r"parallel\.ep=2, but qwen3 has no experts; set parallel\.ep to 1"),
         ("mixtral", {}, MegatronGrid(dp=2, ep=2), r"parallel\.ep=2 does not divide the 5 experts of mixtral; set parallel\.ep to 1 or 5"),
-        ("mixtral", {}, MegatronGrid(dp=2, ep=5), r"ep=5 times parallel\.etp=1 does not divide the 2 ranks .*\(tp=1 x cp=1 x dp=2\)"),
+        ("mixtral", {}, MegatronGrid(dp=2, ep=5), r"ep=5 \* parallel\.etp=1 does not divide the 2 ranks .*tp=1 pp=1 dp=2 ep=5"),
         ("mixtral", {}, MegatronGrid(dp=3, etp=3), r"parallel\.etp=3 does not divide the experts' width 128 of mixtral"),
     ],
 )  # fmt: skip

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.config import compose, save_resolved
+from megarl.checkpoint.state import read_state
+from megarl.config import save_resolved
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import job
 from megarl.launch.prepare import prepare_data, prepare_model
@@ -20,15 +21,7 @@ from megarl.metrics import MetricWriter
 from megarl.schema import WeightsVersion
 from megarl.store import Store
 from megarl.tasksets import read_rows, write_rows
-
-SMALL = [
-    "experiment=quickstart",
-    "taskset.train_size=30",
-    "taskset.eval_size=10",
-    "taskset.warm_start_size=30",
-    "model.from_scratch.hidden_size=32",
-    "model.from_scratch.intermediate_size=48",
-]
+from tests.unit.small_job import config_of
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -49,18 +42,9 @@ def finished_checkpoint(run_dir: Path, step: int = 2) -> Path:
 # ---------------------------------------------------------------- tasks and model made with other settings
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    config = compose([*SMALL, f"run.dir={folder}"])
-    prepare_data(config)
-    prepare_model(config)
-    return folder
-
-
 @pytest.fixture
-def run_dir(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "run"))
+def run_dir(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +53,7 @@ def run_dir(made: Path, tmp_path: Path) -> Path:
 )
 def test_tasks_are_made_anew_when_a_setting_changes(run_dir: Path, override: str) -> None:
     before = contents(run_dir / "data")
-    config = compose([*SMALL, f"run.dir={run_dir}", override])
+    config = config_of(run_dir, override)
     prepare_data(config)
     after = contents(run_dir / "data")
     assert after.keys() == before.keys() and all(after[name] != before[name] for name in before)
@@ -90,7 +74,7 @@ def test_tasks_are_made_anew_when_a_setting_changes(run_dir: Path, override: str
 def test_settings_that_cannot_be_made_are_refused_though_files_exist(run_dir: Path, override: str, words: list[str]) -> None:
     before = contents(run_dir)
     with pytest.raises(ValueError) as raised:
-        prepare_data(compose([*SMALL, f"run.dir={run_dir}", override]))
+        prepare_data(config_of(run_dir, override))
     for word in words:
         assert word in str(raised.value)
     assert contents(run_dir) == before
@@ -100,23 +84,23 @@ def test_tasks_of_a_run_with_checkpoints_stay(run_dir: Path) -> None:
     finished_checkpoint(run_dir)
     before = contents(run_dir)
     with pytest.raises(ConfigError, match=r"taskset\.train_size was 30, now 20.*run\.name"):
-        prepare_data(compose([*SMALL, f"run.dir={run_dir}", "taskset.train_size=20"]))
+        prepare_data(config_of(run_dir, "taskset.train_size=20"))
     assert contents(run_dir) == before
 
 
-def test_tasks_outside_the_run_stay(made: Path, tmp_path: Path) -> None:
-    elsewhere = [f"taskset.{split}={made}/data/{split}.parquet" for split in ("train", "eval", "warm_start")]
-    before = contents(made)
+def test_tasks_outside_the_run_stay(prepared: Path, tmp_path: Path) -> None:
+    elsewhere = [f"taskset.{split}={prepared}/data/{split}.parquet" for split in ("train", "eval", "warm_start")]
+    before = contents(prepared)
     with pytest.raises(ConfigError, match=r"taskset\.train_size was 30, now 20.*other runs may use it"):
-        prepare_data(compose([*SMALL, f"run.dir={tmp_path}", *elsewhere, "taskset.train_size=20"]))
-    assert contents(made) == before
+        prepare_data(config_of(tmp_path, *elsewhere, "taskset.train_size=20"))
+    assert contents(prepared) == before
 
 
 def test_rows_of_ones_own_stay(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = run_dir / "data" / "train.parquet"
     write_rows(path, read_rows(path)[:7])
     with caplog.at_level(logging.INFO):
-        prepare_data(compose([*SMALL, f"run.dir={run_dir}"]), verbose=True)
+        prepare_data(config_of(run_dir), verbose=True)
     assert len(read_rows(path)) == 7
     assert f"train: 7 rows in {path} (kept, a file of your own)" in caplog.text
     assert "eval.parquet (kept)" in caplog.text
@@ -125,7 +109,7 @@ def test_rows_of_ones_own_stay(run_dir: Path, caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("override", ["model.from_scratch.hidden_size=64", "trainer.seed=2"])
 def test_model_is_made_anew_when_a_setting_changes(run_dir: Path, override: str) -> None:
     before = contents(run_dir / "model")
-    config = compose([*SMALL, f"run.dir={run_dir}", override])
+    config = config_of(run_dir, override)
     prepare_model(config)
     after = contents(run_dir / "model")
     assert after["model.safetensors"] != before["model.safetensors"]
@@ -139,7 +123,7 @@ def test_model_is_made_anew_when_a_setting_changes(run_dir: Path, override: str)
 
 def begun(run_dir: Path, *, steps: int = 2, finished: bool) -> None:
     """A run of the small quickstart, as far as the settings' check looks."""
-    config = compose([*SMALL, f"run.dir={run_dir}", f"trainer.steps={steps}"])
+    config = config_of(run_dir, f"trainer.steps={steps}")
     save_resolved(config, run_dir / "resolved.json")
     finished_checkpoint(run_dir, steps)
     if finished:
@@ -153,14 +137,14 @@ def begun(run_dir: Path, *, steps: int = 2, finished: bool) -> None:
 @pytest.mark.parametrize(
     ("override", "changed"),
     [
-        ("model.from_scratch.num_hidden_layers=4", "model.from_scratch.num_hidden_layers was 2, now 4"),
+        ("model.from_scratch.num_hidden_layers=2", "model.from_scratch.num_hidden_layers was 4, now 2"),
         ("taskset.seed=8", "taskset.seed was 7, now 8"),
     ],
 )
 def test_a_run_keeps_model_and_tasks(tmp_path: Path, override: str, changed: str) -> None:
     begun(tmp_path, finished=False)
     with pytest.raises(ConfigError) as raised:
-        job.run(compose([*SMALL, f"run.dir={tmp_path}", override]))
+        job.run(config_of(tmp_path, override))
     for word in (str(tmp_path), changed, "run.name"):
         assert word in str(raised.value)
     assert not (tmp_path / "logs").exists()
@@ -168,16 +152,15 @@ def test_a_run_keeps_model_and_tasks(tmp_path: Path, override: str, changed: str
 
 def test_a_finished_run_of_other_settings_is_not_passed_off_as_theirs(tmp_path: Path) -> None:
     begun(tmp_path, finished=True)
-    own = [*SMALL, f"run.dir={tmp_path}", "trainer.steps=2"]
-    check_settings_of_run(compose([*own, "run.port=5000", "run.name=another"]), tmp_path)
+    check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "run.port=5000", "run.name=another"), tmp_path)
     with pytest.raises(ConfigError, match=r"finished run .*parallel\.tp was 2, now 1, parallel\.pp was 1, now 2.*run\.name"):
-        check_settings_of_run(compose([*own, "parallel=pp2"]), tmp_path)
+        check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "parallel=pp2"), tmp_path)
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_run_that_goes_on_names_what_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool) -> None:
     begun(tmp_path, finished=finished)
-    check_settings_of_run(compose([*SMALL, f"run.dir={tmp_path}", "trainer.steps=9", "algorithm.kl.coef=0"]), tmp_path)
+    check_settings_of_run(config_of(tmp_path, "trainer.steps=9", "algorithm.kl.coef=0"), tmp_path)
     assert "algorithm.kl.coef was 0.2, now 0.0, trainer.steps was 2, now 9" in caplog.text
 
 
@@ -186,7 +169,7 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
     begun(tmp_path, finished=False)
     (tmp_path / "resolved.json").write_text(text)
     with pytest.raises(ConfigError, match=f"{tmp_path}/resolved.json .*remove it"):
-        check_settings_of_run(compose([*SMALL, f"run.dir={tmp_path}"]), tmp_path)
+        check_settings_of_run(config_of(tmp_path), tmp_path)
 
 
 # ---------------------------------------------------------------- damaged checkpoints, a store that is gone
@@ -196,10 +179,10 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     folder = tmp_path / "checkpoints"
-    set_aside_damaged(folder)
+    set_aside_damaged(tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("megarl")]
     (newest / file).write_bytes(b"")
-    set_aside_damaged(folder)
+    set_aside_damaged(tmp_path)
     assert f"{newest} is damaged" in caplog.text and f"goes on from {before}" in caplog.text
     assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2"]
 
@@ -208,12 +191,33 @@ def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:
     only = finished_checkpoint(tmp_path)
     (only / "actor" / "common.pt").unlink()
     with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {only}"):
-        set_aside_damaged(tmp_path / "checkpoints")
+        set_aside_damaged(tmp_path)
     assert only.is_dir()
 
 
+def test_a_warm_start_that_is_over_may_be_damaged(tmp_path: Path) -> None:
+    """Its checkpoints are removed when the first later one is there; a job that was killed then leaves half of them."""
+    rest = finished_checkpoint(tmp_path)
+    moved = tmp_path / "checkpoints" / "warm_start" / rest.name
+    moved.parent.mkdir()
+    rest.rename(moved)
+    shutil.rmtree(moved / "actor")
+    with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {moved}"):
+        set_aside_damaged(tmp_path)
+    finished_checkpoint(tmp_path)
+    set_aside_damaged(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "2", "phase": "rl"}'])
+def test_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
+    state = finished_checkpoint(tmp_path) / "state.json"
+    state.write_text(text)
+    with pytest.raises(CheckpointError, match=f"{state} is damaged: "):
+        read_state(state.parent)
+
+
 def test_a_store_without_the_runs_steps_is_refused(tmp_path: Path) -> None:
-    config = compose([*SMALL, f"run.dir={tmp_path}"])
+    config = config_of(tmp_path)
     finished_checkpoint(tmp_path, 2)
     store = Store(config.store.url)
     store.record_step(1, {})

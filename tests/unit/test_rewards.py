@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl import rewards
 from megarl.config.schema import RewardConfig
 from megarl.errors import ConfigError, DataError
-from megarl.rewards import RewardPool, Verdict, compute_score, is_known
+from megarl.rewards import RewardPool, Verdict, compute_score
 from megarl.rewards.verdict import to_verdict
 from megarl.schema import Reward, Task
 
@@ -36,6 +37,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "nan": return float("nan")
     if solution_str == "none": return None
     if solution_str == "pid": return float(os.getpid())
+    if solution_str == "much": raise ValueError("x" * 2**17)
     if solution_str == "stdin": return float(len(sys.stdin.read()))
     if solution_str == "sleep": time.sleep(0.4); return 1
     return {"score": float(solution_str == ground_truth), "format": True, "comment": "text"}
@@ -52,7 +54,6 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
 
 
 def test_an_unknown_data_source_is_an_error() -> None:
-    assert is_known("reasoning_gym/chain_sum") and not is_known("gsm8k")
     with pytest.raises(DataError, match="'gsm8k' has no verifier; known prefixes: reasoning_gym/"):
         compute_score("gsm8k", "1", "1")
     with pytest.raises(DataError, match="reasoning-gym has no such family"):
@@ -116,13 +117,15 @@ def test_loading_a_verifier_is_no_part_of_a_tasks_time() -> None:
     assert verdict.reward.status == "ok"
 
 
-def test_a_users_function_that_fails_costs_one_sample(user_config: RewardConfig) -> None:
+def test_a_users_function_that_fails_costs_one_sample(user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards.pool, "MAX_LINE_BYTES", 2**16)
+
     async def work(pool: RewardPool) -> list[Verdict]:
         return [
-            await pool.score(TASK, text) for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "13"]
+            await pool.score(TASK, text) for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "much", "13"]
         ]
 
-    good, loop, after_loop, die, after_death, raised, nan, none, wrong = run_pool(user_config, work)
+    good, loop, after_loop, die, after_death, raised, nan, none, much, wrong = run_pool(user_config, work)
     assert good == after_loop == after_death == Verdict(Reward(1.0, "ok", {"format": 1.0}))
     assert wrong == Verdict(Reward(0.0, "wrong", {"format": 1.0}))
     assert loop.reward.status == "timeout" and loop.message == "no verdict within 0.5 s"
@@ -130,7 +133,8 @@ def test_a_users_function_that_fails_costs_one_sample(user_config: RewardConfig)
     assert raised.reward.status == "error" and "KeyError: 'boom' (reward.py:9)" in raised.message
     assert nan.reward.status == "error" and "must be finite" in nan.message
     assert none.reward.status == "error" and "NoneType" in none.message
-    assert all(math.isnan(v.reward.score) for v in (loop, die, raised, nan, none)), "an error must not look like a 0"
+    assert much.reward.status == "error" and "more than 65536 bytes" in much.message
+    assert all(math.isnan(v.reward.score) for v in (loop, die, raised, nan, none, much)), "an error must not look like a 0"
 
 
 def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardConfig) -> None:
@@ -170,6 +174,7 @@ def test_a_killed_explorer_takes_looping_workers_with_it(user_config: RewardConf
     """Nobody is left to time the loop out: the kernel must end the worker."""
     code = f"""
 import asyncio
+from megarl import rewards
 from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardPool
 from tests.unit.test_rewards import TASK

@@ -1,0 +1,31 @@
+"""A job that is right, as small as its checks allow; the fixture ``prepared`` has its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config import Config, compose
+
+SMALL = [
+    "experiment=quickstart",
+    "taskset.train_size=30",
+    "taskset.eval_size=10",
+    "taskset.warm_start_size=30",
+    "model.from_scratch.hidden_size=32",
+    "model.from_scratch.intermediate_size=48",
+    "model.from_scratch.num_hidden_layers=4",
+    "model.from_scratch.num_attention_heads=4",
+    "model.from_scratch.num_key_value_heads=2",
+    "model.from_scratch.head_dim=32",
+    "model.from_scratch.max_position_embeddings=128",
+    "rollout.max_prompt_tokens=48",
+    "rollout.max_response_tokens=8",
+    "parallel=tp2",
+]
+"""The quickstart on few rows, with every value that a message repeats."""
+
+
+def config_of(run_dir: Path, *overrides: str) -> Config:
+    groups = [override.partition("=")[0] for override in overrides if override.startswith("parallel=")]
+    small = [override for override in SMALL if override.partition("=")[0] not in groups]  # each group may be given once
+    return compose([*small, f"run.dir={run_dir}", *overrides])
