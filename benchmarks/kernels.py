@@ -64,6 +64,18 @@ def plain_logprob(logits: torch.Tensor, targets: torch.Tensor, **_: object) -> t
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+class FromHead(torch.autograd.Function):
+    """``buffer`` as a tensor that some GEMM has made: no leaf, and its gradient goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer.untyped_storage(), 0, buffer.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
 def logprob_peers() -> Iterator[tuple[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]]]:
     """(name, function of logits and targets to log-prob and, where it can, entropy)."""
     yield "plain torch", plain_logprob
@@ -102,17 +114,16 @@ def logprob() -> Iterator[Race]:
         sizes = [(8192, 151_936, torch.bfloat16), (8192, 151_936 // 8, torch.bfloat16), (8192, 32_000, torch.float32)]
     for rows, vocab, dtype in sizes:
         base = torch.randn(rows, vocab, device=DEVICE).to(dtype)
-        leaf = torch.empty_like(base).requires_grad_()
+        buffer = torch.empty_like(base)
         targets = torch.randint(0, vocab, (rows,), device=DEVICE)
 
-        def step(op: Any, leaf: torch.Tensor = leaf, targets: torch.Tensor = targets, vocab: int = vocab) -> None:
-            logp, entropy = op(leaf.view_as(leaf), targets, vocab_size=vocab)
+        def step(op: Any, buffer: torch.Tensor = buffer, targets: torch.Tensor = targets, vocab: int = vocab) -> None:
+            logp, entropy = op(FromHead.apply(torch.zeros((), requires_grad=True), buffer), targets, vocab_size=vocab)
             loss = logp.sum() if entropy is None else logp.sum() + 0.01 * entropy.sum()
             loss.backward()
 
-        def refill(leaf: torch.Tensor = leaf, base: torch.Tensor = base) -> None:
-            leaf.grad = None
-            leaf.detach().copy_(base)
+        def refill(buffer: torch.Tensor = buffer, base: torch.Tensor = base) -> None:
+            buffer.copy_(base)
 
         race = Race(f"log-prob + entropy, forward + backward [{rows} × {vocab}] {_short(dtype)}", 3 * base.nbytes, refill)
         race.contenders["megarl"] = lambda step=step: step(ops.vocab_parallel_logprob)

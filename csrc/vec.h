@@ -142,13 +142,19 @@ MEGARL_INLINE vmask lanes_below(int64_t count) {
   return lane < splat((Lane)count);
 }
 
-// Pairwise, in a fixed order.
-MEGARL_INLINE real sum(vreal v) {
+// In lane order.
+MEGARL_INLINE double sum(vreal v) {
   real a[kLanes];
   std::memcpy(a, &v, sizeof a);
-  for (int n = kLanes / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; ++i) a[i] += a[i + n];
-  return a[0];
+  double total = 0.0;
+  for (int i = 0; i < kLanes; ++i) total += a[i];
+  return total;
+}
+// Adds x to high and what the rounding lost to low (Knuth's two-sum).
+MEGARL_INLINE void add_exactly(vreal x, vreal& high, vreal& low) {
+  const vreal s = high + x, back = s - high;
+  low += (high - (s - back)) + (x - back);
+  high = s;
 }
 // NaN lanes are not seen (they reach the sums instead).
 MEGARL_INLINE real max(vreal v) {

@@ -9,7 +9,7 @@
 namespace MEGARL_ISA_NAMESPACE(MEGARL_ISA) {
 namespace {
 
-constexpr int64_t kBlock = 1024;
+constexpr int64_t kBlock = 1024, kGroup = 8;
 constexpr real kNegInf = -std::numeric_limits<real>::infinity();
 
 template <class T>
@@ -84,15 +84,22 @@ void local_rows(const MegarlLogits& x, const int64_t* targets, real* stats, int6
         m = top;
       }
       const vreal centre = splat(m == kNegInf ? (real)0 : m);
-      vreal sums = {}, products = {};
-      for (int64_t i = 0; i < vectors; ++i) {
-        const vreal d = (block[i] - centre) * scale_by;
-        const vreal e = vexp(d);
-        sums += e;
-        products = fma(e, select(d < splat(kExpFloor), splat(kExpFloor), d), products);  // e is 0 there; 0 * -inf is NaN
+      // A lane that holds the row's peak must not lose what the others are too small to change it by.
+      vreal sums = {}, lost_sums = {}, products = {}, lost_products = {};
+      for (int64_t i = 0; i < vectors; i += kGroup) {
+        vreal group_sum = {}, group_product = {};
+        const int64_t stop = i + kGroup < vectors ? i + kGroup : vectors;
+        for (int64_t j = i; j < stop; ++j) {
+          const vreal d = (block[j] - centre) * scale_by;
+          const vreal e = vexp(d);
+          group_sum += e;
+          group_product = fma(e, select(d < splat(kExpFloor), splat(kExpFloor), d), group_product);  // 0 * -inf is NaN
+        }
+        add_exactly(group_sum, sums, lost_sums);
+        add_exactly(group_product, products, lost_products);
       }
-      s += sum(sums);
-      u += sum(products);
+      s += sum(sums) + sum(lost_sums);
+      u += sum(products) + sum(lost_products);
     }
     const int64_t target = targets[row] - x.vocab_start;
     out[0] = m;

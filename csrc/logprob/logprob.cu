@@ -9,9 +9,11 @@ namespace {
 
 constexpr int kLoads = 4;  // vectors of 16 bytes that a thread has on the way at once
 
-// Running sums of one thread: m the largest logit so far, s = sum 2^d2, u = sum 2^d2 d2.
+// Running sums of one thread: m the largest logit so far, s = sum 2^d2, u = sum 2^d2 d2. In double: a thread that has
+// seen the row's peak must not lose what the others are too small to change it by.
 struct Partial {
-  real m, s, u;
+  real m;
+  double s, u;
 };
 
 __device__ __forceinline__ real shift_of(real from, real to, real scale) {
@@ -28,7 +30,7 @@ __device__ __forceinline__ void add(Partial& p, const uint4 (&v)[kLoads], int co
   const real m = T::top_of(top);
   if (m > p.m) {
     const real shift = shift_of(p.m, m, scale), by = exp2_of(shift);
-    p.u = by * multiply_add(shift, p.s, p.u);
+    p.u = by * ((double)shift * p.s + p.u);
     p.s *= by;
     p.m = m;
   }
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(Threads, Threads == 512 ? 3 : 1536 / Threads <
   const real shift = p.m == top ? (real)0 : shift_of(p.m, top, scale), by = exp2_of(shift);
   const auto plus = [](double a, double b) { return a + b; };
   double s = warp_reduce((double)by * p.s, plus);
-  double u = warp_reduce((double)by * ((double)p.u + (double)shift * p.s), plus);
+  double u = warp_reduce((double)by * (p.u + (double)shift * p.s), plus);
   if (kWarps > 1) {
     if (lane == 0) {
       sums[warp] = s;

@@ -88,6 +88,8 @@ def _row_major_steps(shape: Sequence[int]) -> list[int]:
 
 
 def _check(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     checks.device("x", x)
     if x.is_complex() or x.element_size() not in _INTEGERS:
         raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes that are not complex, got {x.dtype}")
@@ -97,3 +99,5 @@ def _check(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
         raise ValueError(f"x has {x.dim()} dimensions, at most {_MAX_DIMS} are supported; reshape it")
     if any(not 0 <= lo <= lo + n <= size for lo, n, size in zip(start, x.shape, shape, strict=True)):
         raise ValueError(f"a box of {tuple(x.shape)} at start {tuple(start)} does not lie within shape {tuple(shape)}")
+    if math.prod(shape) * x.element_size() > 2**63:
+        raise ValueError(f"a tensor of shape {tuple(shape)} and {x.element_size()} bytes an element has more than 2**63 bytes")

@@ -66,14 +66,16 @@ def linear_logprob(
         TypeError, ValueError: an argument of the wrong type, shape or device, a target outside the vocabulary, or a
             budget that does not hold one row of logits.
     """
+    chunk = _check(hidden, weight, targets, group, vocab_start, vocab_size, temperature, logits_bytes)
     if native.twin():
         return linear_logprob_reference(
             hidden, weight, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
         )
-    chunk = _check(hidden, weight, targets, vocab_start, vocab_size, temperature, logits_bytes)
     if chunk >= hidden.shape[0]:
+        with torch.autocast(hidden.device.type, enabled=False):  # a budget must not change the GEMM's precision
+            logits = F.linear(hidden, weight)
         return logprob.vocab_parallel_logprob(
-            F.linear(hidden, weight), targets,
+            logits, targets,
             group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature,
         )  # fmt: skip
     shard = (vocab_start, vocab_size, temperature)
@@ -114,7 +116,7 @@ def linear_logprob_loss(
         TypeError, ValueError: as :func:`linear_logprob`, or ``loss`` returned no scalar.
     """
     shard = (vocab_start, vocab_size, temperature)
-    chunk = _check(hidden, weight, targets, *shard, logits_bytes)
+    chunk = _check(hidden, weight, targets, group, *shard, logits_bytes)
     if native.twin():
         logp, entropy = linear_logprob_reference(
             hidden, weight, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
@@ -205,8 +207,12 @@ class _InForward(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[Any, ...]:
         # In place: a second backward gets autograd's error, because these tensors have changed since they were saved.
-        scaled = (None if g is None else g.mul_(grad_total.to(g.dtype)) for g in ctx.saved_tensors)
-        return *scaled, None, None, None, None, None, None
+        # A loss scale of 65536 is infinite in half precision, so products are made in float32.
+        gradients = ctx.saved_tensors
+        for g in gradients:
+            for part in () if g is None else g.split(1024):
+                part.copy_(part.to(grad_total.dtype) * grad_total)
+        return *gradients, None, None, None, None, None, None
 
 
 class _Gradients:
@@ -265,6 +271,8 @@ def rows_in_budget(columns: int, dtype: torch.dtype, logits_bytes: int | None) -
     row = columns * dtype.itemsize
     if logits_bytes is None or row == 0:
         return None
+    if not isinstance(logits_bytes, int):
+        raise TypeError(f"logits_bytes must be an int or None, got {type(logits_bytes).__name__}")
     if logits_bytes < row:
         raise ValueError(
             f"logits_bytes={logits_bytes} does not hold one row of {columns} logits ({row} bytes); "
@@ -277,6 +285,7 @@ def _check(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
+    group: torch.distributed.ProcessGroup | None,
     vocab_start: int,
     vocab_size: int,
     temperature: float,
@@ -286,7 +295,8 @@ def _check(
     dtypes = (native.real(), torch.bfloat16, torch.float16) if not native.twin() else (*_FLOATS, torch.float64)
     checks.tensor("hidden", hidden, dtypes=dtypes, shape=(None, None))
     checks.tensor("weight", weight, dtypes=(hidden.dtype,), shape=(None, hidden.shape[1]), like=hidden)
-    logprob.check_targets(hidden, targets, vocab_start, vocab_size, temperature)
+    logprob.check_shard(weight.shape[0], group, vocab_start, vocab_size)
+    logprob.check_targets(hidden, targets, vocab_size, temperature)
     fit = rows_in_budget(weight.shape[0], hidden.dtype, logits_bytes)
     return max(1, hidden.shape[0] if fit is None else min(fit, hidden.shape[0]))
 

@@ -23,7 +23,6 @@ IGNORED = -100
 """The target of a row that takes no part: log-prob 0, entropy 0, no gradient."""
 
 
-
 def vocab_parallel_logprob(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -40,11 +39,13 @@ def vocab_parallel_logprob(
         logits: [T, V] float32, bfloat16 or float16, this rank's columns ``vocab_start .. vocab_start + V`` of the
             vocabulary. Columns must be contiguous; rows may be strided.
         targets: int64 [T] token ids of the whole vocabulary; -100 leaves a row out.
-        group: the ranks that hold the other columns, in the order of their columns; None when V is all of them.
+        group: the ranks that hold the other columns, each as many, in the order of their columns; None when V is all of
+            them.
         vocab_size: the real vocabulary; columns whose token id is not below it are padding and get no probability.
         temperature: divides the logits, in float32.
         inplace_backward: write the gradient over the logits buffer, so that no second [T, V] exists. **The logits are
-            consumed**: using them again after backward is an autograd error. A leaf's values are never overwritten.
+            consumed**: using them again after backward is an autograd error. The values of a leaf, or of a view of one,
+            are never overwritten.
 
     Returns:
         (logp, entropy), float32 [T], natural logarithm, equal on all ranks of the group.
@@ -55,14 +56,16 @@ def vocab_parallel_logprob(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or device, or a target outside the vocabulary.
     """
+    _check_logits(logits)
+    check_shard(logits.shape[1], group, vocab_start, vocab_size)
+    check_targets(logits, targets, vocab_size, temperature)
     if native.twin():
         return vocab_parallel_logprob_reference(
             logits, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
         )
-    _check(logits, targets, vocab_start, vocab_size, temperature)
     # Rows that overlap (an expanded tensor) cannot hold one gradient each, and what a compiler has planned must not change.
     inplace = (
-        inplace_backward and not logits.is_leaf and logits.stride(0) >= logits.shape[1] and not torch.compiler.is_compiling()
+        inplace_backward and not torch.compiler.is_compiling() and not _is_leafs(logits) and logits.stride(0) >= logits.shape[1]
     )
     ranks = "" if group is None or group.size() == 1 else group.group_name
     shard = (vocab_start, vocab_size, temperature)
@@ -78,6 +81,8 @@ def local_stats(
     logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float
 ) -> torch.Tensor:
     """One shard's pass: float32 [T, 4] of ``{m, Σe, Σe·d, x_target}`` (0 where the target is in another shard)."""
+    _check_logits(logits)
+    _check_rows(logits, native.real(), targets=targets)
     stats = logits.new_empty(logits.shape[0], 4, dtype=native.real())
     block = _block(logits, vocab_start, vocab_size, temperature)
     native.run("logprob_local", logits, block, targets.data_ptr(), stats.data_ptr())
@@ -107,7 +112,10 @@ def combine_stats(
     Returns:
         (logp [T], entropy [T], norm [T, 2] = {max x, log Σe}), float32.
     """
+    checks.tensor("stats", stats, dtypes=(native.real(),), shape=(None, None, 4))
+    stats = stats.contiguous()
     shards, rows, _ = stats.shape
+    _check_rows(stats[0] if shards else stats.new_empty(0, 4), native.real(), targets=targets)
     logp, entropy, norm = stats.new_empty(rows), stats.new_empty(rows), stats.new_empty(rows, 2)
     native.run(
         "logprob_combine", stats, stats.data_ptr(), shards, rows, targets.data_ptr(), temperature,
@@ -152,9 +160,12 @@ def _gradient(
     *,
     out: torch.Tensor,
 ) -> None:
+    _check_logits(logits)
     # Kept in variables: the kernel reads them through their addresses.
     grad_logp = None if grad_logp is None else grad_logp.to(norm.dtype).contiguous()
     grad_entropy = None if grad_entropy is None else grad_entropy.to(norm.dtype).contiguous()
+    given = {"norm": norm, "entropy": entropy, "grad_logp": grad_logp, "grad_entropy": grad_entropy}
+    _check_rows(logits, norm.dtype, targets=targets, **given)
     native.run(
         "logprob_backward", logits, _block(logits, vocab_start, vocab_size, temperature), targets.data_ptr(),
         norm.data_ptr(), entropy.data_ptr(), native.address(grad_logp), native.address(grad_entropy),
@@ -225,24 +236,58 @@ def vocab_parallel_logprob_reference(
     return logp, entropy
 
 
-def _check(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float
-) -> None:
-    checks.tensor("logits", logits, dtypes=tuple(_dtypes()), shape=(None, None))
+def _check_logits(logits: torch.Tensor) -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16) if native.twin() else tuple(_dtypes())
+    checks.tensor("logits", logits, dtypes=dtypes, shape=(None, None))
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"logits must have contiguous columns, got strides {logits.stride()}; call .contiguous()")
-    check_targets(logits, targets, vocab_start, vocab_size, temperature)
 
 
-def check_targets(
-    like: torch.Tensor, targets: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float
-) -> None:
+def _check_rows(logits: torch.Tensor, dtype: torch.dtype, *, targets: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """What the kernels read beside logits has as many rows, lies in one piece, and has the type that they take it for."""
+    rows = logits.shape[0]
+    checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(rows,), like=logits)
+    for name, x in others.items():
+        if x is not None:
+            checks.tensor(name, x, dtypes=(dtype,), shape=(rows, 2) if name == "norm" else (rows,), like=logits)
+    for name, x in {"targets": targets, **others}.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}; call .contiguous()")
+
+
+def _is_leafs(logits: torch.Tensor) -> bool:
+    """Is its memory that of a leaf (a parameter, or the user's own data), which keeps its values?"""
+    base = logits._base if logits._is_view() else logits
+    return base is None or base.is_leaf
+
+
+def check_shard(columns: int, group: torch.distributed.ProcessGroup | None, vocab_start: int, vocab_size: int) -> None:
+    """Raise TypeError or ValueError unless the ranks' columns make up the vocabulary: a target that lies on none of them
+    would silently count as logit 0."""
+    for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
+        if not isinstance(value, int | torch.SymInt):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+    if not 1 <= vocab_size < 2**62:
+        raise ValueError(f"vocab_size must be at least 1 and below 2**62, got {vocab_size}")
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    if vocab_start != rank * columns:
+        raise ValueError(f"vocab_start must be {rank * columns} on rank {rank} of {ranks} with {columns} columns each, got {vocab_start}")
+    if vocab_size > ranks * columns:
+        raise ValueError(
+            f"vocab_size is {vocab_size}, but {ranks} rank(s) with {columns} columns each hold {ranks * columns}; "
+            "give the group of ranks that hold the others"
+        )
+
+
+def check_targets(like: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float) -> None:
     """What the rows of ``like`` [T, any] are asked: raises TypeError or ValueError naming the argument."""
     checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(like.shape[0],), like=like)
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    if vocab_size < 1 or vocab_start < 0:
-        raise ValueError(f"vocab_size must be at least 1 and vocab_start at least 0, got {vocab_size} and {vocab_start}")
+    if not isinstance(temperature, int | float | torch.SymFloat):
+        raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
+    if not 1e-30 <= temperature <= 1e30:  # so that its inverse is a normal float32
+        raise ValueError(f"temperature must be above 0, from 1e-30 to 1e30, got {temperature}")
     if targets.device.type != "cpu" or torch.compiler.is_compiling():
         return  # the kernel makes rows with such targets NaN; to look here would make the CPU wait for the device
     outside = ((targets < 0) & (targets != IGNORED)) | (targets >= vocab_size)

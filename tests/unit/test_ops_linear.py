@@ -345,3 +345,27 @@ def test_on_a_gpu(mode: str, dtype: torch.dtype) -> None:
     logits = (chunk or 1024) * 32_000 * dtype.itemsize
     weights = 4 * case.weight.numel() * 4  # a copy, its gradient, their sum in float32, a chunk's product
     assert torch.cuda.max_memory_allocated() - before <= logits + weights + 2**23
+
+
+def test_a_loss_scale_beyond_half_precision_does_not_make_mode_b_infinite():
+    """65536, the usual first scale, is infinite in float16; its product with a gradient is not."""
+    hidden, weight = (torch.randn(n, 16).mul(1e-3).half().requires_grad_() for n in (5, 40))
+    targets = torch.tensor([0, 1, 2, 3, 39])
+    total = ops.linear_logprob_loss(
+        hidden, weight, targets, lambda logp, entropy, _: logp.sum() * 1e-2, vocab_size=40, logits_bytes=160
+    )
+    (total * 65536).backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all() and weight.grad.abs().max() > 10
+
+
+def test_a_budget_does_not_change_the_precision_under_autocast():
+    hidden, weight = torch.randn(6, 64), torch.randn(50, 64)
+    targets = torch.arange(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept, chunked = (ops.linear_logprob(hidden, weight, targets, vocab_size=50, logits_bytes=n)[0] for n in (None, 400))
+    assert (kept - chunked).abs().max() < 1e-5
+
+
+def test_a_budget_is_an_int():
+    with pytest.raises(TypeError, match="logits_bytes must be an int or None, got float"):
+        ops.linear_logprob(torch.randn(2, 4), torch.randn(8, 4), torch.tensor([0, 1]), vocab_size=8, logits_bytes=1e9)

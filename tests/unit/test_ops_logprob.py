@@ -33,10 +33,14 @@ class Case(NamedTuple):
     grad_entropy: torch.Tensor
 
 
-def make_case(seed, rows, vocab_size, shards, temperature=1.0, scale=4.0, offset=0.0, dtype=torch.float32):
+def make_case(seed, rows, vocab_size, shards, temperature=1.0, scale=4.0, offset=0.0, dtype=torch.float32, peak=0.0):
     g = torch.Generator().manual_seed(seed)
     width = -(-vocab_size // shards)
-    logits = (torch.randn(rows, width * shards, generator=g) * scale + offset).to(dtype)
+    logits = torch.randn(rows, width * shards, generator=g) * scale + offset
+    if peak:  # one logit above all others, which are too small to change it one by one
+        logits = torch.randn(rows, width * shards, generator=g) * 0.01 * temperature
+        logits[torch.arange(rows), torch.randint(0, vocab_size, (rows,), generator=g)] = peak * temperature
+    logits = logits.to(dtype)
     targets = torch.randint(0, vocab_size, (rows,), generator=g)
     targets[torch.rand(rows, generator=g) < 0.2] = -100
     return Case(logits, targets, vocab_size, shards, temperature, torch.randn(rows, generator=g), torch.randn(rows, generator=g))
@@ -48,9 +52,10 @@ cases = st.builds(
     rows=st.integers(1, 6),
     vocab_size=st.one_of(st.integers(1, 70), st.integers(1000, 2100)),
     shards=st.integers(1, 8),
-    temperature=st.sampled_from([1.0, 0.6, 2.5]),
+    temperature=st.sampled_from([1.0, 0.6, 2.5, 0.01, 100.0]),
     scale=st.sampled_from([0.1, 4.0, 30.0]),
     offset=st.sampled_from([0.0, 50.0, -200.0]),
+    peak=st.sampled_from([0.0, 0.0, 16.64, 19.43, 88.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 
@@ -145,6 +150,23 @@ def test_logits_survive_without_inplace_and_a_leaf_survives_always():
     assert torch.equal(logits, case.logits)
 
 
+@pytest.mark.parametrize("view", [lambda p: p.view(6, 8), lambda p: p.flatten(0, 1), lambda p: p.view(6, 8)[:3]])
+def test_views_of_a_leaf_keep_its_values(view):
+    leaf = torch.nn.Parameter(torch.randn(2, 3, 8))
+    before, logits = leaf.detach().clone(), view(leaf)
+    ops.vocab_parallel_logprob(logits, torch.zeros(len(logits), dtype=torch.int64), vocab_size=8)[0].sum().backward()
+    assert torch.equal(leaf, before) and leaf.grad.data_ptr() != leaf.data_ptr() and leaf.grad.abs().sum() > 0
+
+
+def test_a_view_of_what_is_no_leaf_is_written_over():
+    """As in the LM head: [s, b, V] seen as rows."""
+    leaf = torch.randn(2, 3, 8, requires_grad=True)
+    logits, seen = leaf * 1, []
+    logits.register_hook(lambda g: seen.append(g.data_ptr()))
+    ops.vocab_parallel_logprob(logits.view(6, 8), torch.zeros(6, dtype=torch.int64), vocab_size=8)[0].sum().backward()
+    assert seen == [logits.data_ptr()]
+
+
 def test_only_one_output_used():
     case = make_case(5, rows=4, vocab_size=33, shards=1)
     for pick, kept in enumerate(("grad_logp", "grad_entropy")):
@@ -203,6 +225,19 @@ def test_nan_is_not_hidden():
     assert logp[0].isnan() and entropy[0].isnan() and logp[1].isfinite() and entropy[1].isfinite()
 
 
+@pytest.mark.parametrize("vocab_size", [1024, 151_936])
+@pytest.mark.parametrize("peak", [15.5, 16.62, 17.3])
+def test_many_small_terms_beside_one_peak_count(vocab_size, peak):
+    """Each is too small to change the peak's sum in float32; together they are the answer."""
+    logits = torch.full((1, vocab_size), -peak)
+    logits[0, 0] = 0.0
+    want = ops.vocab_parallel_logprob_reference(logits.double(), torch.tensor([0]), vocab_size=vocab_size)
+    for isa in INSTRUCTION_SETS:
+        if _C.use_isa(isa):
+            got = ops.vocab_parallel_logprob(logits, torch.tensor([0]), vocab_size=vocab_size)
+            assert all((a - b).abs().max() <= 1e-6 for a, b in zip(got, want, strict=True))
+
+
 def test_closed_form():
     """Logits 0 and log 3: probabilities 1/4 and 3/4."""
     logits = torch.tensor([[0.0, 1.0986122886681098]])
@@ -249,6 +284,15 @@ def test_half_precision_conversions_are_exact_and_rounded_like_torch():
         ({"targets": torch.tensor([0, 8, 1])}, ValueError, r"targets\[1\] = 8 is outside the vocabulary of 8"),
         ({"targets": torch.tensor([0, 1, -1])}, ValueError, r"targets\[2\] = -1"),
         ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
+        ({"temperature": float("inf")}, ValueError, "temperature must be above 0"),
+        ({"temperature": float("nan")}, ValueError, "temperature must be above 0"),
+        ({"temperature": 1e-46}, ValueError, "temperature must be above 0"),
+        ({"temperature": "1"}, TypeError, "temperature must be a number, got str"),
+        ({"vocab_size": "8"}, TypeError, "vocab_size must be an int, got str"),
+        ({"vocab_size": 9}, ValueError, "vocab_size is 9, but 1 rank.s. with 8 columns each hold 8"),
+        ({"vocab_start": 8}, ValueError, "vocab_start must be 0 on rank 0 of 1 with 8 columns each, got 8"),
+        ({"logits": torch.empty(3, 0)}, ValueError, "vocab_size is 8, but"),
+        ({"group": "tp"}, TypeError, "group must be a torch.distributed.ProcessGroup or None, got str"),
         ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1"),
         ({"logits": torch.empty(3, 8, device="meta")}, ValueError, "targets is on cpu but must be on meta"),
     ],
@@ -257,6 +301,69 @@ def test_errors_name_the_argument(change, error, text):
     arguments = {"logits": torch.randn(3, 8), "targets": torch.tensor([0, 1, 2]), "vocab_size": 8} | change
     with pytest.raises(error, match=text):
         ops.vocab_parallel_logprob(arguments.pop("logits"), arguments.pop("targets"), **arguments)
+
+
+@pytest.mark.parametrize("target", [-1, 8, 2**40])
+def test_the_kernel_makes_a_row_nan_whose_target_no_token_has(target):
+    """Where nobody looks at targets before it does: on a GPU, or under torch.compile."""
+    stats = logprob.local_stats(torch.randn(2, 10), torch.tensor([target, 3]), 0, 8, 1.0)
+    assert stats[0].isnan().all() and stats[1].isfinite().all()
+
+
+def test_a_target_in_another_shards_padding_has_no_logit_here():
+    stats = logprob.local_stats(torch.ones(1, 10), torch.tensor([3]), 8, 12, 1.0)
+    assert stats[0].tolist() == [1.0, 4.0, 0.0, 0.0]
+
+
+def test_nan_gradients_are_stored_as_nan():
+    for dtype in (torch.bfloat16, torch.float16):
+        leaf = torch.randn(2, 20).to(dtype).requires_grad_()
+        logp, _ = ops.vocab_parallel_logprob(leaf * 1, torch.tensor([1, 2]), vocab_size=20)
+        logp.backward(torch.tensor([float("nan"), 1.0]))
+        assert leaf.grad[0].isnan().all() and leaf.grad[1].isfinite().all()
+
+
+def test_elements_beyond_two_to_the_31_are_found():
+    """Three rows 2**30 + 8 elements apart; of the 6 GB between them nothing is touched."""
+    apart, columns = 2**30 + 8, 40
+    store = torch.empty(2 * apart + columns, dtype=torch.bfloat16)
+    rows = store.as_strided((3, columns), (apart, 1))
+    rows.copy_(torch.randn(3, columns))
+    near, targets = rows.clone(), torch.tensor([1, 2, 3])
+    shard = (0, columns, 1.0)
+    far_stats, near_stats = (logprob.local_stats(x, targets, *shard) for x in (rows, near))
+    assert torch.equal(far_stats, near_stats)
+    _, entropy, norm = logprob.combine_stats(near_stats[None], targets, 1.0)
+    for x in (rows, near):
+        logprob.gradient_(x, targets, norm, entropy, torch.ones(3), torch.ones(3), *shard)
+    assert torch.equal(rows, near)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: logprob.local_stats(torch.randn(9, 8), torch.zeros(3, dtype=torch.int64), 0, 8, 1.0), "targets must have shape"),
+        (lambda: logprob.local_stats(torch.randn(8, 9).T, torch.zeros(9, dtype=torch.int64), 0, 8, 1.0), "contiguous columns"),
+        (lambda: logprob.combine_stats(torch.randn(1, 9, 4), torch.zeros(3, dtype=torch.int64), 1.0), "targets must have shape"),
+        (lambda: logprob.combine_stats(torch.randn(9, 4), torch.zeros(9, dtype=torch.int64), 1.0), "stats must have shape"),
+        (lambda: logprob.gradient(torch.randn(3, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(3),
+                                  None, None, 0, 8, 1.0), "norm must have shape"),
+        (lambda: logprob.gradient_(torch.randn(3, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2), torch.zeros(2),
+                                   None, None, 0, 8, 1.0), "entropy must have shape"),
+    ],
+)  # fmt: skip
+def test_registered_ops_check_what_they_are_given(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_the_twin_checks_too():
+    ops.use("torch")
+    try:
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            ops.vocab_parallel_logprob(torch.randn(3, 8), torch.tensor([0, 9, 1]), vocab_size=8)
+    finally:
+        ops.use("megarl")
 
 
 def test_no_rows():
