@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cfloat>
 #include <vector>
 
 #include "isa.h"
@@ -44,6 +45,8 @@ extern "C" void megarl_cpu_gae(const real* rewards, const real* values, const in
   });
   double power = gamma * lam;
   for (int64_t n = kPiece; n > 1; n /= 2) power *= power;
+  // Where the power underflows, an infinity behind the piece must stay one: 0 * inf is NaN.
+  if (gamma * lam > 0.0) power = std::max(power, DBL_MIN);
   for (int64_t i = 1; i < number; ++i)
     if (!pieces[i].last) pieces[i].behind += power * pieces[i - 1].behind;
   megarl::parallel(number, tokens * 4, threads, [&](int64_t begin, int64_t end) {

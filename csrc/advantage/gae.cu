@@ -6,6 +6,8 @@
 // one block walks all tiles of a sequence (many sequences), or every tile is reduced by a block of its own, the totals
 // are chained, and every tile is done again with what lies behind it (few long ones). fma is written out, so that no
 // compiler contracts one of the two otherwise than the other.
+#include <cfloat>
+
 #include "cuda/device.h"
 
 namespace {
@@ -23,6 +25,7 @@ struct Gae {
   double gamma;
   double step[kSteps];       // c^1, c^2, c^4, c^8, c^16
   double group, warp, tile;  // c^32, c^tokens of a warp, c^tokens of a tile
+  double least;              // of any power: 0 only where c is, lest an infinity that is far behind become NaN
   real *advantages, *returns;
 };
 
@@ -91,7 +94,7 @@ __device__ double combine(const Gae& x, const Tile& tile, double (&totals)[kWarp
 __device__ void store(const Gae& x, Range at, int64_t base, const Tile& tile, double behind, double behind_warp) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   double to_end = 1.0, to_group = 1.0;  // c^tokens from the warp's end to the tile's, from the lane to its group's end
-  for (int w = warp + 1; w < kWarps; ++w) to_end *= x.warp;
+  for (int w = warp + 1; w < kWarps; ++w) to_end = fmax(to_end * x.warp, x.least);
   for (int s = 0; s < kSteps; ++s)
     if ((kWarp - lane) >> s & 1) to_group *= x.step[s];
   if (lane == 0) to_group = x.group;
@@ -195,13 +198,15 @@ extern "C" int megarl_cuda_gae(const real* rewards, const real* values, const in
                                int64_t tokens, const real* bootstrap, double gamma, double lam, real* advantages,
                                real* returns, double* scratch, void* stream) {
   if (sequences == 0 || tokens == 0) return 0;
-  Gae x{rewards, values, bootstrap, cu, sequences, tokens, gamma, {}, 0.0, 0.0, 0.0, advantages, returns};
+  Gae x{rewards, values, bootstrap, cu, sequences, tokens, gamma, {}, 0.0, 0.0, 0.0, 0.0, advantages, returns};
   double power = gamma * lam;
-  for (double& step : x.step) step = power, power *= power;
+  if (power > 0.0) x.least = DBL_MIN;
+  const auto square = [&](double y) { return fmax(y * y, x.least); };
+  for (double& step : x.step) step = power, power = square(power);
   x.group = x.warp = power;
-  for (int n = kGroups; n > 1; n /= 2) x.warp *= x.warp;
+  for (int n = kGroups; n > 1; n /= 2) x.warp = square(x.warp);
   x.tile = x.warp;
-  for (int n = kWarps; n > 1; n /= 2) x.tile *= x.tile;
+  for (int n = kWarps; n > 1; n /= 2) x.tile = square(x.tile);
   if (!scratch) {
     MEGARL_LAUNCH(gae_sequences, blocks(sequences), kThreads, stream, x);
   } else {

@@ -30,6 +30,7 @@ def gae(
         rewards, values: float32 [T].
         cu_seqlens: int32 or int64 [N + 1], from 0 to T, never decreasing. On a GPU this is not looked at (the CPU would
             wait for the device): what it holds is clamped into [0, T], and tokens of no sequence get 0.
+        gamma, lam: in [0, 1].
         bootstrap: float32 [N], the value of the state after each sequence's last token: 0 for a finished sequence.
 
     Returns:
@@ -38,9 +39,9 @@ def gae(
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
     """
-    offsets = _check(rewards, values, cu_seqlens, bootstrap)
     if native.twin():
         return gae_reference(rewards, values, cu_seqlens, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    offsets = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam)
     advantages, returns = packed_gae(rewards.detach(), values.detach(), offsets, bootstrap.detach(), gamma, lam).unbind(0)
     return advantages, returns
 
@@ -52,13 +53,15 @@ def discounted_returns(
 
     Arguments, result (float32 [T]) and errors as there.
     """
+    checks.tensor("rewards", rewards, dtypes=checks.REFERENCE if native.twin() else (native.real(),))
     return gae(rewards, torch.zeros_like(rewards), cu_seqlens, gamma=gamma, lam=1.0, bootstrap=bootstrap)[1]
 
 
 def discounted_returns_reference(
     rewards: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float, bootstrap: torch.Tensor
 ) -> torch.Tensor:
-    """What :func:`discounted_returns` computes, as a plain loop."""
+    """What :func:`discounted_returns` computes, as a plain loop; float32 or float64."""
+    _check_reference(rewards, rewards, cu_seqlens, bootstrap, gamma, 1.0)
     returns = torch.zeros_like(rewards, dtype=torch.float64)
     for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         following = bootstrap[i].double()
@@ -79,8 +82,9 @@ def packed_gae(
     gamma: float,
     lam: float,
 ) -> torch.Tensor:
-    """:func:`gae` of checked arguments: [2, T]. (One block of memory: two that are freed together go back to the system,
+    """:func:`gae` as [2, T]. (One block of memory: two that are freed together go back to the system,
     and its pages cost more than the arithmetic.)"""
+    cu_seqlens = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam)
     checks.rising("cu_seqlens", cu_seqlens, rewards.shape[0])
     rewards, values, bootstrap = rewards.contiguous(), values.contiguous(), bootstrap.contiguous()
     tokens, sequences = rewards.shape[0], cu_seqlens.shape[0] - 1
@@ -107,7 +111,8 @@ def gae_reference(
     lam: float,
     bootstrap: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`gae` computes, as a plain loop; the result has the dtype of ``rewards``."""
+    """What :func:`gae` computes, as a plain loop; float32 or float64, as the result then is."""
+    _check_reference(rewards, values, cu_seqlens, bootstrap, gamma, lam)
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     r, v = rewards.double(), values.double()
     for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
@@ -119,12 +124,32 @@ def gae_reference(
 
 
 def _check(
-    rewards: torch.Tensor, values: torch.Tensor, cu_seqlens: torch.Tensor, bootstrap: torch.Tensor
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    bootstrap: torch.Tensor,
+    gamma: float,
+    lam: float,
+    dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> torch.Tensor:
-    """``cu_seqlens`` as contiguous int64."""
-    floats = (torch.float32, torch.float64) if native.twin() else (native.real(),)
-    checks.tensor("rewards", rewards, dtypes=floats, shape=(None,))
+    """``cu_seqlens`` as contiguous int64. ``dtypes``: what the kernels take, if None."""
+    checks.tensor("rewards", rewards, dtypes=dtypes or (native.real(),), shape=(None,))
     checks.tensor("values", values, dtypes=(rewards.dtype,), shape=tuple(rewards.shape), like=rewards)
     offsets = checks.offsets("cu_seqlens", cu_seqlens, like=rewards)
     checks.tensor("bootstrap", bootstrap, dtypes=(rewards.dtype,), shape=(offsets.shape[0] - 1,), like=rewards)
+    checks.number("gamma", gamma, low=0, high=1)
+    checks.number("lam", lam, low=0, high=1)
     return offsets
+
+
+def _check_reference(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    bootstrap: torch.Tensor,
+    gamma: float,
+    lam: float,
+) -> None:
+    """For the twins, which take float64 too: gradient checks and exact values come from them."""
+    offsets = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam, dtypes=checks.REFERENCE)
+    checks.rising("cu_seqlens", offsets, rewards.shape[0])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+REFERENCE = (torch.float32, torch.float64)
+"""What plain-torch twins take: float64 for exact values and gradient checks."""
 
 def tensor(
     name: str,
@@ -49,9 +52,24 @@ def offsets(name: str, cu: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
 
 def rising(name: str, cu: torch.Tensor, tokens: int) -> None:
     """Raise ValueError unless ``cu`` rises from 0 to ``tokens``. Looked at on the CPU only: elsewhere the CPU would wait
-    for the device, and kernels clamp what it holds instead. For use inside of an op, where values are known."""
-    if cu.device.type == "cpu" and (cu[0] != 0 or cu[-1] != tokens or bool((cu.diff() < 0).any())):
+    for the device, and kernels clamp what it holds instead. While a compiler traces, values are not known; they are
+    inside of an op, when it runs."""
+    if torch.compiler.is_compiling() or cu.device.type != "cpu":
+        return
+    if cu[0] != 0 or cu[-1] != tokens or bool((cu.diff() < 0).any()):
         raise ValueError(f"{name} must rise from 0 to the number of tokens {tokens}, got {cu.tolist()[:8]}")
+
+
+def number(name: str, x: float, *, low: float = -math.inf, high: float = math.inf, finite: bool = True) -> None:
+    """Raise TypeError or ValueError naming ``name`` unless ``x`` is an int or float within [low, high], and no NaN."""
+    if not isinstance(x, int | float) or isinstance(x, bool):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    # Comparisons alone: a compiler may trace x as a symbol.
+    if finite and not -math.inf < x < math.inf:
+        raise ValueError(f"{name} must be finite, got {x}")
+    if not low <= x <= high:
+        wanted = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+        raise ValueError(f"{name} must be {wanted}, got {x}")
 
 
 def device(name: str, x: torch.Tensor, *, meta: bool = False) -> None:

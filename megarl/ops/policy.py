@@ -86,18 +86,14 @@ def policy_loss(
         entropy: float32 [T]; needed where ``entropy_coef`` is not 0, for the metric otherwise.
         ref_logp: float32 [T]; needed by ``kl``. Coefficient 0 gives the metric alone.
         is_weight: float32 [T], multiplies the surrogate and gets no gradient (truncated importance sampling).
-        clip_low, clip_high: at least 0; ``clip_low`` above 1 leaves no lower bound. cispo has no lower bound anyway.
-        dual_clip: above 1, ppo_clip only.
-        scale: multiplies every weight: 1 / aggregation length, 1 / global denominator.
+        kl_coef, entropy_coef: finite; ``kl_coef`` must be 0 without ``kl``.
+        clip_low, clip_high: at least 0, infinity too; ``clip_low`` above 1 leaves no lower bound, which cispo never has.
+        dual_clip: above 1 and finite, ppo_clip only.
+        scale: finite, multiplies every weight: 1 / aggregation length, 1 / global denominator.
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
     """
-    offsets = _check(
-        logp, old_logp, advantages, cu_seqlens, mask=mask, entropy=entropy, ref_logp=ref_logp, is_weight=is_weight,
-        importance=importance, objective=objective, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, kl=kl,
-        entropy_coef=entropy_coef, aggregation=aggregation,
-    )  # fmt: skip
     if native.twin():
         return policy_loss_reference(
             logp, old_logp, advantages, cu_seqlens, mask=mask, entropy=entropy, ref_logp=ref_logp, is_weight=is_weight,
@@ -107,6 +103,7 @@ def policy_loss(
     settings = (
         importance, objective, kl, aggregation, clip_low, clip_high, dual_clip, kl_coef, entropy_coef, scale,
     )  # fmt: skip
+    offsets = _check(logp, entropy, old_logp, advantages, cu_seqlens, mask, ref_logp, is_weight, *settings)
     given = (old_logp, advantages, offsets, mask, None if kl is None else ref_logp, is_weight)
     total, sums = _Policy.apply(logp, entropy, given, settings)
     return PolicyLoss(total, PolicySums(*sums.unbind(0)))
@@ -133,10 +130,15 @@ def policy_loss_reference(
     aggregation: Literal["sum", "seq_mean"] = "sum",
     scale: float = 1.0,
 ) -> PolicyLoss:
-    """What :func:`policy_loss` computes, from plain torch operations and autograd; any floating dtype."""
+    """What :func:`policy_loss` computes, from plain torch operations and autograd; float32 or float64."""
+    offsets = _check(
+        logp, entropy, old_logp, advantages, cu_seqlens, mask, ref_logp, is_weight, importance, objective, kl, aggregation,
+        clip_low, clip_high, dual_clip, kl_coef, entropy_coef, scale, dtypes=checks.REFERENCE,
+    )  # fmt: skip
+    checks.rising("cu_seqlens", offsets, logp.shape[0])
     keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
-    rows = cu_seqlens.numel() - 1
-    row = torch.repeat_interleave(cu_seqlens.diff().long(), output_size=logp.numel())
+    rows = offsets.numel() - 1
+    row = torch.repeat_interleave(offsets.diff(), output_size=logp.numel())
 
     def kept(x: torch.Tensor) -> torch.Tensor:
         """float64, 0 where masked: done before any formula, so that NaN there reaches no gradient."""
@@ -220,6 +222,10 @@ def policy_rows(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(∂total/∂logp [T], ∂total/∂entropy [T] or [0] where it is 0, sums of each row [N, 8] in PolicySums' order)."""
+    cu_seqlens = _check(
+        logp, entropy, old_logp, advantages, cu_seqlens, mask, ref_logp, is_weight, importance, objective, kl, aggregation,
+        clip_low, clip_high, dual_clip, kl_coef, entropy_coef, scale,
+    )  # fmt: skip
     checks.rising("cu_seqlens", cu_seqlens, logp.shape[0])
     how = native.library.Policy(
         importance=IMPORTANCE.index(importance), objective=OBJECTIVES.index(objective), kl=ESTIMATORS.index(kl),
@@ -274,32 +280,33 @@ class _Policy(torch.autograd.Function):
 
 def _check(
     logp: torch.Tensor,
+    entropy: torch.Tensor | None,
     old_logp: torch.Tensor,
     advantages: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    *,
     mask: torch.Tensor | None,
-    entropy: torch.Tensor | None,
     ref_logp: torch.Tensor | None,
     is_weight: torch.Tensor | None,
     importance: str,
     objective: str,
+    kl: str | None,
+    aggregation: str,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
-    kl: str | None,
+    kl_coef: float,
     entropy_coef: float,
-    aggregation: str,
+    scale: float,
+    dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> torch.Tensor:
-    """``cu_seqlens`` as contiguous int64."""
-    # The twin takes float64 too: references and gradient checks run on it.
-    floats = (torch.float32, torch.float64) if native.twin() else (native.real(),)
-    checks.tensor("logp", logp, dtypes=floats, shape=(None,))
+    """``cu_seqlens`` as contiguous int64. Arguments in the op's order; ``dtypes``: what the kernels take, if None."""
+    checks.tensor("logp", logp, dtypes=dtypes or (native.real(),), shape=(None,))
     shape = tuple(logp.shape)
-    tensors = {"old_logp": old_logp, "advantages": advantages, "entropy": entropy, "ref_logp": ref_logp, "is_weight": is_weight}
-    for name, x in tensors.items():
-        if x is not None:
-            checks.tensor(name, x, dtypes=(logp.dtype,), shape=shape, like=logp)
+    for name, x in {"old_logp": old_logp, "advantages": advantages}.items():
+        checks.tensor(name, x, dtypes=(logp.dtype,), shape=shape, like=logp)
+    for name, given in {"entropy": entropy, "ref_logp": ref_logp, "is_weight": is_weight}.items():
+        if given is not None:
+            checks.tensor(name, given, dtypes=(logp.dtype,), shape=shape, like=logp)
     if mask is not None:
         checks.tensor("mask", mask, dtypes=(torch.bool,), shape=shape, like=logp)
     choices = {
@@ -309,12 +316,18 @@ def _check(
     for name, (value, known) in choices.items():
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
-    if not (clip_low >= 0 and clip_high >= 0):
-        raise ValueError(f"clip_low and clip_high must be at least 0, got {clip_low} and {clip_high}")
-    if dual_clip is not None and (not dual_clip > 1 or objective != "ppo_clip"):
-        raise ValueError(f"dual_clip must be above 1 and goes with objective ppo_clip, got {dual_clip} with {objective}")
+    checks.number("clip_low", clip_low, low=0, finite=False)
+    checks.number("clip_high", clip_high, low=0, finite=False)
+    for name, coefficient in {"kl_coef": kl_coef, "entropy_coef": entropy_coef, "scale": scale}.items():
+        checks.number(name, coefficient)
+    if dual_clip is not None:
+        checks.number("dual_clip", dual_clip)
+        if not dual_clip > 1 or objective != "ppo_clip":
+            raise ValueError(f"dual_clip must be above 1 and goes with objective ppo_clip, got {dual_clip} with {objective}")
     if kl is not None and ref_logp is None:
         raise ValueError(f"ref_logp must be given with kl={kl!r}")
+    if kl is None and kl_coef:
+        raise ValueError(f"kl must be given with kl_coef={kl_coef}")
     if entropy_coef and entropy is None:
         raise ValueError(f"entropy must be given with entropy_coef={entropy_coef}")
     return checks.offsets("cu_seqlens", cu_seqlens, like=logp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -107,6 +108,43 @@ def test_few_long_sequences(backend):
         assert ((x - exact).abs() <= 2e-6 * exact.abs().clamp(min=1.0)).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.99999), (0.999, 0.99)])
+@pytest.mark.parametrize("padding", [0, 200])
+def test_what_lies_behind_a_long_piece_counts(backend, gamma, lam, padding):
+    """Sequences above the CPU's pieces of 32,768 tokens, where the first tokens see the last ones."""
+    rewards, values, cu, bootstrap = packed(9, [100_000, 3, *[0] * padding])
+    with backends.on(backend):
+        ones = ops.gae(torch.ones(100_000), torch.zeros(100_000), cu[[0, 1]], gamma=1.0, lam=1.0, bootstrap=torch.zeros(1))[0]
+        got = ops.gae(rewards, values, cu, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    assert torch.equal(ones, torch.arange(100_000, 0, -1).float())
+    want, behind, next_value = [0.0] * 100_000, 0.0, bootstrap[0].item()
+    r, v = rewards.tolist(), values.tolist()
+    for t in reversed(range(100_000)):
+        want[t] = behind = r[t] + gamma * next_value - v[t] + gamma * lam * behind
+        next_value = v[t]
+    exact = torch.tensor(want, dtype=torch.float64)
+    for x, y in zip(got, (exact, exact + values[:100_000].double()), strict=True):
+        assert ((x[:100_000] - y).abs() <= 2e-6 * y.abs().clamp(min=1.0)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.9), (0.1, 0.001), (1.0, 1.0), (0.0, 1.0)])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_so_however_far_in_front(backend, gamma, lam, bad):
+    """A power of γλ that underflows would turn infinity into NaN; with γλ = 0 the plain formula does so itself."""
+    rewards, values, cu, bootstrap = packed(10, [70_000])
+    rewards[69_000] = bad
+    for empty in (0, 200):
+        cut = torch.cat([cu, cu[-1:].expand(empty)])
+        with backends.on(backend):
+            advantages, returns = ops.gae(rewards, values, cut, gamma=gamma, lam=lam, bootstrap=torch.cat([bootstrap, torch.zeros(empty)]))
+        front = torch.full((69_000,), bad if gamma else torch.nan)
+        for x in (advantages, returns):
+            assert torch.equal(x[:69_000].nan_to_num(7.0), front.nan_to_num(7.0)) and x[69_001:].isfinite().all()
+            assert x[69_000].isnan() if bad != bad else x[69_000] == bad  # noqa: PLR0124
+
+
 def test_nan_reaches_what_lies_in_front_of_it_only():
     rewards, values, cu, bootstrap = packed(6, [50, 60, 40])
     rewards[80] = torch.nan
@@ -169,20 +207,67 @@ def test_as_torch_sees_it():
         ops.use("megarl")
 
 
+FAULTS = [
+    ({"rewards": torch.zeros(4, dtype=torch.int32)}, TypeError, "rewards must be float32"),
+    ({"rewards": torch.zeros(2, 2)}, ValueError, r"rewards must have shape \[any\], got \[2, 2\]"),
+    ({"values": torch.zeros(3)}, ValueError, r"values must have shape \[4\], got \[3\]"),
+    ({"values": torch.zeros(4).double()}, TypeError, "values must be float32, got float64"),
+    ({"cu_seqlens": torch.tensor([0, 1, 3])}, ValueError, "cu_seqlens must rise from 0 to the number of tokens 4"),
+    ({"cu_seqlens": torch.tensor([1, 2, 4])}, ValueError, "cu_seqlens must rise"),
+    ({"cu_seqlens": torch.tensor([0, 3, 1, 4]), "bootstrap": torch.zeros(3)}, ValueError, "cu_seqlens must rise"),
+    ({"cu_seqlens": torch.tensor([0, 3, 1, 4]).int(), "bootstrap": torch.zeros(3)}, ValueError, "cu_seqlens must rise"),
+    ({"cu_seqlens": torch.tensor([0.0, 1.0, 4.0]).double()}, TypeError, "cu_seqlens must be int32 or int64"),
+    ({"cu_seqlens": torch.empty(0, dtype=torch.int64)}, ValueError, "cu_seqlens must rise"),
+    ({"bootstrap": torch.zeros(3)}, ValueError, r"bootstrap must have shape \[2\], got \[3\]"),
+    ({"gamma": math.nan}, ValueError, "gamma must be finite, got nan"),
+    ({"gamma": 1.01}, ValueError, r"gamma must be in \[0, 1\], got 1.01"),
+    ({"lam": -0.1}, ValueError, r"lam must be in \[0, 1\], got -0.1"),
+    ({"lam": math.inf}, ValueError, "lam must be finite"),
+]
+PLAIN_FAULTS = [
+    ({"rewards": torch.zeros(4, dtype=torch.float64)}, TypeError, "rewards must be float32, got float64"),
+    ({"rewards": [0.0] * 4}, TypeError, "rewards must be a torch.Tensor, got list"),
+    ({"bootstrap": 0.0}, TypeError, "bootstrap must be a torch.Tensor, got float"),
+    ({"gamma": "1"}, TypeError, "gamma must be a number, got str"),
+    ({"lam": None}, TypeError, "lam must be a number, got NoneType"),
+    ({"lam": True}, TypeError, "lam must be a number, got bool"),
+]
+
+
+def with_fault(change):
+    return {
+        "rewards": torch.zeros(4), "values": torch.zeros(4), "cu_seqlens": torch.tensor([0, 1, 4]), "bootstrap": torch.zeros(2),
+        "gamma": 1.0, "lam": 1.0,
+    } | change  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "text"), FAULTS + PLAIN_FAULTS)
+def test_errors_name_the_argument(change, error, text):
+    with pytest.raises(error, match=text):
+        ops.gae(**with_fault(change))
+
+
+@pytest.mark.parametrize(("change", "error", "text"), FAULTS)
+def test_the_registered_op_and_the_twin_check_too(change, error, text):
+    arguments = with_fault(change)
+    with pytest.raises(error, match=text):
+        torch.ops.megarl.gae(*(arguments[k] for k in ("rewards", "values", "cu_seqlens", "bootstrap", "gamma", "lam")))
+    with pytest.raises(error, match=text):
+        ops.gae_reference(**arguments)
+    ops.use("torch")
+    try:
+        with pytest.raises(error, match=text):
+            ops.gae(**arguments)
+    finally:
+        ops.use("megarl")
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
-    [
-        ({"rewards": torch.zeros(4, dtype=torch.float64)}, TypeError, "rewards must be float32, got float64"),
-        ({"values": torch.zeros(3)}, ValueError, r"values must have shape \[4\], got \[3\]"),
-        ({"cu_seqlens": torch.tensor([0, 1, 3])}, ValueError, "cu_seqlens must rise from 0 to the number of tokens 4"),
-        ({"cu_seqlens": torch.tensor([0, 3, 1, 4]), "bootstrap": torch.zeros(3)}, ValueError, "cu_seqlens must rise"),
-        ({"cu_seqlens": torch.empty(0, dtype=torch.int64)}, ValueError, "cu_seqlens must rise"),
-        ({"bootstrap": torch.zeros(3)}, ValueError, r"bootstrap must have shape \[2\], got \[3\]"),
-    ],
+    [fault for fault in FAULTS + PLAIN_FAULTS[1:4] if not fault[0].keys() & {"lam", "values"}],
 )
-def test_errors_name_the_argument(change, error, text):
-    arguments = {
-        "rewards": torch.zeros(4), "values": torch.zeros(4), "cu_seqlens": torch.tensor([0, 1, 4]), "bootstrap": torch.zeros(2),
-    } | change
+@pytest.mark.parametrize("function", [ops.discounted_returns, ops.discounted_returns_reference])
+def test_discounted_returns_check_too(function, change, error, text):
+    arguments = with_fault(change)
     with pytest.raises(error, match=text):
-        ops.gae(**arguments, gamma=1.0, lam=1.0)
+        function(*(arguments[k] for k in ("rewards", "cu_seqlens", "gamma", "bootstrap")))

@@ -71,7 +71,7 @@ variants = st.fixed_dictionaries(
         "entropy_coef": st.sampled_from([0.0, 0.05]),
         "scale": st.sampled_from([1.0, 1 / 9, 1 / 4096]),
     }
-).map(lambda v: v | ({"dual_clip": None} if v["objective"] == "cispo" else {}))
+).map(lambda v: v | ({"dual_clip": None} if v["objective"] == "cispo" else {}) | ({"kl_coef": 0.0} if v["kl"] is None else {}))
 lengths_of_rows = st.lists(st.one_of(st.integers(0, 12), st.integers(250, 270)), max_size=5)
 
 
@@ -224,6 +224,23 @@ def test_metrics_only_terms_do_not_touch_loss_or_gradient():
     assert by_entropy is None, "the entropy's backward pass would run for nothing"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("d", [1e-5, 1e-7, 1e-8, 1e-10, 1e-12])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_k3_is_exact_near_0(backend, d, sign):
+    """Where exp(d) − 1 − d is 0 or noise in float64, and exp(d) − 1 (the gradient) has lost digits: both by their series."""
+    logp, ref = torch.full((3,), -d if sign > 0 else 0.0), torch.full((3,), 0.0 if sign > 0 else -d)
+    exactly = (ref.double() - logp.double())[0].item()
+    arguments = {"logp": logp, "old_logp": logp, "advantages": torch.zeros(3), "entropy": torch.zeros(3), "ref_logp": ref, "cu_seqlens": torch.tensor([0, 3])}
+    variant = {"clip_low": 0.2, "clip_high": 0.2, "kl": "k3", "kl_coef": 1.0}
+    with backends.on(backend):
+        got = evaluate(ops.policy_loss, arguments, **variant)
+    # Autograd's derivative of expm1(d) − d is exp(d) − 1: the twin's gradient loses digits, the kernels' does not.
+    for (loss, by_logp, _), tolerance in ((got, 1e-6), (exact(arguments, **variant), 1e-3)):
+        assert float(loss.sums.kl) == pytest.approx(3 * (exactly**2 / 2 + exactly**3 / 6), rel=1e-3, abs=0)
+        assert by_logp.tolist() == pytest.approx([-(exactly + exactly**2 / 2)] * 3, rel=tolerance, abs=0)
+
+
 def test_golden():
     """ρ = 1.5, A = 1, clipped at 1.2; ρ = 0.5, A = −2, clipped at 0.8; k3 of ref − logp = log 2."""
     logp = torch.tensor([math.log(1.5), math.log(0.5)])
@@ -258,7 +275,7 @@ def test_as_torch_sees_it():
     a = packed(7, [5, 0, 9])
     for kl, entropy_coef in ((None, 0.0), ("k3", 0.1)):
         tensors = [a["logp"], a["entropy"], a["old_logp"], a["advantages"], a["cu_seqlens"], a["mask"], a["ref_logp"], a["is_weight"]]
-        torch.library.opcheck(policy.policy_rows, (*tensors, "token", "ppo_clip", kl, "sum", 0.2, 0.2, None, 0.1, entropy_coef, 1.0))
+        torch.library.opcheck(policy.policy_rows, (*tensors, "token", "ppo_clip", kl, "sum", 0.2, 0.2, None, 0.1 if kl else 0.0, entropy_coef, 1.0))
     variant = {"clip_low": 0.2, "clip_high": 0.28, "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0}
     eager = evaluate(ops.policy_loss, a, **variant)
     torch.compiler.reset()
@@ -284,38 +301,76 @@ def test_the_twin_is_the_reference_and_takes_strided_tensors():
         ops.use("megarl")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        ({"logp": torch.zeros(4, dtype=torch.float64)}, TypeError, "logp must be float32, got float64"),
-        ({"logp": torch.zeros(2, 2)}, ValueError, r"logp must have shape \[any\], got \[2, 2\]"),
-        ({"old_logp": torch.zeros(3)}, ValueError, r"old_logp must have shape \[4\], got \[3\]"),
-        ({"advantages": [1.0] * 4}, TypeError, "advantages must be a torch.Tensor, got list"),
-        ({"entropy": torch.zeros(4).bfloat16()}, TypeError, "entropy must be float32, got bfloat16"),
-        ({"ref_logp": torch.zeros(4, device="meta")}, ValueError, "ref_logp is on meta but must be on cpu"),
-        ({"is_weight": torch.zeros(5)}, ValueError, "is_weight must have shape"),
-        ({"mask": torch.ones(4)}, TypeError, "mask must be bool, got float32"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens must rise from 0 to the number of tokens 4"),
-        ({"cu_seqlens": torch.tensor([1, 4])}, ValueError, "cu_seqlens must rise"),
-        ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "cu_seqlens must rise"),
-        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, ValueError, "cu_seqlens must rise"),
-        ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens must be int32 or int64"),
-        ({"importance": "sequence"}, ValueError, "importance must be one of token, sequence_mean, sequence_product, got 'sequence'"),
-        ({"objective": "ppo"}, ValueError, "objective must be one of"),
-        ({"kl": "k4", "ref_logp": torch.zeros(4)}, ValueError, "kl must be one of None, k1, k2, k3"),
-        ({"aggregation": "mean"}, ValueError, "aggregation must be one of sum, seq_mean"),
-        ({"clip_low": -0.1}, ValueError, "clip_low and clip_high must be at least 0"),
-        ({"clip_high": math.nan}, ValueError, "clip_low and clip_high must be at least 0"),
-        ({"dual_clip": 1.0}, ValueError, "dual_clip must be above 1"),
-        ({"dual_clip": 3.0, "objective": "cispo"}, ValueError, "dual_clip must be above 1 and goes with objective ppo_clip"),
-        ({"kl": "k3"}, ValueError, "ref_logp must be given with kl='k3'"),
-        ({"entropy_coef": 0.1}, ValueError, "entropy must be given with entropy_coef=0.1"),
-    ],
-)
-def test_errors_name_the_argument(change, error, text):
+FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"logp": torch.zeros(2, 2)}, ValueError, r"logp must have shape \[any\], got \[2, 2\]"),
+    ({"old_logp": torch.zeros(3)}, ValueError, r"old_logp must have shape \[4\], got \[3\]"),
+    ({"entropy": torch.zeros(4).bfloat16()}, TypeError, "entropy must be float32, got bfloat16"),
+    ({"is_weight": torch.zeros(5)}, ValueError, "is_weight must have shape"),
+    ({"mask": torch.ones(4)}, TypeError, "mask must be bool, got float32"),
+    ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens must rise from 0 to the number of tokens 4"),
+    ({"cu_seqlens": torch.tensor([1, 4])}, ValueError, "cu_seqlens must rise"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "cu_seqlens must rise"),
+    ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, ValueError, "cu_seqlens must rise"),
+    ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens must be int32 or int64"),
+    ({"importance": "sequence"}, ValueError, "importance must be one of token, sequence_mean, sequence_product, got 'sequence'"),
+    ({"objective": "ppo"}, ValueError, "objective must be one of"),
+    ({"kl": "k4", "ref_logp": torch.zeros(4)}, ValueError, "kl must be one of None, k1, k2, k3"),
+    ({"aggregation": "mean"}, ValueError, "aggregation must be one of sum, seq_mean"),
+    ({"clip_low": -0.1}, ValueError, "clip_low must be at least 0"),
+    ({"clip_high": math.nan}, ValueError, "clip_high must be at least 0"),
+    ({"dual_clip": 1.0}, ValueError, "dual_clip must be above 1"),
+    ({"dual_clip": 3.0, "objective": "cispo"}, ValueError, "dual_clip must be above 1 and goes with objective ppo_clip"),
+    ({"kl": "k3"}, ValueError, "ref_logp must be given with kl='k3'"),
+    ({"entropy_coef": 0.1}, ValueError, "entropy must be given with entropy_coef=0.1"),
+    ({"logp": torch.zeros(4).int()}, TypeError, "logp must be float32"),
+    ({"old_logp": torch.zeros(4).double()}, TypeError, "old_logp must be float32, got float64"),
+    ({"advantages": torch.zeros(0)}, ValueError, r"advantages must have shape \[4\], got \[0\]"),
+    ({"mask": torch.ones(3, dtype=torch.bool)}, ValueError, "mask must have shape"),
+    ({"dual_clip": math.inf}, ValueError, "dual_clip must be finite"),
+    ({"kl_coef": 0.1}, ValueError, "kl must be given with kl_coef=0.1"),
+    ({"kl_coef": math.nan}, ValueError, "kl_coef must be finite, got nan"),
+    ({"entropy_coef": math.inf, "entropy": torch.zeros(4)}, ValueError, "entropy_coef must be finite"),
+    ({"scale": -math.inf}, ValueError, "scale must be finite"),
+]
+PLAIN_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"ref_logp": torch.zeros(4, device="meta")}, ValueError, "ref_logp is on meta but must be on cpu"),
+    ({"logp": torch.zeros(4, dtype=torch.float64)}, TypeError, "logp must be float32, got float64"),
+    ({"advantages": [1.0] * 4}, TypeError, "advantages must be a torch.Tensor, got list"),
+    ({"clip_low": "x"}, TypeError, "clip_low must be a number, got str"),
+    ({"dual_clip": "3"}, TypeError, "dual_clip must be a number, got str"),
+    ({"scale": None}, TypeError, "scale must be a number, got NoneType"),
+    ({"kl_coef": torch.ones(())}, TypeError, "kl_coef must be a number, got Tensor"),
+    ({"importance": 1}, ValueError, "importance must be one of"),
+]
+
+
+def with_fault(change):
     zeros = torch.zeros(4)
-    arguments = {
+    return {
         "logp": zeros, "old_logp": zeros, "advantages": zeros, "cu_seqlens": torch.tensor([0, 1, 4]), "clip_low": 0.2, "clip_high": 0.2,
     } | change  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "text"), FAULTS + PLAIN_FAULTS)
+def test_errors_name_the_argument(change, error, text):
     with pytest.raises(error, match=text):
-        ops.policy_loss(**arguments)
+        ops.policy_loss(**with_fault(change))
+
+
+@pytest.mark.parametrize(("change", "error", "text"), FAULTS)
+def test_the_registered_op_and_the_twin_check_too(change, error, text):
+    arguments = with_fault(change)
+    unset = {
+        "entropy": None, "mask": None, "ref_logp": None, "is_weight": None, "importance": "token", "objective": "ppo_clip", "kl": None,
+        "aggregation": "sum", "dual_clip": None, "kl_coef": 0.0, "entropy_coef": 0.0, "scale": 1.0,
+    }  # fmt: skip
+    with pytest.raises(error, match=text):
+        torch.ops.megarl.policy(**unset | arguments)
+    with pytest.raises(error, match=text):
+        ops.policy_loss_reference(**arguments)
+    ops.use("torch")
+    try:
+        with pytest.raises(error, match=text):
+            ops.policy_loss(**arguments)
+    finally:
+        ops.use("megarl")
