@@ -281,6 +281,7 @@ def run(race: Race, repeats: int) -> dict[str, Result | str]:
         for name, taken in times.items():
             race.prepare()
             taken.append(seconds(race.contenders[name]))
+    keep_freed_memory(False)  # what the next race is made of lies in pages of its own
     for name, taken in times.items():
         result = results[name]
         assert isinstance(result, Result)
@@ -295,6 +296,8 @@ def keep_freed_memory(keep: bool) -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30 if keep else 1 << 17)
         libc.mallopt(M_TRIM_THRESHOLD, 1 << 30 if keep else 1 << 17)
+        if not keep:
+            libc.malloc_trim(0)
 
 
 def seconds(step: Step) -> float:

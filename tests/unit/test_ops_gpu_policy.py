@@ -33,7 +33,7 @@ def on_gpu(arguments):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
 def test_policy(variant):
     arguments = packed(1, [300, 0, 1, 5000, 257], sigma=0.01 if variant["importance"] == "sequence_product" else 0.3)
-    variant = variant | {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.1, "entropy_coef": 0.05}
+    variant = variant | {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.1 if variant["kl"] else 0.0, "entropy_coef": 0.05}
     variant["dual_clip"] = 3.0 if variant["objective"] == "ppo_clip" else None
     want = exact(arguments, **variant)
     arguments = on_gpu(arguments)
