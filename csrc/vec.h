@@ -10,20 +10,13 @@
 #endif
 
 #include "megarl.h"
-
-#define MEGARL_INLINE static inline __attribute__((always_inline))
+#include "registers.h"
 
 namespace {
 
 constexpr int kLanes = 16;
 // Lanes of one register. (GCC computes vectors that are wider than a register one element at a time.)
-#if defined(__AVX512F__)
-constexpr int kWidth = 16;
-#elif defined(__AVX2__)
-constexpr int kWidth = 8;
-#else
-constexpr int kWidth = 4;
-#endif
+constexpr int kWidth = kRegisterBytes / sizeof(float);
 constexpr int kParts = kLanes / kWidth;
 
 template <class T>

@@ -11,18 +11,13 @@
 #endif
 
 #include "isa.h"
+#include "registers.h"
 
 namespace MEGARL_ISA_NAMESPACE(MEGARL_ISA) {
 namespace {
 
 constexpr int kBlock = 8;
-#if defined(__AVX512F__)
-constexpr int kWidth = 8;  // doubles of one register
-#elif defined(__AVX2__)
-constexpr int kWidth = 4;
-#else
-constexpr int kWidth = 2;
-#endif
+constexpr int kWidth = kRegisterBytes / sizeof(double);
 constexpr int kParts = kBlock / kWidth;
 
 typedef double Part __attribute__((vector_size(sizeof(double) * kWidth)));
@@ -31,8 +26,6 @@ typedef real RealPart __attribute__((vector_size(sizeof(real) * kWidth)));
 struct Block {
   Part part[kParts];
 };
-
-#define MEGARL_INLINE static inline __attribute__((always_inline))
 
 // Fused everywhere, by the C library where the machine cannot: the same bits.
 MEGARL_INLINE Part fma(Part a, Part b, Part c) {

@@ -3,18 +3,12 @@
 
 #include "digest/mix.h"
 #include "isa.h"
+#include "registers.h"
 
 namespace MEGARL_ISA_NAMESPACE(MEGARL_ISA) {
 namespace {
 
-// As many 64-bit lanes as one register has.
-#if defined(__AVX512F__)
-constexpr int kWords = 8;
-#elif defined(__AVX2__)
-constexpr int kWords = 4;
-#else
-constexpr int kWords = 2;
-#endif
+constexpr int kWords = kRegisterBytes / sizeof(uint64_t);
 typedef uint64_t Words __attribute__((vector_size(8 * kWords)));
 
 // `count` whole blocks of `elements` elements each, the first of them number `block`.

@@ -292,16 +292,12 @@ def _check(
     logits_bytes: int | None,
 ) -> int:
     """Rows of a chunk: all of them when they fit into the budget."""
-    dtypes = (native.real(), torch.bfloat16, torch.float16) if not native.twin() else (*_FLOATS, torch.float64)
-    checks.tensor("hidden", hidden, dtypes=dtypes, shape=(None, None))
+    checks.tensor("hidden", hidden, dtypes=logprob.logits_dtypes(), shape=(None, None))
     checks.tensor("weight", weight, dtypes=(hidden.dtype,), shape=(None, hidden.shape[1]), like=hidden)
     logprob.check_shard(weight.shape[0], group, vocab_start, vocab_size)
     logprob.check_targets(hidden, targets, vocab_size, temperature)
     fit = rows_in_budget(weight.shape[0], hidden.dtype, logits_bytes)
     return max(1, hidden.shape[0] if fit is None else min(fit, hidden.shape[0]))
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _scalar(share: Any) -> torch.Tensor:

@@ -237,8 +237,7 @@ def vocab_parallel_logprob_reference(
 
 
 def _check_logits(logits: torch.Tensor) -> None:
-    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16) if native.twin() else tuple(_dtypes())
-    checks.tensor("logits", logits, dtypes=dtypes, shape=(None, None))
+    checks.tensor("logits", logits, dtypes=logits_dtypes(), shape=(None, None))
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"logits must have contiguous columns, got strides {logits.stride()}; call .contiguous()")
 
@@ -297,6 +296,11 @@ def check_targets(like: torch.Tensor, targets: torch.Tensor, vocab_size: int, te
             f"targets[{row}] = {int(targets[row])} is outside the vocabulary of {vocab_size}; "
             f"give a token id below it, or {IGNORED} to leave the row out"
         )
+
+
+def logits_dtypes() -> tuple[torch.dtype, ...]:
+    """Types of logits that the kernels take, or the twins if these are in use."""
+    return (*checks.REFERENCE, torch.bfloat16, torch.float16) if native.twin() else tuple(_dtypes())
 
 
 def _dtypes() -> dict[torch.dtype, int]:
