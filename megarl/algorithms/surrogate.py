@@ -41,6 +41,7 @@ def unclipped(name: str, batch: LossInput, config: AlgorithmConfig, surrogate: t
     old_logp, _ = needed(name, batch)
     weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, dtype=torch.float64)
     pg = (weights * surrogate).sum()
+    # With advantages of 0 there is no surrogate: what is left are the KL and entropy terms, and the metrics.
     result = _policy(batch, config, old_logp, torch.zeros_like(old_logp), None, "cispo", None)
     count = terms.denominator(batch.mask, batch.row, batch.num_rows, config)
     metrics = {"actor/pg_loss": (pg.detach(), count)} | _shared_metrics(batch, result, count)

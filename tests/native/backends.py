@@ -25,7 +25,14 @@ DOUBLE = ("cpu double", "emulated double")
 
 @contextmanager
 def on(backend: str) -> Iterator[None]:
-    """Within it, ops on CPU tensors run the kernels of ``backend``."""
+    """Within it, ops on CPU tensors run the kernels of ``backend``, or the plain twins where that is "torch"."""
+    if backend == "torch":
+        native.use("torch")
+        try:
+            yield
+        finally:
+            native.use("megarl")
+        return
     before = native.library, native.run
     emulated, double = "emulated" in backend, "double" in backend
     # A build with emulated kernels has the CPU's too: one build serves both.

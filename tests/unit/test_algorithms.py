@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl import _C, algorithms, ops
+from megarl import _C, algorithms
 from megarl.algorithms import LossInput, group_stats
 from megarl.config.schema import AlgorithmConfig, KLConfig
 from megarl.errors import ConfigError
@@ -45,16 +45,11 @@ def make_batch(seed: int, rows: int = 5, length: int = 7, sigma: float = 0.3, dt
     )
 
 
-@pytest.fixture(params=["kernels", "torch"], autouse=True)
+@pytest.fixture(params=["cpu double", "torch"], ids=["kernels", "torch"], autouse=True)
 def _in_float64(request):
     """The oracles are float64: so are the kernels' test-only build and the plain twins."""
-    if request.param == "kernels":
-        with backends.on("cpu double"):
-            yield
-        return
-    ops.use("torch")
-    yield
-    ops.use("megarl")
+    with backends.on(request.param):
+        yield
 
 
 # ---- oracles: plain Python floats, one token at a time, written from the papers' formulas ----

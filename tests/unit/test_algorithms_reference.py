@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl import algorithms, ops
+from megarl import algorithms
 from megarl.algorithms import LossInput, group_stats
 from megarl.config import compose, config_dir
 from megarl.config.schema import AlgorithmConfig, KLConfig
@@ -32,16 +32,11 @@ LENGTHS = (5, 1, 4, 7, 2, 3, 6, 1, 5, 4, 2, 3)
 RL = sorted(set(algorithms.ALGORITHMS) - {"sft"})
 
 
-@pytest.fixture(params=["kernels", "torch"], autouse=True)
+@pytest.fixture(params=["cpu double", "torch"], ids=["kernels", "torch"], autouse=True)
 def _backend(request):
     """In float64, so that what is compared is the formula."""
-    if request.param == "kernels":
-        with backends.on("cpu double"):
-            yield
-        return
-    ops.use("torch")
-    yield
-    ops.use("megarl")
+    with backends.on(request.param):
+        yield
 
 
 def preset(name: str, **changes: Any) -> AlgorithmConfig:
