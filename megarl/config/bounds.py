@@ -58,6 +58,12 @@ _OPTIMIZER = {
     "clip_grad": WEIGHT,  # 0: gradients are not clipped
 }
 
+_GRID = {
+    **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "etp"), RANKS),
+    **dict.fromkeys(("vpp", "first_stage_layers", "last_stage_layers"), COUNT),
+}
+_ROLES = ("reference.", "critic.", "reward_model.")
+
 BOUNDS: dict[str, Bound] = {
     "model.from_scratch.vocab_size": COUNT,
     "model.from_scratch.hidden_size": COUNT,
@@ -68,14 +74,7 @@ BOUNDS: dict[str, Bound] = {
     "model.from_scratch.head_dim": COUNT,
     "model.from_scratch.max_position_embeddings": COUNT,
     "model.from_scratch.initializer_range": Bound(0, 10, above=True),
-    "parallel.tp": RANKS,
-    "parallel.pp": RANKS,
-    "parallel.dp": RANKS,
-    "parallel.ep": RANKS,
-    "parallel.etp": RANKS,
-    "parallel.vpp": COUNT,
-    "parallel.first_stage_layers": COUNT,
-    "parallel.last_stage_layers": COUNT,
+    **{f"{role}parallel.{name}": b for role in ("", *_ROLES) for name, b in _GRID.items()},
     "algorithm.group_size": COUNT,
     "algorithm.clip_low": WEIGHT,  # DeepSeek-R1 clips at 10: no lower bound
     "algorithm.clip_high": WEIGHT,
@@ -83,12 +82,26 @@ BOUNDS: dict[str, Bound] = {
     "algorithm.aggregation_length": COUNT,
     "algorithm.entropy_coef": WEIGHT,
     "algorithm.kl.coef": WEIGHT,
+    "algorithm.kl.target": Bound(0, above=True),
+    "algorithm.kl.horizon": COUNT,
+    "algorithm.gamma": Bound(0, 1),
+    "algorithm.lam": Bound(0, 1),
+    "algorithm.value_clip": Bound(0, above=True),
+    "algorithm.beta": Bound(0, above=True),
+    "algorithm.label_smoothing": Bound(0, 0.5, below=True),
+    "algorithm.mu": Bound(0, 1),
+    "algorithm.expert_ratio": Bound(0, 1, below=True),
+    "algorithm.max_extra_rollouts": NUMBER,
     "algorithm.tau": WEIGHT,
     "algorithm.correction_cap": Bound(1),
     "reference.refresh": COUNT,
+    **{f"critic.optimizer.{name}": bound for name, bound in _OPTIMIZER.items()},
+    "critic.warmup_steps": NUMBER,
+    "reward_model.coef": Bound(-100, 100),
     "trainer.steps": COUNT,
     "trainer.tasks_per_step": COUNT,
     "trainer.updates_per_step": COUNT,
+    "trainer.max_tokens_per_micro_batch": COUNT,
     "trainer.micro_batch_size": COUNT,
     "trainer.checkpoint_interval": COUNT,
     "trainer.keep_checkpoints": COUNT,
@@ -119,6 +132,8 @@ BOUNDS: dict[str, Bound] = {
     "taskset.warm_start_size": COUNT,
     "reward.workers": THREADS,
     "reward.timeout_s": SECONDS,
+    "reward.overlong_buffer": COUNT,
+    "reward.overlong_penalty": WEIGHT,
     "sync.bucket_bytes": Bound(4096),  # smaller ones cost a message for every few numbers
     "sync.timeout_s": SECONDS,
     "sync.probe_tokens": Bound(2, 2**20),

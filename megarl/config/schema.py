@@ -33,6 +33,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and engine; masters and optimizer state are float32 in either case."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again in the backward pass instead of kept: none, those of attention, whole layers."""
     from_scratch: FromScratchConfig | None = None
 
 
@@ -43,7 +45,9 @@ class GridSizes:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    """All data-parallel ranks; expert parallelism takes its ranks from these."""
+    """Data-parallel ranks: each trains sequences of its own."""
+    cp: int = 1
+    """Context parallel: ranks that share each sequence, every one a part of its tokens."""
     ep: int = 1
     """Ranks that the experts of a layer are dealt to; etp * ep divides the ranks of a stage."""
     etp: int | None = None
@@ -57,7 +61,7 @@ class GridSizes:
     @property
     def stage_size(self) -> int:
         """Ranks of one pipeline stage."""
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp
 
     @property
     def world_size(self) -> int:
@@ -72,7 +76,7 @@ class GridSizes:
 
 @dataclass(frozen=True)
 class ParallelConfig(GridSizes):
-    """The trainer's grid; world size = tp * pp * dp. Experts lie otherwise on the same tp * dp ranks of a stage."""
+    """A model's grid; world size = tp * cp * dp * pp. Experts lie otherwise on the same ranks of a stage."""
 
     sequence_parallel: bool = False
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -81,7 +85,14 @@ class ParallelConfig(GridSizes):
 @dataclass(frozen=True)
 class KLConfig:
     coef: float = 0.001
-    estimator: Literal["k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 has no gradient in a loss and is for ``place=reward`` alone."""
+    place: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken off each token's reward."""
+    target: float | None = None
+    """KL per token that an adaptive coefficient aims at (Ziegler et al., 1909.08593); None keeps ``coef``."""
+    horizon: int = 10000
+    """Responses over which the adaptive coefficient moves by its error."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,29 @@ class AlgorithmConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     tau: float = 1.0
     """How strongly opmd and kimi_mirror_descent hold on to the policy that they start from."""
+    opmd: Literal["mean", "pairwise"] = "mean"
+    """What opmd compares an answer with: the mean of its group, or each other answer of it."""
+    gamma: float = 1.0
+    """Discount of a token's reward."""
+    lam: float = 1.0
+    """λ of generalised advantage estimation."""
+    whiten_advantages: bool = False
+    """ppo and remax: advantages of a step to mean 0 and variance 1 over its tokens."""
+    value_clip: float | None = 0.5
+    """How far the critic's value may move from the one that the step started with; None for no bound."""
+    beta: float = 0.1
+    """β of preference losses."""
+    preference: Literal["sigmoid", "ipo"] = "sigmoid"
+    label_smoothing: float = 0.0
+    """Probability that a preference is the wrong way round (cDPO)."""
+    mu: float = 0.1
+    """Weight of mix's loss on expert rows; the usual rows have 1 - mu."""
+    expert_ratio: float = 0.2
+    """Share of a step's rows that mix takes from the expert rows (``taskset.expert``)."""
+    dynamic_sampling: bool = False
+    """Groups whose answers are all right or all wrong are replaced by new ones before training (DAPO)."""
+    max_extra_rollouts: int = 10
+    """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
     correction: Literal["none", "truncate", "mask"] = "none"
     """What the engine's log-probs do to a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times min(r, C);
     times r, and 0 where r is outside [1/C, C]."""
@@ -143,8 +177,12 @@ class TrainerConfig:
     tasks_per_step: int = 64
     updates_per_step: int = 1
     """Optimizer updates that share one rollout (verl's mini-batches)."""
+    packing: bool = True
+    """Sequences one behind the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the longest."""
+    max_tokens_per_micro_batch: int = 8192
+    """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""
     micro_batch_size: int = 128
-    """Rows per forward and backward pass on one data-parallel rank."""
+    """Without packing: rows per forward and backward pass on one data-parallel rank."""
     checkpoint_interval: int = 20
     keep_checkpoints: int = 2
     eval_interval: int = 0
@@ -190,6 +228,8 @@ class TasksetConfig:
     eval: str = "???"
     warm_start: str | None = None
     """Parquet file of verl rows with a ``response`` column."""
+    expert: str | None = None
+    """Parquet file of verl rows with a ``response`` column: the expert rows of mix."""
     generate: str | None = None
     """Name of the generator that writes the three files when they are missing (``megarl data``)."""
     seed: int = 7
@@ -210,6 +250,9 @@ class RewardConfig:
     """What becomes of a group with an error or timeout: dropped from training, or its score counted as 0. Always reported."""
     shuffle: bool = False
     """Control experiment: rewards permuted within each rollout, so that they carry no information."""
+    overlong_buffer: int | None = None
+    """Tokens before ``rollout.max_response_tokens`` over which DAPO's length penalty grows to ``overlong_penalty``; None for none."""
+    overlong_penalty: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -244,6 +287,32 @@ class RunConfig:
 @dataclass(frozen=True)
 class ReferenceConfig:
     refresh: Literal["never", "every_iteration"] | int = "never"
+    """When the reference takes the actor's weights: never, at the start of every step, or of every N-th."""
+    parallel: ParallelConfig | None = None
+    """Its own grid on the same ranks; None takes the actor's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    path: str | None = None
+    """HF sequence-classification checkpoint with one label; None starts from the actor, with a head of zeros."""
+    parallel: ParallelConfig | None = None
+    """Its own grid on the same ranks; None takes the actor's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    warmup_steps: int = 0
+    """Steps at the start in which the critic learns alone."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    path: str | None = None
+    """HF sequence-classification checkpoint with one label; its score of each answer is added to the reward. None for none."""
+    parallel: ParallelConfig | None = None
+    """Its own grid on the same ranks; None takes the actor's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    coef: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -253,6 +322,8 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     taskset: TasksetConfig = field(default_factory=TasksetConfig)

@@ -18,12 +18,6 @@ class MegatronGrid(GridSizes):
     Experts live on a grid of their own inside each pipeline stage: rank in stage = etp_rank + etp * (ep_rank + ep * expert_dp_rank).
     """
 
-    cp: int = 1
-
-    @property
-    def stage_size(self) -> int:
-        return self.tp * self.cp * self.dp
-
     def check(self) -> None:
         """Raise ConfigError naming setting, value and mend when these sizes make no grid, whatever the model."""
         for field in fields(self):
