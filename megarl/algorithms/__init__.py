@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 
 from megarl.algorithms.cispo import CISPO
+from megarl.algorithms.dapo import overlong_penalty, says_nothing
 from megarl.algorithms.groups import group_stats
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.gspo import GSPO
@@ -13,7 +14,7 @@ from megarl.algorithms.opmd import OPMD
 from megarl.algorithms.reinforce_pp_baseline import REINFORCE_PP_BASELINE
 from megarl.algorithms.rloo import RLOO
 from megarl.algorithms.sft import SFT
-from megarl.algorithms.types import Algorithm, Loss, LossInput
+from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 from megarl.algorithms.user import load, try_out
 from megarl.errors import ConfigError
 
@@ -28,7 +29,19 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": SFT,
 }
 
-__all__ = ["ALGORITHMS", "Algorithm", "Loss", "LossInput", "get", "group_stats", "try_out"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Estimate",
+    "Loss",
+    "LossInput",
+    "StepInput",
+    "get",
+    "group_stats",
+    "overlong_penalty",
+    "says_nothing",
+    "try_out",
+]
 
 
 def get(name: str) -> Algorithm:

@@ -27,4 +27,5 @@ SFT = Algorithm(
     advantage=None,
     count=terms.denominator,
     loss=loss,
+    offline=True,
 )

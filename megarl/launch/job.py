@@ -129,8 +129,10 @@ def _check_settings(config: Config) -> None:
 def _check_algorithm(config: Config) -> None:
     """It gives advantages, and its loss of one token refuses no setting."""
     algorithm = algorithms.get(config.algorithm.name)
-    if algorithm.advantage is None:
-        raise ConfigError(f"algorithm.name={algorithm.name} has no advantages, so rewards cannot train it; set it to grpo")
+    if algorithm.offline:
+        raise ConfigError(
+            f"algorithm.name={algorithm.name} learns from rows of a file and has no advantages, so rewards cannot train it; set it to grpo"
+        )
     if "group" in algorithm.needs and config.algorithm.group_size == 1:
         raise ConfigError(
             f"algorithm.group_size=1 leaves {algorithm.name} nothing to compare an answer with; set it to 2 or more"
