@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megarl.architectures import architecture
+from megarl.architectures import Head, architecture
 from megarl.architectures.megatron_config import gpt_kwargs, transformer_kwargs
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.models.specs import RMSNorm, block_spec
@@ -27,37 +27,41 @@ def build_stage(hf_config: Mapping[str, Any], model: ModelConfig, parallel: Para
 
 
 def build_chunks(
-    hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig
+    hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, head: Head = "lm"
 ) -> tuple[torch.nn.Module, ...]:
     """This rank's ``parallel.vpp`` model chunks. Their weights mean nothing yet: load some before use.
 
     On the last chunk of the last stage ``forward(tokens, position_ids, None)`` returns vocabulary-parallel logits
-    [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and entropy.
+    [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and entropy. With
+    ``head="score"`` it returns float32 [B, S, 1], equal on all tensor-parallel ranks (``models.value_head``).
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    from megarl.models import head
+    from megarl.models import head as lm_head
+    from megarl.models import value_head
 
-    gpt = gpt_kwargs(architecture(hf_config), hf_config)
+    gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
     config = transformer_config(hf_config, model, parallel)
     chunks = []
     for chunk in range(parallel.vpp):
         vp_stage = chunk if parallel.vpp > 1 else None
+        pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         stage: torch.nn.Module = GPTModel(
             config,
             block_spec(config, model, vp_stage),
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            pre_process=pre_process,
+            post_process=post_process,
             position_embedding_type="rope",
             parallel_output=True,
             vp_stage=vp_stage,
-            **gpt,
+            **(value_head.smallest_output(gpt, pre_process, post_process, parallel.tp) if head == "score" else gpt),
         )
         _mark_experts(stage)
-        head.install(stage)
+        (value_head if head == "score" else lm_head).install(stage)
         if parallel.backend == "nccl":
             stage = stage.cuda()
         if config.bf16:
