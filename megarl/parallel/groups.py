@@ -25,13 +25,14 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True)
 class Position:
-    """Where this rank stands in the grid. Global rank = tp_rank + tp * (dp_rank + dp * pp_rank), Megatron's order.
+    """Where this rank stands in the grid. Global rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)), Megatron's order.
 
     Within a stage the same ranks, counted as etp_rank + etp * (ep_rank + ep * k), hold the experts.
     """
 
     rank: int
     tp_rank: int
+    cp_rank: int
     dp_rank: int
     pp_rank: int
     etp_rank: int
@@ -42,7 +43,7 @@ class Position:
     @property
     def reports(self) -> bool:
         """One rank of each data-parallel replica holds the losses and log-probs that metrics count."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0) -> Position:
@@ -50,7 +51,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0)
 
     Raises:
         ConfigError: no grid has these sizes (see ``check_parallel``).
-        ValueError: the world's size is not tp * pp * dp.
+        ValueError: the world's size is not tp * cp * dp * pp.
     """
     check_parallel(parallel)
     cpu.install()
@@ -59,7 +60,8 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0)
     world = int(os.environ["WORLD_SIZE"])
     if world != parallel.world_size:
         raise ValueError(
-            f"WORLD_SIZE={world} is not parallel.tp*pp*dp={parallel.tp}*{parallel.pp}*{parallel.dp}={parallel.world_size}"
+            f"WORLD_SIZE={world} is not parallel.tp*cp*dp*pp={parallel.tp}*{parallel.cp}*{parallel.dp}*{parallel.pp}="
+            f"{parallel.world_size}"
         )
     if parallel.backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
@@ -76,6 +78,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0)
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
     )
@@ -95,6 +98,7 @@ def position() -> Position:
     return Position(
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
