@@ -15,7 +15,7 @@ from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.ops import rows_in_budget
 from megarl.parallel.grid import check_parallel, megatron_grid
-from megarl.reshard.layouts import hf_layout, megatron_layout, padded_vocab_size, vllm_layout
+from megarl.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.reshard.plan import build_plan
 
 ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -28,8 +28,8 @@ ENGINE_EXPERT_UNIT = 32
 """Of layers/fused_moe/experts/cpu_moe.py."""
 
 
-def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """The architecture has a table, the trainer's grid can train it, its tensors divide over that and the engine's grid."""
+def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool) -> None:
+    """The architecture has a table, the trainer's grid can train it, its files are whole; with ``engines`` they can be sent it."""
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
@@ -38,11 +38,8 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
         raise ConfigError(f"trainer.{error}") from error
     grid = megatron_grid(config.parallel)
     source = megatron_layout(hf_config, grid, transformer_impl=config.model.transformer_impl)
-    rollout = config.rollout
-    engines = vllm_layout(
-        hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
-    )
-    build_plan(source, engines).check()
+    if engines:
+        _check_engines(config, hf_config, source)
     build_plan(source, hf_layout(hf_config)).check()
     files = open_hf(Path(config.model.path))
     try:
@@ -55,6 +52,15 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
                 f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
                 "remove that directory to make the model anew, or set the value that it has"
             )
+
+
+def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout) -> None:
+    """The trainer's tensors divide over the engines' grid, and vLLM can compute with this model as long as rollouts are."""
+    rollout = config.rollout
+    engines = vllm_layout(
+        hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
+    )
+    build_plan(source, engines).check()
     check_engine(config.model.path, hf_config)
     context = int(hf_config["max_position_embeddings"])
     wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens

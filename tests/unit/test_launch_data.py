@@ -138,4 +138,4 @@ def test_prompt_longer_than_the_limit(prepared: Path, tmp_path: Path, split: str
 
 def test_demonstration_longer_than_the_context(prepared: Path, tmp_path: Path) -> None:
     override = rewritten(prepared, "warm_start", tmp_path / "rows.parquet", 3, response="1 2 3 4 " * 40)
-    refused(DataError, config_of(prepared, override), "row 3 of taskset.warm_start", "context is 128")
+    refused(DataError, config_of(prepared, override), "row 3 (taskset.warm_start)", "context is 128")
