@@ -1,4 +1,4 @@
-"""The nouns that travel between the rooms: tasks, experiences, versions.
+"""The nouns that travel between the rooms: tasks, preferences, experiences, versions.
 
 Numpy only: the explorer and the store handle these without importing torch.
 
@@ -40,6 +40,7 @@ class Task:
     prompt: tuple[dict[str, str], ...]
     ability: str
     reward_model: dict[str, Any]
+    """verl's {style, ground_truth}; demonstrations may have none."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     response: str | None = None
     """The demonstration, for supervised rows only."""
@@ -47,6 +48,20 @@ class Task:
     @property
     def ground_truth(self) -> Any:
         return self.reward_model["ground_truth"]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One data row of a preference: a prompt as chat messages, a better and a worse answer to it."""
+
+    task_id: str
+    data_source: str
+    prompt: tuple[dict[str, str], ...]
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+    """By how much the chosen answer's score should be above the other's at least, for reward models that ask."""
+    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
