@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+GREEDY = -1
+"""Index of the greedy answer beside a group's sampled ones: it is compared with, never trained on."""
+
 RewardStatus = Literal["ok", "wrong", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -101,7 +104,7 @@ class Experience:
     task_id: str
     group_id: str
     index: int
-    """Position within the group, 0 .. group_size-1."""
+    """Position within the group, 0 .. group_size-1; ``GREEDY`` for the greedy answer."""
     group_size: int
     prompt_ids: np.ndarray
     """int32 [P]"""
@@ -120,3 +123,5 @@ class Experience:
     old_logp: np.ndarray | None = None
     """float32 [R]; the same log-probs by the trainer, under the weights that its update started from; 0 where the
     response mask is False. None until the trainer has used the experience."""
+    greedy: Experience | None = None
+    """The greedy answer to the same prompt, where the rollout asked for one (ReMax's baseline)."""
