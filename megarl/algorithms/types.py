@@ -108,7 +108,7 @@ class StepInput:
     @property
     def tokens(self) -> torch.Tensor:
         """int64 [N]: tokens of each sequence that are in the loss."""
-        return torch.zeros(self.num_rows, dtype=torch.int64).index_add(0, self.row, self.mask.long())
+        return torch.zeros(self.num_rows, dtype=torch.int64, device=self.mask.device).index_add(0, self.row, self.mask.long())
 
 
 class Estimate(NamedTuple):
