@@ -97,7 +97,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
 
     config = compose(arguments.overrides)  # before the imports that take seconds: a mistyped key is told at once
-    from megarl.launch.job import check, run
+    from megarl.launch.checks import check
+    from megarl.launch.job import run
 
     if arguments.check:
         check(config)

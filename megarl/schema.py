@@ -1,4 +1,4 @@
-"""The nouns that travel between the rooms: tasks, experiences, versions.
+"""The nouns that travel between the rooms: tasks, preferences, experiences, versions.
 
 Numpy only: the explorer and the store handle these without importing torch.
 
@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+GREEDY = -1
+"""Index of the greedy answer beside a group's sampled ones: it is compared with, never trained on."""
 
 RewardStatus = Literal["ok", "wrong", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -40,6 +43,7 @@ class Task:
     prompt: tuple[dict[str, str], ...]
     ability: str
     reward_model: dict[str, Any]
+    """verl's {style, ground_truth}; demonstrations may have none."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     response: str | None = None
     """The demonstration, for supervised rows only."""
@@ -47,6 +51,20 @@ class Task:
     @property
     def ground_truth(self) -> Any:
         return self.reward_model["ground_truth"]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One data row of a preference: a prompt as chat messages, a better and a worse answer to it."""
+
+    task_id: str
+    data_source: str
+    prompt: tuple[dict[str, str], ...]
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+    """By how much the chosen answer's score should be above the other's at least, for reward models that ask."""
+    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,7 @@ class Experience:
     task_id: str
     group_id: str
     index: int
-    """Position within the group, 0 .. group_size-1."""
+    """Position within the group, 0 .. group_size-1; ``GREEDY`` for the greedy answer."""
     group_size: int
     prompt_ids: np.ndarray
     """int32 [P]"""
@@ -105,3 +123,5 @@ class Experience:
     old_logp: np.ndarray | None = None
     """float32 [R]; the same log-probs by the trainer, under the weights that its update started from; 0 where the
     response mask is False. None until the trainer has used the experience."""
+    greedy: Experience | None = None
+    """The greedy answer to the same prompt, where the rollout asked for one (ReMax's baseline)."""

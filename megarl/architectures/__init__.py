@@ -10,10 +10,10 @@ from megarl.architectures.mixtral import MIXTRAL
 from megarl.architectures.qwen2 import QWEN2
 from megarl.architectures.qwen3 import QWEN3
 from megarl.architectures.qwen3_moe import QWEN3_MOE
-from megarl.architectures.table import Architecture, HFConfig, ModelSizes, Shape
+from megarl.architectures.table import Architecture, Head, HFConfig, ModelSizes, Shape
 from megarl.errors import ArchitectureError
 
-__all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "ModelSizes", "Shape", "architecture"]
+__all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "Head", "ModelSizes", "Shape", "architecture"]
 
 ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch for arch in (LLAMA, MISTRAL, ERNIE4_5, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
@@ -21,10 +21,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 """``model_type`` of config.json -> its table."""
 
 
-def architecture(hf_config: HFConfig) -> Architecture:
-    """The table for a parsed config.json, checked against it.
+def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
+    """The table for a parsed config.json, checked against it; with ``head="score"`` that of a critic or reward model.
 
-    Raises ArchitectureError for a family without a table and for a setting that the table does not cover.
+    Raises ArchitectureError for a family without a table (or without such a class) and for a setting that the table does not cover.
     """
     model_type = hf_config.get("model_type")
     found = ARCHITECTURES.get(str(model_type))
@@ -34,5 +34,7 @@ def architecture(hf_config: HFConfig) -> Architecture:
             f"model_type={model_type!r} has no table; supported: {supported}. Use such a checkpoint, or add a table to "
             "megarl/architectures/"
         )
+    if head == "score":
+        found = found.with_score()
     found.check(hf_config)
     return found

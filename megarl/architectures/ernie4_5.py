@@ -14,4 +14,5 @@ ERNIE4_5 = Architecture(
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     fixed={"hidden_act": "silu", "use_bias": False},
     megatron={"rotary_interleaved": True},
+    has_score_class=False,
 )

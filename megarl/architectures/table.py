@@ -7,15 +7,18 @@ shard *means* for Megatron-Core and for vLLM is written once, in ``megarl.reshar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megarl.architectures.megatron_config import gpt_kwargs, transformer_kwargs
 from megarl.errors import ArchitectureError
 
 Shape = tuple[int, ...]
 HFConfig = Mapping[str, Any]
+
+Head = Literal["lm", "score"]
+"""What stands behind the last norm: the vocabulary's logits, or one number for each token (critic, reward model)."""
 
 HF_LAYER = "model.layers.{}."
 VLLM_LAYER = "model.layers.{}."
@@ -90,6 +93,10 @@ class Param:
     @property
     def per_expert(self) -> bool:
         return EXPERT in self.hf[0].name
+
+
+SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "labels hidden"),), Stage.LAST)
+"""One number for each token, whole on every tensor-parallel rank (``models/value_head.py``)."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,11 @@ class ModelSizes:
     def two_hidden(self) -> int:
         return 2 * self.hidden
 
+    @property
+    def labels(self) -> int:
+        """Numbers that a score head gives for each token."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -184,8 +196,23 @@ class Architecture:
     """What Megatron's TransformerConfig must be told besides what sizes and rows say."""
     vllm_ends_everywhere: bool = False
     """vLLM keeps embedding, last norm and output weight on every pipeline stage."""
+    has_score_class: bool = True
+    """transformers has a ``...ForSequenceClassification`` of this family."""
+    head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Fields of :class:`ModelSizes` read from a config.json key that is not the usual one (``COMMON_KEYS``)."""
+
+    def with_score(self) -> Architecture:
+        """The same family with a score head in place of the output weight: what ties that to the embedding has no meaning then.
+
+        Raises ArchitectureError for a family that transformers has no such class of: nobody else could read its files.
+        """
+        if not self.has_score_class:
+            raise ArchitectureError(
+                f"{self.name} has no class for sequence classification in transformers, so it can be no critic or reward model; use "
+                "a checkpoint of another family"
+            )
+        return replace(self, head="score", params=(*(p for p in self.params if p.op is not Op.TIED), SCORE_HEAD))
 
     def check(self, hf_config: HFConfig) -> None:
         """Raise ArchitectureError when the configuration asks for something that the table does not cover."""
@@ -238,7 +265,7 @@ class Architecture:
             head=head,
             ffn=get("ffn"),
             vocab=get("vocab"),
-            tied=bool(hf_config.get("tie_word_embeddings", False)),
+            tied=self.head == "lm" and bool(hf_config.get("tie_word_embeddings", False)),
             **more,
         )
 

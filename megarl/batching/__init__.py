@@ -1,13 +1,7 @@
 """Experiences and demonstrations to equal numbers of equally shaped micro-batches on every data-parallel rank."""
 
-from megarl.batching.padded import (
-    MicroBatch,
-    Rows,
-    micro_batches,
-    response_values,
-    shard,
-    stack_demonstrations,
-    stack_experiences,
-)
+from megarl.batching.micro import MicroBatch, micro_batches
+from megarl.batching.packing import Cut
+from megarl.batching.sequences import Sequences, of_demonstrations, of_experiences, response_values
 
-__all__ = ["MicroBatch", "Rows", "micro_batches", "response_values", "shard", "stack_demonstrations", "stack_experiences"]
+__all__ = ["Cut", "MicroBatch", "Sequences", "micro_batches", "of_demonstrations", "of_experiences", "response_values"]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -18,8 +19,10 @@ from megarl.checkpoint.hf_files import INDEX, SINGLE, shards
 from megarl.checkpoint.hf_source import (
     EMBEDDING,
     LM_HEAD,
+    SCORE,
     check_copy,
     check_hf,
+    check_labels,
     copy_small_files,
     open_hf,
     read_hf_config,
@@ -37,21 +40,35 @@ __all__ = ["INDEX", "SINGLE", "export_hf", "load_into", "read_hf_config"]
 _READ_ELEMENTS = 4 << 20
 
 
-def load_into(path: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_into(
+    path: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor], *, score: Literal["stored", "zeros"] = "stored"
+) -> None:
     """Fill a rank's local tensors from an HF checkpoint, reading only the slices it holds; casts to their dtypes, zeroes padding.
 
-    ``tensors``: local name -> tensor, shaped as the layout says. FP8 weights arrive dequantised. Raises CheckpointError naming
-    the tensors that are missing, have another shape, are in the file but not in the model's table, or contradict
-    ``tie_word_embeddings``; and a file that is missing or cut short.
+    ``tensors``: local name -> tensor, shaped as the layout says. FP8 weights arrive dequantised. ``score``: where the score head of
+    a layout that has one comes from: "zeros" makes a new one and takes everything else from a language model (or another score
+    model), whose output weight is not looked at. Raises CheckpointError naming the tensors that are missing, have another shape, are
+    in the file but not in the model's table, or contradict ``tie_word_embeddings``; a file that is missing or cut short; and a
+    sequence-classification checkpoint with other than one label.
     """
     source = open_hf(path)
+    hf_config = read_hf_config(path)
+    is_score = SCORE in layout.tensors
     try:
-        check_hf(source, layout, read_hf_config(path))
-        tied = LM_HEAD in source.shapes and LM_HEAD not in layout.tensors
+        if is_score and score == "zeros":
+            check_hf(source, layout.only(lambda name: name != SCORE), hf_config, beside={SCORE})
+        else:
+            if is_score:
+                check_labels(path, hf_config)
+            check_hf(source, layout, hf_config)
+        tied = LM_HEAD in source.shapes and LM_HEAD not in layout.tensors and not is_score
         with torch.no_grad():
             for pad in layout.padding(rank):
                 tensors[pad.local][boxes.index_of(boxes.start_of(pad.box), boxes.shape_of(pad.box))].zero_()
             for piece in layout.pieces(rank):
+                if piece.tensor == SCORE and score == "zeros":
+                    tensors[piece.local].zero_()
+                    continue
                 _load(source, piece, tensors[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))], tied)
     finally:
         source.close()
@@ -80,7 +97,8 @@ def export_hf(
 ) -> None:
     """Write ``target`` as an ordinary HF checkpoint; every rank of the grid calls it, rank 0 writes.
 
-    ``plan``: from the grid's layout to ``hf_layout``. ``tensors``: the rank's local tensors. ``dtype``: of the files (None: that
+    ``plan``: from the grid's layout to ``hf_layout`` (both with the same ``head``: a score model is written as its family's
+    ``...ForSequenceClassification`` with one label). ``tensors``: the rank's local tensors. ``dtype``: of the files (None: that
     of the tensors). config.json, tokenizer and other small files come from ``source``. Rank 0 holds one file of at most
     ``file_bytes`` (or one tensor) at a time. ``target`` appears whole or not at all; an older one is replaced. Other ranks
     return once they have sent: put a barrier behind if they are to read the result.
@@ -107,5 +125,5 @@ def export_hf(
             weight_map = {name: file for file, names in files.items() for name in names}
             write_json(temporary / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
         mtp = any(name.endswith("eh_proj.weight") for name in shapes)
-        copy_small_files(source, temporary, dtype, mtp=mtp)
+        copy_small_files(source, temporary, dtype, mtp=mtp, is_value=SCORE in shapes)
         replace_directory(temporary, target)

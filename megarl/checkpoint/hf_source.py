@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ from megarl.reshard.layout import Layout
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"
+"""HF's score head (``...ForSequenceClassification`` with one label)."""
+CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+"""Endings of the class in ``architectures``."""
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files have although the model computes them."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -66,8 +70,11 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
     return Dequantised(files, read_hf_config(path).get("quantization_config") or {})
 
 
-def check_hf(source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the files have every tensor of the layout in its shape, and none that the table does not know.
+def check_hf(
+    source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
+) -> None:
+    """Raise CheckpointError unless the files have every tensor of the layout in its shape, and none that the table does not know
+    but those that may be there too, ``beside``.
 
     Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see ``check_tied``).
     """
@@ -78,11 +85,18 @@ def check_hf(source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[s
             f"{path} lacks {LM_HEAD}, but config.json says tie_word_embeddings=false; set it to true if the model is tied, else copy "
             "the checkpoint again"
         )
+    if missing == [SCORE]:
+        raise CheckpointError(
+            f"{path} lacks {SCORE}, so it is no sequence-classification checkpoint (architectures={hf_config.get('architectures')}); "
+            "use one, or start from this model with a score head of zeros"
+        )
     if missing:
         raise CheckpointError(f"{path} lacks {some(missing)}; the files are incomplete or config.json is another model's")
     for name, shape in tensors.items():
         check_shape(name, source.file_of(name), source.shapes[name], shape)
-    unknown = [n for n in sorted(source.shapes) if n not in tensors and not is_expected(n, layout, hf_config)]
+    unknown = [
+        n for n in sorted(source.shapes) if n not in tensors and n not in beside and not is_expected(n, layout, hf_config)
+    ]
     if unknown:
         raise CheckpointError(
             f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another model's, or add "
@@ -102,6 +116,19 @@ def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool
         return False
     kept = any(tensor.startswith(f"model.layers.{layer[1]}.") for tensor in layout.tensors)
     return not kept or layer[2] in _MTP_COPIES
+
+
+def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError when config.json is of a sequence-classification model that gives another number of scores than one."""
+    if not any(name.endswith(CLASSIFIER) for name in hf_config.get("architectures") or ()):
+        return
+    by_name = hf_config.get("id2label")
+    labels = hf_config.get("num_labels", 2) if by_name is None else len(by_name)  # 2 is what transformers takes
+    if labels != 1:
+        raise CheckpointError(
+            f"{path} has num_labels={labels} ({'id2label' if by_name is not None else 'num_labels'} of config.json), a critic or reward "
+            "model has 1: one score for each token; use a checkpoint that was trained so"
+        )
 
 
 def check_shape(name: str, where: Path, found: Shape, expected: Shape) -> None:
@@ -142,7 +169,8 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if is_value:
         names = config.get("architectures") or []
-        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config["architectures"] = [name.replace(CAUSAL, CLASSIFIER) for name in names]
+        config.pop("num_labels", None)
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     write_json(target / "config.json", config)
 

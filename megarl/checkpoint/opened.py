@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from megarl.architectures import Head as TableHead
 from megarl.architectures import architecture
 from megarl.checkpoint.dist import NOT_MODEL, DistFiles, Stored, find_dist, missing_elements
 from megarl.checkpoint.dist_keys import adapt, is_known
@@ -19,7 +20,9 @@ from megarl.checkpoint.hf_source import (
     EMBEDDING,
     HF_FOLDER,
     LM_HEAD,
+    SCORE,
     check_hf,
+    check_labels,
     check_shape,
     check_tied,
     is_expected,
@@ -28,12 +31,10 @@ from megarl.checkpoint.hf_source import (
     some,
 )
 from megarl.errors import ArchitectureError, CheckpointError
-from megarl.reshard.layout import Layout, Owners, Row, Segment, Split
+from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import dist_layout, hf_layout
 
 Head = Literal["auto", "lm", "value"]
-SCORE = "score.weight"
-"""HF's value head (``...ForSequenceClassification`` with one label)."""
 OUTPUT = "output_layer.weight"
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 
@@ -58,6 +59,11 @@ class Opened:
     def close(self) -> None:
         self.source.close()
 
+    @property
+    def table(self) -> TableHead:
+        """Which head the architecture tables are asked for."""
+        return "score" if self.is_value else "lm"
+
     def is_expected(self, name: str) -> bool:
         """Whether a stored tensor that the layout leaves out may be there."""
         if self.kind == "hf":
@@ -70,10 +76,10 @@ class Opened:
         return found.pop()
 
 
-def family(hf_config: dict[str, Any], where: Path) -> str:
+def family(hf_config: dict[str, Any], where: Path, head: TableHead = "lm") -> str:
     """The checked family of a configuration. Raises CheckpointError for one without a table."""
     try:
-        return architecture(hf_config).name
+        return architecture(hf_config, head).name
     except ArchitectureError as error:
         raise CheckpointError(f"{where / 'config.json'}: {error}") from error
 
@@ -94,10 +100,12 @@ def open_hf_checkpoint(path: Path, head: Head = "auto", mtp: bool = False, check
     family(hf_config, path)
     source = open_hf(path)
     is_value = SCORE in source.shapes if head == "auto" else head == "value"
-    layout = hf_layout(hf_config, mtp=mtp)
-    if is_value:
-        layout = with_value_head(layout, SCORE, hf_config)
+    table: TableHead = "score" if is_value else "lm"
+    family(hf_config, path, table)
+    layout = hf_layout(hf_config, mtp=mtp, head=table)
     if check:
+        if is_value:
+            check_labels(path, hf_config)
         check_hf(source, layout, hf_config)
         if _is_tied(hf_config, is_value) and LM_HEAD in source.shapes:
             check_shape(LM_HEAD, source.file_of(LM_HEAD), source.shapes[LM_HEAD], source.shapes[EMBEDDING])
@@ -127,9 +135,9 @@ def open_dist_checkpoint(
             f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; the two are of "
             "different models"
         )
-    layout = dist_layout(hf_config, vocab=max(rows, hf_config["vocab_size"]), mtp=mtp)
-    if is_value:
-        layout = with_value_head(layout, OUTPUT, hf_config)
+    table: TableHead = "score" if is_value else "lm"
+    family(hf_config, config_path, table)
+    layout = dist_layout(hf_config, vocab=max(rows, hf_config["vocab_size"]), mtp=mtp, head=table)
     wanted = layout.local_shapes(0)
     stored = adapt(files.stored, wanted)
     # A tied model may have been saved with its copy of the embedding.
@@ -169,12 +177,3 @@ def _check_stored(path: Path, stored: dict[str, Stored], wanted: dict[str, tuple
             f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another model's, or add "
             "them to megarl/architectures/"
         )
-
-
-def with_value_head(layout: Layout, local: str, hf_config: dict[str, Any], rank: int = 0) -> Layout:
-    """The layout of a critic or reward model: one number for each token instead of the vocabulary's logits."""
-    shape = (1, int(hf_config["hidden_size"]))
-    head = Row(local, (SCORE,), shape, 0, (Split(1, 1, (Segment(0, 0, 1, 0),)),), Owners(((rank,),)))
-    rows = [row for row in layout.rows if row.local not in (LM_HEAD, OUTPUT)]
-    tensors = {name: s for name, s in layout.tensors.items() if name != LM_HEAD}
-    return Layout(layout.name, {**tensors, SCORE: shape}, layout.num_ranks, [*rows, head], layout.dtypes)

@@ -1,6 +1,6 @@
 """Training state: Megatron's dist_checkpointing for model and optimizer, one manifest written last.
 
-Layout (verl's): ``<dir>/global_step_<i>/{actor/, state.json}`` and ``<dir>/latest_checkpointed_iteration.txt``.
+Layout (verl's): ``<dir>/global_step_<i>/{actor/, critic/, …, state.json}`` and ``<dir>/latest_checkpointed_iteration.txt``.
 A checkpoint without ``state.json`` was not finished and does not count.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,16 @@ from megarl.errors import CheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of a checkpoint, and its optimizer where it has one."""
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: Any = None
+    grid: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    """Puts the model's process groups in place."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -78,38 +90,30 @@ def prune(folder: Path, keep: int) -> None:
 def save(
     folder: Path,
     step: int,
-    stage: torch.nn.Module,
-    optimizer: Any,
+    parts: Mapping[str, Part],
     state: Mapping[str, Any],
     keep: int,
     model: Path | None = None,
 ) -> Path:
     """Save on every rank; rank 0 writes the manifest last and removes all but the newest ``keep`` finished ones.
 
-    ``step`` names the checkpoint; an unfinished or older one of the same name is replaced. ``model``: an HF directory whose
-    config.json and tokenizer go with it, so that it can be converted by itself.
+    ``step`` names the checkpoint; an unfinished or older one of the same name is replaced. ``parts``: folder -> what goes there.
+    ``model``: an HF directory whose config.json and tokenizer go with the first part, so that it can be converted by itself.
     """
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
     target = folder / f"{PREFIX}{step}"
     if dist.get_rank() == 0:
         _remove(target)
-        (target / "actor").mkdir(parents=True)
+        for name in parts:
+            (target / name).mkdir(parents=True)
     dist.barrier()
-    _start_moments(optimizer)
-    strategy = FullyParallelSaveStrategyWrapper(
-        TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-        True,
-    )
-    dist_checkpointing.save(_sharded_state(stage, optimizer, is_loading=False), str(target / "actor"), strategy)
+    for name, part in parts.items():
+        with part.grid():
+            _save_part(target / name, part)
     dist.barrier()
     if dist.get_rank() == 0:
         if model is not None:
             (target / HF_FOLDER).mkdir()
-            dtype = next(stage.parameters()).dtype
+            dtype = next(next(iter(parts.values())).chunks[0].parameters()).dtype
             copy_small_files(model, target / HF_FOLDER, dtype, mtp=False)
         write_text(target / "state.json", json.dumps({"step": step, **state}, indent=1))
         write_text(folder / LATEST, str(step))
@@ -117,29 +121,58 @@ def save(
     return target
 
 
-def load(checkpoint: Path, stage: torch.nn.Module, optimizer: Any) -> None:
-    """Load model and optimizer on every rank; the grid may differ from the one that saved.
+def _save_part(folder: Path, part: Part) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    if part.optimizer is not None:
+        _start_moments(part.optimizer)
+    strategy = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        True,
+    )
+    dist_checkpointing.save(_sharded_state(part, is_loading=False), str(folder), strategy)
+
+
+def load(checkpoint: Path, parts: Mapping[str, Part]) -> None:
+    """Load models and optimizers on every rank; the grids may differ from those that saved.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: a part or a tensor is missing, or has another shape.
     """
-    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    for name, part in parts.items():
+        if not (checkpoint / name).is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no {name}: it was made by a run without one; resume with the settings that it was made with, "
+                "or take another run.name"
+            )
+        try:
+            with part.grid(), torch.no_grad():
+                _load_part(checkpoint / name, part)
+        except (CheckpointingException, KeyError) as error:
+            raise CheckpointError(
+                f"{checkpoint / name} does not fit this model: {error}; was it made by another model.path?"
+            ) from error
+
+
+def _load_part(folder: Path, part: Part) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-    folder = str(checkpoint / "actor")
-    try:
-        with torch.no_grad():
-            strategy = FullyParallelLoadStrategyWrapper(
-                get_default_load_sharded_strategy(folder),
-                parallel_state.get_data_parallel_group(with_context_parallel=True),
-            )
-            loaded = dist_checkpointing.load(_sharded_state(stage, optimizer, is_loading=True), folder, strategy)
-            _inner(stage).load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-    except (CheckpointingException, KeyError) as error:
-        raise CheckpointError(f"{checkpoint} does not fit this model: {error}; was it made by another model.path?") from error
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(folder)),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    loaded = dist_checkpointing.load(_sharded_state(part, is_loading=True), str(folder), strategy)
+    for name, chunk in _named(part.chunks).items():
+        _inner(chunk).load_state_dict(loaded[name])
+    if part.optimizer is not None:
+        part.optimizer.load_state_dict(loaded["optimizer"])
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -157,11 +190,18 @@ def _start_moments(optimizer: Any) -> None:
                     inner.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
 
-def _inner(stage: Any) -> Any:
-    return stage.module  # inside DistributedDataParallel
+def _inner(chunk: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel
+
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
-def _sharded_state(stage: torch.nn.Module, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+def _named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Megatron's names of a stage's chunks; what is saved is named by layer, so another number of chunks can load it."""
+    return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def _sharded_state(part: Part, *, is_loading: bool) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     metadata = {
@@ -170,6 +210,9 @@ def _sharded_state(stage: torch.nn.Module, optimizer: Any, *, is_loading: bool) 
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    state: dict[str, Any] = {"model": _inner(stage).sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    state: dict[str, Any] = {
+        name: _inner(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named(part.chunks).items()
+    }
+    if part.optimizer is not None:
+        state["optimizer"] = part.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state

@@ -16,7 +16,7 @@ from megarl.checkpoint.dist_keys import extra_states, other_name
 from megarl.checkpoint.dist_write import write_chunk, write_metadata
 from megarl.checkpoint.hf_files import INDEX, HFFiles, groups, header_bytes, shards
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
-from megarl.checkpoint.opened import OUTPUT, SCORE, Opened, with_value_head
+from megarl.checkpoint.opened import Opened
 from megarl.checkpoint.output import Finished, write_json
 from megarl.checkpoint.slices import as_bytes
 from megarl.checkpoint.stream import OutFile, Region
@@ -81,9 +81,7 @@ class HFTarget:
 
     def __init__(self, opened: Opened, dtype: torch.dtype | None, file_bytes: int) -> None:
         self._opened = opened
-        self.layout = hf_layout(opened.hf_config, mtp=opened.mtp)
-        if opened.is_value:
-            self.layout = with_value_head(self.layout, SCORE, opened.hf_config)
+        self.layout = hf_layout(opened.hf_config, mtp=opened.mtp, head=opened.table)
         self.dtypes = _local_dtypes(self.layout, opened, dtype)
         sizes = {name: prod(shape) * self.dtypes[name].itemsize for name, shape in self.layout.tensors.items()}
         self.files = tuple(
@@ -124,14 +122,11 @@ class DistTarget:
         self, opened: Opened, dtype: torch.dtype | None, file_bytes: int, grid: MegatronGrid, vocab_multiple: int = VOCAB_MULTIPLE
     ) -> None:
         self._opened = opened
-        config, mtp = opened.hf_config, opened.mtp
+        config, mtp, head = opened.hf_config, opened.mtp, opened.table
         # The names of TransformerEngine's spec are never seen here; it keeps MLA's down-projections whole.
-        ranks = megatron_layout(config, grid, vocab_multiple=vocab_multiple, transformer_impl="transformer_engine", mtp=mtp)
+        ranks = megatron_layout(config, grid, vocab_multiple=vocab_multiple, transformer_impl="transformer_engine", mtp=mtp, head=head)
         vocab = padded_vocab_size(config["vocab_size"], grid.tp, vocab_multiple)
-        self.layout = dist_layout(config, vocab=vocab, mtp=mtp)
-        if opened.is_value:
-            self.layout = with_value_head(self.layout, OUTPUT, config)
-            ranks = with_value_head(ranks, OUTPUT, config, rank=grid.world_size - 1)
+        self.layout = dist_layout(config, vocab=vocab, mtp=mtp, head=head)
         self.dtypes = _local_dtypes(self.layout, opened, dtype)
         self.files = tuple(self._plan_files(ranks, file_bytes))
 

@@ -1,4 +1,4 @@
-"""Raw -> verified: validity, verdicts, completeness, then the statistics of whole groups. Pure functions.
+"""Raw -> verified: validity, verdicts, completeness, shaping, then the statistics of whole groups. Pure functions.
 
 Shape legend: P prompt tokens, R response tokens.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.algorithms import group_stats
+from megarl.algorithms.dapo import overlong_penalty, says_nothing
 from megarl.config.schema import RewardConfig
 from megarl.schema import Experience
 
@@ -28,13 +29,22 @@ class Report:
     dropped: dict[str, int]
     """Reason -> number of groups."""
     statuses: dict[str, int]
-    """Verdict status -> number of samples, before anything is dropped."""
+    """Verdict status -> number of samples, before anything is dropped. Greedy answers are not counted."""
     messages: tuple[str, ...]
     """What went wrong: the first few different texts, each with its first group and how many groups more it befell."""
 
     @property
     def kept(self) -> int:
         return self.groups - sum(self.dropped.values())
+
+    def __add__(self, other: Report) -> Report:
+        """Of two rollouts together."""
+        return Report(
+            self.groups + other.groups,
+            dict(Counter(self.dropped) + Counter(other.dropped)),
+            dict(Counter(self.statuses) + Counter(other.statuses)),
+            (*self.messages, *other.messages)[:MESSAGES],
+        )
 
 
 class Verified(NamedTuple):
@@ -43,19 +53,31 @@ class Verified(NamedTuple):
     report: Report
 
 
-def verify(experiences: Sequence[Experience], config: RewardConfig, *, vocab_size: int) -> Verified:
-    """Check every group, settle missing verdicts by ``reward.on_error``, and attach the group statistics.
+def verify(
+    experiences: Sequence[Experience],
+    config: RewardConfig,
+    *,
+    vocab_size: int,
+    max_response_tokens: int | None = None,
+    greedy: bool = False,
+) -> Verified:
+    """Check every group, settle missing verdicts by ``reward.on_error``, shape the scores, and attach the group statistics.
 
-    A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted.
+    A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted. A greedy
+    answer is checked, settled and shaped like a member.
+
+    Args:
+        max_response_tokens: ``rollout.max_response_tokens``, for ``reward.overlong_buffer`` alone.
+        greedy: Whether a group needs its greedy answer to be whole.
     """
     dropped: Counter[str] = Counter()
     faults: dict[str, list[str]] = {}
     kept: list[Experience] = []
     groups = by_group(experiences)
     for group in groups:
-        fault = _group_fault(group, config, vocab_size)
+        fault = _group_fault(group, config, vocab_size, greedy)
         if fault is None:
-            kept += with_stats([_settled(experience) for experience in group])
+            kept += with_stats([shaped(_settled(e), config, max_response_tokens) for e in group])
         else:
             dropped[fault.reason] += 1
             faults.setdefault(fault.message, []).append(fault.where)
@@ -76,6 +98,33 @@ def with_stats(group: Sequence[Experience]) -> list[Experience]:
     """The members of one whole group, each with the statistics of the group's scores."""
     stats = group_stats([experience.reward.score for experience in group])
     return [dataclasses.replace(experience, group_stats=stats) for experience in group]
+
+
+def shaped(experience: Experience, config: RewardConfig, max_response_tokens: int | None) -> Experience:
+    """With DAPO's penalty for its length in the score, and under ``overlong`` in its parts; the status stays what it is."""
+    if config.overlong_buffer is None:
+        return experience
+    assert max_response_tokens is not None, "reward.overlong_buffer counts back from rollout.max_response_tokens"
+    reward, length = experience.reward, len(experience.response_ids)
+    penalty = overlong_penalty(length, max_response_tokens, config.overlong_buffer, config.overlong_penalty)
+    reward = dataclasses.replace(reward, score=reward.score + penalty, parts={**reward.parts, "overlong": penalty})
+    greedy = None if experience.greedy is None else shaped(experience.greedy, config, max_response_tokens)
+    return dataclasses.replace(experience, reward=reward, greedy=greedy)
+
+
+def split_by_accuracy(groups: Sequence[list[Experience]]) -> tuple[list[list[Experience]], dict[str, int]]:
+    """Dynamic sampling: the groups that say something, and how many are ``all_right`` or ``all_wrong``.
+
+    By the verdicts' statuses, so that what shaping did to the scores does not count.
+    """
+    kept: list[list[Experience]] = []
+    counts = {"all_right": 0, "all_wrong": 0}
+    for group in groups:
+        if says_nothing([experience.reward.status for experience in group]):
+            counts["all_right" if group[0].reward.status == "ok" else "all_wrong"] += 1
+        else:
+            kept.append(group)
+    return kept, counts
 
 
 def shuffle_rewards(experiences: Sequence[Experience], seed: int) -> list[Experience]:
@@ -121,19 +170,24 @@ def _counted(message: str, where: Sequence[str]) -> str:
     return f"{where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {message}"
 
 
-def _group_fault(group: Sequence[Experience], config: RewardConfig, vocab_size: int) -> _Fault | None:
+def _group_fault(group: Sequence[Experience], config: RewardConfig, vocab_size: int, greedy: bool) -> _Fault | None:
     first = group[0]
     indices = sorted(experience.index for experience in group)
     if indices != list(range(first.group_size)) or any(not _same_group(first, experience) for experience in group):
         return _Fault("incomplete", f"group {first.group_id}", f"its size is {first.group_size}, its members are {indices}")
-    for experience in group:
+    baseline = first.greedy
+    if greedy and any(experience.greedy is None for experience in group):
+        return _Fault("incomplete", f"group {first.group_id}", "its greedy answer is missing")
+    answers = [(str(experience.index), experience) for experience in group]
+    answers += [("greedy", baseline)] if baseline is not None else []
+    for name, experience in answers:
         reason = check_experience(experience, vocab_size)
         if reason is not None:
-            return _Fault("invalid", f"group {first.group_id}[{experience.index}]", reason)
-    for experience in group:
+            return _Fault("invalid", f"group {first.group_id}[{name}]", reason)
+    for name, experience in answers:
         status = experience.reward.status
         if status in DROPPED_STATUSES and config.on_error == "drop":
-            return _Fault(f"reward_{status}", f"group {first.group_id}[{experience.index}]", _why(experience.metadata))
+            return _Fault(f"reward_{status}", f"group {first.group_id}[{name}]", _why(experience.metadata))
     return None
 
 
@@ -147,6 +201,8 @@ def _same_group(first: Experience, other: Experience) -> bool:
 
 def _settled(experience: Experience) -> Experience:
     """Under ``on_error=zero``: the score becomes 0, the status keeps saying why."""
+    if experience.greedy is not None:
+        experience = dataclasses.replace(experience, greedy=_settled(experience.greedy))
     if experience.reward.status not in DROPPED_STATUSES:
         return experience
     return dataclasses.replace(experience, reward=dataclasses.replace(experience.reward, score=0.0))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from megarl.config import Config
 from megarl.errors import ConfigError, DataError
+from megarl.launch.rows import Rows
 from megarl.rewards import RewardPool, Verdict, scorer_for
-from megarl.schema import Task
-from megarl.tasksets import ChatTokenizer, encode_rows
+from megarl.schema import Preference, Task
+from megarl.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences
 
 log = logging.getLogger(__name__)
 
@@ -59,30 +61,48 @@ def _try_reward(config: Config, task: Task) -> None:
     )
 
 
-def check_demonstrations(
-    tasks: Sequence[Task], tokenizer: ChatTokenizer, context: int, *, path: str | os.PathLike[str] | None
-) -> None:
-    """Each demonstration fits the model's context. Raises DataError naming the row."""
-    for number, (task, prompt) in enumerate(zip(tasks, encode_rows(tasks, tokenizer, path=path), strict=True)):
-        length = len(prompt) + len(tokenizer.response_ids(task.response or ""))
-        if length > context:
+def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int) -> None:
+    """Each sequence of demonstrations or preferences fits the model's context, and what must be computed together a micro-batch.
+
+    Raises:
+        DataError: one does not, with its row; or the two answers of a preference are the same to this tokenizer.
+    """
+    path = getattr(config.taskset, split)
+    pairs = [row for row in rows if isinstance(row, Preference)]
+    tasks = [row for row in rows if isinstance(row, Task)]
+    for number, (prompt, *answers) in enumerate(
+        encode_preferences(pairs, tokenizer, path=path) if pairs else encode_demonstrations(tasks, tokenizer, path=path)
+    ):
+        lengths = [len(prompt) + len(answer) for answer in answers]
+        where = f"{path}: row {number} (taskset.{split})"
+        if max(lengths) > context:
             raise DataError(
-                f"row {number} of taskset.warm_start has {length} tokens with its response, the model's context is {context} "
-                "(max_position_embeddings); drop the row"
+                f"{where} has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); "
+                "drop the row"
+            )
+        limit = config.trainer.max_tokens_per_micro_batch
+        if config.trainer.packing and sum(lengths) > limit:
+            what = "its two answers, each behind the prompt," if len(lengths) > 1 else "its answer"
+            raise DataError(
+                f"{where} has {sum(lengths)} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop the row"
+            )
+        if len(answers) == 2 and np.array_equal(answers[0], answers[1]):
+            raise DataError(
+                f"{where}: chosen and rejected are the same tokens to the tokenizer of {config.model.path}; drop the row"
             )
 
 
-def check_held_out(held_out: Sequence[Task], others: Mapping[str, Sequence[Task]]) -> None:
+def check_held_out(held_out: Rows, others: Mapping[str, Rows]) -> None:
     """No other row asks a held-out question, spaces and capitals aside. Raises DataError naming the row."""
-    questions = {_question(task) for task in held_out}
-    for name, tasks in others.items():
-        for number, task in enumerate(tasks):
-            if _question(task) in questions:
+    questions = {_question(row) for row in held_out}
+    for name, rows in others.items():
+        for number, row in enumerate(rows):
+            if _question(row) in questions:
                 raise DataError(
-                    f"row {number} of taskset.{name} asks a question of taskset.eval: {task.prompt[-1]['content']!r}; "
+                    f"row {number} of taskset.{name} asks a question of taskset.eval: {row.prompt[-1]['content']!r}; "
                     "drop it from one of them (spaces and capitals make no difference here)"
                 )
 
 
-def _question(task: Task) -> tuple[tuple[str, str], ...]:
-    return tuple((message["role"], " ".join(message["content"].split()).casefold()) for message in task.prompt)
+def _question(row: Task | Preference) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], " ".join(message["content"].split()).casefold()) for message in row.prompt)

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.launch.changes import Change, changes, described, has_checkpoints
-from megarl.tasksets import generate, read_recipe, read_rows, recipe
+from megarl.launch.rows import kind_of_rows, read_split
+from megarl.tasksets import generate, read_recipe, recipe
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def prepare_data(config: Config, *, verbose: bool = False) -> None:
             raise ConfigError(f"{missing}: no such file; give the file, or set taskset.generate")
     else:
         sizes = {"train": taskset.train_size, "eval": taskset.eval_size, "warm_start": taskset.warm_start_size}
-        wanted = recipe(taskset.generate, sizes, seed=taskset.seed, options=taskset.options)
+        kind = kind_of_rows(config)
+        wanted = recipe(taskset.generate, sizes, seed=taskset.seed, options=taskset.options, kind=kind)
         stale: dict[Change, None] = {}
         for split, path in files.items():
             made_with = read_recipe(path) if path.is_file() else None
@@ -56,13 +58,13 @@ def prepare_data(config: Config, *, verbose: bool = False) -> None:
         if stale:
             log.info("the tasks were made with other settings: %s", described(stale))
         if to_write:
-            log.info("writing tasks of %s: %s", taskset.generate, ", ".join(to_write))
-            generate(taskset.generate, to_write, sizes, seed=taskset.seed, options=taskset.options)
+            log.info("writing %s of %s: %s", kind, taskset.generate, ", ".join(to_write))
+            generate(taskset.generate, to_write, sizes, seed=taskset.seed, options=taskset.options, kind=kind)
     for split, path in files.items() if verbose else ():
         done = "written" if split in to_write else "kept"
         if done == "kept" and taskset.generate is not None and read_recipe(path) is None:
             done = "kept, a file of your own"
-        log.info("%s: %d rows in %s (%s)", split, len(read_rows(path)), path, done)
+        log.info("%s: %d rows in %s (%s)", split, len(read_split(config, split)), path, done)
 
 
 def prepare_model(config: Config) -> None:
@@ -80,8 +82,8 @@ def prepare_model(config: Config) -> None:
         return
     if path.exists() and (has_checkpoints(Path(config.run.dir)) or not (path / MODEL_RECIPE).is_file()):
         return  # a run goes on with the model that it began with; a model of other making is the user's own
-    source = config.taskset.warm_start or config.taskset.train
-    corpus = [m["content"] for task in read_rows(Path(source)) for m in task.prompt]
+    source = "train" if config.taskset.warm_start is None else "warm_start"
+    corpus = [m["content"] for row in read_split(config, source) for m in row.prompt]
     settings = {f"model.from_scratch.{name}": value for name, value in asdict(wanted).items()}
     settings |= {"trainer.seed": config.trainer.seed, "its tokenizer's texts": _digest(corpus)}
     if path.exists():

@@ -28,7 +28,7 @@ from megarl.errors import EngineError
 from megarl.metrics import Timeline
 from megarl.rewards import RewardPool, Verdict
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
-from megarl.schema import Experience, Segment, Task, WeightsVersion
+from megarl.schema import GREEDY, Experience, Segment, Task, WeightsVersion
 from megarl.store import Claim, Store
 from megarl.tasksets import ChatTokenizer
 
@@ -66,7 +66,7 @@ class RolloutClock:
         self._active = {"generation": 0, "reward": 0}
         self._last = now()
         self._seconds = {"generation_s": 0.0, "reward_s": 0.0, "overlap_s": 0.0}
-        self.counts = {"groups": 0, "samples": 0, "prompt_tokens": 0, "response_tokens": 0, "retries": 0}
+        self.counts = {"groups": 0, "samples": 0, "greedy": 0, "prompt_tokens": 0, "response_tokens": 0, "retries": 0}
 
     def change(self, phase: str, by: int) -> None:
         """``by`` more (or fewer) samples are in ``phase``: generation or reward."""
@@ -106,7 +106,7 @@ class _Group:
 
     @property
     def missing(self) -> list[int]:
-        return [j for j in range(self.claim.group_size) if j not in self.sampled]
+        return [j for j in self.claim.indices if j not in self.sampled]
 
 
 class _Ask(NamedTuple):
@@ -121,7 +121,7 @@ class Explorer:
     """Claims groups until the job is closed.
 
     Args:
-        capacity: Samples kept under way at once.
+        capacity: Samples kept under way at once; greedy answers are not counted.
         calls: Calls over which newly claimed groups are spread (one for each engine).
     """
 
@@ -253,13 +253,14 @@ class Explorer:
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
         group.scored[index] = experience(group.claim, index, group.prompt_ids, completion, verdict)
-        if len(group.scored) == group.claim.group_size:
+        if len(group.scored) == len(group.claim.indices):
             await self._finish(group)
 
     async def _finish(self, group: _Group) -> None:
-        counts, members = group.clock.counts, [group.scored[j] for j in range(group.claim.group_size)]
+        counts, members = group.clock.counts, [group.scored[j] for j in group.claim.indices]
         counts["groups"] += 1
-        counts["samples"] += len(members)
+        counts["samples"] += group.claim.group_size
+        counts["greedy"] += len(members) - group.claim.group_size
         counts["prompt_tokens"] += len(group.prompt_ids) * len(members)
         counts["response_tokens"] += sum(len(member.response_ids) for member in members)
         if not await self._call(self._store.finish_group, group.claim, members, group.clock.metrics()):
@@ -311,17 +312,19 @@ def _segments(completion: Completion, asked: WeightsVersion) -> tuple[Segment, .
 
 
 def _asks(group: _Group) -> list[_Ask]:
-    """The whole group as one prompt; after a failure each missing sample by itself, with the seed that it had."""
+    """The group's samples as one prompt; after a failure each missing one by itself, with the seed that it had. The greedy
+    answer is a prompt of its own."""
     missing, size = group.missing, group.claim.group_size
-    if len(missing) == size:
-        return [_Ask(Prompt(group.prompt_ids, size, group.seed), group, 0)]
-    return [
-        _Ask(Prompt(group.prompt_ids, 1, None if group.seed is None else group.seed + j), group, j) for j in missing
-    ]
+    sampled = [j for j in missing if j != GREEDY]
+    asks = [] if len(sampled) == len(missing) else [_Ask(Prompt(group.prompt_ids, greedy=True), group, GREEDY)]
+    if len(sampled) == size:
+        return [*asks, _Ask(Prompt(group.prompt_ids, size, group.seed), group, 0)]
+    seeds = [None if group.seed is None else group.seed + j for j in sampled]
+    return asks + [_Ask(Prompt(group.prompt_ids, 1, seed), group, j) for j, seed in zip(sampled, seeds, strict=True)]
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
-    return Sampling(**{name: value for name, value in settings.items() if name != "seed"})
+    return Sampling(**{name: value for name, value in settings.items() if name not in ("seed", "greedy")})
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | None:

@@ -1,11 +1,23 @@
-"""Asking the explorer for rollouts and waiting for them."""
+"""Asking the explorer for rollouts, waiting for them, and what a step is trained with: groups, and demonstrations of mix.
+
+What is asked for is a pure function of seed, step and how many rollouts the step has had, so a resumed run asks for the same.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+
+from megarl.experience import Report, by_group, shuffle_rewards, split_by_accuracy, verify
+from megarl.schema import Experience
+from megarl.tasksets import ChatTokenizer, encode_rows, read_rows
 
 if TYPE_CHECKING:
     from megarl.loop.session import Session
@@ -14,36 +26,139 @@ MEET_S = 30.0
 """How often ranks meet while they wait: a rollout may take longer than a collective waits for its ranks."""
 
 
+EXTRA, EXPERT = 1, 2
+"""Streams of random numbers beside that of the tasks, so that one's choices say nothing about another's."""
+
+Demonstration = tuple[np.ndarray, np.ndarray]
+"""int32 [P], int32 [R]: the tokens of a prompt and of the answer to imitate."""
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """What a step is trained with, the same on every rank."""
+
+    experiences: list[Experience]
+    """Whole groups, each experience with its group's statistics."""
+    rollout_ids: tuple[str, ...]
+    """All that the step asked for. A step belongs to its checkpoint with all of them: they carry its number in the store."""
+    report: Report
+    """What became of the groups of all these rollouts, dynamic sampling aside."""
+    metrics: dict[str, float]
+
+
 def tasks_of_step(task_ids: list[str], step: int, count: int, seed: int) -> list[str]:
     """The ``count`` tasks of a step: every epoch is a new permutation of all tasks. A pure function, so a resumed run goes on."""
-    order: list[str] = []
-    first = step * count
+    return [task_ids[i] for i in _of_step(len(task_ids), step, count, seed)]
+
+
+def _of_step(size: int, step: int, count: int, seed: int, *stream: int) -> list[int]:
+    order: list[int] = []
     while len(order) < count:
-        epoch, offset = divmod(first + len(order), len(task_ids))
-        permutation = np.random.default_rng([seed, epoch]).permutation(len(task_ids))
-        order += [task_ids[i] for i in permutation[offset : offset + count - len(order)]]
+        epoch, offset = divmod(step * count + len(order), size)
+        permutation = np.random.default_rng([seed, epoch, *stream]).permutation(size)
+        order += permutation[offset : offset + count - len(order)].tolist()
     return order
 
 
-def request_training_rollout(s: Session) -> str:
-    """Ask for this step's groups with the version last published; returns the rollout's id."""
-    config = s.config
-    rollout_id = f"train-{s.state.step:06d}"
+def extra_tasks(task_ids: list[str], step: int, extra: int, count: int, seed: int) -> list[str]:
+    """The ``count`` tasks of a step's rollout number ``extra`` (1, 2, …) beyond its first: new to the step while there are any
+    that are, then all of them again."""
+    permutation = np.random.default_rng([seed, step, EXTRA]).permutation(len(task_ids))
+    first = set(tasks_of_step(task_ids, step, count, seed))
+    order = [task_ids[i] for i in permutation if task_ids[i] not in first]
+    order += [task_ids[i] for i in permutation if task_ids[i] in first]
+    return [order[i % len(order)] for i in range((extra - 1) * count, extra * count)]
+
+
+def training_groups(s: Session) -> StepGroups | None:
+    """Ask for this step's groups with the version last published, wait, and verify them; None when the job is asked to stop.
+
+    With ``algorithm.dynamic_sampling`` groups that are all right or all wrong are left out, and further rollouts of other tasks
+    are asked for, at most ``algorithm.max_extra_rollouts``, until there are ``trainer.tasks_per_step`` groups; of more, the
+    first ones count.
+    """
+    config, step = s.config, s.state.step
+    dynamic, wanted = config.algorithm.dynamic_sampling, config.trainer.tasks_per_step
+    groups: list[list[Experience]] = []
+    ids: list[str] = []
+    measured: list[dict[str, float]] = []
+    report = Report(0, {}, {}, ())
+    for extra in range(1 + config.algorithm.max_extra_rollouts if dynamic else 1):
+        with s.timeline.phase("rollout", step=step):
+            ids.append(request_training_rollout(s, extra))
+            label = f"rollout {step + 1}" + (f", again ({len(groups)} of {wanted} groups)" if extra else "")
+            if not wait_for_rollout(s, ids[-1], label):
+                return None
+        with s.timeline.phase("batch", step=step):
+            verified = verify(
+                s.store.experiences(ids[-1]),
+                config.reward,
+                vocab_size=int(s.hf_config["vocab_size"]),
+                max_response_tokens=config.rollout.max_response_tokens,
+                greedy="greedy" in s.algorithm.needs,
+            )
+            report += verified.report
+            found = by_group(verified.experiences)
+            if dynamic:
+                found, left_out = split_by_accuracy(found)
+                measured.append({name: float(count) for name, count in left_out.items()})
+            groups += found
+        measured.append(s.store.rollout_metrics(ids[-1]))
+        if len(groups) >= wanted:
+            break
+    experiences = [experience for group in groups[:wanted] for experience in group]
+    metrics = {f"rollout/{name}": sum(m.get(name, 0.0) for m in measured) for m in measured for name in m}
+    metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": float(min(len(groups), wanted))}
+    if config.reward.overlong_buffer is not None and experiences:
+        metrics["reward/overlong"] = sum(e.reward.parts["overlong"] for e in experiences) / len(experiences)
+    if config.reward.shuffle:
+        experiences = shuffle_rewards(experiences, seed=config.trainer.seed * 1_000_003 + step)
+    return StepGroups(experiences, tuple(ids), report, metrics)
+
+
+def request_training_rollout(s: Session, extra: int = 0) -> str:
+    """Rollout number ``extra`` of this step beyond its first; returns its id."""
+    config, step = s.config, s.state.step
+    count, seed = config.trainer.tasks_per_step, config.trainer.seed
+    rollout_id = f"train-{step:06d}" + (f"-{extra}" if extra else "")
     if s.position.rank == 0:
-        s.store.request_rollout(
-            rollout_id,
-            "train",
-            s.state.step,
-            s.version,
-            tasks_of_step(s.train_tasks, s.state.step, config.trainer.tasks_per_step, config.trainer.seed),
-            config.algorithm.group_size,
-            {
-                "temperature": config.rollout.temperature,
-                "max_tokens": config.rollout.max_response_tokens,
-                "seed": config.trainer.seed * 1_000_003 + s.state.step,
-            },
-        )
+        tasks = extra_tasks(s.train_tasks, step, extra, count, seed) if extra else tasks_of_step(s.train_tasks, step, count, seed)
+        own_seed = seed * 1_000_003 + step
+        if extra:
+            own_seed = int(np.random.SeedSequence([seed, step, extra, EXTRA]).generate_state(1)[0])
+        sampling = {"temperature": config.rollout.temperature, "max_tokens": config.rollout.max_response_tokens, "seed": own_seed}
+        if "greedy" in s.algorithm.needs:
+            sampling["greedy"] = True
+        s.store.request_rollout(rollout_id, "train", step, s.version, tasks, config.algorithm.group_size, sampling)
     return rollout_id
+
+
+def num_expert_rows(usual: int, ratio: float) -> int:
+    """How many expert rows beside ``usual`` sampled ones make ⌈ratio · rows⌉ of all rows of a step.
+
+    In the decimals that the setting is written in: 0.07 · 100 is 7, in floats it is above 7.
+    """
+    share = Fraction(str(ratio))
+    return math.ceil(usual * share / (1 - share))
+
+
+class ExpertRows:
+    """The demonstrations of ``taskset.expert``; which of them a step takes depends on seed and step alone."""
+
+    def __init__(self, demonstrations: Sequence[Demonstration], seed: int) -> None:
+        self._demonstrations = demonstrations
+        self._seed = seed
+
+    @classmethod
+    def read(cls, path: str, tokenizer: ChatTokenizer, seed: int) -> Self:
+        """Raises DataError naming the row that cannot be used."""
+        rows = read_rows(Path(path), require_response=True)
+        prompts = encode_rows(rows, tokenizer, path=path)
+        return cls([(p, tokenizer.response_ids(row.response or "")) for p, row in zip(prompts, rows, strict=True)], seed)
+
+    def of_step(self, step: int, count: int) -> list[Demonstration]:
+        """``count`` rows for a step, each row as often as any other over the epochs of steps with this count."""
+        return [self._demonstrations[i] for i in _of_step(len(self._demonstrations), step, count, self._seed, EXPERT)]
 
 
 def wait_for_rollout(s: Session, rollout_id: str, label: str) -> bool:

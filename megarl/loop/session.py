@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from megarl import algorithms
-from megarl.batching import Rows
+from megarl.batching import Sequences
 from megarl.checkpoint import hf, state
 from megarl.config import Config
 from megarl.errors import CheckpointError, JobError
@@ -35,7 +35,7 @@ from megarl.reshard.plan import build_plan
 from megarl.schema import WeightsVersion
 from megarl.store import Store
 from megarl.sync.publish import WeightPublisher
-from megarl.training.actor import Actor, FrozenModel
+from megarl.training.model import FrozenModel, TrainedModel, cut_for
 from megarl.training.schedule import Head
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,7 @@ class Session:
         self.eval_tasks = self.store.task_ids("eval")
         self.algorithm = algorithms.get(config.algorithm.name)
         self.hf_config = hf.read_hf_config(Path(config.model.path))
-        self.pad_id = int(self.hf_config.get("pad_token_id") or 0)
-        self.length_multiple = config.parallel.tp if config.parallel.sequence_parallel else 1
+        self.cut = cut_for(config.parallel, config.trainer)
         self.grid = megatron_grid(config.parallel)
         self.layout = megatron_layout(self.hf_config, self.grid, transformer_impl=config.model.transformer_impl)
         self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature, config.trainer.logits_bytes)
@@ -93,7 +92,9 @@ class Session:
         self.publisher: WeightPublisher | None = None
         self._saved: State | None = None
         with self.timeline.phase("load"):
-            self.actor = Actor(self.hf_config, config.model, config.parallel, self.head, config.trainer.optimizer)
+            self.actor = TrainedModel(
+                self.hf_config, config.model, config.parallel, self.head, self.cut, config.trainer.optimizer
+            )
             self.state = self._resume()
         self.writer = None
         if self.position.rank == 0:
@@ -116,12 +117,12 @@ class Session:
             return State()
         saved = state.read_state(found)
         try:
-            state.load(found, self.actor.stage, self.actor.optimizer)
+            state.load(found, self._parts())
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(
                 f"{found} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before it"
             ) from error
-        self.actor.set_hyperparameters(self.config.trainer.optimizer)
+        self.actor.optimizer.set_hyperparameters(self.config.trainer.optimizer)
         resumed = self._saved = State(saved["phase"], saved["step"])
         self.say(f"resumed from {found}")
         return resumed
@@ -139,12 +140,12 @@ class Session:
         config = self.config
         reference_dir = self.run_dir / "reference"
         if self.state.step == 0:
-            self.actor.restart_optimizer(config.trainer.optimizer)
+            self.actor.optimizer.restart(config.trainer.optimizer)
             self.export_hf(reference_dir)
         self.actor.head = self.head
         if "ref_logp" in self.algorithm.needs:
             with self.timeline.phase("load"):
-                self.reference = FrozenModel(self.hf_config, config.model, config.parallel, self.head)
+                self.reference = FrozenModel(self.hf_config, config.model, config.parallel, self.head, self.cut)
                 self._load_hf(self.reference, reference_dir)
 
     def _load_hf(self, model: FrozenModel, path: Path) -> None:
@@ -190,16 +191,11 @@ class Session:
         """Largest log-prob difference between this trainer and the engines on a short fixed text."""
         assert self.publisher is not None
         length = min(self.config.sync.probe_tokens, self.config.rollout.max_prompt_tokens)
-        length += -length % self.length_multiple
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, self.head.vocab_size, (1, length), generator=generator)
-        mask = torch.ones_like(tokens, dtype=torch.bool)
-        mask[:, -1] = False
-        result = self.actor.logprob(Rows(tokens, mask), 1, temperature=1.0)
-        mine = None if result is None or not self.position.reports else result[0][0, :-1].tolist()
-        everyone: list[list[float] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        return self.publisher.probe(tokens[0].tolist(), next(logp for logp in everyone if logp is not None))
+        tokens = torch.randint(0, self.head.vocab_size, (length,), generator=generator)
+        text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
+        logp = self.actor.answers(text, [self.actor.micro_batches(text)], temperature=1.0)
+        return self.publisher.probe(tokens.tolist(), logp[:-1].tolist())
 
     def commit(self, **labels: int) -> None:
         """Checkpoint model, optimizer and state under the current step; nothing to do when that is what the newest holds."""
@@ -208,10 +204,13 @@ class Session:
         step, keep = self.state.step, self.config.trainer.keep_checkpoints
         folder = self._folder(self.state.phase)
         with self.timeline.phase("checkpoint", **labels), _writing(folder):
-            state.save(folder, step, self.actor.stage, self.actor.optimizer, asdict(self.state), keep, Path(self.config.model.path))
+            state.save(folder, step, self._parts(), asdict(self.state), keep, Path(self.config.model.path))
         self._saved = self.state
         if self.state.phase != "warm_start" and self.position.rank == 0:
             shutil.rmtree(self._folder("warm_start"), ignore_errors=True)  # there is a later one now
+
+    def _parts(self) -> dict[str, state.Part]:
+        return {"actor": state.Part(self.actor.chunks, self.actor.optimizer.inner)}
 
     def export_hf(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""

@@ -6,16 +6,18 @@ Reads top to bottom: sync, rollout, inference, update, commit.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from megarl import ops
 from megarl.algorithms import group_stats
-from megarl.batching import Rows, response_values, shard, stack_experiences
+from megarl.batching import MicroBatch, Sequences, of_experiences, response_values
 from megarl.config import Config, load_resolved
 from megarl.errors import JobError
 from megarl.experience import Report, shuffle_rewards, verify
@@ -24,7 +26,8 @@ from megarl.loop.session import Session
 from megarl.loop.warm_start import warm_start
 from megarl.metrics import Sums, console_line, mean_of_sums, spread
 from megarl.schema import Experience
-from megarl.training.actor import learning_rate
+from megarl.training import objectives
+from megarl.training.optimizer import learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -87,29 +90,27 @@ def step(s: Session) -> bool:
         for message in verified.messages:
             s.say(f"dropped from training: {message}")
         with s.timeline.phase("batch", step=number):
-            advantages = _advantages(s, experiences)
-            rows = stack_experiences(experiences, advantages, pad_id=s.pad_id, multiple=s.length_multiple)
-            plan = shard(len(rows), config.trainer.updates_per_step, config.parallel.dp, config.trainer.micro_batch_size)
-            mine = [rows.select(update[s.position.dp_rank]) for update in plan]
+            sequences = of_experiences(experiences)
+            units = updates_of([[i] for i in range(len(sequences))], config.trainer.updates_per_step)
+            plan = [s.actor.micro_batches(sequences, part) for part in units]
         with s.timeline.phase("inference", step=number):
-            for index, part in zip((update[s.position.dp_rank] for update in plan), mine, strict=True):
-                infer(s, part)
-                if s.position.reports and part.old_logp is not None:
-                    real = index >= 0
-                    used = [experiences[i] for i in index[real].tolist()]
-                    s.store.record_old_logp(used, response_values(part.old_logp[real], used))
-        sums: list[Sums] = [_mismatch(part) for part in mine if s.position.reports]
+            infer(s, sequences, plan)
+            if s.position.rank == 0 and sequences.old_logp is not None:
+                s.store.record_old_logp(experiences, response_values(sequences.old_logp, experiences))
+            advantages = _advantages(s, experiences)
+            sequences.advantages = torch.tensor(advantages, dtype=torch.float32)[sequences.row]
+        sums: list[Sums] = []
         updates: list[Sums] = []
         with s.timeline.phase("update", step=number):
             if s.algorithm.restarts_optimizer:
-                s.actor.restart_optimizer(config.trainer.optimizer)
-            for i, part in enumerate(mine):
-                done = s.actor.backward(part, config.trainer.micro_batch_size, s.algorithm, config.algorithm)
-                sums += [done] if s.position.reports else []
+                s.actor.optimizer.restart(config.trainer.optimizer)
+            objective = objectives.policy(s.algorithm, config.algorithm, sequences)
+            for i, batches in enumerate(plan):
+                sums.append(s.actor.backward(sequences, batches, objective))
                 lr = learning_rate(config.trainer.optimizer, number * config.trainer.updates_per_step + i)
-                updates.append({name: (value, 1.0) for name, value in s.actor.step(lr).items()})
+                updates.append({"actor/grad_norm": (s.actor.step(lr), 1.0), "actor/lr": (lr, 1.0)})
         s.state = replace(s.state, step=number + 1)
-        metrics = mean_of_sums(s.gather(sums)) | mean_of_sums(updates) | report
+        metrics = mean_of_sums(s.gather(sums)) | mean_of_sums(updates) | mean_of_sums([_mismatch(sequences)]) | report
         metrics |= _experience_metrics(experiences, advantages, verified)
         metrics |= {"training/global_step": float(s.state.step), "training/attempt": float(s.attempt)}
         if s.state.step % config.trainer.checkpoint_interval == 0 and s.state.step < config.trainer.steps:
@@ -125,13 +126,19 @@ def step(s: Session) -> bool:
     return True
 
 
-def infer(s: Session, rows: Rows) -> None:
+def updates_of(units: Sequence[list[int]], updates: int) -> list[list[list[int]]]:
+    """Units in order in ``updates`` equal parts, fewer when there are fewer units."""
+    updates = min(updates, len(units))
+    cuts = [u * len(units) // updates for u in range(updates + 1)]
+    return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
+
+
+def infer(s: Session, sequences: Sequences, plan: Sequence[Sequence[MicroBatch]]) -> None:
     """Fill what the algorithm needs: log-probs under the weights that the update starts from, and the reference's."""
-    for name, model in (("old_logp", s.actor), ("ref_logp", s.reference)):
-        if name in s.algorithm.needs and model is not None:
-            result = model.logprob(rows, s.config.trainer.micro_batch_size)
-            if result is not None:
-                setattr(rows, name, result[0])
+    if "old_logp" in s.algorithm.needs:
+        sequences.old_logp = s.actor.answers(sequences, plan)
+    if s.reference is not None:
+        sequences.ref_logp = s.reference.answers(sequences, plan)
 
 
 def _advantages(s: Session, experiences: list[Experience]) -> list[float]:
@@ -140,11 +147,11 @@ def _advantages(s: Session, experiences: list[Experience]) -> list[float]:
     return s.algorithm.advantages(rewards, [int(e.response_mask.sum()) for e in experiences], s.config.algorithm)
 
 
-def _mismatch(rows: Rows) -> Sums:
+def _mismatch(sequences: Sequences) -> Sums:
     """How far the engine's log-probs are from the trainer's for the same weights and tokens."""
-    if rows.old_logp is None or rows.engine_logp is None or not bool(rows.mask.any()):
+    if sequences.old_logp is None or sequences.engine_logp is None or not bool(sequences.mask.any()):
         return {}
-    old, engine = rows.old_logp[rows.mask], rows.engine_logp[rows.mask]
+    old, engine = sequences.old_logp[sequences.mask], sequences.engine_logp[sequences.mask]
     difference = (old - engine).abs()
     probability = (old.exp() - engine.exp()).abs()
     count = float(difference.numel())

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl import algorithms
-from megarl.batching import shard, stack_demonstrations
+from megarl.batching import of_demonstrations
 from megarl.config.schema import AlgorithmConfig
 from megarl.loop.rollouts import tasks_of_step
 from megarl.metrics import mean_of_sums
 from megarl.tasksets import ChatTokenizer, read_rows
-from megarl.training.actor import learning_rate
+from megarl.training import objectives
+from megarl.training.optimizer import learning_rate
 
 if TYPE_CHECKING:
     from megarl.loop.session import Session
@@ -31,23 +32,22 @@ def warm_start(s: Session) -> bool:
     tokenizer = ChatTokenizer.open(s.config.model.path)
     rows = read_rows(Path(s.config.taskset.warm_start), require_response=True)
     pairs = {str(i): (tokenizer.prompt_ids(t.prompt), tokenizer.response_ids(t.response or "")) for i, t in enumerate(rows)}
-    s.actor.head = replace(s.actor.head, temperature=1.0)
+    s.actor.head = replace(s.head, temperature=1.0)
     if s.state.step:
-        s.actor.set_hyperparameters(config.optimizer)
+        s.actor.optimizer.set_hyperparameters(config.optimizer)
     else:
-        s.actor.restart_optimizer(config.optimizer)
+        s.actor.optimizer.restart(config.optimizer)
     with s.progress(config.steps, "warm start", "step") as bar, s.timeline.phase("warm_start"):
         bar.update(s.state.step)
         for step in range(s.state.step, config.steps):
             if s.stop_requested():
                 return False
             chosen = tasks_of_step(list(pairs), step, config.batch_size, s.config.trainer.seed)
-            batch = stack_demonstrations([pairs[i] for i in chosen], pad_id=s.pad_id, multiple=s.length_multiple)
-            (update,) = shard(len(batch), 1, s.config.parallel.dp, s.config.trainer.micro_batch_size)
-            part = batch.select(update[s.position.dp_rank])
-            sums = s.actor.backward(part, s.config.trainer.micro_batch_size, sft, settings)
-            optimizer_metrics = s.actor.step(learning_rate(config.optimizer, step))
-            metrics = mean_of_sums(s.gather([sums] if s.position.reports else [])) | optimizer_metrics
+            batch = of_demonstrations([pairs[i] for i in chosen])
+            sums = s.actor.backward(batch, s.actor.micro_batches(batch), objectives.policy(sft, settings, batch))
+            lr = learning_rate(config.optimizer, step)
+            optimizer_metrics = {"actor/grad_norm": s.actor.step(lr), "actor/lr": lr}
+            metrics = mean_of_sums(s.gather([sums])) | optimizer_metrics
             s.state = replace(s.state, step=step + 1)
             s.write(step + 1, {name.replace("actor/", "sft/"): value for name, value in metrics.items()})
             bar.set_postfix_str(f"loss {metrics['actor/loss']:.3f}")

@@ -7,7 +7,7 @@ from dataclasses import fields
 from megarl.architectures import ModelSizes
 from megarl.config.schema import GridSizes, ParallelConfig
 from megarl.errors import ConfigError
-from megarl.reshard.grid import MegatronGrid
+from megarl.reshard.grid import MegatronGrid, divisors
 
 
 def megatron_grid(parallel: ParallelConfig) -> MegatronGrid:
@@ -26,9 +26,11 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None) ->
 
 
 def _check_training(parallel: ParallelConfig, sizes: ModelSizes) -> None:
-    if parallel.vpp > 1:
+    heads = sizes.heads // parallel.tp
+    if heads % parallel.cp:
         raise ConfigError(
-            f"parallel.vpp={parallel.vpp}: the trainer runs one model chunk per pipeline stage; set parallel.vpp to 1"
+            f"parallel.cp={parallel.cp} does not divide the {heads} attention heads that parallel.tp={parallel.tp} leaves to a rank, "
+            f"and context-parallel ranks share them; set parallel.cp to {divisors(heads)}"
         )
     if sizes.experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(

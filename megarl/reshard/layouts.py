@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from megarl.architectures import Architecture, HFConfig, ModelSizes, architecture
+from megarl.architectures import Architecture, Head, HFConfig, ModelSizes, architecture
 from megarl.architectures.table import EXPERT, VLLM_LAYER, Logical, Op, Param, Place, Shard, Stage, hf_name
 from megarl.errors import ConfigError
 from megarl.reshard.boxes import Shape
@@ -67,18 +67,20 @@ def megatron_layout(
     vocab_multiple: int = VOCAB_MULTIPLE,
     transformer_impl: TransformerImpl = "local",
     mtp: bool = False,
+    head: Head = "lm",
 ) -> Layout:
     """What each trainer rank holds, under the names of ``GPTModel.named_parameters()`` (and the router's bias, a buffer).
 
     With ``grid.vpp`` > 1 names are prefixed ``chunk<v>.``. ``mtp``: the model was built with its multi-token prediction layers.
-    Raises ConfigError for a grid that does not divide the model, ArchitectureError for an unknown model.
+    ``head="score"``: a critic or reward model. Raises ConfigError for a grid that does not divide the model, ArchitectureError for an
+    unknown model.
     """
-    arch = architecture(hf_config)
+    arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
     check_grid(arch.name, sizes, grid)
     cutter = Cutter(sizes, padded_vocab_size(sizes.vocab, grid.tp, vocab_multiple), interleaved=True)
     return Layout(
-        f"megatron {grid}",
+        f"megatron {grid}" if head == "lm" else f"megatron {grid} head={head}",
         arch.tensors(hf_config, mtp=mtp),
         grid.world_size,
         _rows(_megatron_spots(arch, sizes, grid, transformer_impl, mtp), cutter),
@@ -140,13 +142,14 @@ def dist_layout(
     vocab: int | None = None,
     transformer_impl: TransformerImpl = "local",
     mtp: bool = False,
+    head: Head = "lm",
 ) -> Layout:
     """A Megatron dist_checkpointing checkpoint: one rank whose local tensors are the global ones, under their keys.
 
     Layers that are all alike are stacked on a leading axis, layers that differ have their number in the key; experts are always
     stacked. ``vocab``: rows of the stored embedding (None: the vocabulary padded to ``VOCAB_MULTIPLE``).
     """
-    arch = architecture(hf_config)
+    arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
     cutter = Cutter(sizes, vocab or padded_vocab_size(sizes.vocab, 1), interleaved=True)
     return Layout(
@@ -282,9 +285,12 @@ def _vllm_experts(experts: int, ways: int) -> list[int]:
     return [experts // ways + (rank < experts % ways) for rank in range(ways)]
 
 
-def hf_layout(hf_config: HFConfig, only: Collection[str] | None = None, *, mtp: bool = False) -> Layout:
-    """One rank that holds every logical tensor whole (or those named in ``only``), under its HF name."""
-    arch = architecture(hf_config)
+def hf_layout(hf_config: HFConfig, only: Collection[str] | None = None, *, mtp: bool = False, head: Head = "lm") -> Layout:
+    """One rank that holds every logical tensor whole (or those named in ``only``), under its HF name.
+
+    ``head="score"``: those of a ``...ForSequenceClassification`` with one label.
+    """
+    arch = architecture(hf_config, head)
     found = arch.tensors(hf_config, mtp=mtp)
     tensors = {n: s for n, s in found.items() if only is None or n in only}
     return whole_layout("hf", tensors, _dtypes(arch, arch.sizes(hf_config)))

@@ -25,11 +25,13 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to answer ``n`` times. Sample j draws from a generator of its own, seeded with ``seed + j``."""
+    """Token ids to answer ``n`` times. Sample j draws from a generator of its own, seeded with ``seed + j``. A ``greedy`` one
+    is answered at temperature 0, whatever the request's is."""
 
     token_ids: Sequence[int] | np.ndarray
     n: int = 1
     seed: int | None = None
+    greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ class EngineClient:
     async def _stream(self, url: str, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
         assert self._session is not None, "EngineClient is used as an async context manager"
         body = {
-            "prompts": [{"token_ids": [int(t) for t in p.token_ids], "n": p.n, "seed": p.seed} for p in prompts],
+            "prompts": [
+                {"token_ids": [int(t) for t in p.token_ids], "n": p.n, "seed": p.seed, "greedy": p.greedy} for p in prompts
+            ],
             "sampling": sampling.parameters(),
         }
         try:

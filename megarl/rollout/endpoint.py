@@ -36,11 +36,12 @@ _request_numbers = itertools.count()
 
 
 class PromptBody(msgspec.Struct, frozen=True):
-    """One prompt: ``n`` samples; sample j is seeded with ``seed + j`` when a seed is given."""
+    """One prompt: ``n`` samples; sample j is seeded with ``seed + j`` when a seed is given. ``greedy``: at temperature 0."""
 
     token_ids: list[int]
     n: int = 1
     seed: int | None = None
+    greedy: bool = False
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -130,22 +131,27 @@ async def _state(request: Request) -> JSONResponse:
 async def _generate(request: Request) -> Response:
     try:
         body = msgspec.json.decode(await request.body(), type=GenerateBody)
-        sampling = SamplingParams(
-            **body.sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        sampled, greedy = (
+            SamplingParams(**settings, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            for settings in (body.sampling, body.sampling | {"temperature": 0.0})
         )
     except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": str(error)}, status_code=400)
     return StreamingResponse(
-        _stream(request.app.state.engine_client, body, sampling), media_type="application/x-ndjson"
+        _stream(request.app.state.engine_client, body, sampled, greedy), media_type="application/x-ndjson"
     )
 
 
-async def _stream(engine: EngineClient, body: GenerateBody, sampling: SamplingParams) -> AsyncIterator[bytes]:
+async def _stream(
+    engine: EngineClient, body: GenerateBody, sampled: SamplingParams, greedy: SamplingParams
+) -> AsyncIterator[bytes]:
     """One JSON line for each sample, in the order in which they end. Leaving early aborts what still runs."""
     lines: asyncio.Queue[bytes] = asyncio.Queue()
     number = next(_request_numbers)
     tasks = [
-        asyncio.create_task(_sample(engine, prompt, _seeded(sampling, prompt, j), (number, i, j), lines))
+        asyncio.create_task(
+            _sample(engine, prompt, _seeded(greedy if prompt.greedy else sampled, prompt, j), (number, i, j), lines)
+        )
         for i, prompt in enumerate(body.prompts)
         for j in range(prompt.n)
     ]

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +33,7 @@ from sqlalchemy import (
 )
 
 from megarl.errors import DataError
-from megarl.schema import Experience, Task, WeightsVersion
+from megarl.schema import GREEDY, Experience, Task, WeightsVersion
 from megarl.store.codec import (
     dumps,
     experience_from_row,
@@ -80,6 +80,11 @@ class Claim:
     token: str
     attempt: int
     """How often this group has been claimed, this time included."""
+
+    @property
+    def indices(self) -> list[int]:
+        """Of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for one."""
+        return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
 
 
 class Store:
@@ -148,6 +153,8 @@ class Store:
     ) -> None:
         """Ask for ``group_size`` samples of every task. A rollout of the same id is replaced with all it produced,
         so that a resumed trainer asks again with its new weights; a claim on the old one can no longer be finished.
+
+        ``sampling``: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples.
 
         Raises DataError for an unknown task id.
         """
@@ -222,7 +229,10 @@ class Store:
             return total
 
     def experiences(self, rollout_id: str) -> list[Experience]:
-        """Experiences of the groups done so far, ordered by (group position, index)."""
+        """Experiences of the groups done so far, ordered by (group position, index).
+
+        A greedy answer comes with each experience of its group, not as one of them.
+        """
         query = (
             select(EXPERIENCES, TRAINED.c.old_logp)
             .join(GROUPS, GROUPS.c.group_id == EXPERIENCES.c.group_id)
@@ -233,7 +243,9 @@ class Store:
             .order_by(GROUPS.c.position, EXPERIENCES.c.index)
         )
         with self._read() as connection:
-            return [experience_from_row(row) for row in connection.execute(query)]
+            found = [experience_from_row(row) for row in connection.execute(query)]
+        greedy = {experience.group_id: experience for experience in found if experience.index == GREEDY}
+        return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
 
     def record_old_logp(self, experiences: Sequence[Experience], old_logp: Sequence[np.ndarray]) -> None:
         """Keep the trainer's own log-probs (float32 [R] each) beside the engine's; a later record replaces them."""
@@ -322,7 +334,7 @@ class Store:
         """
         rows = [experience_to_row(experience) for experience in experiences]
         indices = sorted(row["index"] for row in rows)
-        assert indices == list(range(claim.group_size)), (
+        assert indices == claim.indices, (
             f"group {claim.group_id} of size {claim.group_size} finished with indices {indices}"
         )
         assert all(row["group_id"] == claim.group_id for row in rows), (

@@ -1,7 +1,30 @@
-"""Task rows: read and checked, generated, and turned into token ids."""
+"""Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
 
-from megarl.tasksets.generate import GENERATORS, generate, recipe
-from megarl.tasksets.parquet import read_recipe, read_rows, write_rows
-from megarl.tasksets.tokenizer import ChatTokenizer, check_prompts, encode_rows
+from megarl.tasksets.files import read_recipe
+from megarl.tasksets.generate import GENERATORS, Kind, generate, recipe
+from megarl.tasksets.preferences import read_preferences, write_preferences
+from megarl.tasksets.rows import read_rows, write_rows
+from megarl.tasksets.tokenizer import (
+    ChatTokenizer,
+    check_prompts,
+    encode_demonstrations,
+    encode_preferences,
+    encode_rows,
+)
 
-__all__ = ["GENERATORS", "ChatTokenizer", "check_prompts", "encode_rows", "generate", "read_recipe", "read_rows", "recipe", "write_rows"]
+__all__ = [
+    "GENERATORS",
+    "ChatTokenizer",
+    "Kind",
+    "check_prompts",
+    "encode_demonstrations",
+    "encode_preferences",
+    "encode_rows",
+    "generate",
+    "read_preferences",
+    "read_recipe",
+    "read_rows",
+    "recipe",
+    "write_preferences",
+    "write_rows",
+]

@@ -1,4 +1,4 @@
-"""Task rows from reasoning-gym: three files whose held-out questions occur in no other.
+"""Rows from reasoning-gym: three files whose held-out questions occur in no other.
 
 Which side a question belongs to is a property of its text: a hash decides, so train and eval have the same
 distribution (also where small numbers leave few distinct questions) and cannot overlap, however many rows are drawn.
@@ -12,14 +12,17 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megarl.config.bounds import Bound
 from megarl.errors import ConfigError, DataError
-from megarl.schema import Task
-from megarl.tasksets.parquet import write_rows
+from megarl.schema import Preference, Task
+from megarl.tasksets.files import is_jsonl
+from megarl.tasksets.preferences import write_preferences
+from megarl.tasksets.rows import write_rows
 
 Entry = dict[str, Any]
 """reasoning-gym's {question: str, answer: str, metadata: dict}. Generators yield None for a draw that does not fit the
@@ -38,7 +41,8 @@ OPTIONS = {
 }
 """Options of the arithmetic families and their defaults. ``max_number`` > 0 keeps the questions whose numbers are all
 at most that large (reasoning-gym itself only knows digits); ``allow_negation`` is 0 or 1; ``slip_percent`` of the warm-start
-responses have a wrong last digit, as a careless teacher's demonstrations do (rewards never see them)."""
+responses have a wrong last digit, as a careless teacher's demonstrations do (rewards never see them; demonstrations in train
+and eval have none)."""
 OPTION_BOUNDS = {
     "min_terms": Bound(1, 100),
     "max_terms": Bound(1, 100),
@@ -51,6 +55,10 @@ OPTION_BOUNDS = {
 SETTINGS_OF_OURS = ("max_number", "slip_percent")
 
 SPLITS = ("train", "eval", "warm_start")
+Kind = Literal["tasks", "demonstrations", "preferences"]
+"""What rows of train and eval are, those of warm_start are demonstrations in either case."""
+SLIPS = 0.5
+"""Share of rejected answers that are the careless teacher's; the others have another digit wrong."""
 
 
 def generate(
@@ -60,15 +68,23 @@ def generate(
     *,
     seed: int,
     options: Mapping[str, int] | None = None,
-) -> dict[str, list[Task]]:
+    kind: Kind = "tasks",
+) -> dict[str, list[Task] | list[Preference]]:
     """Write the splits that ``paths`` names (of train, eval, warm_start) with ``sizes`` rows each; returns them.
 
     Questions are distinct within a file; train and warm_start may share some; eval shares none with either.
-    ``warm_start`` rows carry the right answer as ``response``. The same arguments write the same rows.
+    Demonstrations carry the right answer as ``response``; preferences have it as ``chosen``, and a wrong one near it as
+    ``rejected``. The same arguments write the same rows, and ask the same questions whatever the ``kind``.
 
-    Raises ConfigError for an unknown generator or option, DataError when there are too few distinct questions.
+    Raises ConfigError for an unknown generator or option or a name that is not parquet's, DataError when there are too few
+    distinct questions.
     """
-    made_with = recipe(name, sizes, seed=seed, options=options)
+    made_with = recipe(name, sizes, seed=seed, options=options, kind=kind)
+    for split, path in paths.items():
+        if is_jsonl(path):
+            raise ConfigError(
+                f"taskset.{split}={path}: no such file, and what megarl generates is parquet; give the file, or a path that ends in .parquet"
+            )
     settings = _settings(name, options or {})
     wanted = [split for split in SPLITS if split in paths]
     entries = {split: _draw(name, split, sizes[split], _eval_share(sizes), seed, settings) for split in wanted}
@@ -79,15 +95,30 @@ def generate(
             f"taskset.{worst}_size={sizes[worst]} cannot be reached: {name} with {settings} has only about "
             f"{len(entries[worst])} distinct questions for {worst}; lower the size or widen taskset.options"
         )
-    tasks = {split: _tasks(name, split, entries[split], seed, settings) for split in wanted}
-    _check_disjoint(tasks)
-    for split, rows in tasks.items():
-        write_rows(paths[split], rows, made_with)
-    return tasks
+    found: dict[str, list[Task] | list[Preference]] = {}
+    for split in wanted:
+        if kind == "preferences" and split != "warm_start":
+            found[split] = _preferences(name, split, entries[split], seed)
+        else:
+            found[split] = _tasks(name, split, entries[split], seed, settings, kind)
+    _check_disjoint(found)
+    for split, rows in found.items():
+        _write(paths[split], rows, made_with)
+    return found
+
+
+def _write(path: str | Path, rows: Sequence[Task | Preference], made_with: Mapping[str, Any]) -> None:
+    """Write rows of either kind with what they were made with."""
+    preferences = [row for row in rows if isinstance(row, Preference)]
+    tasks = [row for row in rows if isinstance(row, Task)]
+    if preferences:
+        write_preferences(path, preferences, made_with)
+    else:
+        write_rows(path, tasks, made_with)
 
 
 def recipe(
-    name: str, sizes: Mapping[str, int], *, seed: int, options: Mapping[str, int] | None = None
+    name: str, sizes: Mapping[str, int], *, seed: int, options: Mapping[str, int] | None = None, kind: Kind = "tasks"
 ) -> dict[str, Any]:
     """Every setting that decides what ``generate`` writes; each file carries it, so that a changed setting is seen.
 
@@ -98,7 +129,9 @@ def recipe(
             f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}"
         )
     settings = _settings(name, options or {})
+    assert kind in get_args(Kind), f"kind of rows {kind!r}"
     return {
+        **({} if kind == "tasks" else {"kind of rows": kind}),  # files of earlier versions have tasks and do not say so
         "taskset.generate": name,
         "taskset.seed": seed,
         **{f"taskset.{split}_size": size for split, size in sizes.items()},
@@ -161,32 +194,68 @@ def _draw(name: str, split: str, size: int, eval_share: float, seed: int, settin
     return list(seen.values())
 
 
-def _tasks(name: str, split: str, entries: list[Entry], seed: int, settings: Mapping[str, int]) -> list[Task]:
+def _tasks(
+    name: str, split: str, entries: list[Entry], seed: int, settings: Mapping[str, int], kind: Kind
+) -> list[Task]:
     start = _start(split, seed)
     # Small numbers run out first among distinct draws: without this a file would grow harder row by row.
     random.Random(start).shuffle(entries)
     slips = random.Random(start + 1)
     share = settings["slip_percent"] / 100 if split == "warm_start" else 0.0
-    return [_task(name, split, i, entry, slip=slips.random() < share) for i, entry in enumerate(entries)]
+    tasks = [_task(name, split, i, entry) for i, entry in enumerate(entries)]
+    if kind == "tasks" and split != "warm_start":
+        return tasks
+    return [replace(t, response=_slipped(t.ground_truth) if slips.random() < share else t.ground_truth) for t in tasks]
 
 
-def _task(name: str, split: str, index: int, entry: Entry, *, slip: bool) -> Task:
+def _task(name: str, split: str, index: int, entry: Entry) -> Task:
     """The row keeps all that reasoning-gym's scorer asks for: question, answer, metadata."""
-    metadata = json.loads(json.dumps(entry["metadata"]))  # tuples become the lists that parquet gives back
     return Task(
         task_id=f"{split}/{index}",
         data_source=f"reasoning_gym/{name}",
         prompt=({"role": "user", "content": entry["question"]},),
         ability="math",
         reward_model={"style": "rule", "ground_truth": entry["answer"]},
-        extra_info={"split": split, "index": index, "question": entry["question"], "metadata": metadata},
-        response=(_slipped(entry["answer"]) if slip else entry["answer"]) if split == "warm_start" else None,
+        extra_info=_extra_info(split, index, entry),
     )
+
+
+def _preferences(name: str, split: str, entries: list[Entry], seed: int) -> list[Preference]:
+    start = _start(split, seed)
+    random.Random(start).shuffle(entries)
+    dice = random.Random(start + 2)
+    return [
+        Preference(
+            task_id=f"{split}/{index}",
+            data_source=f"reasoning_gym/{name}",
+            prompt=({"role": "user", "content": entry["question"]},),
+            chosen=entry["answer"],
+            rejected=_mistaken(entry["answer"], dice),
+            extra_info=_extra_info(split, index, entry),
+        )
+        for index, entry in enumerate(entries)
+    ]
+
+
+def _extra_info(split: str, index: int, entry: Entry) -> dict[str, Any]:
+    metadata = json.loads(json.dumps(entry["metadata"]))  # tuples become the lists that parquet gives back
+    return {"split": split, "index": index, "question": entry["question"], "metadata": metadata}
 
 
 def _slipped(answer: str) -> str:
     """The answer with its last digit one too high: 27 -> 28, -19 -> -10."""
     return answer[:-1] + str((int(answer[-1]) + 1) % 10)
+
+
+def _mistaken(answer: str, dice: random.Random) -> str:
+    """A wrong answer that is near: the careless teacher's, or one with another digit in some place."""
+    if dice.random() < SLIPS:
+        return _slipped(answer)
+    places = [i for i, character in enumerate(answer) if character.isdigit()]
+    place = dice.choice(places)
+    leads = place == places[0] and len(answer) > 1  # no number begins with 0
+    digit = dice.choice([d for d in "0123456789"[leads:] if d != answer[place]])
+    return answer[:place] + digit + answer[place + 1 :]
 
 
 def _eval_share(sizes: Mapping[str, int]) -> float:
@@ -200,10 +269,10 @@ def _is_held_out(question: str, seed: int, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def _check_disjoint(tasks: Mapping[str, list[Task]]) -> None:
-    held_out = {task.prompt[-1]["content"] for task in tasks.get("eval", ())}
+def _check_disjoint(rows: Mapping[str, Sequence[Task | Preference]]) -> None:
+    held_out = {row.prompt[-1]["content"] for row in rows.get("eval", ())}
     for split in ("train", "warm_start"):
-        shared = held_out.intersection(task.prompt[-1]["content"] for task in tasks.get(split, ()))
+        shared = held_out.intersection(row.prompt[-1]["content"] for row in rows.get(split, ()))
         assert not shared, f"{len(shared)} held-out questions occur in {split}, for example {min(shared)!r}"
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from megarl.errors import CheckpointError, DataError
-from megarl.schema import Task
+from megarl.schema import Preference, Task
 
 Messages = Sequence[dict[str, str]]
 
@@ -90,9 +90,12 @@ class ChatTokenizer:
 
     def response_ids(self, text: str) -> np.ndarray:
         """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
-        return np.asarray(
-            [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_ids[0]], dtype=np.int32
-        )
+        return self.encode_responses([text])[0]
+
+    def encode_responses(self, texts: Iterable[str]) -> list[np.ndarray]:
+        """:meth:`response_ids` of many texts at once."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.asarray([*encoding.ids, self.eos_ids[0]], dtype=np.int32) for encoding in encodings]
 
     def encode_prompts(self, prompts: Iterable[Messages]) -> list[np.ndarray]:
         """:meth:`prompt_ids` of many prompts at once."""
@@ -106,8 +109,11 @@ class ChatTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
+Row = Task | Preference
+
+
 def check_prompts(
-    tasks: Sequence[Task], tokenizer: ChatTokenizer, limit: int, *, path: str | os.PathLike[str] | None = None
+    tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *, path: str | os.PathLike[str] | None = None
 ) -> None:
     """Refuse prompts of more than ``limit`` tokens. ``tasks`` are all rows of ``path`` in order (for the message).
 
@@ -122,7 +128,7 @@ def check_prompts(
 
 
 def encode_rows(
-    tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
+    tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
 ) -> list[np.ndarray]:
     """Ids of each row's prompt. Raises DataError naming file and row of a prompt that the chat template refuses."""
     try:
@@ -136,7 +142,23 @@ def encode_rows(
         raise
 
 
-def _where(tasks: Sequence[Task], row: int, path: str | os.PathLike[str] | None) -> str:
+def encode_demonstrations(
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(prompt ids, response ids with the end token) of each row, int32. Raises DataError as :func:`encode_rows` does."""
+    prompts = encode_rows(tasks, tokenizer, path=path)
+    return list(zip(prompts, tokenizer.encode_responses(task.response or "" for task in tasks), strict=True))
+
+
+def encode_preferences(
+    rows: Sequence[Preference], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(prompt, chosen, rejected) ids of each row, int32, answers with the end token. Raises as :func:`encode_rows` does."""
+    chosen, rejected = (tokenizer.encode_responses(texts) for texts in ((r.chosen for r in rows), (r.rejected for r in rows)))
+    return list(zip(encode_rows(rows, tokenizer, path=path), chosen, rejected, strict=True))
+
+
+def _where(tasks: Sequence[Row], row: int, path: str | os.PathLike[str] | None) -> str:
     return f"{path}: row {row}" if path is not None else f"task {tasks[row].task_id}"
 
 

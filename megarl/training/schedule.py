@@ -1,4 +1,4 @@
-"""One way through the model for everything: micro-batches, Megatron's schedule, vocabulary-parallel log-probs."""
+"""One way through the model for everything: micro-batches, Megatron's schedule, answers of the head."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from megarl.batching import MicroBatch
+from megarl.batching import MicroBatch, Sequences
 from megarl.models.gpt import unwrap
+from megarl.parallel.context import gather_answers
 
-LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, logp [B, S], entropy [B, S]) -> (this micro-batch's part of the loss, anything to collect)."""
+LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
+"""(micro-batch, answers [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What the log-prob of a token needs to know of the vocabulary."""
+    """What a model is asked for: log-prob and entropy of the next tokens (k = 2), or a score (k = 1)."""
 
     vocab_size: int
     """Real vocabulary, without padding."""
@@ -27,43 +28,71 @@ class Head:
 
 
 def run(
-    stage: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
+    sequences: Sequences,
     batches: Sequence[MicroBatch],
-    head: Head,
+    head: Head | None,
     loss_function: LossFunction,
     *,
     forward_only: bool,
 ) -> list[Any]:
     """Run ``batches`` through Megatron's schedule; gradients are left in the model's buffers.
 
+    ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
+    Under context parallelism every rank is given the answers of whole sequences, and its gradient is that of its own share.
+
     Returns:
         What ``loss_function`` collected for each micro-batch, in order, on last-stage ranks; [] elsewhere.
     """
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megarl.models.head import Request, asking
 
+    context = parallel_state.get_context_parallel_group()
+    targets = sequences.targets
+
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch: MicroBatch = next(iterator)
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        with asking(unwrap(model), Request(batch.targets, head.vocab_size, head.temperature, head.logits_bytes)):
-            output = model(batch.tokens, positions, None)
+        shares = batch.shares(context.size())
+        mine = shares[context.rank()]
+        tokens, positions = batch.take(sequences.tokens)[:, mine], batch.position[:, mine]
+        packed = None if batch.cu_seqlens is None else _packed_seq_params(batch)
+        if head is None:
+            output = model(tokens, positions, None, packed_seq_params=packed)
+        else:
+            wanted = batch.take(targets, -100)[:, mine]
+            with asking(unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes)):
+                output = model(tokens, positions, None, packed_seq_params=packed)
 
         def loss(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            total, collected = loss_function(batch, answer[..., 0], answer[..., 1])
+            total, collected = loss_function(batch, gather_answers(answer, shares, context))
             # The count of 1 is unused: gradients are not divided (see transformer_config).
             return total, torch.zeros((), dtype=torch.int), collected
 
         return output, loss
 
-    rows, length = batches[0].tokens.shape
+    rows, length = batches[0].index.shape
+    one = len(chunks) == 1
     collected: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=stage,
+        data_iterator=iter(batches) if one else [iter(batches) for _ in chunks],
+        model=chunks[0] if one else list(chunks),
         num_microbatches=len(batches),
         seq_length=length,
         micro_batch_size=rows,
         forward_only=forward_only,
     )
     return collected
+
+
+def _packed_seq_params(batch: MicroBatch) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )

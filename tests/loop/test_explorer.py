@@ -25,7 +25,7 @@ from megarl.errors import EngineError
 from megarl.loop.explorer import Explorer, RolloutClock
 from megarl.rewards import Verdict
 from megarl.rollout.client import Completion, Prompt, Sampling, VersionSpan
-from megarl.schema import Reward, Task, WeightsVersion
+from megarl.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.store import Store
 from megarl.tasksets import ChatTokenizer
 
@@ -183,6 +183,28 @@ def test_what_an_engine_fails_to_give_is_asked_for_again_with_its_own_seed(
     assert store.rollout_metrics("r0")["retries"] == 2 and len(store.events("engine_retry")) == 2
 
 
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_greedy_answer_is_sampled_scored_and_asked_for_again_like_any_other(
+    store: Store, tokenizer: ChatTokenizer, abort: bool
+) -> None:
+    request(store, greedy=True)
+    engine = FakeEngine(tokenizer, fail_after=[6, 0], abort=abort)  # of 15: one whole group, and the next one's greedy answer
+    explore(store, engine, FakeScorer(), tokenizer)
+    asked = [[(p.n, p.greedy) for p in call] for call in engine.calls]
+    assert asked == [[(1, True), (4, False)] * 3, *[[(4, False), (1, True), (4, False)]] * 2]
+    assert engine.sampling == Sampling(max_tokens=8, temperature=0.9)
+    got = store.experiences("r0")
+    assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
+    for e in got:
+        assert e.greedy is not None and e.greedy.index == GREEDY and e.greedy.group_id == e.group_id
+        assert tokenizer.decode(e.greedy.response_ids) == task(int(e.group_id[-1])).ground_truth
+    statuses = [e.greedy.reward.status for e in got if e.greedy]
+    assert statuses == ["ok"] * 4 + ["error"] * 4 + ["ok"] * 4, "the scorer fails at a 2"
+    assert [e.greedy.metadata for e in got if e.greedy][4] == {"reward_message": "ValueError: two"}
+    metrics = store.rollout_metrics("r0")
+    assert (metrics["samples"], metrics["greedy"], metrics["retries"]) == (12, 3, 2)
+
+
 def test_an_engine_that_stays_dead_ends_the_explorer_and_frees_its_claims(
     store: Store, tokenizer: ChatTokenizer
 ) -> None:
@@ -334,6 +356,27 @@ def test_the_process_works_until_the_job_is_closed(
         wait_for(lambda: store.progress("r1") == (12, 12))
         store.close_job()
         assert explorer.wait(10) == 0
+
+
+def test_a_killed_process_leaves_no_group_without_its_greedy_answer(
+    tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer
+) -> None:
+    server = FakeServer(tokenizer)
+    server.delay_s = 0.03
+    request(store, groups=12, greedy=True)
+    with serving(server) as url:
+        with process(tmp_path, model_path, url) as explorer:
+            wait_for(lambda: store.progress("r0")[0] >= 2)
+            explorer.kill()
+        assert 0 < store.progress("r0")[0] < 12
+        assert all(e.greedy is not None for e in store.experiences("r0"))
+        server.delay_s = 0.0
+        with process(tmp_path, model_path, url) as explorer:
+            wait_for(lambda: store.progress("r0") == (12, 12))
+            store.close_job()
+            assert explorer.wait(10) == 0
+    got = store.experiences("r0")
+    assert len(got) == 48 and all(e.greedy is not None and e.greedy.group_id == e.group_id for e in got)
 
 
 def test_sigterm_gives_the_claims_back(

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers", "megarl.training.actor", "megatron.core.models.gpt", "tests.parallel.grid"]
+PRELOAD = ["torch", "torch.distributed", "transformers", "megarl.training.model", "megatron.core.models.gpt", "tests.parallel.grid"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 

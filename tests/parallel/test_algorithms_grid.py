@@ -13,6 +13,7 @@ import torch
 
 from megarl.algorithms import LossInput
 from megarl.config.schema import AlgorithmConfig, KLConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 from tests.parallel.test_parity import TOLERANCE, make_batch, next_token_logp
@@ -42,30 +43,32 @@ def update(
     import torch.distributed as dist
 
     from megarl import algorithms
-    from megarl.batching import Rows, shard
+    from megarl.batching import Cut
     from megarl.checkpoint import hf
     from megarl.metrics import mean_of_sums
     from megarl.parallel import groups
     from megarl.reshard.layouts import MegatronGrid, megatron_layout
-    from megarl.training.actor import Actor
+    from megarl.training import objectives
+    from megarl.training.model import TrainedModel
     from megarl.training.schedule import Head
 
-    position = groups.initialize(parallel, seed=1)
+    groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     optimizer = OptimizerConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9)
-    actor = Actor(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), optimizer)
+    cut = Cut(dp=parallel.dp, rows=micro)
+    actor = TrainedModel(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), cut, optimizer)
     hf.load_into(
         Path(path), megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp)), rank, actor.tensors
     )
     actor.weights_changed()
-    rows = Rows(**batch)
-    (plan,) = shard(len(rows), 1, parallel.dp, micro)
+    sequences = sequences_of(**batch)
+    batches = actor.micro_batches(sequences)
     answers = []
     for settings in SETTINGS:
-        sums = actor.backward(rows.select(plan[position.dp_rank]), micro, algorithms.get(settings.name), settings)
+        sums = actor.backward(sequences, batches, objectives.policy(algorithms.get(settings.name), settings, sequences))
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, sums if position.reports else {})
-        answers.append(mean_of_sums(everyone) | actor.step(0.0))
+        dist.all_gather_object(everyone, sums)
+        answers.append(mean_of_sums(everyone) | {"actor/grad_norm": actor.step(0.0)})
     return answers
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megarl.config.schema import ModelConfig, ParallelConfig
+from tests.parallel.batches import sequences_of
 from tests.parallel.families import FAMILIES, MOE, VOCAB, hf_model
 from tests.parallel.grid import run_grid
 
@@ -101,7 +102,7 @@ def backward(stage: Any, tokens: torch.Tensor, rows: torch.Tensor) -> dict[str, 
     """Local name -> gradient of the mean cross-entropy of the next token over the rows of all data-parallel ranks."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megarl.batching import MicroBatch
+    from megarl.batching import Cut, micro_batches
     from megarl.models.gpt import named_tensors, unwrap
     from megarl.training.schedule import Head, run
 
@@ -110,8 +111,11 @@ def backward(stage: Any, tokens: torch.Tensor, rows: torch.Tensor) -> dict[str, 
     model.zero_grad_buffer()
     model.train()
     count = len(tokens) * (tokens.shape[1] - 1)
-    batches = [MicroBatch(tokens[i], torch.ones_like(tokens[i], dtype=torch.bool)) for i in rows.split(2)]
-    run(model, batches, Head(VOCAB), lambda _, logp, __: (-logp[:, :-1].sum() / count, None), forward_only=False)
+    mask = torch.ones_like(tokens[rows], dtype=torch.bool)
+    mask[:, -1] = False
+    sequences = sequences_of(tokens[rows], mask)
+    batches = micro_batches(sequences, Cut(rows=2), 0)
+    run([model], sequences, batches, Head(VOCAB), lambda _, x: (-x[..., 0].sum() / count, None), forward_only=False)
     gradients = {
         name: torch.zeros_like(tensor) for name, tensor in named_tensors(stage).items()
     }  # the router's bias has none

@@ -10,40 +10,45 @@ import pytest
 import torch
 
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 
 
 def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> Any:
+    from megarl.batching import Cut
     from megarl.checkpoint import hf
     from megarl.parallel import groups
     from megarl.reshard.layouts import MegatronGrid, megatron_layout
-    from megarl.training.actor import Actor
+    from megarl.training.model import TrainedModel
     from megarl.training.schedule import Head
 
     position = groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     layout = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp))
-    actor = Actor(hf_config, ModelConfig(path=path, dtype=dtype), parallel, Head(VOCAB), OptimizerConfig(lr=1e-2))
+    cut = Cut(dp=parallel.dp, rows=2)
+    model = ModelConfig(path=path, dtype=dtype)
+    actor = TrainedModel(hf_config, model, parallel, Head(VOCAB), cut, OptimizerConfig(lr=1e-2))
     hf.load_into(Path(path), layout, position.rank, actor.tensors)
     actor.weights_changed()
-    return actor, position
+    return actor
 
 
-def sft_steps(actor: Any, position: Any, parallel: ParallelConfig, steps: range) -> list[tuple[float, float]]:
+def sft_steps(actor: Any, steps: range) -> list[tuple[float, float]]:
     """(this rank's part of the loss, gradient norm) of some supervised steps on seeded rows."""
     from megarl import algorithms
-    from megarl.batching import Rows, shard
     from megarl.config.schema import AlgorithmConfig
+    from megarl.training import objectives
 
     out = []
     for step in steps:
         g = torch.Generator().manual_seed(step)
-        rows = Rows(torch.randint(2, VOCAB, (4, 16), generator=g), torch.rand(4, 16, generator=g) < 0.5)
-        rows.mask[:, -1] = False
-        (update,) = shard(4, 1, parallel.dp, 2)
-        sums = actor.backward(rows.select(update[position.dp_rank]), 2, algorithms.get("sft"), AlgorithmConfig())
-        out.append((sums.get("actor/loss", (0.0, 0.0))[0], actor.step(1e-2)["actor/grad_norm"]))
+        tokens, mask = torch.randint(2, VOCAB, (4, 16), generator=g), torch.rand(4, 16, generator=g) < 0.5
+        mask[:, -1] = False
+        rows = sequences_of(tokens, mask)
+        objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows)
+        sums = actor.backward(rows, actor.micro_batches(rows), objective)
+        out.append((sums.get("actor/loss", (0.0, 0.0))[0], actor.step(1e-2)))
     return out
 
 
@@ -51,8 +56,8 @@ def train(rank: int, path: str, parallel: ParallelConfig, dtype: str, without: s
     from megarl.parallel import cpu
 
     cpu.POINTS = tuple(p for p in cpu.POINTS if p.__name__ != without)
-    actor, position = make_actor(path, parallel, dtype)
-    return sft_steps(actor, position, parallel, range(3))
+    actor = make_actor(path, parallel, dtype)
+    return sft_steps(actor, range(3))
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +93,26 @@ def test_each_point_is_needed(model: str, point: str) -> None:
 def save_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str) -> tuple[Any, str]:
     from megarl.checkpoint import state
 
-    actor, position = make_actor(path, parallel)
-    sft_steps(actor, position, parallel, range(2))
-    state.save(Path(folder), 2, actor.stage, actor.optimizer, {"phase": "rl"}, keep=2)
-    return sft_steps(actor, position, parallel, range(2, 5)), weights_digest(actor)
+    actor = make_actor(path, parallel)
+    sft_steps(actor, range(2))
+    state.save(Path(folder), 2, parts(actor), {"phase": "rl"}, keep=2)
+    return sft_steps(actor, range(2, 5)), weights_digest(actor)
 
 
 def resume_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str) -> tuple[Any, str]:
     from megarl.checkpoint import state
 
-    actor, position = make_actor(path, parallel)
+    actor = make_actor(path, parallel)
     found = state.latest(Path(folder))
     assert found is not None and state.read_state(found)["phase"] == "rl"
-    state.load(found, actor.stage, actor.optimizer)
-    return sft_steps(actor, position, parallel, range(2, 5)), weights_digest(actor)
+    state.load(found, parts(actor))
+    return sft_steps(actor, range(2, 5)), weights_digest(actor)
+
+
+def parts(actor: Any) -> Any:
+    from megarl.checkpoint.state import Part
+
+    return {"actor": Part(actor.chunks, actor.optimizer.inner)}
 
 
 def weights_digest(actor: Any) -> str:
@@ -122,20 +133,20 @@ def test_resume_is_bitwise(model: str, grid: str, tmp_path: Path) -> None:
 def save_untrained(rank: int, path: str, folder: str) -> str:
     from megarl.checkpoint import state
 
-    actor, _ = make_actor(path, ParallelConfig())
-    state.save(Path(folder), 0, actor.stage, actor.optimizer, {"phase": "rl"}, keep=1)
+    actor = make_actor(path, ParallelConfig())
+    state.save(Path(folder), 0, parts(actor), {"phase": "rl"}, keep=1)
     return weights_digest(actor)
 
 
 def load_untrained(rank: int, path: str, folder: str) -> str:
     from megarl.checkpoint import state
 
-    actor, _ = make_actor(path, ParallelConfig())
+    actor = make_actor(path, ParallelConfig())
     for tensor in actor.tensors.values():
         tensor.zero_()
     found = state.latest(Path(folder))
     assert found is not None
-    state.load(found, actor.stage, actor.optimizer)
+    state.load(found, parts(actor))
     return weights_digest(actor)
 
 
@@ -144,32 +155,32 @@ def test_checkpoint_before_the_first_step(model: str, tmp_path: Path) -> None:
 
 
 def restart(rank: int, path: str, parallel: ParallelConfig) -> list[Any]:
-    actor, position = make_actor(path, parallel)
+    actor = make_actor(path, parallel)
     decays = [{group["wd_mult"]: group["weight_decay"] for group in inner_groups(actor)}]
-    sft_steps(actor, position, parallel, range(2))
+    sft_steps(actor, range(2))
     weights = {name: tensor.clone() for name, tensor in actor.tensors.items()}
     other = OptimizerConfig(lr=1e-2, weight_decay=0.5, beta1=0.8, beta2=0.9, eps=1e-6, clip_grad=0.1)
     runs = []
-    for renew in (lambda: actor.restart_optimizer(other), lambda: setattr(actor, "optimizer", new_optimizer(actor, other))):
+    for renew in (lambda: actor.optimizer.restart(other), lambda: setattr(actor, "optimizer", new_optimizer(actor, other))):
         for name, tensor in actor.tensors.items():
             tensor.copy_(weights[name])
         renew()
         actor.weights_changed()
         decays.append({group["wd_mult"]: group["weight_decay"] for group in inner_groups(actor)})
-        runs.append((sft_steps(actor, position, parallel, range(2, 4)), weights_digest(actor)))
+        runs.append((sft_steps(actor, range(2, 4)), weights_digest(actor)))
     return [decays, *runs]
 
 
 def inner_groups(actor: Any) -> list[dict[str, Any]]:
     from megarl.checkpoint.state import inner_optimizers
 
-    return [group for inner in inner_optimizers(actor.optimizer) for group in inner.param_groups]
+    return [group for inner in inner_optimizers(actor.optimizer.inner) for group in inner.param_groups]
 
 
 def new_optimizer(actor: Any, config: OptimizerConfig) -> Any:
-    actor.optimizer = actor._build_optimizer(config)
-    actor.set_hyperparameters(config)
-    return actor.optimizer
+    from megarl.training.optimizer import Optimizer
+
+    return Optimizer(actor.chunks, config, "float32")
 
 
 def test_restarted_optimizer_is_as_new(model: str) -> None:

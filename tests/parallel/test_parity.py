@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.config.schema import AlgorithmConfig, KLConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 
@@ -31,16 +32,18 @@ def make_batch(reference_logp: Any) -> dict[str, torch.Tensor]:
     rows, length = 10, 20
     tokens = torch.randint(2, VOCAB, (rows, length), generator=g)
     mask = torch.zeros(rows, length, dtype=torch.bool)
+    lengths = torch.zeros(rows, dtype=torch.int64)
     for i in range(rows):
         prompt = int(torch.randint(3, 8, (), generator=g))
         response = int(torch.randint(1, length - prompt, (), generator=g))
         mask[i, prompt - 1 : prompt + response - 1] = True
         tokens[i, prompt + response :] = 0
+        lengths[i] = prompt + response
     mask[3, 7] = False  # a token in the middle that is not in the loss
     logp = reference_logp(tokens)
     noise = [torch.randn(rows, length, generator=g) * 0.1 for _ in range(2)]
     advantages = torch.randn(rows, 1, generator=g).expand(rows, length).contiguous()
-    return {"tokens": tokens, "mask": mask, "old_logp": logp + noise[0], "ref_logp": logp + noise[1], "advantages": advantages}
+    return {"tokens": tokens, "lengths": lengths, "mask": mask, "old_logp": logp + noise[0], "ref_logp": logp + noise[1], "advantages": advantages}
 
 
 def next_token_logp(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,36 +79,39 @@ def one_update(rank: int, path: str, parallel: ParallelConfig, batch: dict[str, 
     import torch.distributed as dist
 
     from megarl import algorithms
-    from megarl.batching import Rows, shard
+    from megarl.batching import Cut
     from megarl.checkpoint import hf
     from megarl.metrics import mean_of_sums
     from megarl.models.gpt import unwrap
     from megarl.parallel import groups
     from megarl.reshard.layouts import MegatronGrid, megatron_layout
-    from megarl.training.actor import Actor
+    from megarl.training import objectives
+    from megarl.training.model import TrainedModel
     from megarl.training.schedule import Head
 
-    position = groups.initialize(parallel, seed=1)
+    groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     layout = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp))
-    actor = Actor(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), OptimizerConfig(lr=1e-3, clip_grad=CLIP_GRAD))
+    cut = Cut(dp=parallel.dp, multiple=parallel.tp if parallel.sequence_parallel else 1, rows=micro)
+    optimizer = OptimizerConfig(lr=1e-3, clip_grad=CLIP_GRAD)
+    actor = TrainedModel(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), cut, optimizer)
     hf.load_into(Path(path), layout, rank, actor.tensors)
     actor.weights_changed()
-    rows = Rows(**batch)
-    (update,) = shard(len(rows), 1, parallel.dp, micro)
-    mine = rows.select(update[position.dp_rank])
-    sums = actor.backward(mine, micro, algorithms.get("grpo"), SETTINGS)
+    sequences = sequences_of(**batch)
+    objective = objectives.policy(algorithms.get("grpo"), SETTINGS, sequences)
+    sums = actor.backward(sequences, actor.micro_batches(sequences), objective)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sums if position.reports else {})
+    dist.all_gather_object(everyone, sums)
     metrics = mean_of_sums(everyone)
-    for buffer in actor.stage.buffers:  # the distributed optimizer leaves each rank its shard of the reduced gradient
+    (chunk,) = actor.chunks
+    for buffer in chunk.buffers:  # the distributed optimizer leaves each rank its shard of the reduced gradient
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             size = bucket.grad_data.numel() // group.size()
             mine_shard = bucket.grad_data[group.rank() * size : (group.rank() + 1) * size].clone()
             dist.all_gather_into_tensor(bucket.grad_data, mine_shard, group=group)
-    grads = {n: p.main_grad.clone() for n, p in unwrap(actor.stage).named_parameters()}
-    return {"loss": metrics["actor/loss"], "grads": grads, "norm": actor.step(1e-3)["actor/grad_norm"], "metrics": metrics}
+    grads = {n: p.main_grad.clone() for n, p in unwrap(chunk).named_parameters()}
+    return {"loss": metrics["actor/loss"], "grads": grads, "norm": actor.step(1e-3), "metrics": metrics}
 
 
 def to_hf(hf_config: dict[str, Any], parallel: ParallelConfig, answers: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -10,9 +10,9 @@ from tests.unit.small_job import config_of
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of ``small_job`` with data and model, made by the check itself; no test changes them."""
-    from megarl.launch import job
+    from megarl.launch import checks
 
     folder = tmp_path_factory.mktemp("prepared")
-    tasks = job.check(config_of(folder))
+    tasks = checks.check(config_of(folder))
     assert {split: len(rows) for split, rows in tasks.items()} == {"train": 30, "eval": 10}
     return folder

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megarl.config import Config, compose
 
 SMALL = [
@@ -29,3 +31,14 @@ def config_of(run_dir: Path, *overrides: str) -> Config:
     groups = [override.partition("=")[0] for override in overrides if override.startswith("parallel=")]
     small = [override for override in SMALL if override.partition("=")[0] not in groups]  # each group may be given once
     return compose([*small, f"run.dir={run_dir}", *overrides])
+
+
+def refused(error: type[ValueError], config: Config, *words: str) -> None:
+    """``check`` raises exactly ``error``, and its text has all ``words``; what exists already is not touched."""
+    from megarl.launch.checks import check
+
+    with pytest.raises(error) as raised:
+        check(config)
+    assert type(raised.value) is error
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"

@@ -1,58 +1,165 @@
-"""Rows, shards and micro-batches: every row trained exactly once, everywhere the same shapes."""
+"""Sequences and micro-batches: every position trained exactly once, everywhere the same shapes, pairs stay together."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batching import micro_batches, response_values, shard, stack_demonstrations, stack_experiences
+from megarl.batching import Cut, Sequences, micro_batches, of_demonstrations, of_experiences, response_values
+from megarl.batching.packing import best_fit, deal, spread
 from megarl.schema import Experience, Reward
 
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
-@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(1, 16))
-def test_shard_deals_every_row_once(num_rows: int, updates: int, dp: int, micro: int) -> None:
-    plan = shard(num_rows, updates, dp, micro)
-    rows = torch.cat([part for update in plan for part in update])
-    assert sorted(rows[rows >= 0].tolist()) == list(range(num_rows))
-    for update in plan:
-        assert len({len(part) for part in update}) == 1  # ranks agree on the number of micro-batches
-        assert all(len(part) % min(micro, len(part)) == 0 for part in update if len(part))
+
+def sequences(lengths: list[int]) -> Sequences:
+    """Position i of all has token i + 1, and every position but the last of a sequence is in the loss."""
+    total = sum(lengths)
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[torch.tensor(lengths).cumsum(0) - 1] = False
+    return Sequences(torch.arange(1, total + 1), torch.tensor(lengths), mask)
+
+
+def experience(prompt: list[int], response: list[int], mask: list[bool]) -> Experience:
+    return Experience(
+        rollout_id="r",
+        task_id="t",
+        group_id="g",
+        index=0,
+        group_size=1,
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        response_ids=np.array(response, dtype=np.int32),
+        response_mask=np.array(mask),
+        engine_logp=-np.array(response, dtype=np.float32),
+        reward=Reward(1.0, "ok"),
+        segments=(),
+        finish_reason="stop",
+    )
 
 
 def test_values_sit_where_their_token_is_predicted() -> None:
-    def experience(prompt: list[int], response: list[int], mask: list[bool]) -> Experience:
-        return Experience(
-            rollout_id="r",
-            task_id="t",
-            group_id="g",
-            index=0,
-            group_size=1,
-            prompt_ids=np.array(prompt, dtype=np.int32),
-            response_ids=np.array(response, dtype=np.int32),
-            response_mask=np.array(mask),
-            engine_logp=-np.array(response, dtype=np.float32),
-            reward=Reward(1.0, "ok"),
-            segments=(),
-            finish_reason="stop",
-        )
-
     experiences = [experience([5, 6, 7], [8, 9], [True, True]), experience([5], [6, 7, 8], [True, False, True])]
-    rows = stack_experiences(experiences, [2.0, -1.0], pad_id=0, multiple=4)
-    assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0], [5, 6, 7, 8, 0, 0, 0, 0]]
-    assert rows.targets.tolist() == [[-100, -100, 8, 9, -100, -100, -100, -100], [6, -100, 8, -100, -100, -100, -100, -100]]
-    assert rows.engine_logp is not None and rows.advantages is not None
-    assert rows.engine_logp[0, 2:4].tolist() == [-8, -9]
-    assert rows.advantages[1].unique().tolist() == [-1.0]
-    assert [v.tolist() for v in response_values(rows.engine_logp, experiences)] == [[-8, -9], [-6, -7, -8]]
-    picked = rows.select(torch.tensor([1, -1]))
-    assert picked.mask.sum(1).tolist() == [2, 0]
-    assert picked.tokens[0].tolist() == rows.tokens[1].tolist()
+    found = of_experiences(experiences)
+    assert found.tokens.tolist() == [5, 6, 7, 8, 9, 5, 6, 7, 8]
+    assert found.targets.tolist() == [-100, -100, 8, 9, -100, 6, -100, 8, -100]
+    assert found.row.tolist() == [0] * 5 + [1] * 4 and found.cu_seqlens.tolist() == [0, 5, 9]
+    assert found.engine_logp is not None
+    assert found.engine_logp.tolist() == [0, 0, -8, -9, 0, -6, -7, -8, 0]
+    assert [v.tolist() for v in response_values(found.engine_logp, experiences)] == [[-8, -9], [-6, -7, -8]]
+    demonstrations = of_demonstrations([(e.prompt_ids, e.response_ids) for e in experiences])
+    assert demonstrations.targets.tolist() == [-100, -100, 8, 9, -100, 6, 7, 8, -100]
 
 
-def test_micro_batches_cover_rows_in_order() -> None:
-    rows = stack_demonstrations([(np.array([1, 2]), np.array([i])) for i in range(6)], pad_id=0)
-    parts = micro_batches(rows, 2)
-    assert torch.cat([p.tokens for p in parts]).equal(rows.tokens)
-    assert rows.mask.sum() == 6
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 80))
+def test_best_fit_puts_each_item_into_one_chunk_with_room(sizes: list[int], capacity: int) -> None:
+    chunks = best_fit(sizes, capacity)
+    assert sorted(i for chunk in chunks for i in chunk) == list(range(len(sizes)))
+    loads = [sum(sizes[i] for i in chunk) for chunk in chunks]
+    assert all(0 < load <= capacity for load in loads)
+    assert all(a + b > capacity for a, b in itertools.combinations(loads, 2))
+
+
+def test_best_fit_by_hand() -> None:
+    # 6 and 5 open chunks; 4 fits best behind 6, 3 behind 5, and 2 only there as well.
+    assert best_fit([2, 5, 4, 6, 3], 10) == [[3, 2], [1, 4, 0]]
+    with pytest.raises(ValueError, match="11 does not fit into a chunk of 10"):
+        best_fit([11], 10)
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_spread_is_even(sizes: list[int], number: int) -> None:
+    chunks = spread(sizes, number)
+    assert sorted(i for chunk in chunks for i in chunk) == list(range(len(sizes)))
+    loads = [sum(sizes[i] for i in chunk) for chunk in chunks]
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+CUTS = st.builds(
+    Cut,
+    dp=st.integers(1, 4),
+    cp=st.sampled_from([1, 2, 4]),
+    multiple=st.sampled_from([1, 2, 4]),
+    chunks=st.sampled_from([1, 2]),
+    max_tokens=st.one_of(st.none(), st.integers(96, 200)),
+    rows=st.integers(1, 9),
+)
+
+
+@settings(deadline=None)
+@given(LENGTHS, CUTS, st.integers(1, 2))
+def test_every_position_once_and_all_shapes_equal(lengths: list[int], cut: Cut, each: int) -> None:
+    lengths = lengths[: len(lengths) // each * each] or [3] * each
+    step = sequences(lengths)
+    units = [list(range(i, i + each)) for i in range(0, len(lengths), each)]
+    ranks = [micro_batches(step, cut, rank, units) for rank in range(cut.dp)]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert len(ranks[0]) % cut.chunks == 0
+    batches = [batch for rank in ranks for batch in rank]
+    assert len({batch.index.shape for batch in batches}) == 1
+    seen = torch.cat([batch.index[batch.index >= 0] for batch in batches])
+    assert sorted(seen.tolist()) == list(range(len(step.tokens)))
+    for batch in batches:
+        rows, width = batch.index.shape
+        assert width % (cut.multiple * cut.cp) == 0
+        for i in range(0, len(batch.numbers), each):  # who belongs together is together, in order
+            assert batch.numbers[i : i + each].tolist() in units
+        real = batch.index >= 0
+        assert torch.equal(step.row[batch.index[real]], batch.numbers[batch.row[real]])
+        assert torch.equal(batch.index[real] - step.cu_seqlens[step.row[batch.index[real]]], batch.position[real])
+        assert (batch.row[real].diff() >= 0).all()
+        assert torch.equal(batch.take(step.tokens)[real], batch.index[real] + 1) and not batch.take(step.tokens)[~real].any()
+        if cut.max_tokens is None:
+            assert batch.cu_seqlens is None
+            continue
+        assert rows == 1 and batch.cu_seqlens is not None
+        ends = batch.cu_seqlens.tolist()
+        assert ends[0] == 0 and ends[-1] == width and batch.max_seqlen == max(b - a for a, b in itertools.pairwise(ends))
+        assert all((b - a) % (2 * cut.cp if cut.cp > 1 else 1) == 0 for a, b in itertools.pairwise(ends))
+        starts = [int((batch.row[0] == i).nonzero()[0, 0]) for i in range(len(batch.numbers))]
+        assert starts == ends[: len(starts)]
+
+
+@settings(deadline=None)
+@given(LENGTHS, CUTS)
+def test_context_parallel_shares_are_the_zigzag_of_every_sequence(lengths: list[int], cut: Cut) -> None:
+    for batch in micro_batches(sequences(lengths), cut, 0):
+        shares = batch.shares(cut.cp)
+        width = batch.index.shape[1]
+        assert shares.shape == (cut.cp, width // cut.cp) and sorted(shares.flatten().tolist()) == list(range(width))
+        if cut.cp == 1:
+            continue
+        ends = [0, width] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+        for rank, share in enumerate(shares):
+            wanted = []
+            for start, end in itertools.pairwise(ends):
+                piece = (end - start) // (2 * cut.cp)
+                for k in (rank, 2 * cut.cp - 1 - rank):
+                    wanted += range(start + k * piece, start + (k + 1) * piece)
+            assert share.tolist() == wanted
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 8]))
+@settings(max_examples=20, deadline=None)
+def test_long_tailed_lengths_fill_their_chunks(seed: int, dp: int) -> None:
+    """Lengths as of R1's answers: a median of 2,000 tokens, a few up to the limit."""
+    lengths = np.clip(np.random.default_rng(seed).lognormal(7.6, 1.0, 4096), 16, 32768).astype(int).tolist()
+    cut = Cut(dp=dp, max_tokens=32768)
+    chunks = [chunk for rank in deal([[n] for n in lengths], cut) for chunk in rank]
+    fullest = max(sum(lengths[i] for i in chunk) for chunk in chunks)
+    assert sum(lengths) / (len(chunks) * fullest) >= 0.95
+    assert all(chunks)  # no dummies
+
+
+def test_ranks_without_work_get_dummies() -> None:
+    ranks = deal([[5], [7]], Cut(dp=4, max_tokens=16))
+    assert sorted(chunk for rank in ranks for chunk in rank) == [[], [], [0], [1]]
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="an item of 24 does not fit into a chunk of 20"):
+        micro_batches(sequences([21]), Cut(cp=4, max_tokens=20), 0)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.schema import RewardConfig
-from megarl.experience import shuffle_rewards, verify
+from megarl.experience import by_group, shuffle_rewards, split_by_accuracy, verify
 from megarl.experience.operators import check_experience
-from megarl.schema import Experience, Reward, Segment, WeightsVersion
+from megarl.schema import GREEDY, Experience, Reward, Segment, WeightsVersion
 
 VERSION = WeightsVersion(0, 1)
 VOCAB = 16
@@ -137,3 +137,97 @@ def test_shuffling_permutes_rewards_over_the_rollout_and_redoes_statistics() -> 
         assert {e.group_stats.mean for e in members if e.group_stats} == {sum(e.reward.score for e in members) / 4}
     assert [e.reward for e in shuffle_rewards(verified, seed=5)] == [e.reward for e in shuffled]
     assert [e.reward for e in shuffle_rewards(verified, seed=6)] != [e.reward for e in shuffled]
+
+
+def with_greedy(members: list[Experience], **changes: Any) -> list[Experience]:
+    baseline = make(members[0].group_id, GREEDY, size=len(members), **changes)
+    return [replace(e, greedy=baseline) for e in members]
+
+
+def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
+    plain, compared = group("a", 1.0, 0.0), with_greedy(group("a", 1.0, 0.0), reward=Reward(0.25, "wrong"))
+    verified, report = verify(compared, RewardConfig(), vocab_size=VOCAB, greedy=True)
+    assert [e.group_stats for e in verified] == [
+        e.group_stats for e in verify(plain, RewardConfig(), vocab_size=VOCAB).experiences
+    ]
+    assert report.statuses == {"ok": 1, "wrong": 1} and len(verified) == 2
+    assert [e.greedy.reward.score for e in verified if e.greedy] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "message"),
+    [
+        ({"reward": Reward(math.nan, "error"), "metadata": {"reward_message": "Zero"}}, "reward_error", "a[greedy]: Zero"),
+        ({"reward": Reward(math.nan, "timeout")}, "reward_timeout", "a[greedy]: no verdict"),
+        ({"prompt_ids": np.array([VOCAB], dtype=np.int32)}, "invalid", "a[greedy]: prompt_ids has ids"),
+    ],
+)
+def test_a_greedy_answer_without_use_costs_its_group(changes: dict[str, Any], reason: str, message: str) -> None:
+    raw = [*with_greedy(group("a", 1.0, 0.0), **changes), *with_greedy(group("b", 1.0, 0.0))]
+    verified, report = verify(raw, RewardConfig(), vocab_size=VOCAB, greedy=True)
+    assert [e.group_id for e in verified] == ["b", "b"] and report.dropped == {reason: 1}
+    assert message in report.messages[0]
+
+
+def test_a_missing_greedy_answer_makes_a_group_incomplete_where_one_is_needed() -> None:
+    first, second = with_greedy(group("a", 1.0, 0.0))
+    raw = [first, replace(second, greedy=None), *group("b", 1.0, 0.0)]
+    assert verify(raw, RewardConfig(), vocab_size=VOCAB, greedy=True).report.dropped == {"incomplete": 2}
+    assert verify(raw, RewardConfig(), vocab_size=VOCAB).report.dropped == {}
+
+
+def test_a_greedy_answer_without_a_verdict_counts_as_zero_when_told_so() -> None:
+    raw = with_greedy(group("a", 1.0, 0.0), reward=Reward(math.nan, "timeout"))
+    verified = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB, greedy=True).experiences
+    assert [(e.greedy.reward.score, e.greedy.reward.status) for e in verified if e.greedy] == [(0.0, "timeout")] * 2
+
+
+def of_length(length: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "response_ids": np.full(length, 4, dtype=np.int32),
+        "response_mask": np.ones(length, dtype=np.bool_),
+        "engine_logp": np.zeros(length, dtype=np.float32),
+        "segments": (Segment(0, length, VERSION, "stop"),),
+        **changes,
+    }
+
+
+def test_overlong_answers_lose_reward_before_the_statistics() -> None:
+    """Limit 10, buffer 4: nothing up to 6 tokens, all of the penalty at 10 and beyond."""
+    lengths = [6, 7, 9, 10, 12]
+    members = [make("a", i, 1.0, 5, **of_length(n)) for i, n in enumerate(lengths)]
+    raw = with_greedy(members, **of_length(8))
+    config = RewardConfig(overlong_buffer=4, overlong_penalty=2.0)
+    verified = verify(raw, config, vocab_size=VOCAB, max_response_tokens=10, greedy=True).experiences
+    assert [e.reward.score for e in verified] == [1.0, 0.5, -0.5, -1.0, -1.0]
+    assert [e.reward.parts["overlong"] for e in verified] == [0.0, -0.5, -1.5, -2.0, -2.0]
+    assert {e.reward.status for e in verified} == {"ok"}, "the verdict stays what it is"
+    assert {e.group_stats.mean for e in verified if e.group_stats} == {-0.2}
+    assert [e.greedy.reward.score for e in verified if e.greedy] == [0.0] * 5
+    assert [e.reward.score for e in raw] == [1.0] * 5, "the raw experiences were changed"
+    unshaped = verify(raw, RewardConfig(), vocab_size=VOCAB, max_response_tokens=10).experiences
+    assert all(e.reward.score == 1.0 and e.reward.parts == {} for e in unshaped)
+
+
+@given(rights=st.lists(st.lists(st.booleans(), min_size=2, max_size=4), max_size=8), on_error=st.booleans())
+def test_dynamic_sampling_keeps_groups_by_their_accuracy_alone(rights: list[list[bool]], on_error: bool) -> None:
+    """Scores all differ, as after shaping; what has no verdict is not right."""
+    wrong = Reward(0.0, "timeout" if on_error else "wrong")
+    groups = [
+        [make(f"g{g}", i, size=len(right), reward=Reward(0.01 * i, "ok") if ok else wrong) for i, ok in enumerate(right)]
+        for g, right in enumerate(rights)
+    ]
+    kept, counts = split_by_accuracy(groups)
+    assert [g[0].group_id for g in kept] == [f"g{i}" for i, right in enumerate(rights) if len(set(right)) == 2]
+    assert counts == {"all_right": sum(map(all, rights)), "all_wrong": sum(not any(right) for right in rights)}
+    assert by_group([e for g in kept for e in g]) == kept
+
+
+def test_reports_add_up() -> None:
+    bad = make(index=1, reward=Reward(math.nan, "timeout"), metadata={"reward_message": "slow"})
+    first = verify([make(index=0), bad], RewardConfig(), vocab_size=VOCAB).report
+    second = verify([*group("b", 0.0, 1.0), make("c", size=3)], RewardConfig(), vocab_size=VOCAB).report
+    both = first + second
+    assert (both.groups, both.kept, both.dropped) == (3, 1, {"reward_timeout": 1, "incomplete": 1})
+    assert both.statuses == {"ok": 3, "wrong": 1, "timeout": 1}
+    assert both.messages == first.messages + second.messages

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.job import _check_engine
+from megarl.launch.model_checks import check_engine
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -50,7 +50,7 @@ LATENT = {
 
 @pytest.mark.parametrize("config", [DENSE, MOE, LATENT, {**LATENT, "q_lora_rank": None}])
 def test_what_vllm_computes_passes(config: dict[str, Any]) -> None:
-    _check_engine("a/model", config)
+    check_engine("a/model", config)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def test_what_vllm_computes_passes(config: dict[str, Any]) -> None:
 )
 def test_what_it_does_not_is_refused_with_the_mend(config: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
-        _check_engine("a/model", config)
+        check_engine("a/model", config)
     for word in words:
         assert word in str(refused.value)

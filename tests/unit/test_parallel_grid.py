@@ -37,7 +37,7 @@ def test_what_is_a_grid(parallel: ParallelConfig, expert_tp: int) -> None:
 def test_no_setting_is_lost() -> None:
     """A grid size that ``megatron_grid`` forgot would silently be 1 in every layout."""
     names = {f.name for f in dataclasses.fields(ParallelConfig)} & {f.name for f in dataclasses.fields(MegatronGrid)}
-    assert names == {f.name for f in dataclasses.fields(MegatronGrid)} - {"cp"}
+    assert names == {f.name for f in dataclasses.fields(MegatronGrid)}
     other = ParallelConfig(**{name: number for number, name in enumerate(sorted(names), start=2)})
     grid = megatron_grid(other)
     assert {name: getattr(grid, name) for name in names} == {name: getattr(other, name) for name in names}
@@ -66,5 +66,7 @@ def test_what_the_trainer_cannot_train() -> None:
     check_parallel(ParallelConfig(tp=2, ep=2, sequence_parallel=True), sizes)
     with pytest.raises(ConfigError, match=r"parallel\.tp=2 with the 8 experts .* needs parallel\.sequence_parallel=true"):
         check_parallel(ParallelConfig(tp=2, ep=2), sizes)
-    with pytest.raises(ConfigError, match=r"parallel\.vpp=2: .*; set parallel\.vpp to 1"):
-        check_parallel(ParallelConfig(pp=2, vpp=2), sizes)
+    check_parallel(ParallelConfig(pp=2, vpp=2), sizes)
+    check_parallel(ParallelConfig(cp=sizes.heads), sizes)
+    with pytest.raises(ConfigError, match=rf"parallel\.cp={sizes.heads} does not divide the {sizes.heads // 2} attention heads that parallel\.tp=2"):
+        check_parallel(ParallelConfig(tp=2, cp=sizes.heads, sequence_parallel=True), sizes)

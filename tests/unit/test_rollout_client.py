@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from megarl.errors import EngineError
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling, VersionSpan
 
-PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3])]
+PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -72,7 +72,10 @@ def test_what_is_asked_and_what_comes_back() -> None:
     assert last.finish_reason == "length"
     [(header, body)] = asked
     assert header == "Bearer k"
-    assert body["prompts"] == [{"token_ids": [1, 2], "n": 2, "seed": 5}, {"token_ids": [3], "n": 1, "seed": None}]
+    assert body["prompts"] == [
+        {"token_ids": [1, 2], "n": 2, "seed": 5, "greedy": False},
+        {"token_ids": [3], "n": 1, "seed": None, "greedy": True},
+    ]
     assert body["sampling"]["temperature"] == 0.5 and body["sampling"]["max_tokens"] == 4
 
 

@@ -1,14 +1,29 @@
-"""Ranks that wait for a rollout meet again and again: a collective gives up long before a long rollout ends."""
+"""Ranks that wait for a rollout meet again and again: a collective gives up long before a long rollout ends. And which tasks,
+groups and demonstrations a step gets."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tqdm import tqdm
 
+from megarl.config.schema import AlgorithmConfig, Config, RewardConfig, TrainerConfig
+from megarl.errors import DataError
 from megarl.loop import rollouts
+from megarl.schema import GREEDY, Experience, Reward, Segment, Task, WeightsVersion
+from megarl.store import Claim, Store
+from megarl.tasksets import ChatTokenizer, write_rows
 
 
 class FakeSession:
@@ -64,3 +79,238 @@ def test_tasks_of_a_step_go_on_over_epochs() -> None:
     asked = [task for step in range(7) for task in rollouts.tasks_of_step(ids, step, 3, seed=1)]
     assert all(sorted(asked[epoch * 7 : epoch * 7 + 7]) == ids for epoch in range(3))
     assert asked[:7] != asked[7:14]
+
+
+sizes, steps, counts, seeds = st.integers(1, 40), st.integers(0, 50), st.integers(1, 20), st.integers(0, 2**31 - 1)
+
+
+@given(size=sizes, step=steps, count=counts, seed=seeds, rounds=st.integers(1, 4))
+def test_extra_rollouts_ask_for_tasks_new_to_the_step(size: int, step: int, count: int, seed: int, rounds: int) -> None:
+    ids = [f"t{i}" for i in range(size)]
+    asked = list(rollouts.tasks_of_step(ids, step, count, seed))
+    for extra in range(1, rounds + 1):
+        more = rollouts.extra_tasks(ids, step, extra, count, seed)
+        assert len(more) == count and more == rollouts.extra_tasks(ids, step, extra, count, seed)
+        asked += more
+    # No task comes a second time before every task has come once.
+    assert len(set(asked)) == min(size, len(asked)) if size >= count else len(set(asked)) == size
+    later = Counter(asked[count:]).values()
+    assert max(later) - min([*later, 0] if len(later) < size else later) <= 1
+
+
+def test_extra_rollouts_of_other_steps_rounds_and_seeds_ask_for_others() -> None:
+    ids = [f"t{i}" for i in range(1000)]
+    choices = [rollouts.extra_tasks(ids, *args) for args in [(0, 1, 8, 1), (1, 1, 8, 1), (0, 2, 8, 1), (0, 1, 8, 2)]]
+    assert len({tuple(choice) for choice in choices}) == 4
+
+
+@given(usual=st.integers(0, 3000), hundredths=st.integers(0, 99))
+def test_expert_rows_are_their_share_of_all_rows_rounded_up(usual: int, hundredths: int) -> None:
+    """E = ceil(ratio * (usual + E)), the smallest such E, in decimals."""
+    number = rollouts.num_expert_rows(usual, hundredths / 100)
+    ratio = Decimal(hundredths) / 100
+    assert number == math.ceil(ratio * (usual + number))
+    assert number == 0 or number - 1 < ratio * (usual + number - 1)
+
+
+def test_the_share_of_expert_rows_is_taken_in_decimals() -> None:
+    assert math.ceil(0.07 * 100) == 8, "what floats make of it"
+    assert rollouts.num_expert_rows(93, 0.07) == 7
+    assert rollouts.num_expert_rows(512, 0.2) == 128
+    assert rollouts.num_expert_rows(512, 0.0) == 0
+
+
+def demonstrations(size: int) -> list[rollouts.Demonstration]:
+    return [(np.array([i], dtype=np.int32), np.array([i, 9], dtype=np.int32)) for i in range(size)]
+
+
+@given(size=sizes, count=counts, seed=seeds)
+def test_expert_rows_of_a_step_are_fixed_and_all_come_up(size: int, count: int, seed: int) -> None:
+    experts, again = (rollouts.ExpertRows(demonstrations(size), seed) for _ in range(2))
+    chosen = [[int(prompt[0]) for prompt, _ in experts.of_step(step, count)] for step in range(size)]
+    assert all(len(rows) == count for rows in chosen)
+    assert chosen[-1] == [int(prompt[0]) for prompt, _ in again.of_step(size - 1, count)], "earlier steps had an influence"
+    assert set(Counter(i for rows in chosen for i in rows).values()) == {count}, "`size` steps are `count` whole epochs"
+
+
+def test_expert_rows_are_not_chosen_as_tasks_are() -> None:
+    experts = rollouts.ExpertRows(demonstrations(64), seed=1)
+    tasks = rollouts.tasks_of_step([str(i) for i in range(64)], 0, 16, 1)
+    assert [str(prompt[0]) for prompt, _ in experts.of_step(0, 16)] != tasks
+
+
+def test_expert_rows_are_read_and_encoded(prepared: Path, tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer.open(prepared / "model")
+    rows = [task_of(i, response=str(i + 1)) for i in range(5)]
+    write_rows(tmp_path / "expert.parquet", rows)
+    experts = rollouts.ExpertRows.read(str(tmp_path / "expert.parquet"), tokenizer, seed=3)
+    for prompt, response in experts.of_step(0, 5):
+        question = tokenizer.decode(prompt)
+        i = next(i for i in range(5) if f"{i} + 1 =" in question)
+        np.testing.assert_array_equal(prompt, tokenizer.prompt_ids(rows[i].prompt))
+        np.testing.assert_array_equal(response, tokenizer.response_ids(str(i + 1)))
+    write_rows(tmp_path / "none.parquet", [task_of(0)])
+    with pytest.raises(DataError, match="column 'response' is missing"):
+        rollouts.ExpertRows.read(str(tmp_path / "none.parquet"), tokenizer, seed=3)
+
+
+def task_of(i: int, response: str | None = None) -> Task:
+    messages = ({"role": "user", "content": f"{i} + 1 ="},)
+    return Task(f"train/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)}, response=response)
+
+
+RIGHT = {"all": (True, True), "none": (False, False), "mixed": (True, False), "broken": (True, None)}
+"""Which answers of a group are right; None: no verdict."""
+
+
+class AnsweringStore(Store):
+    """Every rollout is answered as soon as it is asked for. ``outcome(number of the task)`` is a key of RIGHT."""
+
+    outcome: Callable[[int], str]
+
+    def request_rollout(self, rollout_id: str, *args: Any) -> None:
+        super().request_rollout(rollout_id, *args)
+        for claim in reversed(self.claim_groups("e", 1000)):
+            answers = [self._answer(claim, index) for index in claim.indices]
+            assert self.finish_group(claim, answers, {"samples": 2.0 * len(self.experiences(rollout_id))})
+
+    def _answer(self, claim: Claim, index: int) -> Experience:
+        number = int(claim.task.task_id.split("/")[1])
+        right = True if index == GREEDY else RIGHT[self.outcome(number)][index]
+        reward = Reward(math.nan, "error") if right is None else Reward(float(right), "ok" if right else "wrong")
+        length = 1 + index if index >= 0 else 1
+        return Experience(
+            claim.rollout_id, claim.task.task_id, claim.group_id, index, claim.group_size,
+            prompt_ids=np.array([number], dtype=np.int32), response_ids=np.full(length, 3, dtype=np.int32),
+            response_mask=np.ones(length, dtype=np.bool_), engine_logp=np.full(length, -0.5, dtype=np.float32),
+            reward=reward, segments=(Segment(0, length, claim.version, "stop"),), finish_reason="stop",
+        )  # fmt: skip
+
+
+class StoreSession(FakeSession):
+    """The only rank of a step on 40 tasks, 4 of them a step, 2 answers each."""
+
+    def __init__(self, path: Path, outcome: Callable[[int], str], step: int = 3, needs: tuple[str, ...] = (), **algorithm: Any) -> None:
+        super().__init__(0, [])
+        self.store = AnsweringStore(f"sqlite:///{path}/store.db")
+        self.store.outcome = outcome
+        self.store.add_tasks("train", [task_of(i) for i in range(40)])
+        self.train_tasks = self.store.task_ids("train")
+        self.config = Config(
+            algorithm=AlgorithmConfig(group_size=2, **algorithm),
+            trainer=TrainerConfig(tasks_per_step=4, seed=5),
+            reward=RewardConfig(overlong_buffer=1, overlong_penalty=0.5),
+        )
+        self.state = SimpleNamespace(step=step)
+        self.version = WeightsVersion(1, 2)
+        self.hf_config = {"vocab_size": 64}
+        self.algorithm = SimpleNamespace(needs=frozenset(needs))
+        self.phases: list[str] = []
+        self.timeline = SimpleNamespace(phase=self._phase)
+
+    @contextmanager
+    def _phase(self, name: str, **labels: int) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+
+
+def groups_of(found: rollouts.StepGroups | None) -> list[str]:
+    assert found is not None
+    return list(dict.fromkeys(e.group_id for e in found.experiences))
+
+
+def test_a_step_without_dynamic_sampling_is_one_rollout(tmp_path: Path) -> None:
+    s: Any = StoreSession(tmp_path, lambda i: "all")
+    found = rollouts.training_groups(s)
+    assert groups_of(found) == [f"train-000003/{i}" for i in range(4)] and found is not None
+    assert found.rollout_ids == ("train-000003",) and found.report.kept == 4
+    assert found.metrics["rollout/extra"] == 0 and found.metrics["rollout/kept_groups"] == 4
+    assert "rollout/all_right" not in found.metrics and s.phases == ["rollout", "batch"]
+    assert all(e.greedy is None and e.group_stats is not None for e in found.experiences)
+
+
+def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: Path) -> None:
+    """One task in four is mixed: the rounds go on until four groups are there, the surplus is left out."""
+
+    def outcome(i: int) -> str:
+        return ("mixed", "all", "none", "broken")[i % 4]
+
+    s: Any = StoreSession(tmp_path, outcome, dynamic_sampling=True)
+    ids = s.train_tasks
+    asked = [rollouts.tasks_of_step(ids, 3, 4, 5), *(rollouts.extra_tasks(ids, 3, r, 4, 5) for r in range(1, 10))]
+    mixed = [[outcome(int(t.split("/")[1])) == "mixed" for t in tasks] for tasks in asked]
+    needed = next(n for n in range(1, 11) if sum(map(sum, mixed[:n])) >= 4)
+    names = ["train-000003", *(f"train-000003-{r}" for r in range(1, 10))]
+    expected = [f"{names[r]}/{p}" for r in range(needed) for p in range(4) if mixed[r][p]]
+    assert needed > 1, "the first rollout had enough: nothing is tested"
+    found = rollouts.training_groups(s)
+    assert groups_of(found) == expected[:4] and found is not None
+    assert found.rollout_ids == tuple(names[:needed])
+    outcomes = Counter(outcome(int(t.split("/")[1])) for tasks in asked[:needed] for t in tasks)
+    assert found.report.groups == 4 * needed and found.report.dropped.get("reward_error", 0) == outcomes["broken"]
+    m = found.metrics
+    assert (m["rollout/extra"], m["rollout/kept_groups"]) == (needed - 1, 4)
+    assert (m["rollout/all_right"], m["rollout/all_wrong"]) == (outcomes["all"], outcomes["none"])
+    assert m["rollout/samples"] == sum(s.store.rollout_metrics(name)["samples"] for name in names[:needed])
+    assert m["reward/overlong"] == 0.0
+    # All of them belong to the step: the trainer that resumes there forgets them, one that is past it keeps them.
+    s.store.discard_rollouts(4)
+    assert all(s.store.progress(name) == (4, 4) for name in found.rollout_ids)
+    s.store.discard_rollouts(3)
+    assert all(s.store.progress(name) == (0, 0) for name in found.rollout_ids)
+    again = rollouts.training_groups(s)
+    assert again is not None and groups_of(again) == expected[:4] and again.metrics == m
+    assert [e.prompt_ids.tolist() for e in again.experiences] == [e.prompt_ids.tolist() for e in found.experiences]
+
+
+def test_of_more_groups_than_a_step_trains_the_first_count(tmp_path: Path) -> None:
+    ids = [f"train/{i}" for i in range(40)]
+    silent = int(rollouts.tasks_of_step(ids, 3, 4, 5)[1].split("/")[1])
+    s: Any = StoreSession(tmp_path, lambda i: "all" if i == silent else "mixed", dynamic_sampling=True)
+    found = rollouts.training_groups(s)
+    assert groups_of(found) == ["train-000003/0", "train-000003/2", "train-000003/3", "train-000003-1/0"]
+    assert found is not None and found.report.kept == 8 and found.metrics["rollout/kept_groups"] == 4
+
+
+def test_after_the_last_extra_rollout_a_step_trains_with_what_it_has(tmp_path: Path) -> None:
+    s: Any = StoreSession(tmp_path, lambda i: "mixed" if i == 7 else "none", dynamic_sampling=True, max_extra_rollouts=20)
+    found = rollouts.training_groups(s)
+    assert found is not None and len(found.rollout_ids) == 21
+    assert {e.task_id for e in found.experiences} == {"train/7"} and found.metrics["rollout/kept_groups"] >= 1
+    none: Any = StoreSession(tmp_path / "none", lambda i: "all", dynamic_sampling=True, max_extra_rollouts=0)
+    found = rollouts.training_groups(none)
+    assert found is not None and found.experiences == [] and found.rollout_ids == ("train-000003",)
+    assert found.metrics["rollout/all_right"] == 4
+
+
+def test_rollouts_of_a_step_draw_other_numbers(tmp_path: Path) -> None:
+    s: Any = StoreSession(tmp_path, lambda i: "none", dynamic_sampling=True, max_extra_rollouts=2)
+    drawn: list[int] = []
+    claim_groups = s.store.claim_groups
+
+    def spying(*args: Any) -> list[Claim]:
+        claims: list[Claim] = claim_groups(*args)
+        drawn.extend(claim.sampling["seed"] for claim in claims)
+        return claims
+
+    s.store.claim_groups = spying
+    rollouts.training_groups(s)
+    assert len(drawn) == 12 and len(set(drawn)) == 3 and drawn[0] == 5 * 1_000_003 + 3
+
+
+def test_a_greedy_answer_is_asked_for_where_the_algorithm_needs_it(tmp_path: Path) -> None:
+    s: Any = StoreSession(tmp_path, lambda i: "mixed", needs=("advantages", "greedy"))
+    found = rollouts.training_groups(s)
+    assert found is not None and len(found.experiences) == 8
+    assert all(e.greedy is not None and e.greedy.reward.status == "ok" and e.index >= 0 for e in found.experiences)
+
+
+def test_a_stop_gives_the_step_up(tmp_path: Path) -> None:
+    class Silent(Store):
+        """Nobody answers."""
+
+    s: Any = StoreSession(tmp_path, lambda i: "all")
+    s.store.close()
+    s.store = Silent(f"sqlite:///{tmp_path}/store.db")
+    s._stop_at = 1
+    assert rollouts.training_groups(s) is None

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, DataError
-from megarl.schema import Experience, GroupStats, Reward, Segment, Task, WeightsVersion
+from megarl.schema import GREEDY, Experience, GroupStats, Reward, Segment, Task, WeightsVersion
 from megarl.store import Claim, Store
 from megarl.store.codec import ARRAYS, experience_from_row, experience_to_row
 
@@ -48,7 +48,7 @@ def make_experience(claim: Claim, index: int, length: int = 4) -> Experience:
 
 
 def finish(store: Store, claim: Claim) -> bool:
-    return store.finish_group(claim, [make_experience(claim, i) for i in range(claim.group_size)], {"samples": 2.0})
+    return store.finish_group(claim, [make_experience(claim, i) for i in claim.indices], {"samples": 2.0})
 
 
 @pytest.fixture
@@ -58,9 +58,12 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def request(store: Store, name: str = "r0", step: int = 0, groups: int = 6, group_size: int = 2) -> None:
+def request(
+    store: Store, name: str = "r0", step: int = 0, groups: int = 6, group_size: int = 2, greedy: bool = False
+) -> None:
     ids = store.task_ids("train")[:groups]
-    store.request_rollout(name, "train", step, VERSION, ids, group_size, {"temperature": 0.7})
+    sampling = {"temperature": 0.7} | ({"greedy": True} if greedy else {})
+    store.request_rollout(name, "train", step, VERSION, ids, group_size, sampling)
 
 
 def test_tasks_keep_order_and_content_and_can_be_replaced(store: Store) -> None:
@@ -173,6 +176,27 @@ def test_an_incomplete_group_is_refused(store: Store) -> None:
     (claim,) = store.claim_groups("a", 1)
     with pytest.raises(AssertionError, match=r"finished with indices \[1\]"):
         store.finish_group(claim, [make_experience(claim, 1)])
+
+
+def test_a_greedy_answer_belongs_to_its_group_and_comes_with_its_members(store: Store) -> None:
+    request(store, greedy=True, groups=2)
+    first, second = store.claim_groups("a", 2)
+    assert first.indices == [GREEDY, 0, 1]
+    members = [make_experience(first, i) for i in range(2)]
+    with pytest.raises(AssertionError, match=r"finished with indices \[0, 1\]"):
+        store.finish_group(first, members)
+    baseline = replace(make_experience(first, GREEDY, length=7), reward=Reward(math.nan, "timeout"))
+    assert store.finish_group(first, [*members, baseline]) and finish(store, second)
+    assert not store.finish_group(first, [*members, baseline]), "written twice"
+    got = store.experiences("r0")
+    assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", i) for p in range(2) for i in range(2)]
+    assert [len(e.greedy.response_ids) for e in got if e.greedy] == [7, 7, 4, 4]
+    assert [e.greedy.reward.status for e in got if e.greedy] == ["timeout"] * 2 + ["ok"] * 2
+    assert all(e.greedy and e.greedy.group_id == e.group_id and e.greedy.index == GREEDY for e in got)
+    request(store, groups=2)  # asked for again, without: nothing of the old greedy answers stays
+    for claim in store.claim_groups("a", 2):
+        assert claim.indices == [0, 1] and finish(store, claim)
+    assert all(e.greedy is None for e in store.experiences("r0"))
 
 
 def test_claims_respect_samples_and_age(store: Store) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +36,16 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
-def test_verl_rows_are_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.parquet", [row(), row(ability=None, extra_info=None)])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_verl_rows_are_read(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"train.{suffix}", [row(), row(ability=None, extra_info=None)])
     first, second = read_rows(path)
     assert first == Task(
         "train/0",
@@ -51,35 +60,67 @@ def test_verl_rows_are_read(tmp_path: Path) -> None:
 
 
 SYSTEM, USER = {"role": "system", "content": "a"}, {"role": "user", "content": "b"}
+PROMPTS = [
+    ({"prompt": []}, r"prompt must be a non-empty list"),
+    ({"prompt": ["1 + 1"]}, r"prompt\[0\] must be a message"),
+    ({"prompt": [{"role": "user"}]}, r"prompt\[0\](.content must be a non-empty string, got None| must be a message)"),
+    ({"prompt": [{"role": "robot", "content": "a"}]}, r"prompt\[0\].role must be one of system, user, assistant"),
+    ({"prompt": [USER, {"role": "user", "content": ""}]}, r"prompt\[1\].content must be a non-empty string"),
+    ({"prompt": [USER, SYSTEM]}, r"prompt\[1\].role must be user"),
+    ({"extra_info": "x"}, r"extra_info must be a struct"),
+]
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
+        *PROMPTS,
         ({"data_source": ""}, r"data_source must be a non-empty string, got ''"),
         ({"data_source": None}, r"data_source must be a non-empty string, got None"),
-        ({"prompt": []}, r"prompt must be a non-empty list"),
         ({"prompt": "1 + 1"}, r"prompt must be a non-empty list .* got '1 \+ 1' \(str\)"),
-        ({"prompt": ["1 + 1"]}, r"prompt\[0\] must be a message"),
-        ({"prompt": [{"role": "user"}]}, r"prompt\[0\].content must be a non-empty string, got None"),
-        ({"prompt": [{"role": "robot", "content": "a"}]}, r"prompt\[0\].role must be one of system, user, assistant"),
-        ({"prompt": [USER, {"role": "user", "content": ""}]}, r"prompt\[1\].content must be a non-empty string"),
-        ({"prompt": [USER, SYSTEM]}, r"prompt\[1\].role must be user"),
         ({"reward_model": None}, r"reward_model must be a struct"),
         ({"reward_model": {"style": "rule"}}, r"reward_model.ground_truth must be the expected answer, got None"),
         ({"ability": 3}, r"ability must be a string, got 3 \(int\)"),
-        ({"extra_info": "x"}, r"extra_info must be a struct"),
-        ({"extra_info": {"x": b"bytes"}}, r"extra_info must be made of JSON values"),
+    ],
+)
+def test_a_bad_task_is_named(tmp_path: Path, suffix: str, changes: dict[str, Any], field: str) -> None:
+    bad_row(tmp_path / f"d.{suffix}", row(), row() | changes, field, read_rows)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        *PROMPTS,
+        ({"data_source": ""}, r"data_source must be a non-empty string, got ''"),
+        ({"prompt": ""}, r"prompt must be a non-empty list"),
+        ({"reward_model": "2"}, r"reward_model must be a struct"),
         ({"response": None}, r"response must be a non-empty string, got None"),
+        ({"response": ""}, r"response must be a non-empty string, got ''"),
         ({"response": 3}, r"response must be a non-empty string, got 3"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
-    good, bad = row(response="2"), row(response="2") | changes
-    rows = [good, bad] if _same_types(good, bad) else [bad]  # parquet's own types exclude some mixtures
-    path = write(tmp_path / "d.parquet", rows)
+def test_a_bad_demonstration_is_named(tmp_path: Path, suffix: str, changes: dict[str, Any], field: str) -> None:
+    good = row(response="2")
+    bad_row(tmp_path / f"d.{suffix}", good, good | changes, field, partial(read_rows, require_response=True))
+
+
+def test_values_that_are_not_json_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.parquet", [row(extra_info={"x": b"bytes"})])
+    with pytest.raises(DataError, match=r"d.parquet: row 0: extra_info must be made of JSON values"):
+        read_rows(path)
+    path = write(tmp_path / "d.jsonl", [row(), row(reward_model={"ground_truth": math.nan})])
+    with pytest.raises(DataError, match=r"d.jsonl: row 1: reward_model must be made of JSON values"):
+        read_rows(path)
+
+
+def bad_row(path: Path, good: dict[str, Any], bad: dict[str, Any], field: str, read: Callable[[Path], object]) -> None:
+    """The last row of a file is refused by name; the first is right."""
+    rows = [good, bad] if path.suffix == ".jsonl" or _same_types(good, bad) else [bad]  # parquet's types exclude some mixtures
+    write(path, rows)
     with pytest.raises(DataError, match=rf"{re.escape(str(path))}: row {len(rows) - 1}: {field}"):
-        read_rows(path, require_response=True)
+        read(path)
 
 
 def _same_types(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -88,6 +129,51 @@ def _same_types(a: dict[str, Any], b: dict[str, Any]) -> bool:
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         return False
     return True
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_demonstrations_in_either_form(tmp_path: Path, suffix: str) -> None:
+    """A prompt with its response, as verl's; or a chat that ends with the answer. What only rewards need may be left out."""
+    chat = [SYSTEM, USER, {"role": "assistant", "content": "c", "name": "dropped"}]
+    wanted = [Task("d/0", "", (SYSTEM, USER), "", {}, {}, "c"), Task("d/1", "", (USER,), "", {}, {}, "c")]
+    for rows in (
+        [{"prompt": [SYSTEM, USER], "response": "c"}, {"prompt": [USER], "response": "c"}],
+        [{"messages": chat, "prompt": "unused"}, {"messages": chat[1:], "prompt": "unused"}],
+    ):
+        assert read_rows(write(tmp_path / f"d.{suffix}", rows), require_response=True) == wanted
+    texts = write(tmp_path / f"texts.{suffix}", [{"prompt": "b", "response": "c"}])
+    assert read_rows(texts, require_response=True, split="d") == [replace(wanted[1], task_id="d/0")]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages must be a non-empty list"),
+        ([USER], r"messages\[0\].role must be assistant"),
+        ([{"role": "assistant", "content": "c"}], "messages must be a user's message before"),
+        ([SYSTEM, {"role": "assistant", "content": "c"}], r"messages\[0\].role must be a user's message before"),
+        ([USER, {"role": "assistant", "content": ""}], r"messages\[1\].content must be a non-empty string"),
+    ],
+)
+def test_a_bad_chat_is_named(tmp_path: Path, messages: list[dict[str, str]], field: str) -> None:
+    good = {"messages": [USER, {"role": "assistant", "content": "c"}]}
+    bad_row(tmp_path / "d.jsonl", good, {"messages": messages}, field, partial(read_rows, require_response=True))
+
+
+def test_bad_lines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    for line, words in (
+        (b"{", "line 2 is not JSON"),
+        (b"", "line 2 is not JSON"),
+        (b"[1]", r"line 2 must be a JSON object, got \[1\] \(list\)"),
+        (b'{"prompt": "\xff"}', "line 2 is not JSON"),
+    ):
+        path.write_bytes(json.dumps(row()).encode() + b"\n" + line + b"\n")
+        with pytest.raises(DataError, match=rf"{re.escape(str(path))}: {words}"):
+            read_rows(path)
+    path.write_text("")
+    with pytest.raises(DataError, match=r"d.jsonl: has no rows"):
+        read_rows(path)
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -104,6 +190,10 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "no_response.parquet", [row()])
     with pytest.raises(DataError, match="column 'response' is missing"):
         read_rows(path, require_response=True)
+    lines = tmp_path / "lines.parquet"
+    lines.write_text(json.dumps(row()))
+    with pytest.raises(DataError, match=r"not a readable parquet file.*must be called .jsonl"):
+        read_rows(lines)
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:

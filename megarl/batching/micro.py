@@ -1,0 +1,113 @@
+"""Micro-batches as a model takes them: where in a step's ``Sequences`` each of its positions comes from.
+
+Shape legend: b rows, S positions of a row (all ranks of a context-parallel group together), n sequences in the micro-batch.
+A packed micro-batch has b = 1 and its sequences one behind the other; the padding at its end is a sequence of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megarl.batching.packing import Cut, deal
+from megarl.batching.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    index: torch.Tensor
+    """int64 [b, S]: position in the step's flat arrays; -1 is padding."""
+    position: torch.Tensor
+    """int64 [b, S]: position within the sequence."""
+    row: torch.Tensor
+    """int64 [b, S]: which of the micro-batch's sequences; -1 is padding."""
+    numbers: torch.Tensor
+    """int64 [n]: which of the step's sequences these are."""
+    cu_seqlens: torch.Tensor | None
+    """int32: where each sequence begins and ends, padding included; None where every row is one sequence."""
+    max_seqlen: int
+
+    def take(self, values: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:
+        """[T] -> [b, S], padding filled."""
+        return values[self.index.clamp(min=0)].masked_fill(self.index < 0, fill)
+
+    def shares(self, cp: int) -> torch.Tensor:
+        """int64 [cp, S / cp]: the columns of each context-parallel rank. Of every sequence rank r has the pieces r and 2·cp-1-r of
+        2·cp equal ones, so that causal attention takes each rank equally long."""
+        columns = torch.arange(self.index.shape[1])
+        if cp == 1:
+            return columns[None]
+        ends = [0, self.index.shape[1]] if self.cu_seqlens is None else self.cu_seqlens.tolist()
+        pieces = [columns[start:end].view(2 * cp, -1) for start, end in zip(ends, ends[1:], strict=False)]
+        return torch.stack([torch.cat([torch.cat([p[r], p[2 * cp - 1 - r]]) for p in pieces]) for r in range(cp)])
+
+
+def micro_batches(
+    sequences: Sequences, cut: Cut, rank: int, units: Sequence[Sequence[int]] | None = None
+) -> list[MicroBatch]:
+    """The micro-batches of data-parallel rank ``rank``; all ranks have equally many, all of one shape.
+
+    Args:
+        units: numbers of sequences that go through the model together (pairs), and of no others; None takes each by itself.
+
+    Raises:
+        ValueError: a unit is longer than ``cut.max_tokens``.
+    """
+    units = [[i] for i in range(len(sequences))] if units is None else units
+    lengths = sequences.lengths.tolist()
+    chunks = [
+        [[number for unit in chunk for number in units[unit]] for chunk in chunks_of_rank]
+        for chunks_of_rank in deal([[lengths[i] for i in unit] for unit in units], cut)
+    ]
+    starts = sequences.cu_seqlens
+    if cut.max_tokens is None:
+        rows = max(1, max(len(chunk) for part in chunks for chunk in part))
+        width = _width(max((lengths[i] for unit in units for i in unit), default=1), cut)
+        return [_padded(chunk, starts, rows, width) for chunk in chunks[rank]]
+    width = _width(max(sum(cut.padded(lengths[i]) for i in chunk) for part in chunks for chunk in part), cut)
+    return [_packed(chunk, starts, lengths, width, cut) for chunk in chunks[rank]]
+
+
+def _width(longest: int, cut: Cut) -> int:
+    """Each rank's share of the positions is a multiple of what cuts it, and has two pieces where context is parallel."""
+    unit = cut.multiple * cut.cp * (2 if cut.cp > 1 else 1)
+    return max(longest, 1) + -max(longest, 1) % unit
+
+
+def _padded(chunk: list[int], starts: torch.Tensor, rows: int, width: int) -> MicroBatch:
+    numbers = torch.tensor(chunk, dtype=torch.int64)
+    position = torch.arange(width).expand(rows, width)
+    length = torch.zeros(rows, dtype=torch.int64)
+    first = torch.zeros(rows, dtype=torch.int64)
+    first[: len(chunk)] = starts[numbers]
+    length[: len(chunk)] = starts[numbers + 1] - starts[numbers]
+    real = position < length[:, None]
+    index = (first[:, None] + position).masked_fill(~real, -1)
+    row = torch.arange(rows)[:, None].expand(rows, width).masked_fill(~real, -1)
+    return MicroBatch(index, position, row, numbers, None, width)
+
+
+def _packed(chunk: list[int], starts: torch.Tensor, lengths: Sequence[int], width: int, cut: Cut) -> MicroBatch:
+    numbers = torch.tensor(chunk, dtype=torch.int64)
+    sizes = [cut.padded(lengths[i]) for i in chunk]
+    if (rest := width - sum(sizes)) > 0:
+        sizes.append(rest)
+    size = torch.tensor(sizes, dtype=torch.int64)
+    ends = torch.cat([size.new_zeros(1), size.cumsum(0)])
+    row = torch.repeat_interleave(torch.arange(len(sizes)), size)
+    position = torch.arange(width) - ends[row]
+    first, length = torch.zeros_like(size), torch.zeros_like(size)
+    first[: len(chunk)] = starts[numbers]
+    length[: len(chunk)] = starts[numbers + 1] - starts[numbers]
+    real = position < length[row]
+    index = (first[row] + position).masked_fill(~real, -1)
+    return MicroBatch(
+        index[None],
+        position[None],
+        row.masked_fill(~real, -1)[None],
+        numbers,
+        ends.to(torch.int32),
+        int(size.max()),
+    )

@@ -1,0 +1,121 @@
+"""Which sequences go through a model together: equal numbers of chunks on every data-parallel rank. Pure functions of lengths.
+
+Packed (DeepSeek-R1's way, 2501.12948): sequences are sorted by length and put by best fit into chunks of at most so many tokens;
+chunks are dealt to the ranks so that attention, which grows with the square of a length, takes each about as long. Where ranks
+would get unequal numbers, the sequences are spread over more chunks; a rank is left without work only when there are too few.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Chunk = list[int]
+"""Numbers of the units in one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model wants its micro-batches."""
+
+    dp: int = 1
+    cp: int = 1
+    multiple: int = 1
+    """The tokens of a micro-batch are a multiple of this on each rank (sequence parallelism cuts them)."""
+    chunks: int = 1
+    """The number of micro-batches is a multiple of this (interleaved pipelines take them in turns)."""
+    max_tokens: int | None = None
+    """Most tokens of a packed micro-batch; None pads every sequence to the longest, ``rows`` at a time."""
+    rows: int = 1
+
+    def padded(self, length: int) -> int:
+        """Positions that a sequence takes: context parallelism cuts it into 2·cp equal pieces."""
+        piece = 2 * self.cp if self.cp > 1 else 1
+        return length + -length % piece
+
+
+def best_fit(sizes: Sequence[int], capacity: int) -> list[Chunk]:
+    """Best-fit decreasing: each item, the largest first, into the fullest chunk that still has room for it.
+
+    At most 11/9 of the least possible number of chunks, + 1 (Johnson, 1973); O(n log n). Raises ValueError for an item that is
+    larger than a chunk.
+    """
+    chunks: list[Chunk] = []
+    room: list[tuple[int, int]] = []  # (free, chunk), sorted
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        if sizes[item] > capacity:
+            raise ValueError(f"an item of {sizes[item]} does not fit into a chunk of {capacity}")
+        at = bisect.bisect_left(room, (sizes[item], -1))
+        free, chunk = room.pop(at) if at < len(room) else (capacity, len(chunks))
+        if chunk == len(chunks):
+            chunks.append([])
+        chunks[chunk].append(item)
+        bisect.insort(room, (free - sizes[item], chunk))
+    return chunks
+
+
+def spread(sizes: Sequence[int], number: int) -> list[Chunk]:
+    """Longest first, each into the emptiest of ``number`` chunks (Graham, 1969): the fullest has at most 4/3 of the least possible."""
+    chunks: list[Chunk] = [[] for _ in range(number)]
+    heap = [(0, chunk) for chunk in range(number)]
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, chunk = heap[0]
+        chunks[chunk].append(item)
+        heapq.heapreplace(heap, (load + sizes[item], chunk))
+    return chunks
+
+
+def deal(lengths: Sequence[Sequence[int]], cut: Cut) -> list[list[Chunk]]:
+    """Units (sequences that stay together, given by their lengths) to micro-batches: ``result[dp_rank][micro-batch]``.
+
+    Every rank gets the same number of micro-batches, at least one; an empty one is a dummy. Raises ValueError for a unit that
+    does not fit.
+    """
+    if cut.max_tokens is None:
+        return _deal_rows(lengths, cut)
+    sizes = [sum(cut.padded(n) for n in unit) for unit in lengths]
+    least = best_fit(sizes, cut.max_tokens)
+    number = _up(max(len(least), 1), cut.dp * cut.chunks)
+    even = spread(sizes, number)
+
+    def fullest(chunks: list[Chunk]) -> int:
+        return max((sum(sizes[i] for i in chunk) for chunk in chunks), default=0)
+
+    chosen = min(even, least, key=fullest)
+    while len(chosen) < number:
+        chosen.append(_half_of(max(chosen, key=len, default=[]), sizes))
+    cost = [sum(n * n for i in chunk for n in lengths[i]) for chunk in chosen]
+    order = sorted(range(number), key=lambda c: (-cost[c], c))
+    ranks: list[list[Chunk]] = [[] for _ in range(cut.dp)]
+    for turn, start in enumerate(range(0, number, cut.dp)):
+        dealt = order[start : start + cut.dp]
+        for rank, chunk in zip(range(cut.dp), dealt if turn % 2 == 0 else reversed(dealt), strict=True):
+            ranks[rank].append(sorted(chosen[chunk]))
+    return ranks
+
+
+def _deal_rows(lengths: Sequence[Sequence[int]], cut: Cut) -> list[list[Chunk]]:
+    """Units in turn to the ranks, and as many rows at a time as the settings say."""
+    each = max((len(unit) for unit in lengths), default=1)
+    units = max(1, cut.rows // each)
+    per_rank = -(-len(lengths) // cut.dp)
+    number = _up(max(1, -(-per_rank // units)), cut.chunks)
+    ranks = []
+    for rank in range(cut.dp):
+        mine = list(range(rank, len(lengths), cut.dp))
+        ranks.append([mine[start * units : (start + 1) * units] for start in range(number)])
+    return ranks
+
+
+def _half_of(chunk: Chunk, sizes: Sequence[int]) -> Chunk:
+    """Takes about half of a chunk out of it; nothing of a single item."""
+    kept, taken = spread([sizes[i] for i in chunk], 2)
+    items = list(chunk)
+    chunk[:] = [items[i] for i in kept]
+    return [items[i] for i in taken]
+
+
+def _up(value: int, multiple: int) -> int:
+    return value + -value % multiple

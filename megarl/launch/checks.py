@@ -1,0 +1,117 @@
+"""Everything that can be known to fail, before any process is launched: settings, memory, data, rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megarl import algorithms
+from megarl.checkpoint.hf_source import read_hf_config
+from megarl.config import Config
+from megarl.errors import ConfigError
+from megarl.launch import ports
+from megarl.launch.inputs import check_held_out, check_lengths, check_rewards
+from megarl.launch.model_checks import check_model
+from megarl.launch.prepare import prepare_data, prepare_model
+from megarl.launch.resume import check_settings_of_run, set_aside_damaged
+from megarl.launch.rows import SPLITS, read_split
+from megarl.report.doctor import available_memory
+from megarl.schema import Task
+from megarl.store import check_url
+from megarl.tasksets import ChatTokenizer, check_prompts
+
+GIB = 2**30
+PROCESS_BYTES = 400 * 2**20
+"""What one process takes with nothing but its imports."""
+
+
+def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
+    """Everything that can be known to fail, before any process is launched; makes missing data and model.
+
+    With ``mend`` damaged checkpoints are set aside. Returns the tasks of the store by split (train, eval): none in an offline
+    job, which has no explorer.
+
+    Raises:
+        ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the mend.
+    """
+    set_aside_damaged(Path(config.run.dir), rename=mend)
+    check_settings_of_run(config, Path(config.run.dir))
+    offline = algorithms.get(config.algorithm.name).offline
+    _check_settings(config, offline)
+    _check_memory(config, offline)
+    check_url(config.store.url)
+    prepare_data(config)
+    rows = {split: read_split(config, split) for split in SPLITS}
+    if config.trainer.warm_start.steps:
+        if config.taskset.warm_start is None:
+            raise ConfigError("trainer.warm_start.steps > 0 needs taskset.warm_start, a file of rows with a response")
+        rows["warm_start"] = read_split(config, "warm_start")
+    check_held_out(rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
+    prepare_model(config)
+    hf_config = read_hf_config(Path(config.model.path))
+    check_model(config, hf_config, engines=not offline)
+    tasks = {} if offline else {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
+    if tasks:
+        check_rewards(config, tasks)
+    tokenizer = ChatTokenizer.open(config.model.path)
+    for split, found in rows.items():
+        if split in tasks:
+            check_prompts(found, tokenizer, config.rollout.max_prompt_tokens, path=getattr(config.taskset, split))
+        else:
+            check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]))
+    return tasks
+
+
+def _check_settings(config: Config, offline: bool) -> None:
+    _check_algorithm(config)
+    rows = config.trainer.tasks_per_step * (1 if offline else config.algorithm.group_size)
+    if config.trainer.updates_per_step > rows:
+        raise ConfigError(
+            f"trainer.updates_per_step={config.trainer.updates_per_step} is more than the {rows} rows of a step "
+            f"(trainer.tasks_per_step{'' if offline else ' * algorithm.group_size'})"
+        )
+    if config.parallel.backend == "nccl":
+        raise ConfigError("parallel.backend=nccl is not finished: batches stay on the CPU; set parallel.backend to gloo")
+    if config.parallel.sequence_parallel and config.parallel.tp == 1:
+        raise ConfigError("parallel.sequence_parallel=true needs parallel.tp above 1; leave it out")
+    for where, optimizer in (("trainer", config.trainer.optimizer), ("trainer.warm_start", config.trainer.warm_start.optimizer)):
+        if (optimizer.decay_steps is None) != (optimizer.min_lr is None):
+            raise ConfigError(
+                f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs both; set "
+                "the other as well, or neither"
+            )
+    if config.reference.refresh != "never":
+        raise ConfigError(f"reference.refresh={config.reference.refresh} is not implemented yet; leave it at never")
+    ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
+
+
+def _check_algorithm(config: Config) -> None:
+    """It trains by rewards or on rows, and its loss of one token refuses no setting."""
+    algorithm = algorithms.get(config.algorithm.name)
+    if "group" in algorithm.needs and config.algorithm.group_size == 1:
+        raise ConfigError(
+            f"algorithm.group_size=1 leaves {algorithm.name} nothing to compare an answer with; set it to 2 or more"
+        )
+    one = torch.zeros(1)
+    if config.algorithm.options and config.algorithm.name in algorithms.ALGORITHMS:
+        raise ConfigError(
+            f"algorithm.options={config.algorithm.options} are settings of an algorithm of your own, {algorithm.name} has none; leave "
+            "them out"
+        )
+    logp = one.clone().requires_grad_()
+    token = algorithms.LossInput(logp, one, one, one, one, one == 0, torch.zeros(1, dtype=torch.int64), 1, one)
+    algorithms.try_out(algorithm, token, config.algorithm)
+
+
+def _check_memory(config: Config, offline: bool) -> None:
+    """Even the least that the processes can take is there."""
+    rollout = config.rollout
+    engines = 0 if offline else rollout.replicas * rollout.tp * rollout.pp
+    least = engines * (rollout.kv_cache_bytes + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
+    if least > (available := available_memory()):
+        what = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and " if engines else ""
+        raise ConfigError(
+            f"{what}{config.parallel.world_size} trainer ranks take at least {least / GIB:.1f} GiB, this machine has "
+            f"{available / GIB:.1f} GiB available; lower one of them"
+        )

@@ -1,0 +1,104 @@
+"""Rows of preferences, in TRL's form: ``prompt, chosen, rejected``, and ``margin, data_source, extra_info`` where wanted.
+
+Answers are texts, or chat messages whose last one is the assistant's; messages before it repeat the prompt, and may then be
+all there is of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.schema import Preference
+from megarl.tasksets.files import (
+    Place,
+    check_columns,
+    json_struct,
+    messages_of,
+    prompt_of,
+    read_table,
+    source_of,
+    write_table,
+)
+
+ANSWERS = ("chosen", "rejected")
+COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info")
+
+Messages = tuple[dict[str, str], ...]
+
+
+def read_preferences(path: str | os.PathLike[str], *, split: str | None = None) -> list[Preference]:
+    """Read and check every row of a parquet or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
+
+    Raises DataError naming the file, the row, the field, what was seen and what is expected.
+    """
+    path = Path(path)
+    names, rows = read_table(path, COLUMNS)
+    check_columns(path, names, ANSWERS)
+    prefix = path.stem if split is None else split
+    return [_preference(Place(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
+
+
+def write_preferences(
+    path: str | os.PathLike[str], preferences: Sequence[Preference], recipe: Mapping[str, Any] | None = None
+) -> None:
+    """Write preferences as rows with texts as answers; ``margin`` is a column when any has one. See ``write_table``."""
+    margins = any(preference.margin for preference in preferences)
+    rows = [_row(preference) | ({"margin": preference.margin} if margins else {}) for preference in preferences]
+    write_table(path, rows, recipe)
+
+
+def _row(preference: Preference) -> dict[str, Any]:
+    return {
+        "data_source": preference.data_source or None,
+        "prompt": list(preference.prompt),
+        "chosen": preference.chosen,
+        "rejected": preference.rejected,
+        "extra_info": preference.extra_info or None,  # parquet has no empty struct
+    }
+
+
+def _preference(place: Place, task_id: str, row: Mapping[str, Any]) -> Preference:
+    (chosen, before), (rejected, before_rejected) = (_answer(place, name, row[name]) for name in ANSWERS)
+    if before != before_rejected:
+        place.refuse("rejected", "an answer to the same messages as chosen", row["rejected"])
+    given = row.get("prompt")
+    prompt = before if given is None and before else prompt_of(place, "prompt", given, text=True)
+    if before and before != prompt:
+        place.refuse("chosen", "an answer to prompt, or the prompt's own messages with one", row["chosen"])
+    if prompt[-1]["role"] != "user":
+        place.refuse(f"chosen[{len(prompt) - 1}].role", "user, since the model answers that message", prompt[-1]["role"])
+    if chosen == rejected:
+        place.refuse("rejected", "another answer than chosen", rejected)
+    return Preference(
+        task_id=task_id,
+        data_source=source_of(place, row),
+        prompt=prompt,
+        chosen=chosen,
+        rejected=rejected,
+        margin=_margin(place, row.get("margin")),
+        extra_info=json_struct(place, "extra_info", row.get("extra_info")),
+    )
+
+
+def _answer(place: Place, field: str, value: Any) -> tuple[str, Messages]:
+    """An answer's text and the messages before it."""
+    if not isinstance(value, list):
+        if not isinstance(value, str) or not value:
+            place.refuse(field, "a non-empty string, or messages that end with the assistant's", value)
+        return value, ()
+    messages = messages_of(place, field, value)
+    if messages[-1]["role"] != "assistant":
+        place.refuse(f"{field}[{len(messages) - 1}].role", "assistant, since the last message is the answer", messages[-1]["role"])
+    return messages[-1]["content"], messages[:-1]
+
+
+def _margin(place: Place, value: Any) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        place.refuse("margin", "a finite number or null", value)
+    return float(value)

@@ -1,0 +1,103 @@
+"""Rows of tasks, in verl's form: ``data_source, prompt, ability, reward_model{style, ground_truth}, extra_info``.
+
+A demonstration is a prompt with its answer: ``prompt`` and ``response``, or ``messages`` whose last one is the assistant's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.schema import Task
+from megarl.tasksets.files import (
+    Place,
+    check_columns,
+    json_struct,
+    messages_of,
+    prompt_of,
+    read_table,
+    source_of,
+    text_of,
+    write_table,
+)
+
+TASK = ("data_source", "prompt", "reward_model")
+DEMONSTRATION = ("prompt", "response")
+COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "response")
+
+
+def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, split: str | None = None) -> list[Task]:
+    """Read and check every row of a parquet or jsonl file.
+
+    A row's task id is ``<split>/<row>``, the split being the file's stem unless given. With ``require_response`` the rows are
+    demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may be left out.
+
+    Raises DataError naming the file, the row, the field, what was seen and what is expected.
+    """
+    path = Path(path)
+    names, rows = read_table(path, (*COLUMNS, "messages"))
+    chats = require_response and "messages" in names and "response" not in names
+    check_columns(path, names, ("messages",) if chats else DEMONSTRATION if require_response else TASK)
+    prefix = path.stem if split is None else split
+    read = _chat if chats else _demonstration if require_response else _task
+    return [read(Place(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
+
+
+def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task], recipe: Mapping[str, Any] | None = None) -> None:
+    """Write tasks as verl rows; ``response`` is a column when any task has one. See ``write_table``."""
+    with_response = any(task.response is not None for task in tasks)
+    write_table(path, [_row(task, with_response) for task in tasks], recipe)
+
+
+def _row(task: Task, with_response: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "data_source": task.data_source,
+        "prompt": list(task.prompt),
+        "ability": task.ability,
+        "reward_model": task.reward_model,
+        # Parquet has no empty struct.
+        "extra_info": task.extra_info or None,
+    }
+    return row | {"response": task.response} if with_response else row
+
+
+def _task(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
+    source = text_of(place, "data_source", row["data_source"])
+    prompt = prompt_of(place, "prompt", row["prompt"], text=False)
+    reward_model = row["reward_model"]
+    if not isinstance(reward_model, dict):
+        place.refuse("reward_model", "a struct {style, ground_truth}", reward_model)
+    if reward_model.get("ground_truth") is None:
+        place.refuse("reward_model.ground_truth", "the expected answer", reward_model.get("ground_truth"))
+    response = row.get("response")
+    if not isinstance(response, str | None):
+        place.refuse("response", "a non-empty string", response)
+    return Task(task_id, source, prompt, *_common(place, row), response)
+
+
+def _demonstration(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
+    prompt = prompt_of(place, "prompt", row["prompt"], text=True)
+    response = text_of(place, "response", row["response"])
+    return Task(task_id, source_of(place, row), prompt, *_common(place, row), response)
+
+
+def _chat(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
+    *prompt, answer = messages_of(place, "messages", row["messages"])
+    last = len(prompt)
+    if answer["role"] != "assistant":
+        place.refuse(f"messages[{last}].role", "assistant, since the last message is what the model learns to say", answer["role"])
+    if not prompt or prompt[-1]["role"] != "user":
+        seen = prompt[-1]["role"] if prompt else None
+        place.refuse(f"messages[{last - 1}].role" if prompt else "messages", "a user's message before the assistant's", seen)
+    return Task(task_id, source_of(place, row), tuple(prompt), *_common(place, row), answer["content"])
+
+
+def _common(place: Place, row: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """ability, reward_model, extra_info."""
+    ability = row.get("ability") or ""
+    if not isinstance(ability, str):
+        place.refuse("ability", "a string", ability)
+    reward_model = json_struct(place, "reward_model", row.get("reward_model"))
+    return ability, reward_model, json_struct(place, "extra_info", row.get("extra_info"))

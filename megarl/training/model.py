@@ -1,0 +1,163 @@
+"""A model of one rank, frozen or trained: Megatron's modules, its answers for a step's sequences, and updates.
+
+Shape legend: T positions of a step's ``Sequences``; k answers of the head at each: log-prob and entropy, or a score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.batching import Cut, MicroBatch, Sequences, micro_batches
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.metrics import Sums
+from megarl.models.gpt import build_chunks, named_tensors, unwrap
+from megarl.training.objectives import Kept, Objective
+from megarl.training.optimizer import Optimizer
+from megarl.training.schedule import Head, run
+
+
+def cut_for(parallel: ParallelConfig, trainer: TrainerConfig) -> Cut:
+    """How a model on this grid wants its micro-batches."""
+    return Cut(
+        dp=parallel.dp,
+        cp=parallel.cp,
+        multiple=parallel.tp if parallel.sequence_parallel else 1,
+        chunks=parallel.pp if parallel.vpp > 1 else 1,
+        max_tokens=trainer.max_tokens_per_micro_batch if trainer.packing else None,
+        rows=trainer.micro_batch_size,
+    )
+
+
+class FrozenModel:
+    """A model that only answers: the reference, and the base of what is trained."""
+
+    def __init__(
+        self, hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, head: Head | None, cut: Cut
+    ) -> None:
+        from megatron.core import parallel_state
+
+        self.hf_config = hf_config
+        self.model_config = model
+        self.parallel = parallel
+        self.head = head
+        self.cut = cut
+        self.dp_rank: int = parallel_state.get_data_parallel_rank()
+        self.chunks: list[Any] = list(build_chunks(hf_config, model, parallel))
+        """``parallel.vpp`` modules."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Local parameter name -> data."""
+        return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
+
+    def micro_batches(self, sequences: Sequences, units: Sequence[Sequence[int]] | None = None) -> list[MicroBatch]:
+        """This rank's share of the sequences (or of ``units`` of them) as its grid takes them."""
+        return micro_batches(sequences, self.cut, self.dp_rank, units)
+
+    @torch.no_grad()
+    def answers(
+        self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]], *, temperature: float | None = None
+    ) -> torch.Tensor:
+        """float32 [T]: log-prob of the masked next tokens (or the score of every position), 0 elsewhere; complete on every rank.
+
+        Args:
+            updates: of ``micro_batches``, one list for each; those of all ranks together are the sequences that are asked for.
+                The very micro-batches of the updates to come give log-probs whose ratio to those of the first update is exactly 1.
+            temperature: None takes the head's.
+        """
+        head = self.head
+        if head is not None and temperature is not None:
+            head = replace(head, temperature=temperature)
+        for chunk in self.chunks:
+            chunk.eval()
+        result = torch.zeros(len(sequences.tokens))
+        for batches in updates:
+            parts = run(
+                self.chunks, sequences, batches, head, lambda _, answer: (answer.sum(), answer[..., 0]), forward_only=True
+            )
+            if not parts or not self._speaks():
+                continue
+            for batch, part in zip(batches, parts, strict=True):
+                real = batch.index >= 0
+                result[batch.index[real]] = part[real].float().cpu()
+        # One rank answers for each position, the others have 0 there: the sum is exact.
+        dist.all_reduce(result)
+        return result
+
+    def _speaks(self) -> bool:
+        """One rank of each data-parallel replica has the answers, where all ranks of its last stage have the same."""
+        from megatron.core import parallel_state
+
+        tp, cp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        return tp == 0 and cp == 0
+
+
+class TrainedModel(FrozenModel):
+    """A ``FrozenModel`` that learns: the actor, the critic, a reward model."""
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        head: Head | None,
+        cut: Cut,
+        optimizer: OptimizerConfig,
+    ) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        super().__init__(hf_config, model, parallel, head, cut)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=True
+        )
+        config: Any = unwrap(self.chunks[0]).config
+        self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
+        self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
+        config.grad_scale_func = self.optimizer.inner.scale_loss
+
+    def weights_changed(self) -> None:
+        """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
+        self.optimizer.inner.reload_model_params()
+
+    def backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
+        """Gradients of the objective over the ``batches`` of all data-parallel ranks, each part divided by its global count.
+
+        Returns:
+            Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere; ``<name>/loss`` is
+            their mean.
+        """
+        from megatron.core import parallel_state
+
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.inner.zero_grad()
+        count = torch.stack([objective.count(Kept.of(batch, sequences)).double() for batch in batches]).sum(0)
+        dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+        scale = 1.0 / count.clamp(min=1.0)
+
+        def loss_function(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            kept = Kept.of(batch, sequences)
+            loss = objective.loss(kept, answer[kept.place])
+            total = (loss.total * scale.to(loss.total.dtype)).sum()
+            return total, (total.detach(), loss.metrics)
+
+        collected = run(self.chunks, sequences, batches, self.head, loss_function, forward_only=False)
+        if not collected or not self._speaks():
+            return {}
+        whole = sum(float(total) for total, _ in collected)
+        sums: dict[str, tuple[float, float]] = {f"{objective.name}/loss": (whole, 1.0 / self.parallel.dp)}
+        for _, metrics in collected:
+            for name, (total, number) in metrics.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + float(total), before[1] + float(number))
+        return sums
+
+    def step(self, lr: float) -> float:
+        """One optimizer step on the gradients in the buffers (``backward`` has raised already if one is not finite); their norm."""
+        return self.optimizer.step(lr)

@@ -1,0 +1,78 @@
+"""What a model is trained for: algorithms from ``megarl.algorithms``, given the tokens of a micro-batch.
+
+Shape legend: T' tokens of a micro-batch that are in the loss, n its sequences, K parts of a loss with a denominator each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megarl.algorithms import Algorithm, Loss, LossInput
+from megarl.batching import MicroBatch, Sequences
+from megarl.config.schema import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens of a micro-batch that are in the loss, flat."""
+
+    index: torch.Tensor
+    """int64 [T'] into the step's flat arrays."""
+    row: torch.Tensor
+    """int64 [T'], number of the sequence within the micro-batch, never decreasing."""
+    numbers: torch.Tensor
+    """int64 [n], number of each sequence within the step."""
+    num_rows: int
+    """n."""
+    place: torch.Tensor
+    """bool [b, S]: where these tokens stand in the micro-batch."""
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return torch.ones_like(self.row, dtype=torch.bool)
+
+    @staticmethod
+    def of(batch: MicroBatch, sequences: Sequences) -> Kept:
+        place = batch.take(sequences.mask, False)
+        return Kept(batch.index[place], batch.row[place], batch.numbers, len(batch.numbers), place)
+
+
+@dataclass(frozen=True)
+class Objective:
+    name: str
+    """First part of its metrics' names: the role that is trained."""
+    count: Callable[[Kept], torch.Tensor]
+    """This micro-batch's share of the global denominators, [K] or a scalar."""
+    loss: Callable[[Kept, torch.Tensor], Loss]
+    """(tokens, answers [T', k] of the head) -> sums, never divided."""
+
+
+def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences) -> Objective:
+    """The algorithm's loss of log-probs."""
+
+    def count(kept: Kept) -> torch.Tensor:
+        return algorithm.count(kept.mask, kept.row, kept.num_rows, settings)
+
+    def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+        def picked(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[kept.index]
+
+        return algorithm.loss(
+            LossInput(
+                logp=answers[:, 0],
+                entropy=answers[:, 1],
+                old_logp=picked(sequences.old_logp),
+                ref_logp=picked(sequences.ref_logp),
+                advantages=picked(sequences.advantages),
+                mask=kept.mask,
+                row=kept.row,
+                num_rows=kept.num_rows,
+                engine_logp=picked(sequences.engine_logp),
+            ),
+            settings,
+        )
+
+    return Objective("actor", count, loss)

@@ -1,0 +1,124 @@
+"""A step's rollouts from a real engine: dynamic sampling and greedy answers, the same again when a step is repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+from megarl.config.schema import AlgorithmConfig, Config, RolloutConfig, StoreConfig, TrainerConfig
+from megarl.loop import rollouts
+from megarl.loop.explorer import Explorer
+from megarl.rewards import Verdict
+from megarl.rollout.client import EngineClient, Prompt, Sampling
+from megarl.schema import Experience, Reward, Task, WeightsVersion
+from megarl.store import Store
+from tests.loop.engines import KEY, VOCAB, RunningEngine
+
+MAX_TOKENS = 6
+
+
+class Words:
+    """Of a model without a chat template: a prompt is its token ids, a text too."""
+
+    def prompt_ids(self, messages: Iterable[dict[str, str]]) -> np.ndarray:
+        [message] = messages
+        return np.array(message["content"].split(), dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class EvenScorer:
+    """An answer is right when its first token is even: about one group of four in eight then says nothing."""
+
+    async def score(self, task: Task, text: str) -> Verdict:
+        right = int(text.split()[0]) % 2 == 0
+        return Verdict(Reward(float(right), "ok" if right else "wrong"))
+
+
+@contextmanager
+def exploring(store: Store, engine: RunningEngine) -> Iterator[None]:
+    async def main() -> None:
+        async with EngineClient([engine.url], KEY, timeout_s=60) as client:
+            words: Any = Words()
+            await Explorer(store, client, EvenScorer(), words, worker="e0", capacity=64).run()
+
+    store.open_job()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        store.close_job()
+        thread.join(60)
+        assert not failures, failures
+
+
+def session(store: Store) -> Any:
+    return SimpleNamespace(
+        store=store,
+        config=Config(
+            algorithm=AlgorithmConfig(group_size=4, dynamic_sampling=True),
+            trainer=TrainerConfig(tasks_per_step=8, seed=3),
+            rollout=RolloutConfig(max_response_tokens=MAX_TOKENS),
+            store=StoreConfig(poll_s=0.01),
+        ),
+        state=SimpleNamespace(step=2),
+        version=WeightsVersion(0, 1),
+        position=SimpleNamespace(rank=0),
+        train_tasks=store.task_ids("train"),
+        hf_config={"vocab_size": VOCAB},
+        algorithm=SimpleNamespace(needs=frozenset({"greedy"})),
+        timeline=SimpleNamespace(phase=lambda name, **labels: nullcontext()),
+        progress=lambda total, label, unit: tqdm(total=total, disable=True),
+        agree=lambda yes: yes,
+        stop_flag=False,
+        stop_requested=lambda: False,
+    )
+
+
+def task(i: int) -> Task:
+    content = " ".join(str((i * 17 + j * 5) % 190 + 4) for j in range(6))
+    return Task(f"train/{i}", "even", ({"role": "user", "content": content},), "", {"ground_truth": "even"})
+
+
+def tokens(experiences: Iterable[Experience]) -> list[tuple[str, int, list[int], list[int]]]:
+    return [(e.group_id, e.index, e.response_ids.tolist(), e.greedy.response_ids.tolist()) for e in experiences if e.greedy]
+
+
+@pytest.mark.slow
+def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", [task(i) for i in range(60)])
+    with exploring(store, engine):
+        first = rollouts.training_groups(session(store))
+        store.discard_rollouts(2)  # the step is repeated, as after a kill
+        second = rollouts.training_groups(session(store))
+    assert first is not None and second is not None
+    assert len(first.rollout_ids) > 1, "the first rollout had enough groups: nothing was replaced"
+    assert len(tokens(first.experiences)) == len(first.experiences) == 32
+    assert first.rollout_ids == second.rollout_ids and tokens(first.experiences) == tokens(second.experiences)
+    assert first.metrics["rollout/greedy"] == 8 * len(first.rollout_ids)
+    rights = [e.reward.status == "ok" for e in first.experiences]
+    assert all(0 < sum(rights[i : i + 4]) < 4 for i in range(0, 32, 4))
+    leaders = first.experiences[::4]
+    alone = engine.generate([Prompt(e.prompt_ids) for e in leaders], Sampling(max_tokens=MAX_TOKENS, temperature=0.0))
+    assert [c.token_ids.tolist() for c in alone] == [e.greedy.response_ids.tolist() for e in leaders if e.greedy]
+    assert any(not np.array_equal(e.greedy.response_ids, e.response_ids) for e in first.experiences if e.greedy)

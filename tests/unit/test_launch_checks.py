@@ -1,0 +1,218 @@
+"""Settings and models that cannot work are refused with the rule, the value and the mend, before any process is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import algorithms
+from megarl.config import compose, config_dir
+from megarl.errors import ArchitectureError, CheckpointError, ConfigError
+from megarl.launch import checks
+from megarl.launch.prepare import MODEL_RECIPE
+from tests.unit.small_job import config_of, refused
+
+
+def test_a_right_configuration_passes_again_and_writes_nothing(prepared: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+    checks.check(config_of(prepared))
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+
+
+def test_unknown_key_names_the_nearest(prepared: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_of(prepared, "rollout.max_promt_tokens=3")
+    assert "did you mean 'rollout.max_prompt_tokens'?" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.tp=3"], ["parallel.tp=3", "num_attention_heads=4"]),
+        (["parallel.tp=8"], ["parallel.tp=8", "num_attention_heads=4"]),
+        (["parallel=pp2", "parallel.pp=3"], ["parallel.pp=3", "num_hidden_layers=4", "1, 2 or 4"]),
+        (["parallel.dp=0"], ["parallel.dp=0", "at least 1"]),
+        (["rollout.tp=3"], ["rollout.tp=3", "num_attention_heads=4", "[1, 2, 4]"]),
+        (["rollout.replicas=0"], ["rollout.replicas=0", "at least 1"]),
+        (["trainer.tasks_per_step=2", "algorithm.group_size=4", "trainer.updates_per_step=9"],
+         ["trainer.updates_per_step=9", "8 rows"]),
+        (["trainer.micro_batch_size=0"], ["trainer.micro_batch_size=0"]),
+        (["trainer.logits_bytes=0"], ["trainer.logits_bytes=0", "leave it out"]),
+        (["trainer.logits_bytes=255"], ["trainer.logits_bytes=255", "64 logits (256 bytes)", "at least 256"]),
+        (["trainer.kernels=cuda"], ["trainer.kernels", "cuda", "megarl"]),
+        (["rollout.temperature=0"], ["rollout.temperature=0"]),
+        (["algorithm.name=grpoo"], ["grpoo", "grpo"]),
+        (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip", "0.5"]),
+        (["algorithm.name=gspo"], ["algorithm.importance=token", "algorithm=gspo"]),
+        (["algorithm=kimi_mirror_descent", "algorithm.correction=mask"], ["algorithm.correction=mask", "kimi_mirror_descent"]),
+        (["algorithm.options.tau=2"], ["algorithm.options", "grpo has none"]),
+        (["algorithm.name=/no/such.py"], ["algorithm.name=/no/such.py", "no such file"]),
+        (["parallel=tp1", "parallel.sequence_parallel=true"], ["parallel.sequence_parallel", "parallel.tp"]),
+        (["trainer.optimizer.decay_steps=10"], ["trainer.optimizer.decay_steps=10", "min_lr=None"]),
+        (["reference.refresh=400"], ["reference.refresh=400"]),
+        (["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
+         ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"]),
+        (["algorithm.group_size=1"], ["algorithm.group_size=1", "grpo"]),
+        (["rollout.replicas=200"], ["rollout.replicas=200", "GiB"]),
+        (["store.url=foo"], ["store.url=foo", "sqlite:///PATH"]),
+        (["store.url=postgres://me:secret@x/y"], ["store.url=postgres://me:***@x/y"]),
+        (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
+        (["taskset.warm_start=null"], ["taskset.warm_start", "response"]),
+    ],
+)  # fmt: skip
+def test_setting_that_cannot_work(prepared: Path, overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        checks.check(config_of(prepared, *overrides))
+    assert type(raised.value) is ConfigError
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "algorithm").glob("*.yaml")))
+def test_every_algorithm_passes(prepared: Path, tmp_path: Path, name: str) -> None:
+    config = config_of(prepared, f"algorithm={name}")
+    assert config.algorithm.kl.coef == 0.2, "the quickstart's pull to the reference is every algorithm's"
+    if algorithms.get(config.algorithm.name).offline:
+        assert checks.check(config_of(tmp_path, f"algorithm={name}")) == {}  # its files have other rows
+        return
+    checks.check(config)
+    if config.algorithm.aggregation == "seq_mean_token_sum_norm":
+        assert config.algorithm.aggregation_length == config.rollout.max_response_tokens == 8
+        assert compose([f"algorithm={name}", "~rollout.max_response_tokens"]).algorithm.aggregation_length == 64
+    if config.algorithm.name not in ("kimi_mirror_descent", "online_dpo"):
+        checks.check(config_of(prepared, f"algorithm={name}", "algorithm.correction=truncate"))
+
+
+OWN = """
+from megarl.algorithms import Algorithm, Loss, terms
+def advantage(reward, stats, config):
+    return reward - stats.mean
+def loss(batch, config):
+    weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, dtype=batch.logp.dtype)
+    return Loss(-(weights * batch.advantages * batch.logp).sum(), {})
+ALGORITHM = Algorithm(
+    name="own", source="", roles=frozenset({"actor"}), needs=frozenset({"advantages"}), advantage=advantage,
+    count=terms.denominator, loss=loss,
+)
+"""
+
+
+def own(folder: Path, old: str = "", new: str = "") -> str:
+    assert old in OWN
+    (folder / "own.py").write_text(OWN.replace(old, new, 1) if old else OWN)
+    return f"algorithm.name={folder / 'own.py'}"
+
+
+def test_algorithm_of_ones_own(prepared: Path, tmp_path: Path) -> None:
+    checks.check(config_of(prepared, own(tmp_path), "algorithm.options.margin=0.5", "algorithm.group_size=1"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("ALGORITHM =", "OTHER =", ["has nothing called ALGORITHM"]),
+        ("ALGORITHM = Algorithm(", "ALGORITHM = dict(", ["a dict called ALGORITHM"]),
+        ("import Algorithm,", "import Algoritm,", ["cannot be imported", "Algoritm", "own.py:2"]),
+        ("return reward", "return (reward", ["cannot be imported", "SyntaxError"]),
+        ("loss=loss", "loss=None", ["ALGORITHM.loss must be a function"]),
+        ("advantage=advantage", "advantage=None", ["ALGORITHM.advantage must be a function"]),
+        ('{"advantages"}', '{"value"}', ["ALGORITHM.needs has value;", "old_logp"]),
+        ('{"actor"}', '{"judge"}', ["ALGORITHM.roles has judge", "critic"]),
+        ('{"advantages"}', "set()", ["TypeError", "own.py:7"]),
+        ("stats.mean", "stats.meen", ["AttributeError", "meen", "own.py:4"]),
+        ("reward - stats.mean", "None", ["two numbers"]),
+        ("batch.logp)", "batch.logp.detach())", ["depends on logp"]),
+        (".sum(), {})", ", {})", ["scalar"]),
+        ("{})", '{"a": 1.0})', ["each metric must be a pair"]),
+        ("count=terms.denominator", "count=lambda *_: 1", ["count must give a scalar tensor"]),
+        ("advantage=advantage", "advantage=None, estimate=advantage", ["TypeError", "own.py"]),
+        ("advantage=advantage", "advantage=None, estimate=lambda step, c: 0", ["estimate must give a megarl.algorithms.Estimate"]),
+        ("advantage=advantage", "advantage=None, choose_pairs=lambda r, c: []", ["neither advantage nor estimate"]),
+        ("advantage=advantage", "advantage=advantage, choose_pairs=lambda r, c: [(0, 2)]", ["(chosen, rejected)", "(0, 2)"]),
+    ],
+)
+def test_algorithm_of_ones_own_that_lacks_something(
+    prepared: Path, tmp_path: Path, old: str, new: str, words: list[str]
+) -> None:
+    refused(ConfigError, config_of(prepared, own(tmp_path, old, new)), *words)
+
+
+def with_model(prepared: Path, path: Path, **changes: Any) -> list[str]:
+    """Overrides for a copy of the prepared model whose config.json differs; None removes a key."""
+    shutil.copytree(prepared / "model", path)
+    values = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    return [f"model.path={path}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba2"}, ["'mamba2'", "supported: deepseek_v3, ernie4_5, "]),
+        ({"model_type": None}, ["model_type=None"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type='yarn'"]),
+    ],
+)
+def test_model_without_a_table(prepared: Path, tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    refused(ArchitectureError, config_of(prepared, *with_model(prepared, tmp_path / "model", **changes)), *words)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.ep=2"], ["parallel.tp=2 with the 8 experts", "parallel.sequence_parallel=true"]),
+        (["parallel=pp2", "parallel.vpp=2"], ["parallel.vpp=2", "set parallel.vpp to 1"]),
+        (["parallel=tp1", "parallel.ep=4"], ["parallel.ep=4", "does not divide the 1 ranks"]),
+    ],
+)
+def test_grid_that_the_trainer_would_refuse(prepared: Path, tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = with_model(prepared, tmp_path / "model", **experts)
+    refused(ConfigError, config_of(prepared, *model, *overrides), *words)
+
+
+def test_grid_that_does_not_divide_the_vocabulary(prepared: Path, tmp_path: Path) -> None:
+    model = with_model(
+        prepared, tmp_path / "model", num_attention_heads=3, num_key_value_heads=3, vocab_size=100, intermediate_size=48
+    )
+    config = config_of(prepared, *model, "parallel=tp1", "rollout.tp=3")
+    refused(ConfigError, config, "rollout.tp=3", "the padded vocabulary=128")
+
+
+def test_model_directory_that_is_no_checkpoint(prepared: Path, tmp_path: Path) -> None:
+    config = config_of(prepared, f"model.path={tmp_path}/nothing")
+    config = replace(config, model=replace(config.model, from_scratch=None))
+    refused(ConfigError, config, f"{tmp_path}/nothing", "config.json", "model.from_scratch")
+    (tmp_path / "empty").mkdir()
+    refused(ConfigError, config_of(prepared, f"model.path={tmp_path}/empty"), f"{tmp_path}/empty", "no config.json")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_damaged_tokenizer(prepared: Path, tmp_path: Path, file: str) -> None:
+    model = with_model(prepared, tmp_path / "model")
+    (tmp_path / "model" / file).write_text("{% if %}" if file.endswith("jinja") else "[1")
+    refused(CheckpointError, config_of(prepared, *model), f"{tmp_path}/model", "cannot be read")
+
+
+def test_model_of_other_making(prepared: Path, tmp_path: Path) -> None:
+    """A user's own: to train it in the place of the one that the settings describe would go unnoticed."""
+    model = with_model(prepared, tmp_path / "model")
+    (tmp_path / "model" / MODEL_RECIPE).unlink()
+    config = config_of(prepared, *model, "model.from_scratch.num_hidden_layers=2")
+    refused(ConfigError, config, "model.from_scratch.num_hidden_layers=2", f"{tmp_path}/model", "has 4")
+
+
+@pytest.mark.parametrize("left", [0, 1000, -4])
+def test_weights_cut_short(prepared: Path, tmp_path: Path, left: int) -> None:
+    model = with_model(prepared, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    os.truncate(weights, left if left >= 0 else weights.stat().st_size + left)
+    refused(CheckpointError, config_of(prepared, *model), str(weights))

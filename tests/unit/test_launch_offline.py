@@ -1,0 +1,118 @@
+"""An offline job needs no engines and no rewards; its rows must fit the model and a micro-batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config import Config
+from megarl.errors import ConfigError, DataError
+from megarl.launch import checks
+from megarl.schema import Preference, Task
+from megarl.tasksets import read_preferences, read_rows
+from tests.unit.small_job import config_of, refused
+
+KINDS = ("sft", "dpo", "reward_model")
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Run directories with what the check makes; no test changes them."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in KINDS}
+    for name, folder in folders.items():
+        assert checks.check(config_of(folder, f"algorithm.name={name}")) == {}, "the store has no tasks"
+    return folders
+
+
+def offline_config(folders: dict[str, Path], name: str, *overrides: str) -> Config:
+    return config_of(folders[name], f"algorithm.name={name}", *overrides)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_files_hold_what_the_algorithm_needs(offline: dict[str, Path], name: str) -> None:
+    data = offline[name] / "data"
+    for split, size in (("train", 30), ("eval", 10)):
+        rows: list[Any] = [*(read_preferences if name != "sft" else read_rows)(data / f"{split}.parquet")]
+        assert len(rows) == size
+        assert all(isinstance(row, Task if name == "sft" else Preference) for row in rows)
+        assert name != "sft" or all(row.response == row.ground_truth for row in rows)
+    assert len(read_rows(data / "warm_start.parquet", require_response=True)) == 30
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_of_rollouts_is_asked(offline: dict[str, Path], name: str) -> None:
+    """Settings that a job with engines is refused for."""
+    config = offline_config(
+        offline,
+        name,
+        "rollout.replicas=1000",
+        "rollout.tp=3",
+        "rollout.max_prompt_tokens=1000",
+        "reward.path=/no/such/reward.py",
+        "algorithm.group_size=1",
+    )
+    before = {path: path.stat().st_mtime_ns for path in offline[name].rglob("*")}
+    checks.check(config)
+    assert {path: path.stat().st_mtime_ns for path in offline[name].rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_updates_are_counted_in_rows_of_the_file(offline: dict[str, Path], name: str) -> None:
+    config = offline_config(offline, name, "trainer.tasks_per_step=4", "trainer.updates_per_step=5")
+    refused(ConfigError, config, "trainer.updates_per_step=5", "4 rows of a step (trainer.tasks_per_step)")
+
+
+def test_rewards_cannot_train_on_preferences(offline: dict[str, Path]) -> None:
+    config = config_of(offline["dpo"], "taskset.generate=null")
+    refused(DataError, config, "train.parquet: column 'reward_model' is missing")
+
+
+def with_row(folder: Path, path: Path, split: str, **changes: Any) -> str:
+    """An override for a jsonl copy of a split's file in which row 3 differs."""
+    rows = pq.read_table(folder / "data" / f"{split}.parquet", partitioning=None).to_pylist()
+    rows[3] |= changes
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"taskset.{split}={path}"
+
+
+LONG = "1 2 3 4 " * 40
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "changes", "words"),
+    [
+        ("sft", "train", {"response": LONG}, ["row 3 (taskset.train)", "the model's context is 128"]),
+        ("dpo", "train", {"rejected": LONG}, ["row 3 (taskset.train)", "the model's context is 128"]),
+        ("dpo", "eval", {"chosen": LONG}, ["row 3 (taskset.eval)", "the model's context is 128"]),
+        ("reward_model", "warm_start", {"response": LONG}, ["row 3 (taskset.warm_start)", "the model's context is 128"]),
+        ("sft", "eval", {"response": None}, ["row 3", "response must be a non-empty string"]),
+        ("dpo", "train", {"rejected": ""}, ["row 3", "rejected must be a non-empty string"]),
+        ("reward_model", "train", {"chosen": "é", "rejected": "è"}, ["row 3 (taskset.train)", "the same tokens"]),
+    ],
+)
+def test_a_row_that_cannot_be_trained_on_is_named(
+    offline: dict[str, Path], tmp_path: Path, name: str, split: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    refused(DataError, offline_config(offline, name, with_row(offline[name], path, split, **changes)), str(path), *words)
+
+
+def test_a_pair_must_fit_a_micro_batch(offline: dict[str, Path]) -> None:
+    """Together: its loss is not a sum over its answers. Rows of SFT are alone."""
+    budget = "trainer.max_tokens_per_micro_batch=30"
+    refused(DataError, offline_config(offline, "dpo", budget), "row 0 (taskset.train)", "two answers", "is 30; raise it")
+    checks.check(offline_config(offline, "sft", budget))
+    checks.check(offline_config(offline, "dpo", budget, "trainer.packing=false"))
+    refused(DataError, offline_config(offline, "sft", "trainer.max_tokens_per_micro_batch=5"), "row 0 (taskset.train)", "is 5")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_held_out_questions(offline: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """Of a preference too, whatever its answers are."""
+    asked = pq.read_table(offline[name] / "data" / "eval.parquet", partitioning=None).to_pylist()[2]["prompt"]
+    config = offline_config(offline, name, with_row(offline[name], tmp_path / "rows.jsonl", "train", prompt=asked))
+    refused(DataError, config, "row 3 of taskset.train", "taskset.eval", asked[-1]["content"])
