@@ -42,7 +42,8 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
         each = -(1.0 - config.label_smoothing) * logsigmoid(config.beta * h)
         each = each - config.label_smoothing * logsigmoid(-config.beta * h)
     total = terms.masked(each, counted).sum()
-    metrics = pairs.reward_metrics(config.beta * chosen, config.beta * rejected, counted)
+    metrics = {"train/loss": (total.detach(), counted.sum())}
+    metrics |= pairs.reward_metrics(config.beta * chosen, config.beta * rejected, counted)
     for name, values in zip(("chosen", "rejected"), pairs.sums(batch.logp.detach(), *place), strict=True):
         metrics[f"logps/{name}"] = (values[counted].sum(), counted.sum())
     if batch.entropy is not None:

@@ -6,9 +6,7 @@ many rows of which kind a micro-batch or a rank happens to have changes nothing.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from fractions import Fraction
 
 import torch
 
@@ -17,18 +15,6 @@ from megarl.algorithms.grpo import advantage
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError
-
-
-def expert_rows(rows: int, ratio: float) -> int:
-    """How many of a step's ``rows`` are expert rows: ⌈ratio · rows⌉ with the ratio as it is written, in decimals (in floats
-    0.07 · 100 is above 7)."""
-    return math.ceil(Fraction(str(ratio)) * rows)
-
-
-def expert_rows_beside(sampled: int, ratio: float) -> int:
-    """How many expert rows join ``sampled`` ones, so that they are ``expert_rows`` of all of them together."""
-    share = Fraction(str(ratio))
-    return math.ceil(share * sampled / (1 - share))
 
 
 def count(

@@ -28,7 +28,8 @@ def bradley_terry(scores: torch.Tensor, counted: torch.Tensor, margin: torch.Ten
     if margin is not None:
         difference = difference - terms.masked(margin.double(), counted)
     total = terms.masked(-logsigmoid(difference), counted).sum()
-    return Loss(total.to(scores.dtype), pairs.reward_metrics(chosen, rejected, counted))
+    metrics = {"train/loss": (total.detach(), counted.sum())} | pairs.reward_metrics(chosen, rejected, counted)
+    return Loss(total.to(scores.dtype), metrics)
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:

@@ -265,18 +265,6 @@ def test_mix_golden() -> None:
     assert counts.tolist() == [3, 1] and float((totals / counts).sum()) == pytest.approx(-0.7)
 
 
-@pytest.mark.parametrize(("rows", "ratio", "number"), [(100, 0.07, 7), (100, 0.2, 20), (7, 0.5, 4), (64, 0.0, 0), (3, 1e-5, 1), (1000, 0.29, 290)])
-def test_expert_rows(rows: int, ratio: float, number: int) -> None:
-    assert mix.expert_rows(rows, ratio) == number
-
-
-@given(st.integers(0, 2000), st.integers(0, 99))
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_expert_rows_beside_sampled_ones(sampled: int, percent: int) -> None:
-    number = mix.expert_rows_beside(sampled, percent / 100)
-    assert mix.expert_rows(sampled + number, percent / 100) == number
-
-
 @pytest.mark.parametrize(
     ("rewards", "pairs"),
     [
