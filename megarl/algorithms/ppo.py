@@ -13,11 +13,10 @@ import torch
 from megarl import ops
 from megarl.algorithms import surrogate, terms
 from megarl.algorithms.token_rewards import spread_out, token_rewards, whitened
-from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
+from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput, spread
 from megarl.algorithms.value import explained_variance
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError
-from megarl.metrics import spread
 
 
 def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
@@ -31,7 +30,7 @@ def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
         rewards, values, cu_seqlens, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap
     )
     kept = torch.ones_like(values, dtype=torch.bool)
-    metrics |= spread("critic/values", values.tolist()) | spread("critic/returns", returns.tolist())
+    metrics |= spread("critic/values", values) | spread("critic/returns", returns)
     metrics["critic/vf_explained_var"] = explained_variance(values, returns, kept)
     if config.whiten_advantages:
         advantages = whitened(advantages)

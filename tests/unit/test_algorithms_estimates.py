@@ -155,6 +155,22 @@ def test_the_order_of_responses_does_not_matter(name: str, config: AlgorithmConf
     assert torch.allclose(got.advantages, want.advantages[places], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_is_close_to_float64(name: str) -> None:
+    """As the trainer calls it: float32 in and out, by the installed kernels."""
+    config = AlgorithmConfig(kl=KLConfig(0.3, "k3", "reward"), gamma=0.99, lam=0.95, whiten_advantages=True)
+    step = make_step(10, lengths=(40, 200, 3, 500))
+    fields = {f: getattr(step, f).float() for f in ("old_logp", "ref_logp", "values", "bootstrap")}
+    rounded = dataclasses.replace(step, **{f: x.double() for f, x in fields.items()})
+    exact = algorithms.get(name).step_advantages(rounded, config)
+    with backends.on("cpu"):
+        got = algorithms.get(name).step_advantages(dataclasses.replace(step, **fields), config)
+    assert got.advantages.dtype == torch.float32
+    assert torch.allclose(got.advantages.double(), exact.advantages, rtol=1e-5, atol=2e-6)
+    if got.returns is not None:
+        assert got.returns.dtype == torch.float32 and torch.allclose(got.returns.double(), exact.returns, rtol=1e-6, atol=1e-5)
+
+
 # ---- closed forms ----
 
 
