@@ -6,12 +6,19 @@ import difflib
 
 from megarl.algorithms.cispo import CISPO
 from megarl.algorithms.dapo import overlong_penalty, says_nothing
+from megarl.algorithms.dpo import DPO
 from megarl.algorithms.groups import group_stats
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.gspo import GSPO
 from megarl.algorithms.kimi_mirror_descent import KIMI_MIRROR_DESCENT
+from megarl.algorithms.mix import MIX
+from megarl.algorithms.online_dpo import ONLINE_DPO
 from megarl.algorithms.opmd import OPMD
+from megarl.algorithms.ppo import PPO
+from megarl.algorithms.reinforce_pp import REINFORCE_PP
 from megarl.algorithms.reinforce_pp_baseline import REINFORCE_PP_BASELINE
+from megarl.algorithms.remax import REMAX
+from megarl.algorithms.reward_model import REWARD_MODEL
 from megarl.algorithms.rloo import RLOO
 from megarl.algorithms.sft import SFT
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
@@ -20,11 +27,18 @@ from megarl.errors import ConfigError
 
 ALGORITHMS: dict[str, Algorithm] = {
     "cispo": CISPO,
+    "dpo": DPO,
     "grpo": GRPO,
     "gspo": GSPO,
     "kimi_mirror_descent": KIMI_MIRROR_DESCENT,
+    "mix": MIX,
+    "online_dpo": ONLINE_DPO,
     "opmd": OPMD,
+    "ppo": PPO,
+    "reinforce_pp": REINFORCE_PP,
     "reinforce_pp_baseline": REINFORCE_PP_BASELINE,
+    "remax": REMAX,
+    "reward_model": REWARD_MODEL,
     "rloo": RLOO,
     "sft": SFT,
 }

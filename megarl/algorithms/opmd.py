@@ -1,7 +1,10 @@
-"""OPMD, the simple variant (Trinity-RFT, 2505.17826): a policy gradient without ratios, for samples of any policy.
+"""OPMD (Trinity-RFT, 2505.17826): a policy gradient without ratios, for samples of any policy.
 
-A_i = r_i − mean of the group
 loss = Σ_t w_t·v_t·(−A·logp_t) / (1 + tau), with GRPO's KL and entropy terms. ``old_logp`` is in ``correction`` and metrics only.
+``opmd=mean`` (the simple variant): A_i = r_i − mean of the group
+``opmd=pairwise``: A_i = mean_{j≠i} (r_i − r_j). The paper's loss is Σ_{i<j} (a_i − a_j)², a_i = r_i − tau·(logp_i − sg(logp_i)), sg: no gradient,
+logp_i the answer's sum (the policy regularised towards is the one being trained, as in Trinity). Its gradient in an answer's
+logp is −2·tau·(n − 1)·A_i for a group of n: the direction here, up to a positive factor. A group of one compares nothing: A = 0.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from megarl.schema import GroupStats
 
 
 def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> float:
-    """A group of one has A = r, an all-equal group exactly 0."""
-    return centred(reward, stats)
+    """An all-equal group has A exactly 0; a group of one has A = r, or 0 with ``opmd=pairwise``."""
+    if config.opmd == "mean":
+        return centred(reward, stats)
+    # Σ_j (r_i − r_j) = n·(r_i − mean).
+    return 0.0 if stats.size == 1 else centred(reward, stats) * (stats.size / (stats.size - 1))
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:

@@ -1,4 +1,4 @@
-"""What critic-free losses share: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), and its metrics.
+"""What the losses of sampled tokens share: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), and its metrics.
 
 w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``correction.py``), KL and entropy by ``ops/policy.py``.
 """
@@ -65,10 +65,12 @@ def _policy(
     dual_clip: float | None,
 ) -> PolicyLoss:
     kl = config.kl
-    if kl.estimator not in ("k2", "k3"):
+    if kl.place == "loss" and kl.estimator not in ("k2", "k3"):
         # As a loss, k1 has the expected gradient 0 whatever the reference.
-        raise ConfigError(f"algorithm.kl.estimator must be k2 or k3 in the loss, got {kl.estimator!r}")
-    if batch.ref_logp is None and kl.coef != 0.0:
+        raise ConfigError(
+            f"algorithm.kl.estimator must be k2 or k3 in the loss, got {kl.estimator!r}; k1 is for algorithm.kl.place=reward"
+        )
+    if kl.place == "loss" and batch.ref_logp is None and kl.coef != 0.0:
         raise ConfigError(
             f"algorithm.kl.coef is {kl.coef} but there is no ref_logp; compute it or set the coefficient to 0"
         )
@@ -93,8 +95,9 @@ def _policy(
         clip_low=config.clip_low,
         clip_high=config.clip_high,
         dual_clip=dual_clip,
+        # In the rewards it is the metric alone.
         kl=None if batch.ref_logp is None else kl.estimator,
-        kl_coef=kl.coef,
+        kl_coef=kl.coef if kl.place == "loss" and batch.ref_logp is not None else 0.0,
         entropy_coef=config.entropy_coef,
         aggregation=within_row,
         scale=scale,

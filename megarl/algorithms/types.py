@@ -14,7 +14,6 @@ import torch
 
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError
-from megarl.metrics import spread
 from megarl.schema import GroupStats
 
 NEEDS = frozenset({"old_logp", "ref_logp", "advantages", "group", "values", "pairs", "greedy", "expert"})
@@ -108,7 +107,7 @@ class StepInput:
     @property
     def tokens(self) -> torch.Tensor:
         """int64 [N]: tokens of each sequence that are in the loss."""
-        return torch.zeros(self.num_rows, dtype=torch.int64).index_add(0, self.row, self.mask.long())
+        return torch.zeros(self.num_rows, dtype=torch.int64, device=self.mask.device).index_add(0, self.row, self.mask.long())
 
 
 class Estimate(NamedTuple):
@@ -123,6 +122,13 @@ class Estimate(NamedTuple):
 
 
 Count = Callable[..., torch.Tensor]
+
+
+def spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """``name/mean``, ``name/max``, ``name/min`` of a step's tokens; {} for none."""
+    if values.numel() == 0:
+        return {}
+    return {f"{name}/mean": float(values.double().mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
 
 
 @dataclass(frozen=True)
@@ -172,8 +178,7 @@ class Algorithm:
             result = self.estimate(step, config)
         else:
             result = self._of_responses(step, config)
-        kept = result.advantages[step.mask]
-        return result._replace(metrics=spread("critic/advantages", kept.tolist()) | result.metrics)
+        return result._replace(metrics=spread("critic/advantages", result.advantages[step.mask]) | result.metrics)
 
     def _of_responses(self, step: StepInput, config: AlgorithmConfig) -> Estimate:
         if config.kl.place == "reward":

@@ -103,6 +103,10 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
             f"algorithm.kl.target={kl.target} with kl.coef=0: the adaptive coefficient is multiplied from step to step and "
             "stays 0; set algorithm.kl.coef to where it begins"
         )
+    if config.correction != "none" and "advantages" not in algorithm.needs:
+        raise ConfigError(
+            f"algorithm.correction={config.correction} weighs the surrogate of sampled tokens, {algorithm.name} has none; set it to none"
+        )
     if config.dynamic_sampling and config.group_size == 1:
         raise ConfigError(
             "algorithm.dynamic_sampling=true with algorithm.group_size=1 would replace every group, a single answer is all right or all "

@@ -177,7 +177,7 @@ class TrainerConfig:
     tasks_per_step: int = 64
     updates_per_step: int = 1
     """Optimizer updates that share one rollout (verl's mini-batches)."""
-    packing: bool = False
+    packing: bool = True
     """Sequences one behind the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the longest."""
     max_tokens_per_micro_batch: int = 8192
     """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""

@@ -16,6 +16,12 @@ from megarl.reshard.layouts import padded_vocab_size
 
 __all__ = ["RMSNorm", "build_chunks", "build_stage", "named_tensors", "transformer_config", "unwrap"]
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""What ``model.recompute`` says in Megatron's words."""
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
 
@@ -31,9 +37,11 @@ def build_chunks(
 ) -> tuple[torch.nn.Module, ...]:
     """This rank's ``parallel.vpp`` model chunks. Their weights mean nothing yet: load some before use.
 
-    On the last chunk of the last stage ``forward(tokens, position_ids, None)`` returns vocabulary-parallel logits
-    [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and entropy. With
-    ``head="score"`` it returns float32 [B, S, 1], equal on all tensor-parallel ranks (``models.value_head``).
+    On the last chunk of the last stage ``forward(tokens, position_ids, None)`` with tokens int64 [B, S] returns vocabulary-parallel
+    logits [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and entropy. With ``head="score"`` it
+    returns float32 [B, S, 1], equal on all tensor-parallel ranks (``models.value_head``). ``packed_seq_params`` says
+    that the sequences of a chunk lie one behind the other (B = 1). Under context parallelism S counts this rank's share (see
+    ``models.attention_layout.share_rows``); the position ids are not looked at.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -86,6 +94,7 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         **values,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
@@ -98,6 +107,7 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
+        **RECOMPUTE[model.recompute],
         finalize_model_grads_func=finalize_model_grads,
         # The loss arrives divided by its global denominator, so gradients are summed and never divided again.
         calculate_per_token_loss=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -23,6 +22,8 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
 
+    from megarl.models.attention import CoreAttention
+
     if model.transformer_impl == "transformer_engine":  # never run on hardware
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     block = get_gpt_decoder_block_spec(
@@ -32,30 +33,12 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
+        attention.core_attention = CoreAttention
         if config.multi_latent_attention:
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
             # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again, loses the
             # gradient that the other ranks' heads have for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-            attention.core_attention = latent_core_attention()
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return block
-
-
-@functools.cache
-def latent_core_attention() -> type[torch.nn.Module]:
-    """Megatron's own attention for latent heads, which are made with two arguments that only TransformerEngine's knows.
-
-    It takes the width of a head in its output from ``kv_channels``, so that must be the values' (``transformer_kwargs``).
-    """
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class LatentDotProductAttention(DotProductAttention):
-        def __init__(self, config: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
-            assert v_channels in (0, config.kv_channels), (
-                f"kv_channels {config.kv_channels} is not v_head_dim {v_channels}"
-            )
-            super().__init__(config, *args, **kwargs)
-
-    return LatentDotProductAttention

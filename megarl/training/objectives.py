@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.algorithms import Algorithm, Loss, LossInput
+from megarl.algorithms import Algorithm, Loss, LossInput, value
 from megarl.batching import MicroBatch, Sequences
 from megarl.config.schema import AlgorithmConfig
 
@@ -53,8 +53,11 @@ class Objective:
 def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences) -> Objective:
     """The algorithm's loss of log-probs."""
 
+    def expert(kept: Kept) -> torch.Tensor | None:
+        return None if sequences.expert is None else sequences.expert[kept.numbers]
+
     def count(kept: Kept) -> torch.Tensor:
-        return algorithm.count(kept.mask, kept.row, kept.num_rows, settings)
+        return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings, expert(kept))
 
     def loss(kept: Kept, answers: torch.Tensor) -> Loss:
         def picked(values: torch.Tensor | None) -> torch.Tensor | None:
@@ -71,8 +74,20 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
                 row=kept.row,
                 num_rows=kept.num_rows,
                 engine_logp=picked(sequences.engine_logp),
+                expert=expert(kept),
             ),
             settings,
         )
 
     return Objective("actor", count, loss)
+
+
+def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
+    """The critic's: values near the returns."""
+    assert sequences.values is not None and sequences.returns is not None, "the inference phase fills both"
+    before, target = sequences.values, sequences.returns
+
+    def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+        return value.loss(answers[:, 0], before[kept.index], target[kept.index], settings)
+
+    return Objective("critic", lambda kept: value.count(kept.mask), loss)

@@ -202,3 +202,53 @@ def test_gradients_equal_transformers(folder: Path, differences: Any, model: str
     for name, want in expected.items():
         error = float((found[name] - want).abs().max() / want.abs().max().clamp_min(1e-12))
         assert error < TOLERANCE, f"{name}: gradient off by {error:.1e} of its largest entry"
+
+
+SAVED = ("tp2-sp", "dp2")
+CONTINUED = [("tp2-sp", "tp2-sp"), ("tp2-sp", "pp2"), ("tp2-sp", "dp2"), ("dp2", "dp2"), ("dp2", "tp2-sp")]
+
+
+def save_and_continue(rank: int, folder: str, dtype: str) -> None:
+    """Runs in each rank: ``going-{grid}``, weights after two updates, and ``{saved}-to-{grid}``, the same with a checkpoint between."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megarl.checkpoint import state
+    from megarl.parallel import groups
+    from tests.parallel.trainee import Trainee
+
+    root = Path(folder)
+    for saved, grid in [*((grid, None) for grid in SAVED), *CONTINUED]:
+        here = saved if grid is None else grid
+        groups.initialize(GRIDS[here], seed=1)
+        model = Trainee(root / "model", GRIDS[here], "score", dtype)
+        if grid is None:
+            model.step(1)
+            state.save(root / f"saved-{saved}", 1, model.stage, model.optimizer, {"phase": "test"}, keep=1)
+        else:
+            for tensor in model.tensors.values():
+                tensor.fill_(float("nan"))
+            state.load(root / f"saved-{saved}" / "global_step_1", model.stage, model.optimizer)
+        model.step(2)
+        model.export(root / (f"going-{saved}" if grid is None else f"{saved}-to-{grid}"))
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_from_a_checkpoint_on_any_grid(tmp_path: Path, dtype: str) -> None:
+    """The head's weight is saved once, found on every rank, and so are its moments; on the same grid to the bit."""
+    from safetensors.torch import load_file
+
+    hf_classifier("qwen3-tied").save_pretrained(tmp_path / "model")
+    run_grid(2, save_and_continue, str(tmp_path), dtype)
+    before = load_file(tmp_path / "model" / "model.safetensors")["score.weight"]
+    for saved, grid in CONTINUED:
+        going = load_file(tmp_path / f"going-{saved}" / "model.safetensors")
+        found = load_file(tmp_path / f"{saved}-to-{grid}" / "model.safetensors")
+        assert going.keys() == found.keys()
+        assert not torch.equal(going["score.weight"].float(), before), "the head has learned nothing"
+        for name, want in going.items():
+            error = float((found[name].float() - want.float()).abs().max())
+            limit = 0.0 if saved == grid else {"float32": 2e-5, "bfloat16": 1e-2}[dtype]
+            assert error <= limit, f"{name}: {error:.1e} off from {saved} to {grid}"

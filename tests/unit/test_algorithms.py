@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl import _C, algorithms
-from megarl.algorithms import LossInput, group_stats
+from megarl.algorithms import LossInput, group_stats, types
 from megarl.config.schema import AlgorithmConfig, KLConfig
 from megarl.errors import ConfigError
 from megarl.ops import native
@@ -81,8 +81,8 @@ def off_policy(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
 
 def regularisers(batch: LossInput, t: int, c: AlgorithmConfig) -> float:
     x = float(batch.ref_logp[t]) - float(batch.logp[t])
-    penalty = {"k2": 0.5 * x * x, "k3": math.exp(x) - x - 1}[c.kl.estimator]
-    return c.kl.coef * penalty - c.entropy_coef * float(batch.entropy[t])
+    penalty = {"k1": -x, "k2": 0.5 * x * x, "k3": math.exp(x) - x - 1}[c.kl.estimator]
+    return (c.kl.coef * penalty if c.kl.place == "loss" else 0.0) - c.entropy_coef * float(batch.entropy[t])
 
 
 def grpo_token(batch: LossInput, t: int, c: AlgorithmConfig, frozen: LossInput) -> float:
@@ -136,7 +136,10 @@ ORACLES: dict[str, PerToken] = {
     "gspo": grpo_token,
     "kimi_mirror_descent": kimi_token,
     "opmd": opmd_token,
+    "ppo": grpo_token,
+    "reinforce_pp": grpo_token,
     "reinforce_pp_baseline": grpo_token,
+    "remax": grpo_token,
     "rloo": grpo_token,
     "sft": sft_token,
 }
@@ -165,6 +168,12 @@ VARIANTS: dict[str, list[AlgorithmConfig]] = {
         AlgorithmConfig(name="opmd", kl=KLConfig(0.0)),
         AlgorithmConfig(name="opmd", tau=0.3, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3),
     ],
+    "ppo": [
+        AlgorithmConfig(name="ppo", kl=KLConfig(0.3, "k1", "reward"), entropy_coef=0.05),
+        AlgorithmConfig(name="ppo", kl=KLConfig(0.1), dual_clip=1.1, correction="truncate", correction_cap=1.2),
+    ],
+    "reinforce_pp": [AlgorithmConfig(name="reinforce_pp", kl=KLConfig(0.3, "k3", "reward"), correction="mask")],
+    "remax": [AlgorithmConfig(name="remax", kl=KLConfig(0.1, "k2"), correction="truncate", correction_cap=1.2)],
     "reinforce_pp_baseline": [AlgorithmConfig(name="reinforce_pp_baseline", kl=KLConfig(0.1, "k2"), correction="mask")],
     "rloo": [AlgorithmConfig(name="rloo", kl=KLConfig(0.1), correction="truncate", correction_cap=1.2)],
     "sft": [AlgorithmConfig(name="sft")],
@@ -201,12 +210,20 @@ def take(batch: LossInput, rows: list[int]) -> LossInput:
     return LossInput(**tensors, row=row, num_rows=len(rows))
 
 
+OF_THEIR_OWN = {"dpo", "mix", "online_dpo", "reward_model"}
+"""Whose losses are not of one kind of token: test_algorithms_pairs.py, test_algorithms_mix.py."""
+
+
 def test_every_algorithm_is_in_the_battery():
-    assert set(algorithms.ALGORITHMS) == set(ORACLES) == set(VARIANTS)
+    assert set(algorithms.ALGORITHMS) - OF_THEIR_OWN == set(ORACLES) == set(VARIANTS)
     for name, algorithm in algorithms.ALGORITHMS.items():
         assert algorithm.name == name and algorithm.source
-        assert algorithm.needs <= {"old_logp", "ref_logp", "advantages", "group"}
-        assert algorithm.roles <= {"actor", "critic", "reference", "reward"}
+        assert algorithm.needs <= types.NEEDS and algorithm.roles <= types.ROLES
+        assert ("ref_logp" in algorithm.needs) == ("reference" in algorithm.roles)
+        assert ("values" in algorithm.needs) == ("critic" in algorithm.roles)
+        by_rewards = algorithm.advantage or algorithm.estimate or algorithm.choose_pairs
+        assert (by_rewards is None) == algorithm.offline
+        assert ("advantages" in algorithm.needs) == bool(algorithm.advantage or algorithm.estimate)
 
 
 @pytest.mark.parametrize(("name", "config"), BATTERY)

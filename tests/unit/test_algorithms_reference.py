@@ -23,13 +23,13 @@ from megarl.config import compose, config_dir
 from megarl.config.schema import AlgorithmConfig, KLConfig
 from megarl.errors import ConfigError
 from tests.native import backends
-from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, gradient, make_batch, one_token, take
+from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, OF_THEIR_OWN, gradient, make_batch, one_token, take
 
 GROUPS = ([1.0, 0.0, 0.0, 0.0], [0.7, 0.7, 0.7], [0.3], [2.0, -1.0], [0.5, 0.5])
 """Rewards: an ordinary group, all-equal ones whose mean is not exact in floats, a group of one, a pair."""
 MASKED_ROWS = (2, 5)
 LENGTHS = (5, 1, 4, 7, 2, 3, 6, 1, 5, 4, 2, 3)
-RL = sorted(set(algorithms.ALGORITHMS) - {"sft"})
+RL = sorted(set(algorithms.ALGORITHMS) - {"sft"} - OF_THEIR_OWN)
 
 
 @pytest.fixture(params=["cpu double", "torch"], ids=["kernels", "torch"], autouse=True)
@@ -42,17 +42,19 @@ def _backend(request):
 def preset(name: str, **changes: Any) -> AlgorithmConfig:
     """What ``algorithm=name`` sets, with all terms on."""
     config = compose([f"algorithm={name}"]).algorithm
-    values = {"kl": KLConfig(0.1, config.kl.estimator), "entropy_coef": 0.02} | changes
+    values = {"kl": KLConfig(0.1, config.kl.estimator, config.kl.place), "entropy_coef": 0.02} | changes
     return dataclasses.replace(config, **values)
 
 
 PRESETS = sorted(p.stem for p in (config_dir() / "algorithm").glob("*.yaml"))
-CASES = [(name, {}) for name in PRESETS]
-CASES += [(name, {"clip_low": 0.5, "clip_high": 1.0}) for name in PRESETS]  # powers of two: ratios lie on the bounds
+SAMPLED = [name for name in PRESETS if compose([f"algorithm={name}"]).algorithm.name in RL]
+"""Presets of algorithms whose loss is of sampled tokens."""
+CASES = [(name, {}) for name in SAMPLED]
+CASES += [(name, {"clip_low": 0.5, "clip_high": 1.0}) for name in SAMPLED]  # powers of two: ratios lie on the bounds
 CASES += [("grpo", {"importance": "sequence_mean"}), ("grpo", {"dual_clip": 2.0, "clip_high": 1.0})]
 CASES += [
     (name, {"correction": correction, "correction_cap": 2.0})
-    for name in PRESETS
+    for name in SAMPLED
     if name != "kimi_mirror_descent"
     for correction in ("truncate", "mask")
 ]
@@ -91,10 +93,10 @@ def reference_advantages(name: str, c: AlgorithmConfig, tokens: np.ndarray) -> l
         for i in range(len(r)):
             others = np.delete(r, i)
             if len(r) == 1:
-                a = r[i]
+                a = r[i] if c.opmd == "mean" else 0.0
             elif equal:
                 a = 0.0
-            elif name == "rloo":
+            elif name == "rloo" or c.opmd == "pairwise":
                 a = r[i] - others.mean()
             elif name in ("grpo", "gspo", "cispo") and c.normalize_by_std:
                 a = (r[i] - r.mean()) / (r.std(ddof=1) + 1e-6)
@@ -138,9 +140,9 @@ def reference_loss(name: str, c: AlgorithmConfig, b: LossInput) -> torch.Tensor:
         elif c.correction == "mask":
             each = each * torch.where((r >= 1 / c.correction_cap) & (r <= c.correction_cap), r, torch.zeros_like(r))
         d = x.ref_logp - x.logp
-        each = (
-            each + c.kl.coef * (d * d / 2 if c.kl.estimator == "k2" else d.exp() - d - 1) - c.entropy_coef * x.entropy
-        )
+        if c.kl.place == "loss":
+            each = each + c.kl.coef * (d * d / 2 if c.kl.estimator == "k2" else d.exp() - d - 1)
+        each = each - c.entropy_coef * x.entropy
         rows.append(each)
         tokens += len(each)
     if c.aggregation == "token_mean":
@@ -158,8 +160,9 @@ def test_from_rewards_to_gradients(name: str, changes: dict[str, Any]) -> None:
         empty = batch_of([0.0] * len(LENGTHS), seed)
         tokens = torch.zeros(len(LENGTHS), dtype=torch.int64).index_add(0, empty.row, empty.mask.long()).tolist()
         rewards = [(r, group_stats(group)) for group in GROUPS for r in group]
-        mine = algorithms.get(c.name).advantages(rewards, tokens, c)
         theirs = reference_advantages(c.name, c, np.array(tokens))
+        whole = algorithms.get(c.name).advantage is not None  # those of single tokens: test_algorithms_estimates.py
+        mine = algorithms.get(c.name).advantages(rewards, tokens, c) if whole else theirs
         assert mine == pytest.approx(theirs, abs=1e-12)
         loss, by_logp, by_entropy = gradient(c.name, batch_of(mine, seed), c)
         batch = batch_of(theirs, seed)
@@ -231,6 +234,8 @@ def test_advantages_golden() -> None:
     for name in ("opmd", "kimi_mirror_descent"):
         assert advantages(name, [1, 0, 0, 0]) == [0.75, -0.25, -0.25, -0.25]
         assert advantages(name, [0.25], [0.7] * 8) == [0.25] + [0.0] * 8
+    pairwise = advantages("opmd", [1, 0, 0, 0], [0.25], [0.7] * 3, opmd="pairwise")
+    assert pairwise == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3, 0, 0, 0, 0])
     for name in ("gspo", "cispo"):
         assert advantages(name, [1, 0, 0, 0]) == advantages("grpo", [1, 0, 0, 0])
     # One token each: ±0.5 and zeros, mean 0, unbiased variance 0.5/3.
@@ -291,6 +296,25 @@ def test_kimi_gradient_is_the_papers() -> None:
     rows = len(batch.row[batch.mask].unique())
     want = torch.where(batch.mask, -(batch.advantages - 0.7 * s[batch.row]) / rows, 0.0)
     assert torch.allclose(by_logp, want, rtol=1e-12)
+
+
+def test_opmd_pairwise_is_the_gradient_of_trinitys_loss() -> None:
+    """Of Σ_{i<j} (a_i − a_j)², a_i = r_i − tau·(logp_i − sg(logp_i)): up to one positive factor for the whole batch."""
+    rewards, tau = [1.0, 0.0, 0.0, 0.5, 2.0, 0.5], 0.7
+    batch, config = make_batch(3, rows=6, length=4), AlgorithmConfig(name="opmd", opmd="pairwise", tau=tau, kl=KLConfig(0.0))
+    stats = [group_stats(rewards[:3])] * 3 + [group_stats(rewards[3:])] * 3
+    mine = algorithms.get("opmd").advantages(list(zip(rewards, stats, strict=True)), [1] * 6, config)
+    batch = dataclasses.replace(batch, advantages=torch.tensor(mine, dtype=torch.float64)[batch.row])
+    _, by_logp, _ = gradient("opmd", batch, config)
+    logp = batch.logp.clone().requires_grad_()
+    s = torch.stack([logp[(batch.row == i) & batch.mask].sum() for i in range(6)])
+    a = torch.tensor(rewards, dtype=torch.float64) - tau * (s - s.detach())
+    want = sum((a[i] - a[j]) ** 2 for group in (range(3), range(3, 6)) for i in group for j in group if i < j)
+    want.backward()
+    kept = batch.mask & (logp.grad != 0)
+    factors = by_logp[kept] / logp.grad[kept]
+    assert len(factors) > 5 and factors.min() > 0 and torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-12)
+    assert not by_logp[~kept].any()
 
 
 @pytest.mark.parametrize(
@@ -356,7 +380,7 @@ def test_the_table_in_the_docs_has_every_preset() -> None:
     rows = [
         line.split("`")[1]
         for line in DOCS.read_text().split("\n## ")[0].splitlines()
-        if line.startswith("| `") and "[2" in line
+        if line.startswith("| `") and not line.startswith("| `algorithm=`")
     ]
     assert sorted(rows) == PRESETS
 

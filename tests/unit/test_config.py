@@ -72,7 +72,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ("trianer.steps=3", ["did you mean 'trainer'"]),
         ("parallel=tp3", ["tp3", "tp2"]),
         ("trainer.steps=many", ["trainer.steps='many'", "int"]),
-        ("algorithm.kl.estimator=k4", ["algorithm.kl.estimator='k1'", "k2, k3"]),
+        ("algorithm.kl.estimator=k4", ["algorithm.kl.estimator='k4'", "k2, k3"]),
         ("trainer.steps", ["key=value"]),
         ("trainer.optimizer.lr=fast", ["trainer.optimizer.lr", "float"]),
         ("trainer.optimizer.lr=-1", ["trainer.optimizer.lr=-1", "at least 0", "default is 1e-06"]),

@@ -1,0 +1,71 @@
+"""Rewards of single tokens: the response's own at its last token, and with ``kl.place=reward`` the KL taken off each.
+
+r_t = [t is the last kept token]·reward − kl_coef·KL_t
+
+Tokens that are masked out are as if they were not there: what is estimated goes from one kept token to the next.
+Shape legend: T positions of a step, M of them kept, N sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megarl.algorithms import kl
+from megarl.algorithms.types import StepInput
+from megarl.config.schema import AlgorithmConfig
+from megarl.errors import ConfigError
+
+VARIANCE_EPSILON = 1e-8
+
+
+class TokenRewards(NamedTuple):
+    """Of kept tokens alone, one sequence behind the other."""
+
+    rewards: torch.Tensor
+    """[M], float32, or the type of the step's log-probs and values."""
+    cu_seqlens: torch.Tensor
+    """int64 [N + 1]; a sequence without a kept token is empty."""
+    metrics: dict[str, float]
+
+
+def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenRewards:
+    """See the file's head. ``name`` is the algorithm's, for messages.
+
+    Raises:
+        ConfigError: there is a KL to take off, but no log-probs to compute it from.
+    """
+    tokens = step.tokens
+    cu_seqlens = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
+    rewards = torch.zeros(int(cu_seqlens[-1]), dtype=torch.float64, device=step.mask.device)
+    metrics: dict[str, float] = {}
+    if config.kl.place == "reward":
+        if step.old_logp is None or step.ref_logp is None:
+            raise ConfigError(
+                f"algorithm.kl.place=reward needs old_logp and ref_logp; {name} must list both in its needs, or set algorithm.kl.place to loss"
+            )
+        each = kl.estimates(step.old_logp[step.mask], step.ref_logp[step.mask], config.kl.estimator)
+        metrics["actor/reward_kl_penalty"] = float(each.mean()) if each.numel() else 0.0
+        metrics["actor/reward_kl_penalty_coeff"] = step.kl_coef
+        # A coefficient of 0 leaves out what only the metric asks for, be it infinite.
+        rewards = rewards - step.kl_coef * each if step.kl_coef else rewards
+    there = tokens > 0
+    rewards[cu_seqlens[1:][there] - 1] += step.rewards.double()[there]
+    given = step.values if step.values is not None else step.old_logp
+    return TokenRewards(rewards.to(torch.float32 if given is None else given.dtype), cu_seqlens, metrics)
+
+
+def spread_out(kept: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[M] of kept tokens as [T], 0 elsewhere."""
+    result = torch.zeros(mask.shape, dtype=kept.dtype, device=kept.device)
+    result[mask] = kept
+    return result
+
+
+def whitened(kept: torch.Tensor) -> torch.Tensor:
+    """(x − μ) / sqrt(σ² + 1e-8), σ² the unbiased variance, in float64. Values that are all one become exactly 0."""
+    x = kept.double()
+    if x.numel() == 0 or bool((x == x[0]).all()):
+        return torch.zeros_like(kept)
+    return ((x - x.mean()) / (x.var() + VARIANCE_EPSILON).sqrt()).to(kept.dtype)
