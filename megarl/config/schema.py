@@ -231,11 +231,12 @@ class TasksetConfig:
     expert: str | None = None
     """Parquet file of verl rows with a ``response`` column: the expert rows of mix."""
     generate: str | None = None
-    """Name of the generator that writes the three files when they are missing (``megarl data``)."""
+    """Name of the generator that writes these files when they are missing (``megarl data``)."""
     seed: int = 7
     train_size: int = 20000
     eval_size: int = 500
     warm_start_size: int = 20000
+    expert_size: int = 2000
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
 

@@ -16,7 +16,7 @@ from megarl.launch.model_checks import check_model
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, set_aside_damaged
 from megarl.launch.role_checks import check_role_models, check_role_settings
-from megarl.launch.rows import SPLITS, read_split
+from megarl.launch.rows import SPLITS, needs_expert_rows, read_split
 from megarl.report.doctor import available_memory
 from megarl.schema import Task
 from megarl.store import check_url
@@ -50,7 +50,7 @@ def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
         if config.taskset.warm_start is None:
             raise ConfigError("trainer.warm_start.steps > 0 needs taskset.warm_start, a file of rows with a response")
         rows["warm_start"] = read_split(config, "warm_start")
-    if "expert" in algorithm.needs:
+    if needs_expert_rows(config):
         rows["expert"] = read_split(config, "expert")
     check_held_out(rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
     prepare_model(config)
@@ -96,6 +96,10 @@ def _check_algorithm(config: Config) -> None:
     if "group" in algorithm.needs and config.algorithm.group_size == 1:
         raise ConfigError(
             f"algorithm.group_size=1 leaves {algorithm.name} nothing to compare an answer with; set it to 2 or more"
+        )
+    if needs_expert_rows(config) and config.algorithm.expert_ratio == 0:
+        raise ConfigError(
+            f"algorithm.expert_ratio=0 leaves {algorithm.name} without expert rows; set it above 0, or algorithm.name to grpo"
         )
     one = torch.zeros(1)
     if config.algorithm.options and config.algorithm.name in algorithms.ALGORITHMS:

@@ -61,6 +61,7 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["rollout.replicas=200"], ["rollout.replicas=200", "GiB"]),
         (["store.url=foo"], ["store.url=foo", "sqlite:///PATH"]),
         (["store.url=postgres://me:secret@x/y"], ["store.url=postgres://me:***@x/y"]),
+        (["reward.overlong_buffer=9"], ["reward.overlong_buffer=9", "rollout.max_response_tokens=8"]),
         (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
         (["taskset.warm_start=null"], ["taskset.warm_start", "response"]),
     ],
