@@ -2,6 +2,15 @@
 
 from megarl.batching.micro import MicroBatch, micro_batches
 from megarl.batching.packing import Cut
-from megarl.batching.sequences import Sequences, of_demonstrations, of_experiences, response_values
+from megarl.batching.sequences import Sequences, joined, of_demonstrations, of_experiences, response_values
 
-__all__ = ["Cut", "MicroBatch", "Sequences", "micro_batches", "of_demonstrations", "of_experiences", "response_values"]
+__all__ = [
+    "Cut",
+    "MicroBatch",
+    "Sequences",
+    "joined",
+    "micro_batches",
+    "of_demonstrations",
+    "of_experiences",
+    "response_values",
+]

@@ -39,6 +39,11 @@ class Sequences:
     expert: torch.Tensor | None = None
     """bool [N]; demonstrations among answers (mix)."""
 
+    @property
+    def sampled(self) -> torch.Tensor:
+        """bool [T]: positions in the loss whose token an engine sampled."""
+        return self.mask if self.expert is None else self.mask & ~self.expert[self.row]
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -90,6 +95,22 @@ def of_experiences(experiences: Sequence[Experience]) -> Sequences:
     ]
     result.engine_logp = torch.from_numpy(np.concatenate(logp).astype(np.float32))
     return result
+
+
+def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
+    """One behind the other, the second marked as ``expert``; what only the first knows is 0 for the second."""
+
+    def together(name: str) -> torch.Tensor | None:
+        value = getattr(sampled, name)
+        return None if value is None else torch.cat([value, value.new_zeros(len(demonstrated.tokens))])
+
+    return Sequences(
+        torch.cat([sampled.tokens, demonstrated.tokens]),
+        torch.cat([sampled.lengths, demonstrated.lengths]),
+        torch.cat([sampled.mask, demonstrated.mask]),
+        **{name: together(name) for name in ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values")},
+        expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
+    )
 
 
 def response_values(values: torch.Tensor, experiences: Sequence[Experience]) -> list[np.ndarray]:

@@ -130,6 +130,7 @@ BOUNDS: dict[str, Bound] = {
     "taskset.train_size": COUNT,
     "taskset.eval_size": COUNT,
     "taskset.warm_start_size": COUNT,
+    "taskset.expert_size": COUNT,
     "reward.workers": THREADS,
     "reward.timeout_s": SECONDS,
     "reward.overlong_buffer": COUNT,

@@ -177,7 +177,7 @@ class TrainerConfig:
     tasks_per_step: int = 64
     updates_per_step: int = 1
     """Optimizer updates that share one rollout (verl's mini-batches)."""
-    packing: bool = False
+    packing: bool = True
     """Sequences one behind the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the longest."""
     max_tokens_per_micro_batch: int = 8192
     """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""
@@ -231,11 +231,12 @@ class TasksetConfig:
     expert: str | None = None
     """Parquet file of verl rows with a ``response`` column: the expert rows of mix."""
     generate: str | None = None
-    """Name of the generator that writes the three files when they are missing (``megarl data``)."""
+    """Name of the generator that writes these files when they are missing (``megarl data``)."""
     seed: int = 7
     train_size: int = 20000
     eval_size: int = 500
     warm_start_size: int = 20000
+    expert_size: int = 2000
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.launch.changes import Change, changes, described, has_checkpoints
-from megarl.launch.rows import kind_of_rows, read_split
+from megarl.launch.rows import kind_of_rows, needs_expert_rows, read_split
 from megarl.tasksets import generate, read_recipe, recipe
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ MODEL_RECIPE = ".from_scratch.json"
 
 
 def prepare_data(config: Config, *, verbose: bool = False) -> None:
-    """Write the taskset's files that are missing, or that were made with other settings, where it names a generator.
+    """Write the taskset's files that are missing, or that were made with other settings, where it names a generator. That of
+    the expert rows only for an algorithm that needs them.
 
     Raises:
         ConfigError: a file is missing and there is no generator; the generator or an option is unknown; or a file made with
@@ -38,6 +39,8 @@ def prepare_data(config: Config, *, verbose: bool = False) -> None:
     """
     taskset = config.taskset
     named = {"train": taskset.train, "eval": taskset.eval, "warm_start": taskset.warm_start}
+    if needs_expert_rows(config):
+        named["expert"] = taskset.expert
     files = {split: Path(path) for split, path in named.items() if path is not None}
     to_write = {split: path for split, path in files.items() if not path.is_file()}
     if taskset.generate is None:
@@ -46,10 +49,11 @@ def prepare_data(config: Config, *, verbose: bool = False) -> None:
             raise ConfigError(f"{missing}: no such file; give the file, or set taskset.generate")
     else:
         sizes = {"train": taskset.train_size, "eval": taskset.eval_size, "warm_start": taskset.warm_start_size}
+        sizes |= {"expert": taskset.expert_size} if "expert" in files else {}
         kind = kind_of_rows(config)
-        wanted = recipe(taskset.generate, sizes, seed=taskset.seed, options=taskset.options, kind=kind)
         stale: dict[Change, None] = {}
         for split, path in files.items():
+            wanted = recipe(taskset.generate, sizes, seed=taskset.seed, options=taskset.options, kind=kind, split=split)
             made_with = read_recipe(path) if path.is_file() else None
             if made_with is not None and (changed := list(changes(made_with, wanted))):
                 _check_replaceable(config, path, changed)

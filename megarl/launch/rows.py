@@ -13,6 +13,17 @@ Rows = Sequence[Task | Preference]
 SPLITS = ("train", "eval")
 
 
+def needs_expert_rows(config: Config) -> bool:
+    """Whether the algorithm trains on ``taskset.expert``.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    from megarl import algorithms  # imports torch
+
+    return "expert" in algorithms.get(config.algorithm.name).needs
+
+
 def kind_of_rows(config: Config) -> Kind:
     """Of train and eval. Rows of warm_start and expert are demonstrations whatever the algorithm.
 
@@ -28,7 +39,7 @@ def kind_of_rows(config: Config) -> Kind:
 
 
 def read_split(config: Config, split: str) -> Rows:
-    """Rows of train, eval or warm_start; their ids begin with the split's name, since two files may have one.
+    """Rows of train, eval, warm_start or expert; their ids begin with the split's name, since two files may have one.
 
     Raises:
         DataError: a row is not what the algorithm needs, with file, row and field.

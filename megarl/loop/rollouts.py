@@ -17,7 +17,7 @@ import numpy as np
 
 from megarl.experience import Report, by_group, shuffle_rewards, split_by_accuracy, verify
 from megarl.schema import Experience
-from megarl.tasksets import ChatTokenizer, encode_rows, read_rows
+from megarl.tasksets import ChatTokenizer, encode_demonstrations, read_rows
 
 if TYPE_CHECKING:
     from megarl.loop.session import Session
@@ -152,9 +152,7 @@ class ExpertRows:
     @classmethod
     def read(cls, path: str, tokenizer: ChatTokenizer, seed: int) -> Self:
         """Raises DataError naming the row that cannot be used."""
-        rows = read_rows(Path(path), require_response=True)
-        prompts = encode_rows(rows, tokenizer, path=path)
-        return cls([(p, tokenizer.response_ids(row.response or "")) for p, row in zip(prompts, rows, strict=True)], seed)
+        return cls(encode_demonstrations(read_rows(Path(path), require_response=True), tokenizer, path=path), seed)
 
     def of_step(self, step: int, count: int) -> list[Demonstration]:
         """``count`` rows for a step, each row as often as any other over the epochs of steps with this count."""

@@ -27,15 +27,17 @@ from megarl.batching import Sequences
 from megarl.checkpoint import hf, state
 from megarl.config import Config
 from megarl.errors import CheckpointError, JobError
+from megarl.loop.roles import Roles
+from megarl.loop.rollouts import Demonstration, ExpertRows, num_expert_rows
 from megarl.metrics import MetricWriter, Sums, Timeline
 from megarl.parallel import groups
-from megarl.parallel.grid import megatron_grid
-from megarl.reshard.layouts import hf_layout, megatron_layout
+from megarl.reshard.layouts import hf_layout
 from megarl.reshard.plan import build_plan
 from megarl.schema import WeightsVersion
 from megarl.store import Store
 from megarl.sync.publish import WeightPublisher
-from megarl.training.model import FrozenModel, TrainedModel, cut_for
+from megarl.tasksets import ChatTokenizer
+from megarl.training.model import TrainedModel, cut_for
 from megarl.training.schedule import Head
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ class State:
     phase: str = "warm_start"
     step: int = 0
     """Completed steps of the phase."""
+    kl_coef: float | None = None
+    """Of the step to come, where it adapts; None is ``algorithm.kl.coef``."""
 
 
 @contextmanager
@@ -83,17 +87,19 @@ class Session:
         self.eval_tasks = self.store.task_ids("eval")
         self.algorithm = algorithms.get(config.algorithm.name)
         self.hf_config = hf.read_hf_config(Path(config.model.path))
-        self.cut = cut_for(config.parallel, config.trainer)
-        self.grid = megatron_grid(config.parallel)
-        self.layout = megatron_layout(self.hf_config, self.grid, transformer_impl=config.model.transformer_impl)
         self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature, config.trainer.logits_bytes)
         self.version = WeightsVersion(self.attempt, 0)
-        self.reference: FrozenModel | None = None
+        self.roles = Roles(self)
+        self._expert: ExpertRows | None = None
+        if "expert" in self.algorithm.needs:
+            assert config.taskset.expert is not None, "checked before launch"
+            self._expert = ExpertRows.read(config.taskset.expert, ChatTokenizer.open(config.model.path), config.trainer.seed)
         self.publisher: WeightPublisher | None = None
         self._saved: State | None = None
         with self.timeline.phase("load"):
+            cut = cut_for(config.parallel, config.trainer)
             self.actor = TrainedModel(
-                self.hf_config, config.model, config.parallel, self.head, self.cut, config.trainer.optimizer
+                self.hf_config, config.model, config.parallel, self.head, cut, config.trainer.optimizer
             )
             self.state = self._resume()
         self.writer = None
@@ -110,22 +116,32 @@ class Session:
         return self.run_dir / "checkpoints" / ("warm_start" if phase == "warm_start" else "")
 
     def _resume(self) -> State:
-        found = state.latest(self._folder("rl")) or state.latest(self._folder("warm_start"))
+        found = self.newest_checkpoint()
         if found is None:
-            self._load_hf(self.actor, Path(self.config.model.path))
-            self.actor.weights_changed()
+            self.actor.load_hf(Path(self.config.model.path))
             return State()
         saved = state.read_state(found)
-        try:
-            state.load(found, self._parts())
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"{found} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before it"
-            ) from error
+        self.load_parts(found, {"actor": self._actor_part()})
         self.actor.optimizer.set_hyperparameters(self.config.trainer.optimizer)
-        resumed = self._saved = State(saved["phase"], saved["step"])
+        resumed = self._saved = State(saved["phase"], saved["step"], saved.get("kl_coef"))
         self.say(f"resumed from {found}")
         return resumed
+
+    def newest_checkpoint(self) -> Path | None:
+        """What the session resumes from; None at the very start."""
+        return state.latest(self._folder("rl")) or state.latest(self._folder("warm_start"))
+
+    def load_parts(self, checkpoint: Path, parts: Mapping[str, state.Part]) -> None:
+        """Models and optimizers of a checkpoint. Raises CheckpointError."""
+        try:
+            state.load(checkpoint, parts)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before it"
+            ) from error
+
+    def _actor_part(self) -> state.Part:
+        return state.Part(self.actor.chunks, self.actor.optimizer.inner)
 
     def __enter__(self) -> Session:
         return self
@@ -136,20 +152,20 @@ class Session:
         self.store.close()
 
     def begin_reinforcement_learning(self) -> None:
-        """Reference model from the weights that the warm start left; optimizer fresh at step 0; links to the engines."""
-        config = self.config
-        reference_dir = self.run_dir / "reference"
+        """Optimizer fresh at step 0; the other roles, which begin with the weights that the warm start left."""
         if self.state.step == 0:
-            self.actor.optimizer.restart(config.trainer.optimizer)
-            self.export_hf(reference_dir)
+            self.actor.optimizer.restart(self.config.trainer.optimizer)
+            self.export_hf(self.run_dir / "reference")
         self.actor.head = self.head
-        if "ref_logp" in self.algorithm.needs:
-            with self.timeline.phase("load"):
-                self.reference = FrozenModel(self.hf_config, config.model, config.parallel, self.head, self.cut)
-                self._load_hf(self.reference, reference_dir)
+        with self.timeline.phase("load"):
+            self.roles.build()
 
-    def _load_hf(self, model: FrozenModel, path: Path) -> None:
-        hf.load_into(path, self.layout, self.position.rank, model.tensors)
+    def demonstrations(self, usual: int) -> list[Demonstration]:
+        """Expert rows of the step beside ``usual`` sampled ones; [] where the algorithm has none."""
+        if self._expert is None:
+            return []
+        ratio = self.config.algorithm.expert_ratio
+        return self._expert.of_step(self.state.step, num_expert_rows(usual, ratio))
 
     # ---------------------------------------------------------------- ranks agree
 
@@ -177,7 +193,7 @@ class Session:
     def connect(self) -> None:
         """Wait for the engines, and join them for weight syncs."""
         with self.timeline.phase("wait_for_engine"):
-            self.publisher = WeightPublisher(self.config, self.layout, self.hf_config, self.position.rank)
+            self.publisher = WeightPublisher(self.config, self.actor.layout, self.hf_config, self.position.rank)
             self.publisher.connect()
 
     def sync(self) -> dict[str, float]:
@@ -204,17 +220,15 @@ class Session:
         step, keep = self.state.step, self.config.trainer.keep_checkpoints
         folder = self._folder(self.state.phase)
         with self.timeline.phase("checkpoint", **labels), _writing(folder):
-            state.save(folder, step, self._parts(), asdict(self.state), keep, Path(self.config.model.path))
+            parts = {"actor": self._actor_part()} | self.roles.parts()
+            state.save(folder, step, parts, asdict(self.state), keep, Path(self.config.model.path))
         self._saved = self.state
         if self.state.phase != "warm_start" and self.position.rank == 0:
             shutil.rmtree(self._folder("warm_start"), ignore_errors=True)  # there is a later one now
 
-    def _parts(self) -> dict[str, state.Part]:
-        return {"actor": state.Part(self.actor.chunks, self.actor.optimizer.inner)}
-
     def export_hf(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""
-        plan = build_plan(self.layout, hf_layout(self.hf_config))
+        plan = build_plan(self.actor.layout, hf_layout(self.hf_config, head="score" if self.actor.head is None else "lm"))
         with self.timeline.phase("export"), _writing(target):
             hf.export_hf(plan, self.position.rank, self.actor.tensors, Path(self.config.model.path), target)
             dist.barrier()  # rank 0 writes; the others may read it next

@@ -6,28 +6,24 @@ Reads top to bottom: sync, rollout, inference, update, commit.
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from megarl import ops
-from megarl.algorithms import group_stats
-from megarl.batching import MicroBatch, Sequences, of_experiences, response_values
+from megarl import algorithms, ops
 from megarl.config import Config, load_resolved
 from megarl.errors import JobError
-from megarl.experience import Report, shuffle_rewards, verify
-from megarl.loop.rollouts import evaluate, request_training_rollout, wait_for_rollout
+from megarl.experience import Report
+from megarl.loop.rollouts import evaluate, training_groups
 from megarl.loop.session import Session
+from megarl.loop.step import estimate, gather, infer, kl_coef, mismatch, update
 from megarl.loop.warm_start import warm_start
-from megarl.metrics import Sums, console_line, mean_of_sums, spread
+from megarl.metrics import console_line, spread
 from megarl.schema import Experience
 from megarl.training import objectives
-from megarl.training.optimizer import learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -77,41 +73,28 @@ def step(s: Session) -> bool:
     with s.timeline.phase("step", step=number):
         with s.timeline.phase("sync", step=number):
             report = s.sync()
-        with s.timeline.phase("rollout", step=number):
-            rollout_id = request_training_rollout(s)
-            if not wait_for_rollout(s, rollout_id, f"rollout {number + 1}"):
-                return False
-        with s.timeline.phase("batch", step=number):
-            experiences, verified = verify(s.store.experiences(rollout_id), config.reward, vocab_size=s.head.vocab_size)
-            if config.reward.shuffle:
-                experiences = shuffle_rewards(experiences, seed=config.trainer.seed * 1_000_003 + number)
-        if not experiences:
-            raise JobError(f"rollout {rollout_id} left nothing to train on: {verified.dropped}; {'; '.join(verified.messages)}")
-        for message in verified.messages:
+            s.roles.refresh_when_due()
+        groups = training_groups(s)
+        if groups is None:
+            return False
+        if not groups.experiences:
+            verified = groups.report
+            raise JobError(
+                f"rollout {groups.rollout_ids[-1]} left nothing to train on: {verified.dropped}; {'; '.join(verified.messages)}"
+            )
+        for message in groups.report.messages:
             s.say(f"dropped from training: {message}")
         with s.timeline.phase("batch", step=number):
-            sequences = of_experiences(experiences)
-            units = updates_of([[i] for i in range(len(sequences))], config.trainer.updates_per_step)
-            plan = [s.actor.micro_batches(sequences, part) for part in units]
+            batch = gather(s, groups.experiences, s.demonstrations(len(groups.experiences)))
         with s.timeline.phase("inference", step=number):
-            infer(s, sequences, plan)
-            if s.position.rank == 0 and sequences.old_logp is not None:
-                s.store.record_old_logp(experiences, response_values(sequences.old_logp, experiences))
-            advantages = _advantages(s, experiences)
-            sequences.advantages = torch.tensor(advantages, dtype=torch.float32)[sequences.row]
-        sums: list[Sums] = []
-        updates: list[Sums] = []
+            metrics = infer(s, batch)
         with s.timeline.phase("update", step=number):
-            if s.algorithm.restarts_optimizer:
-                s.actor.optimizer.restart(config.trainer.optimizer)
-            objective = objectives.policy(s.algorithm, config.algorithm, sequences)
-            for i, batches in enumerate(plan):
-                sums.append(s.actor.backward(sequences, batches, objective))
-                lr = learning_rate(config.trainer.optimizer, number * config.trainer.updates_per_step + i)
-                updates.append({"actor/grad_norm": (s.actor.step(lr), 1.0), "actor/lr": (lr, 1.0)})
+            settings = replace(config.algorithm, kl=replace(config.algorithm.kl, coef=kl_coef(s)))
+            metrics |= estimate(s, batch)
+            policy = objectives.policy(s.algorithm, settings, batch.sequences)
+            metrics |= update(s, batch, policy, settings)
         s.state = replace(s.state, step=number + 1)
-        metrics = mean_of_sums(s.gather(sums)) | mean_of_sums(updates) | mean_of_sums([_mismatch(sequences)]) | report
-        metrics |= _experience_metrics(experiences, advantages, verified)
+        metrics |= mismatch(batch.sequences) | report | _experience_metrics(batch.experiences, groups.report)
         metrics |= {"training/global_step": float(s.state.step), "training/attempt": float(s.attempt)}
         if s.state.step % config.trainer.checkpoint_interval == 0 and s.state.step < config.trainer.steps:
             # A job that is killed after its checkpoint resumes behind this step: its metrics must be there by then.
@@ -119,54 +102,17 @@ def step(s: Session) -> bool:
             s.commit(step=number)
     seconds = s.timeline.seconds
     metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
-    metrics |= {f"rollout/{name}": v for name, v in s.store.rollout_metrics(rollout_id).items()}
-    metrics["perf/throughput"] = sum(len(e.prompt_ids) + len(e.response_ids) for e in experiences) / seconds["step"]
+    metrics |= groups.metrics
+    metrics["perf/throughput"] = len(batch.sequences.tokens) / seconds["step"]
     s.record(s.state.step, metrics)
     s.say(console_line(s.state.step, config.trainer.steps, metrics))
     return True
 
 
-def updates_of(units: Sequence[list[int]], updates: int) -> list[list[list[int]]]:
-    """Units in order in ``updates`` equal parts, fewer when there are fewer units."""
-    updates = min(updates, len(units))
-    cuts = [u * len(units) // updates for u in range(updates + 1)]
-    return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
-
-
-def infer(s: Session, sequences: Sequences, plan: Sequence[Sequence[MicroBatch]]) -> None:
-    """Fill what the algorithm needs: log-probs under the weights that the update starts from, and the reference's."""
-    if "old_logp" in s.algorithm.needs:
-        sequences.old_logp = s.actor.answers(sequences, plan)
-    if s.reference is not None:
-        sequences.ref_logp = s.reference.answers(sequences, plan)
-
-
-def _advantages(s: Session, experiences: list[Experience]) -> list[float]:
-    """Of the whole step, the same on every rank: no rank's share decides what another's are."""
-    rewards = [(e.reward.score, e.group_stats or group_stats([e.reward.score])) for e in experiences]
-    return s.algorithm.advantages(rewards, [int(e.response_mask.sum()) for e in experiences], s.config.algorithm)
-
-
-def _mismatch(sequences: Sequences) -> Sums:
-    """How far the engine's log-probs are from the trainer's for the same weights and tokens."""
-    if sequences.old_logp is None or sequences.engine_logp is None or not bool(sequences.mask.any()):
-        return {}
-    old, engine = sequences.old_logp[sequences.mask], sequences.engine_logp[sequences.mask]
-    difference = (old - engine).abs()
-    probability = (old.exp() - engine.exp()).abs()
-    count = float(difference.numel())
-    return {
-        "training/rollout_logp_diff_mean": (float(difference.sum()), count),
-        "training/rollout_probs_diff_mean": (float(probability.sum()), count),
-        "max:training/rollout_logp_diff_max": (float(difference.max()), 1.0),
-        "max:training/rollout_probs_diff_max": (float(probability.max()), 1.0),
-    }
-
-
-def _experience_metrics(experiences: list[Experience], advantages: list[float], verified: Report) -> dict[str, float]:
+def _experience_metrics(experiences: list[Experience], verified: Report) -> dict[str, float]:
     lengths = [float(len(e.response_ids)) for e in experiences]
     scores = [e.reward.score for e in experiences]
-    metrics = spread("critic/score", scores) | spread("critic/rewards", scores) | spread("critic/advantages", advantages)
+    metrics = spread("critic/score", scores) | spread("critic/rewards", scores)
     metrics |= spread("response_length", lengths)
     metrics |= spread("prompt_length", [float(len(e.prompt_ids)) for e in experiences])
     metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in experiences) / len(experiences)
@@ -189,8 +135,13 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
+    run = train
+    if algorithms.get(config.algorithm.name).offline:
+        from megarl.loop import offline
+
+        run = offline.train
     try:
-        train(config)
+        run(config)
     except (ValueError, RuntimeError) as error:
         if type(error).__module__ != "megarl.errors":
             raise

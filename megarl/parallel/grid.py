@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megarl.architectures import ModelSizes
-from megarl.config.schema import GridSizes, ParallelConfig
+from megarl.config.schema import Config, GridSizes, ParallelConfig
 from megarl.errors import ConfigError
 from megarl.reshard.grid import MegatronGrid, divisors
 
@@ -23,6 +23,50 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None) ->
     megatron_grid(parallel).check()
     if sizes is not None:
         _check_training(parallel, sizes)
+
+
+def role_grids(config: Config) -> dict[str, ParallelConfig]:
+    """Setting of each grid of the trainer's ranks -> the grid. A role that names none has the actor's; ``parallel`` comes first.
+
+    Which of the roles a job has is its algorithm's to say.
+    """
+    own = {
+        "reference.parallel": config.reference.parallel,
+        "critic.parallel": config.critic.parallel,
+        "reward_model.parallel": config.reward_model.parallel,
+    }
+    return {"parallel": config.parallel} | {
+        setting: config.parallel if parallel is None else parallel for setting, parallel in own.items()
+    }
+
+
+def check_roles(config: Config) -> None:
+    """Raise ConfigError naming setting, value and mend unless all roles' grids are made of the same ranks, by the same backend.
+
+    Each grid by itself, and against its model, is ``check_parallel``'s to check, and ``megatron_layout``'s.
+    """
+    for setting, parallel in role_grids(config).items():
+        try:
+            check_parallel(parallel)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("parallel.", f"{setting}.")) from error
+        if parallel.sequence_parallel and parallel.tp == 1:
+            raise ConfigError(f"{setting}.sequence_parallel=true needs {setting}.tp above 1; leave it out")
+        if parallel.backend != config.parallel.backend:
+            raise ConfigError(
+                f"{setting}.backend={parallel.backend}, but parallel.backend={config.parallel.backend}: all roles are on the same ranks; "
+                "set both to the same"
+            )
+        if parallel.world_size != config.parallel.world_size:
+            raise ConfigError(
+                f"{setting} {_product(parallel)} has {parallel.world_size} ranks, but parallel {_product(config.parallel)} has "
+                f"{config.parallel.world_size}: all roles are on the same ranks; change {setting}.dp, or leave {setting} out to take "
+                "the actor's grid"
+            )
+
+
+def _product(parallel: ParallelConfig) -> str:
+    return f"tp*pp*dp*cp={parallel.tp}*{parallel.pp}*{parallel.dp}*{parallel.cp}"
 
 
 def _check_training(parallel: ParallelConfig, sizes: ModelSizes) -> None:

@@ -27,6 +27,7 @@ Digests = dict[tuple[int, str], int]
 """(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders add."""
 
 _MODULUS = 1 << 64
+_SYNC_FAILURE = "weights differ after the sync from what was sent; do not sample from this engine, sync again or restart it"
 _ALIGNMENT = 16
 """Bytes; every dtype may be viewed at a multiple of it."""
 
@@ -422,8 +423,11 @@ def merge(parts: Iterable[Digests]) -> Digests:
     return dict(total)
 
 
-def compare(plan: ReshardPlan, sent: Digests, got: Digests) -> None:
-    """Raise WeightSyncError naming every (logical tensor, destination tensor, ranks) whose two digests differ or lack one side."""
+def compare(plan: ReshardPlan, sent: Digests, got: Digests, failure: str = _SYNC_FAILURE) -> None:
+    """Raise WeightSyncError naming every (logical tensor, destination tensor, ranks) whose two digests differ or lack one side.
+
+    ``failure``: what the message begins with.
+    """
     wrong = [key for key in sorted(sent.keys() | got.keys()) if sent.get(key) != got.get(key)]
     if not wrong:
         return
@@ -438,8 +442,4 @@ def compare(plan: ReshardPlan, sent: Digests, got: Digests) -> None:
         )
         lines.append(f"{tensor} in {local} on destination rank {dst}, from source ranks {sources}: digest {values}")
     more = f"\n... and {len(wrong) - len(lines)} more" if len(wrong) > len(lines) else ""
-    raise WeightSyncError(
-        "weights differ after the sync from what was sent; do not sample from this engine, sync again or restart it:\n"
-        + "\n".join(lines)
-        + more
-    )
+    raise WeightSyncError(f"{failure}:\n" + "\n".join(lines) + more)

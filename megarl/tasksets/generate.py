@@ -1,4 +1,4 @@
-"""Rows from reasoning-gym: three files whose held-out questions occur in no other.
+"""Rows from reasoning-gym: files whose held-out questions occur in no other.
 
 Which side a question belongs to is a property of its text: a hash decides, so train and eval have the same
 distribution (also where small numbers leave few distinct questions) and cannot overlap, however many rows are drawn.
@@ -54,9 +54,10 @@ OPTION_BOUNDS = {
 }
 SETTINGS_OF_OURS = ("max_number", "slip_percent")
 
-SPLITS = ("train", "eval", "warm_start")
+SPLITS = ("train", "eval", "warm_start", "expert")
 Kind = Literal["tasks", "demonstrations", "preferences"]
-"""What rows of train and eval are, those of warm_start are demonstrations in either case."""
+"""What rows of train and eval are, those of warm_start and expert are demonstrations in either case."""
+DEMONSTRATIONS = ("warm_start", "expert")
 SLIPS = 0.5
 """Share of rejected answers that are the careless teacher's; the others have another digit wrong."""
 
@@ -70,16 +71,16 @@ def generate(
     options: Mapping[str, int] | None = None,
     kind: Kind = "tasks",
 ) -> dict[str, list[Task] | list[Preference]]:
-    """Write the splits that ``paths`` names (of train, eval, warm_start) with ``sizes`` rows each; returns them.
+    """Write the splits that ``paths`` names (of train, eval, warm_start, expert) with ``sizes`` rows each; returns them.
 
-    Questions are distinct within a file; train and warm_start may share some; eval shares none with either.
+    Questions are distinct within a file; the others may share some; eval shares none with any.
     Demonstrations carry the right answer as ``response``; preferences have it as ``chosen``, and a wrong one near it as
     ``rejected``. The same arguments write the same rows, and ask the same questions whatever the ``kind``.
 
     Raises ConfigError for an unknown generator or option or a name that is not parquet's, DataError when there are too few
     distinct questions.
     """
-    made_with = recipe(name, sizes, seed=seed, options=options, kind=kind)
+    made_with = {split: recipe(name, sizes, seed=seed, options=options, kind=kind, split=split) for split in SPLITS}
     for split, path in paths.items():
         if is_jsonl(path):
             raise ConfigError(
@@ -97,13 +98,13 @@ def generate(
         )
     found: dict[str, list[Task] | list[Preference]] = {}
     for split in wanted:
-        if kind == "preferences" and split != "warm_start":
+        if kind == "preferences" and split not in DEMONSTRATIONS:
             found[split] = _preferences(name, split, entries[split], seed)
         else:
             found[split] = _tasks(name, split, entries[split], seed, settings, kind)
     _check_disjoint(found)
     for split, rows in found.items():
-        _write(paths[split], rows, made_with)
+        _write(paths[split], rows, made_with[split])
     return found
 
 
@@ -118,9 +119,18 @@ def _write(path: str | Path, rows: Sequence[Task | Preference], made_with: Mappi
 
 
 def recipe(
-    name: str, sizes: Mapping[str, int], *, seed: int, options: Mapping[str, int] | None = None, kind: Kind = "tasks"
+    name: str,
+    sizes: Mapping[str, int],
+    *,
+    seed: int,
+    options: Mapping[str, int] | None = None,
+    kind: Kind = "tasks",
+    split: str = "train",
 ) -> dict[str, Any]:
     """Every setting that decides what ``generate`` writes; each file carries it, so that a changed setting is seen.
+
+    What is held out depends on the sizes of train, eval and warm_start, so all three decide on each file; that of expert
+    decides on its own file alone.
 
     Raises ConfigError for an unknown generator or option.
     """
@@ -134,7 +144,7 @@ def recipe(
         **({} if kind == "tasks" else {"kind of rows": kind}),  # files of earlier versions have tasks and do not say so
         "taskset.generate": name,
         "taskset.seed": seed,
-        **{f"taskset.{split}_size": size for split, size in sizes.items()},
+        **{f"taskset.{other}_size": size for other, size in sizes.items() if other != "expert" or split == "expert"},
         **{f"taskset.options.{option}": value for option, value in settings.items()},
     }
 
@@ -203,7 +213,7 @@ def _tasks(
     slips = random.Random(start + 1)
     share = settings["slip_percent"] / 100 if split == "warm_start" else 0.0
     tasks = [_task(name, split, i, entry) for i, entry in enumerate(entries)]
-    if kind == "tasks" and split != "warm_start":
+    if kind == "tasks" and split not in DEMONSTRATIONS:
         return tasks
     return [replace(t, response=_slipped(t.ground_truth) if slips.random() < share else t.ground_truth) for t in tasks]
 
@@ -271,7 +281,7 @@ def _is_held_out(question: str, seed: int, share: float) -> bool:
 
 def _check_disjoint(rows: Mapping[str, Sequence[Task | Preference]]) -> None:
     held_out = {row.prompt[-1]["content"] for row in rows.get("eval", ())}
-    for split in ("train", "warm_start"):
+    for split in set(SPLITS) - {"eval"}:
         shared = held_out.intersection(row.prompt[-1]["content"] for row in rows.get(split, ()))
         assert not shared, f"{len(shared)} held-out questions occur in {split}, for example {min(shared)!r}"
 

@@ -5,17 +5,22 @@ Shape legend: T positions of a step's ``Sequences``; k answers of the head at ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from megarl.batching import Cut, MicroBatch, Sequences, micro_batches
+from megarl.checkpoint import hf
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.metrics import Sums
 from megarl.models.gpt import build_chunks, named_tensors, unwrap
+from megarl.parallel.grid import megatron_grid
+from megarl.reshard.layouts import megatron_layout
 from megarl.training.objectives import Kept, Objective
 from megarl.training.optimizer import Optimizer
 from megarl.training.schedule import Head, run
@@ -33,11 +38,24 @@ def cut_for(parallel: ParallelConfig, trainer: TrainerConfig) -> Cut:
     )
 
 
+Grid = Callable[[], AbstractContextManager[Any]]
+"""Puts a model's process groups in place."""
+
+
 class FrozenModel:
-    """A model that only answers: the reference, and the base of what is trained."""
+    """A model that only answers: the reference, a reward model, and the base of what is trained.
+
+    ``head`` None makes a model that scores. ``grid``: of a model whose grid is not the one that is in place.
+    """
 
     def __init__(
-        self, hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, head: Head | None, cut: Cut
+        self,
+        hf_config: Mapping[str, Any],
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        head: Head | None,
+        cut: Cut,
+        grid: Grid = nullcontext,
     ) -> None:
         from megatron.core import parallel_state
 
@@ -46,14 +64,28 @@ class FrozenModel:
         self.parallel = parallel
         self.head = head
         self.cut = cut
-        self.dp_rank: int = parallel_state.get_data_parallel_rank()
-        self.chunks: list[Any] = list(build_chunks(hf_config, model, parallel))
+        self.grid = grid
+        kind: Literal["lm", "score"] = "score" if head is None else "lm"
+        self.layout = megatron_layout(
+            hf_config, megatron_grid(parallel), transformer_impl=model.transformer_impl, head=kind
+        )
+        with grid():
+            self.dp_rank: int = parallel_state.get_data_parallel_rank()
+            self.chunks: list[Any] = list(build_chunks(hf_config, model, parallel, kind))
         """``parallel.vpp`` modules."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Local parameter name -> data."""
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
+
+    def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
+        """Weights of an HF checkpoint; ``score`` says where a score head comes from (``checkpoint.hf.load_into``)."""
+        hf.load_into(path, self.layout, dist.get_rank(), self.tensors, score=score)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Call after writing into ``tensors``."""
 
     def micro_batches(self, sequences: Sequences, units: Sequence[Sequence[int]] | None = None) -> list[MicroBatch]:
         """This rank's share of the sequences (or of ``units`` of them) as its grid takes them."""
@@ -76,15 +108,12 @@ class FrozenModel:
         for chunk in self.chunks:
             chunk.eval()
         result = torch.zeros(len(sequences.tokens))
-        for batches in updates:
-            parts = run(
-                self.chunks, sequences, batches, head, lambda _, answer: (answer.sum(), answer[..., 0]), forward_only=True
-            )
-            if not parts or not self._speaks():
-                continue
-            for batch, part in zip(batches, parts, strict=True):
-                real = batch.index >= 0
-                result[batch.index[real]] = part[real].float().cpu()
+        with self.grid():
+            for batches in updates:
+                parts = run(self.chunks, sequences, batches, head, _first_answer, forward_only=True)
+                for batch, part in zip(batches, parts if self._speaks() else [], strict=False):
+                    real = batch.index >= 0
+                    result[batch.index[real]] = part[real].float().cpu()
         # One rank answers for each position, the others have 0 there: the sum is exact.
         dist.all_reduce(result)
         return result
@@ -108,21 +137,24 @@ class TrainedModel(FrozenModel):
         head: Head | None,
         cut: Cut,
         optimizer: OptimizerConfig,
+        grid: Grid = nullcontext,
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        super().__init__(hf_config, model, parallel, head, cut)
+        super().__init__(hf_config, model, parallel, head, cut, grid)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=True
         )
         config: Any = unwrap(self.chunks[0]).config
-        self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
-        self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
+        with grid():
+            self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
+            self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
         config.grad_scale_func = self.optimizer.inner.scale_loss
 
     def weights_changed(self) -> None:
         """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
-        self.optimizer.inner.reload_model_params()
+        with self.grid():
+            self.optimizer.inner.reload_model_params()
 
     def backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
         """Gradients of the objective over the ``batches`` of all data-parallel ranks, each part divided by its global count.
@@ -131,20 +163,24 @@ class TrainedModel(FrozenModel):
             Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere; ``<name>/loss`` is
             their mean.
         """
+        with self.grid():
+            return self._backward(sequences, batches, objective)
+
+    def _backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
         from megatron.core import parallel_state
 
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        count = torch.stack([objective.count(Kept.of(batch, sequences)).double() for batch in batches]).sum(0)
+        count = torch.stack([objective.count(Kept.of(batch, sequences)).double().reshape(-1) for batch in batches]).sum(0)
         dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
         scale = 1.0 / count.clamp(min=1.0)
 
         def loss_function(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, Any]:
             kept = Kept.of(batch, sequences)
             loss = objective.loss(kept, answer[kept.place])
-            total = (loss.total * scale.to(loss.total.dtype)).sum()
+            total = (loss.totals * scale.to(loss.total.dtype)).sum()
             return total, (total.detach(), loss.metrics)
 
         collected = run(self.chunks, sequences, batches, self.head, loss_function, forward_only=False)
@@ -160,4 +196,10 @@ class TrainedModel(FrozenModel):
 
     def step(self, lr: float) -> float:
         """One optimizer step on the gradients in the buffers (``backward`` has raised already if one is not finite); their norm."""
-        return self.optimizer.step(lr)
+        with self.grid():
+            return self.optimizer.step(lr)
+
+
+def _first_answer(_: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob or score; the schedule wants a loss beside it."""
+    return answer.sum(), answer[..., 0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.algorithms import Algorithm, Loss, LossInput
+from megarl.algorithms import Algorithm, Loss, LossInput, value
 from megarl.batching import MicroBatch, Sequences
 from megarl.config.schema import AlgorithmConfig
 
@@ -53,8 +53,11 @@ class Objective:
 def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences) -> Objective:
     """The algorithm's loss of log-probs."""
 
+    def expert(kept: Kept) -> torch.Tensor | None:
+        return None if sequences.expert is None else sequences.expert[kept.numbers]
+
     def count(kept: Kept) -> torch.Tensor:
-        return algorithm.count(kept.mask, kept.row, kept.num_rows, settings)
+        return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings, expert(kept))
 
     def loss(kept: Kept, answers: torch.Tensor) -> Loss:
         def picked(values: torch.Tensor | None) -> torch.Tensor | None:
@@ -63,7 +66,7 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
         return algorithm.loss(
             LossInput(
                 logp=answers[:, 0],
-                entropy=answers[:, 1],
+                entropy=answers[:, 1] if answers.shape[1] > 1 else None,
                 old_logp=picked(sequences.old_logp),
                 ref_logp=picked(sequences.ref_logp),
                 advantages=picked(sequences.advantages),
@@ -71,8 +74,49 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
                 row=kept.row,
                 num_rows=kept.num_rows,
                 engine_logp=picked(sequences.engine_logp),
+                expert=expert(kept),
             ),
             settings,
         )
 
     return Objective("actor", count, loss)
+
+
+def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: torch.Tensor) -> Objective:
+    """The algorithm's loss of scores: one token of each sequence is kept, sequences 2i and 2i + 1 of the step are pair i.
+
+    ``margins``: float32, one for each pair of the step.
+    """
+
+    def count(kept: Kept) -> torch.Tensor:
+        return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings)
+
+    def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+        return algorithm.loss(
+            LossInput(
+                logp=torch.zeros_like(answers[:, 0]),
+                entropy=None,
+                old_logp=None,
+                ref_logp=None,
+                advantages=None,
+                mask=kept.mask,
+                row=kept.row,
+                num_rows=kept.num_rows,
+                scores=answers[:, 0],
+                margin=margins[kept.numbers[::2] // 2],
+            ),
+            settings,
+        )
+
+    return Objective("actor", count, loss)
+
+
+def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
+    """The critic's: values near the returns."""
+    assert sequences.values is not None and sequences.returns is not None, "the inference phase fills both"
+    before, target = sequences.values, sequences.returns
+
+    def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+        return value.loss(answers[:, 0], before[kept.index], target[kept.index], settings)
+
+    return Objective("critic", lambda kept: value.count(kept.mask), loss)

@@ -137,7 +137,7 @@ def test_checkpoints(run_dir: Path) -> None:
     assert kept == ["global_step_2", "global_step_3"]
     newest = latest(run_dir / "checkpoints")
     assert newest is not None and newest.name == "global_step_3"
-    assert read_state(newest) == {"phase": "rl", "step": STEPS}
+    assert read_state(newest) == {"phase": "rl", "step": STEPS, "kl_coef": None}
     assert (run_dir / "checkpoints" / LATEST).read_text() == "3"
 
 

@@ -13,6 +13,7 @@ SMALL = [
     "taskset.train_size=30",
     "taskset.eval_size=10",
     "taskset.warm_start_size=30",
+    "taskset.expert_size=30",
     "model.from_scratch.hidden_size=32",
     "model.from_scratch.intermediate_size=48",
     "model.from_scratch.num_hidden_layers=4",

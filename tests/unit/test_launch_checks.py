@@ -55,13 +55,13 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["algorithm.name=/no/such.py"], ["algorithm.name=/no/such.py", "no such file"]),
         (["parallel=tp1", "parallel.sequence_parallel=true"], ["parallel.sequence_parallel", "parallel.tp"]),
         (["trainer.optimizer.decay_steps=10"], ["trainer.optimizer.decay_steps=10", "min_lr=None"]),
-        (["reference.refresh=400"], ["reference.refresh=400"]),
         (["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
          ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"]),
         (["algorithm.group_size=1"], ["algorithm.group_size=1", "grpo"]),
         (["rollout.replicas=200"], ["rollout.replicas=200", "GiB"]),
         (["store.url=foo"], ["store.url=foo", "sqlite:///PATH"]),
         (["store.url=postgres://me:secret@x/y"], ["store.url=postgres://me:***@x/y"]),
+        (["reward.overlong_buffer=9"], ["reward.overlong_buffer=9", "rollout.max_response_tokens=8"]),
         (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
         (["taskset.warm_start=null"], ["taskset.warm_start", "response"]),
     ],
@@ -169,7 +169,6 @@ def test_model_without_a_table(prepared: Path, tmp_path: Path, changes: dict[str
     ("overrides", "words"),
     [
         (["parallel.ep=2"], ["parallel.tp=2 with the 8 experts", "parallel.sequence_parallel=true"]),
-        (["parallel=pp2", "parallel.vpp=2"], ["parallel.vpp=2", "set parallel.vpp to 1"]),
         (["parallel=tp1", "parallel.ep=4"], ["parallel.ep=4", "does not divide the 1 ranks"]),
     ],
 )

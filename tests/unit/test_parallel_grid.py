@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from megarl.architectures import architecture
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import Config, CriticConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
 from megarl.errors import ConfigError
-from megarl.parallel.grid import check_parallel, megatron_grid
+from megarl.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
 from megarl.reshard.grid import MegatronGrid
 from tests.unit.reshard_oracle import qwen3_config
 
@@ -70,3 +70,43 @@ def test_what_the_trainer_cannot_train() -> None:
     check_parallel(ParallelConfig(cp=sizes.heads), sizes)
     with pytest.raises(ConfigError, match=rf"parallel\.cp={sizes.heads} does not divide the {sizes.heads // 2} attention heads that parallel\.tp=2"):
         check_parallel(ParallelConfig(tp=2, cp=sizes.heads, sequence_parallel=True), sizes)
+
+
+ACTOR = ParallelConfig(tp=2, dp=2)
+
+
+def roles(reference: ParallelConfig | None = None, critic: ParallelConfig | None = None, reward: ParallelConfig | None = None) -> Config:
+    return Config(
+        parallel=ACTOR,
+        reference=ReferenceConfig(parallel=reference),
+        critic=CriticConfig(parallel=critic),
+        reward_model=RewardModelConfig(parallel=reward),
+    )
+
+
+def test_roles_without_a_grid_have_the_actors() -> None:
+    assert list(role_grids(roles()).items()) == [
+        (name, ACTOR) for name in ("parallel", "reference.parallel", "critic.parallel", "reward_model.parallel")
+    ]
+    critic = ParallelConfig(dp=4)
+    assert role_grids(roles(critic=critic))["critic.parallel"] is critic
+    check_roles(roles())
+    check_roles(roles(ParallelConfig(pp=4), critic, ParallelConfig(tp=2, cp=2, sequence_parallel=True)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (roles(ParallelConfig(tp=2)),
+         r"reference\.parallel tp\*pp\*dp\*cp=2\*1\*1\*1 has 2 ranks, but parallel tp\*pp\*dp\*cp=2\*1\*2\*1 has 4: .*; change reference\.parallel\.dp"),
+        (roles(critic=ParallelConfig(pp=2, dp=4)), r"critic\.parallel tp\*pp\*dp\*cp=1\*2\*4\*1 has 8 ranks, .* leave critic\.parallel out"),
+        (roles(reward=ParallelConfig(cp=2)), r"reward_model\.parallel .*=1\*1\*1\*2 has 2 ranks, but parallel"),
+        (roles(critic=ParallelConfig(dp=4, ep=3)), r"critic\.parallel\.ep=3 \* critic\.parallel\.etp=1 does not divide .* critic\.parallel\.ep to a divisor"),
+        (roles(critic=ParallelConfig(tp=-4, dp=-1)), r"critic\.parallel\.tp=-4 is not a positive number"),
+        (roles(critic=ParallelConfig(dp=4, sequence_parallel=True)), r"critic\.parallel\.sequence_parallel=true needs critic\.parallel\.tp above 1"),
+        (roles(ParallelConfig(dp=4, backend="nccl")), r"reference\.parallel\.backend=nccl, but parallel\.backend=gloo"),
+    ],
+)  # fmt: skip
+def test_grids_that_do_not_go_together(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_roles(config)

@@ -18,7 +18,7 @@ from megarl.tasksets import generate, read_preferences, read_recipe, read_rows, 
 from megarl.tasksets.generate import SPLITS
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
-SIZES = {"train": 300, "eval": 100, "warm_start": 250}
+SIZES = {"train": 300, "eval": 100, "warm_start": 250, "expert": 80}
 
 
 def says(text: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from megarl.schema import Task
 from megarl.tasksets import generate, read_rows, write_rows
 from megarl.tasksets.generate import SPLITS
 
-SIZES = {"train": 300, "eval": 100, "warm_start": 250}
+SIZES = {"train": 300, "eval": 100, "warm_start": 250, "expert": 80}
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -212,15 +212,15 @@ def test_generated_splits(tmp_path: Path, name: str) -> None:
     written = generate(name, paths, SIZES, seed=3, options={"max_terms": 3})
     questions = {}
     for split in SPLITS:
-        tasks = read_rows(paths[split], require_response=split == "warm_start")
+        tasks = read_rows(paths[split], require_response=split in ("warm_start", "expert"))
         assert tasks == written[split]
         questions[split] = [task.prompt[-1]["content"] for task in tasks]
         assert len(set(questions[split])) == len(tasks) == SIZES[split]
         for task in tasks:
             assert compute_score(task.data_source, task.ground_truth, task.ground_truth, task.extra_info) == 1.0
             assert compute_score(task.data_source, "x", task.ground_truth, task.extra_info) == 0.0
-            assert task.response == (task.ground_truth if split == "warm_start" else None)
-    assert not set(questions["eval"]) & set(questions["train"] + questions["warm_start"])
+            assert task.response == (task.ground_truth if split in ("warm_start", "expert") else None)
+    assert not set(questions["eval"]) & set(questions["train"] + questions["warm_start"] + questions["expert"])
     assert questions["train"] != questions["warm_start"][: SIZES["train"]]
 
 
@@ -236,8 +236,8 @@ def test_the_same_arguments_write_the_same_bytes_and_another_seed_other_rows(tmp
 
 def test_small_numbers_leave_both_sides_the_same_distribution(tmp_path: Path) -> None:
     """200 one-digit questions exist; a split by order of drawing would give nearly all of them to one file."""
-    paths = {split: tmp_path / f"{split}.parquet" for split in SPLITS}
-    tasks = generate("chain_sum", paths, {"train": 600, "eval": 200, "warm_start": 600}, seed=1)
+    sizes = {"train": 600, "eval": 200, "warm_start": 600}
+    tasks = generate("chain_sum", {split: tmp_path / f"{split}.parquet" for split in sizes}, sizes, seed=1)
     share = {
         split: sum(len(t.extra_info["metadata"]["expression"]) == 5 for t in rows) for split, rows in tasks.items()
     }

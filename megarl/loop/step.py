@@ -1,0 +1,199 @@
+"""What one step of reinforcement learning does with its experiences: inference by every role, advantages, updates.
+
+Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.algorithms import StepInput, group_stats, kl, value
+from megarl.batching import Sequences, joined, of_demonstrations, of_experiences, response_values
+from megarl.config.schema import AlgorithmConfig
+from megarl.experience import by_group, with_stats
+from megarl.loop.rollouts import Demonstration
+from megarl.metrics import Sums, mean_of_sums, spread
+from megarl.schema import Experience, GroupStats
+from megarl.training import objectives
+from megarl.training.model import FrozenModel
+from megarl.training.objectives import Objective
+from megarl.training.optimizer import learning_rate
+
+if TYPE_CHECKING:
+    from megarl.loop.session import Session
+
+NO_GROUP = GroupStats(0.0, 0.0, 1)
+"""Of a demonstration, which has no reward."""
+
+
+@dataclass
+class StepBatch:
+    """The same on every rank; each model takes its share by its own grid."""
+
+    experiences: list[Experience]
+    sequences: Sequences
+    """Of the experiences, and of demonstrations behind them."""
+    updates: list[list[list[int]]]
+    """For each optimizer update the units that it trains on: numbers of sequences that go through the model together."""
+
+
+def gather(s: Session, experiences: list[Experience], demonstrations: Sequence[Demonstration]) -> StepBatch:
+    """Sequences of a step, dealt to its updates; demonstrations in equal shares."""
+    sequences = of_experiences(experiences)
+    updates = updates_of(_units(s, experiences), s.config.trainer.updates_per_step)
+    if demonstrations:
+        first = len(sequences)
+        sequences = joined(sequences, of_demonstrations(demonstrations))
+        dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
+        updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
+    return StepBatch(experiences, sequences, updates)
+
+
+def _units(s: Session, experiences: list[Experience]) -> list[list[int]]:
+    choose = s.algorithm.choose_pairs
+    if choose is None:
+        return [[i] for i in range(len(experiences))]
+    units, start = [], 0
+    for group in by_group(experiences):
+        pairs = choose([e.reward.score for e in group], s.config.algorithm)
+        units += [[start + chosen, start + rejected] for chosen, rejected in pairs]
+        start += len(group)
+    return units
+
+
+def updates_of(units: Sequence[list[int]], updates: int, *, exactly: bool = False) -> list[list[list[int]]]:
+    """Units in order in ``updates`` equal parts; fewer parts when there are fewer units, unless ``exactly`` so many are asked for."""
+    updates = updates if exactly else min(updates, len(units))
+    cuts = [u * len(units) // updates for u in range(updates + 1)] if updates else []
+    return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
+
+
+def infer(s: Session, batch: StepBatch) -> dict[str, float]:
+    """Log-probs under the weights that the update starts from, the reference's, values, and model scores; metrics of them."""
+    sequences = batch.sequences
+
+    def answers(model: FrozenModel) -> torch.Tensor:
+        return model.answers(sequences, [model.micro_batches(sequences, units) for units in batch.updates])
+
+    if "old_logp" in s.algorithm.needs:
+        sequences.old_logp = answers(s.actor)
+        if s.position.rank == 0:
+            s.store.record_old_logp(batch.experiences, response_values(sequences.old_logp, batch.experiences))
+    if s.roles.reference is not None:
+        sequences.ref_logp = answers(s.roles.reference)
+    if s.roles.critic is not None:
+        sequences.values = answers(s.roles.critic)
+    if s.roles.reward_model is None:
+        return {}
+    scores = answers(s.roles.reward_model)[sequences.cu_seqlens[1:] - 1].tolist()[: len(batch.experiences)]
+    batch.experiences = add_scores(batch.experiences, scores, s.config.reward_model.coef)
+    return spread("reward_model/score", scores)
+
+
+def add_scores(experiences: Sequence[Experience], scores: Sequence[float], coef: float) -> list[Experience]:
+    """The rewards with a reward model's scores (one for each, of the whole answer) in them; group statistics are taken anew."""
+    scored = [
+        replace(e, reward=replace(e.reward, score=e.reward.score + coef * score, parts={**e.reward.parts, "model": score}))
+        for e, score in zip(experiences, scores, strict=True)
+    ]
+    return [experience for group in by_group(scored) for experience in with_stats(group)]
+
+
+def estimate(s: Session, batch: StepBatch) -> dict[str, float]:
+    """Advantages (and returns) of every token, and the coefficient of the KL for the next step; metrics of both."""
+    sequences, config = batch.sequences, s.config.algorithm
+    metrics: dict[str, float] = {}
+    if "advantages" in s.algorithm.needs:
+        result = s.algorithm.step_advantages(_step_input(s, batch), config)
+        sequences.advantages, sequences.returns = result.advantages, result.returns
+        metrics |= result.metrics
+    if sequences.values is not None and sequences.returns is not None:
+        metrics |= spread("critic/values", sequences.values[sequences.mask].tolist())
+        metrics |= spread("critic/returns", sequences.returns[sequences.mask].tolist())
+        explained = value.explained_variance(sequences.values, sequences.returns, sequences.mask)
+        metrics["critic/vf_explained_var"] = explained
+    if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
+        metrics["actor/kl_coef"] = kl_coef(s)
+        distance = kl.mean(sequences.old_logp, sequences.ref_logp, sequences.sampled, config.kl.estimator)
+        adapted = kl.adapted(kl_coef(s), distance, len(batch.experiences), config.kl)
+        s.state = replace(s.state, kl_coef=adapted)
+        metrics["actor/kl_measured"] = distance
+    return metrics
+
+
+def kl_coef(s: Session) -> float:
+    """Of the step at hand."""
+    return s.config.algorithm.kl.coef if s.state.kl_coef is None else s.state.kl_coef
+
+
+def _step_input(s: Session, batch: StepBatch) -> StepInput:
+    sequences, experiences = batch.sequences, batch.experiences
+    more = len(sequences) - len(experiences)
+    rewards = [e.reward.score for e in experiences] + [0.0] * more
+    stats = [e.group_stats or group_stats([e.reward.score]) for e in experiences] + [NO_GROUP] * more
+    greedy, bootstrap = None, None
+    if "greedy" in s.algorithm.needs:
+        scores = [e.greedy.reward.score for e in experiences if e.greedy is not None] + [0.0] * more
+        greedy = torch.tensor(scores, dtype=torch.float64)
+    if sequences.values is not None:
+        # The value of the state behind the last token stands at that token's own position.
+        cut = torch.tensor([e.finish_reason == "length" for e in experiences] + [False] * more)
+        bootstrap = torch.where(cut, sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)
+    return StepInput(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        stats=stats,
+        cu_seqlens=sequences.cu_seqlens,
+        mask=sequences.mask,
+        old_logp=sequences.old_logp,
+        ref_logp=sequences.ref_logp,
+        values=sequences.values,
+        bootstrap=bootstrap,
+        greedy=greedy,
+        expert=sequences.expert,
+        kl_coef=kl_coef(s),
+    )
+
+
+def update(s: Session, batch: StepBatch, policy: Objective, settings: AlgorithmConfig) -> dict[str, float]:
+    """The step's optimizer updates, of the critic and of the actor by ``policy``; metrics over all ranks.
+
+    ``settings``: the algorithm's with the KL coefficient of the step.
+    """
+    config, number, sequences = s.config, s.state.step, batch.sequences
+    critic = s.roles.critic
+    alone = critic is not None and number < config.critic.warmup_steps
+    sums: list[Sums] = []
+    updates: list[Sums] = []
+    if s.algorithm.restarts_optimizer:
+        s.actor.optimizer.restart(config.trainer.optimizer)
+    for i, units in enumerate(batch.updates):
+        count = number * config.trainer.updates_per_step + i
+        if critic is not None:
+            returns = objectives.returns(settings, sequences)
+            sums.append(critic.backward(sequences, critic.micro_batches(sequences, units), returns))
+            lr = learning_rate(config.critic.optimizer, count)
+            updates.append({"critic/grad_norm": (critic.step(lr), 1.0), "critic/lr": (lr, 1.0)})
+        if not alone:
+            sums.append(s.actor.backward(sequences, s.actor.micro_batches(sequences, units), policy))
+            lr = learning_rate(config.trainer.optimizer, count)
+            updates.append({"actor/grad_norm": (s.actor.step(lr), 1.0), "actor/lr": (lr, 1.0)})
+    return mean_of_sums(s.gather(sums)) | mean_of_sums(updates)
+
+
+def mismatch(sequences: Sequences) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's for the same weights and tokens."""
+    if sequences.old_logp is None or sequences.engine_logp is None or not bool(sequences.sampled.any()):
+        return {}
+    old, engine = sequences.old_logp[sequences.sampled], sequences.engine_logp[sequences.sampled]
+    difference, probability = (old - engine).abs(), (old.exp() - engine.exp()).abs()
+    return {
+        "training/rollout_logp_diff_mean": float(difference.double().mean()),
+        "training/rollout_probs_diff_mean": float(probability.double().mean()),
+        "training/rollout_logp_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_max": float(probability.max()),
+    }

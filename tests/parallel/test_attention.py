@@ -1,0 +1,394 @@
+"""Packed and padded sequences, context parallelism and recomputation: log-probs and gradients of transformers' eager run.
+
+The reference runs one sequence at a time, so it knows neither padding nor neighbours. Batches are laid out here by plain loops.
+All cases of one world run in one set of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import ModelConfig, ParallelConfig
+from tests.parallel.families import VOCAB, hf_model
+from tests.parallel.grid import run_grid
+
+TOLERANCE = 1e-5
+"""Of the largest entry: of all log-probs, and of each parameter's gradient on a rank."""
+BF16_TOLERANCE = 0.15
+"""8 bits of mantissa, through four layers, against float32."""
+LENGTHS = (5, 24, 2, 13, 17, 9, 24, 3)
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {}) for name in ("qwen3", "qwen2", "llama3", "qwen3_moe", "deepseek_v3", "deepseek_v3_yarn")
+} | {"linear": ("llama2", {"rope_parameters": LINEAR})}
+
+
+@dataclass(frozen=True)
+class Case:
+    grid: str
+    packed: bool
+    model: str = "qwen3"
+    recompute: str = "none"
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        parts = [self.model, self.grid, "packed" if self.packed else "padded", self.recompute, self.dtype]
+        return "-".join(part for part in parts if part not in ("none", "float32"))
+
+
+SP = ParallelConfig(tp=2, sequence_parallel=True)
+GRIDS = {
+    "tp1": ParallelConfig(),
+    "tp2": ParallelConfig(tp=2),
+    "tp2-sp": SP,
+    "pp2": ParallelConfig(pp=2),
+    "pp2-vpp2": ParallelConfig(pp=2, vpp=2),
+    "dp2": ParallelConfig(dp=2),
+    "cp2": ParallelConfig(cp=2),
+    "ep2": ParallelConfig(dp=2, ep=2),
+    "cp2ep2": ParallelConfig(cp=2, ep=2),
+    "cp4": ParallelConfig(cp=4),  # more ranks than key/value heads
+    "tp2cp2": ParallelConfig(tp=2, cp=2),
+    "tp2cp2-sp": replace(SP, cp=2),
+    "cp2pp2": ParallelConfig(cp=2, pp=2),
+    "cp2dp2": ParallelConfig(cp=2, dp=2),
+    "cp2dp2ep2": ParallelConfig(cp=2, dp=2, ep=2),
+    "tp2pp2vpp2-sp": replace(SP, pp=2, vpp=2),
+}
+BOTH = (False, True)
+CASES = [
+    *(Case(grid, packed) for grid in GRIDS if "ep2" not in grid for packed in BOTH),
+    *(Case(grid, packed, "qwen3_moe") for grid in ("tp1", "ep2", "cp2ep2", "cp2dp2ep2", "tp2cp2-sp") for packed in BOTH),
+    *(Case(grid, packed, "deepseek_v3_yarn") for grid in ("tp2-sp", "cp2", "tp2cp2-sp") for packed in BOTH),
+    *(Case(grid, True, model) for model in ("llama3", "linear", "qwen2", "deepseek_v3") for grid in ("tp1", "cp2")),
+    *(
+        Case(grid, packed, "qwen3", recompute)
+        for recompute in ("selective", "full")
+        for grid in ("tp1", "tp2-sp", "cp2", "pp2-vpp2")
+        for packed in BOTH
+    ),
+    *(Case("ep2", True, "qwen3_moe", recompute) for recompute in ("selective", "full")),
+    Case("cp2", True, "deepseek_v3_yarn", "selective"),
+    *(Case(grid, packed, dtype="bfloat16") for grid in ("tp1", "cp2") for packed in BOTH),
+]
+
+
+def up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def zigzag(length: int, cp: int, rank: int) -> list[int]:
+    """Positions of a sequence that a rank has."""
+    size = length // (2 * cp)
+    return [*range(rank * size, (rank + 1) * size), *range((2 * cp - 1 - rank) * size, (2 * cp - rank) * size)]
+
+
+@dataclass
+class Batch:
+    """A micro-batch: tokens, targets, and weights of the loss [b, s] for a rank; ``source`` is (sequence, position) or None."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    source: list[list[tuple[int, int] | None]]
+    params: Any
+
+
+def layout(
+    sequences: list[torch.Tensor], weights: list[torch.Tensor], chosen: list[int], parallel: ParallelConfig, packed: bool, cp_rank: int,
+    length: int,
+) -> Batch:  # fmt: skip
+    """``length`` rows of tokens for each chunk or row, the same in all micro-batches because pipeline stages exchange fixed sizes."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cp = parallel.cp
+    lengths = [up(len(sequences[i]), 2 * cp) for i in chosen] if packed else [length] * len(chosen)
+    places: list[list[tuple[int, int] | None]] = [
+        [(i, p) if p < len(sequences[i]) else None for p in zigzag(whole, cp, cp_rank)]
+        for i, whole in zip(chosen, lengths, strict=True)
+    ]
+    params = None
+    if packed:
+        rest = length - sum(lengths)
+        if rest:
+            lengths.append(rest)
+            places.append([None] * (rest // cp))
+        cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        )
+        places = [[place for row in places for place in row]]
+
+    def fill(values: list[torch.Tensor], shift: int, nothing: float) -> torch.Tensor:
+        def at(place: tuple[int, int] | None) -> float:
+            if place is None or place[1] + shift >= len(values[place[0]]):
+                return nothing
+            return float(values[place[0]][place[1] + shift])
+
+        return torch.tensor([[at(place) for place in row] for row in places])
+
+    return Batch(fill(sequences, 0, 0).long(), fill(sequences, 1, -100).long(), fill(weights, 0, 0), places, params)
+
+
+def backward(chunks: Any, parallel: ParallelConfig, batches: list[Batch], length: int) -> dict[tuple[int, int], float]:
+    """Runs the batches forward and backward; (sequence, position) -> log-prob on ranks of the last stage."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megarl.models.gpt import unwrap
+    from megarl.models.head import Request, asking
+
+    def step(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+        with asking(unwrap(model), Request(batch.targets, VOCAB)):
+            output = model(batch.tokens, None, None, packed_seq_params=batch.params)
+
+        def loss(answer: torch.Tensor) -> Any:
+            return (answer[..., 0] * batch.weights).sum(), torch.zeros((), dtype=torch.int), (batch, answer[..., 0].detach())
+
+        return output, loss
+
+    config: Any = unwrap(chunks[0]).config
+    wrapped = [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), c) for c in chunks]
+    for model in wrapped:
+        model.zero_grad_buffer()
+        model.train()
+    collected = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        model=wrapped if len(chunks) > 1 else wrapped[0],
+        num_microbatches=len(batches),
+        seq_length=length,
+        micro_batch_size=len(batches[0].tokens),
+        forward_only=False,
+    )
+    return {
+        place: float(logp)
+        for batch, answer in collected
+        for row, values in zip(batch.source, answer, strict=True)
+        for place, logp in zip(row, values, strict=True)
+        if place is not None
+    }
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+
+
+def on_grids(rank: int, folder: str, cases: list[Case]) -> dict[Case, tuple[float, float, str]]:
+    """Runs in each rank: the largest relative error of a log-prob, that of a gradient, and the name of that parameter."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megarl.checkpoint import hf
+    from megarl.models.gpt import build_chunks, named_tensors, unwrap
+    from megarl.parallel import groups
+    from megarl.parallel.grid import megatron_grid
+    from megarl.reshard.layouts import megatron_layout
+
+    found = {}
+    for grid in dict.fromkeys(case.grid for case in cases):
+        parallel = GRIDS[grid]
+        position = groups.initialize(parallel, seed=1)
+        for case in (c for c in cases if c.grid == grid):
+            path = Path(folder) / case.model
+            expected = torch.load(path / "expected.pt")
+            model = ModelConfig(path=str(path), recompute=case.recompute, dtype=case.dtype)  # type: ignore[arg-type]
+            hf_config = hf.read_hf_config(path)
+            chunks = build_chunks(hf_config, model, parallel)
+            tensors = named_tensors(chunks if len(chunks) > 1 else chunks[0])
+            plan = megatron_layout(hf_config, megatron_grid(parallel))
+            hf.load_into(path, plan, rank, tensors)
+
+            mine = list(range(len(LENGTHS)))[position.dp_rank :: parallel.dp]
+            micro = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
+            longest = sum(LENGTHS) + 2 * parallel.cp * len(LENGTHS) if case.packed else max(LENGTHS)
+            length = up(longest, 2 * parallel.cp * parallel.tp)
+            batches = [
+                layout(expected["tokens"], expected["weights"], m, parallel, case.packed, position.cp_rank, length)
+                for m in micro
+            ]
+            logp = backward(chunks, parallel, batches, length)
+            wanted = torch.tensor([expected["logp"][i][p] for i, p in logp if p + 1 < LENGTHS[i]])
+            got = torch.tensor([value for (i, p), value in logp.items() if p + 1 < LENGTHS[i]])
+            error = relative(got, wanted) if len(got) else 0.0
+
+            named = [
+                (f"chunk{v}.{name}" if len(chunks) > 1 else name, p)
+                for v, chunk in enumerate(chunks)
+                for name, p in unwrap(chunk).named_parameters()
+            ]
+            gradients = {name: torch.full(tensor.shape, float("nan")) for name, tensor in tensors.items()}
+            hf.load_into(Path(folder) / f"{case.model}-gradients", plan, rank, gradients)
+            errors = {name: relative(p.main_grad, gradients[name]) for name, p in named}
+            worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+            found[case] = (error, errors[worst], worst)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints, each with its tokens, weights of the loss and log-probs; ``{model}-gradients`` hold the loss's gradients."""
+    root = tmp_path_factory.mktemp("attention")
+    g = torch.Generator().manual_seed(5)
+    # Without the padding token: transformers gives its embedding no gradient.
+    tokens = [torch.randint(2, VOCAB, (n,), generator=g) for n in LENGTHS]
+    weights = [torch.randn(n, generator=g) / sum(LENGTHS) for n in LENGTHS]
+    for name, (family, changes) in MODELS.items():
+        model = hf_model(family, **changes)
+        model.save_pretrained(root / name)
+        logps = []
+        for row, weight in zip(tokens, weights, strict=True):
+            logp = torch.log_softmax(model(row[None]).logits[0], -1)[:-1].gather(-1, row[1:, None])[:, 0]
+            (logp * weight[:-1]).sum().backward()
+            logps.append(logp.detach())
+        torch.save({"tokens": tokens, "weights": weights, "logp": logps}, root / name / "expected.pt")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.grad)
+            for buffer in model.buffers():
+                buffer.zero_()
+        model.save_pretrained(root / f"{name}-gradients")
+    return root
+
+
+@pytest.fixture(scope="module")
+def errors(folder: Path) -> dict[Case, tuple[float, float, str]]:
+    """Case -> the largest error of a log-prob, and of a gradient with its name, of all ranks."""
+    found = {}
+    for world in sorted({p.world_size for p in GRIDS.values()}):
+        cases = [c for c in CASES if GRIDS[c.grid].world_size == world]
+        answers = run_grid(world, on_grids, str(folder), cases)
+        for case in cases:
+            mine = [a[case] for a in answers]
+            found[case] = (max(m[0] for m in mine), *max((m[1:] for m in mine), key=lambda m: m[0]))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_transformers_one_sequence_at_a_time(errors: Any, case: Case) -> None:
+    logp, gradient, name = errors[case]
+    tolerance = BF16_TOLERANCE if case.dtype == "bfloat16" else TOLERANCE
+    assert logp < tolerance
+    assert gradient < tolerance, f"{name}: gradient off by {gradient:.1e} of its largest entry"
+
+
+def neighbours(rank: int, path: str) -> list[bool]:
+    """For the model and for the attention alone: whether other sequences keep their bits when one sequence changes."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarl.models.attention import CoreAttention
+    from megarl.parallel import groups
+    from tests.parallel.test_families import build_and_load
+
+    groups.initialize(ParallelConfig(), seed=1)
+    (stage,), _, _ = build_and_load(Path(path), ParallelConfig(), rank)
+    g = torch.Generator().manual_seed(0)
+    total, changed = sum(LENGTHS), slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
+    others = torch.ones(total, dtype=torch.bool)
+    others[changed] = False
+
+    def params() -> Any:
+        cu = torch.tensor([sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)], dtype=torch.int32)
+        return PackedSeqParams("thd", cu, cu, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS))
+
+    tokens = torch.randint(2, VOCAB, (1, total), generator=g)
+    one = stage(tokens, None, None, packed_seq_params=params())[0]
+    tokens[0, changed] = torch.randint(2, VOCAB, (LENGTHS[1],), generator=g)
+    two = stage(tokens, None, None, packed_seq_params=params())[0]
+
+    core = CoreAttention(stage.config, 1, AttnMaskType.causal, "self")
+    query, key, value = (torch.randn(total, heads, 24, generator=g) for heads in (4, 2, 2))
+    three = core(query, key, value, None, packed_seq_params=params())
+    key[changed] = value[changed] = query[changed] = float("nan")  # would spread through any weight of zero
+    four = core(query, key, value, None, packed_seq_params=params())
+    return [
+        torch.equal(one[others], two[others]),
+        not torch.equal(one[~others], two[~others]),
+        torch.equal(three[others], four[others]),
+        bool(four[~others].isnan().all()),
+    ]
+
+
+def test_packed_sequences_do_not_see_each_other(folder: Path) -> None:
+    assert run_grid(1, neighbours, str(folder / "qwen3")) == [[True] * 4]
+
+
+def attention_alone(rank: int) -> list[float]:
+    """Largest differences of the attention under cp=2 from scores with a mask: outputs, and gradients of query, key, value."""
+    import torch.distributed as dist
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megarl.models.attention import CoreAttention
+    from megarl.parallel import groups
+
+    groups.initialize(ParallelConfig(cp=2), seed=1)
+    config = TransformerConfig(num_layers=1, hidden_size=48, num_attention_heads=6, attention_dropout=0.0, context_parallel_size=2)
+    lengths = [8, 4, 20, 12, 4]
+    total = sum(lengths)
+    g = torch.Generator().manual_seed(3)
+    shapes = [(6, 8), (3, 8), (3, 5)]  # cp divides neither the 3 key/value heads; values are narrower
+    whole = [torch.randn(total, *shape, generator=g, requires_grad=True) for shape in shapes]
+    weight = torch.randn(total, 6 * 5, generator=g)
+
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    allowed = (segment[:, None] == segment) & (torch.arange(total)[:, None] >= torch.arange(total))
+    query, key, value = whole
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.3
+    probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", probabilities, value.repeat_interleave(2, 1)).flatten(1)
+    (expected * weight).sum().backward()
+
+    mine = torch.tensor([sum(lengths[:i]) + p for i, n in enumerate(lengths) for p in zigzag(n, 2, rank)])
+    shares = [x.detach()[mine].requires_grad_() for x in whole]
+    core = CoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.3)
+    cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+    out = core(*shares, None, packed_seq_params=PackedSeqParams("thd", cu, cu, max_seqlen_q=20, max_seqlen_kv=20))
+    (out * weight[mine]).sum().backward()
+    dist.barrier()
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shares, whole, strict=True))]
+    return [float((found - want[mine]).abs().max()) for found, want in pairs]
+
+
+def test_the_attention_alone_under_context_parallelism() -> None:
+    for differences in run_grid(2, attention_alone):
+        assert max(differences) < 1e-5, f"outputs and gradients of query, key, value are off by {differences}"
+
+
+def passes(rank: int, path: str) -> dict[str, tuple[int, int]]:
+    """model.recompute -> how often attention and the linear behind it run per layer in one forward and backward."""
+    from megarl.checkpoint import hf
+    from megarl.models.gpt import build_chunks
+    from megarl.parallel import groups
+
+    groups.initialize(ParallelConfig(), seed=1)
+    found = {}
+    for recompute in ("none", "selective", "full"):
+        model = ModelConfig(path=path, recompute=recompute)  # type: ignore[arg-type]
+        (stage,) = build_chunks(hf.read_hf_config(Path(path)), model, ParallelConfig())
+        counts = {"core_attention": 0, "linear_proj": 0}
+
+        def count(module: Any, *_: Any, counts: dict[str, int] = counts) -> None:
+            counts["core_attention" if type(module).__name__ == "CoreAttention" else "linear_proj"] += 1
+
+        for name, module in stage.named_modules():
+            if name.endswith(("core_attention", "self_attention.linear_proj")):
+                module.register_forward_pre_hook(count)
+        stage(torch.zeros(1, 8, dtype=torch.int64), None, None).sum().backward()
+        found[recompute] = (counts["core_attention"] // 4, counts["linear_proj"] // 4)
+    return found
+
+
+def test_what_is_recomputed(folder: Path) -> None:
+    (found,) = run_grid(1, passes, str(folder / "qwen3"))
+    assert found == {"none": (1, 1), "selective": (2, 1), "full": (2, 2)}
