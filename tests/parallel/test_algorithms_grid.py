@@ -16,7 +16,7 @@ from megarl.config.schema import AlgorithmConfig, KLConfig, ModelConfig, Optimiz
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
-from tests.parallel.test_parity import TOLERANCE, make_batch, next_token_logp
+from tests.parallel.parity import TOLERANCE, make_batch, next_token_logp
 from tests.unit.test_algorithms_reference import reference_loss
 
 GRIDS = {

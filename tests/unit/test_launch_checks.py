@@ -169,7 +169,6 @@ def test_model_without_a_table(prepared: Path, tmp_path: Path, changes: dict[str
     ("overrides", "words"),
     [
         (["parallel.ep=2"], ["parallel.tp=2 with the 8 experts", "parallel.sequence_parallel=true"]),
-        (["parallel=pp2", "parallel.vpp=2"], ["parallel.vpp=2", "set parallel.vpp to 1"]),
         (["parallel=tp1", "parallel.ep=4"], ["parallel.ep=4", "does not divide the 1 ranks"]),
     ],
 )

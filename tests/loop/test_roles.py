@@ -1,0 +1,175 @@
+"""Jobs with more roles than the actor, through the command line: PPO with everybody on a grid of its own, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.checkpoint.state import latest, read_state
+from megarl.schema import GREEDY
+from megarl.store import Store
+from tests.system.jobs import TINY, Job
+
+STEPS = 4
+PPO = (
+    *TINY,
+    "algorithm=ppo",
+    "algorithm.group_size=4",
+    "algorithm.kl={coef: 0.2, target: 0.01, horizon: 100}",
+    f"trainer.steps={STEPS}",
+    "critic.parallel={dp: 2}",
+    "critic.optimizer.lr=1e-3",
+    "critic.warmup_steps=1",
+    "reference.parallel={pp: 2}",
+    "reference.refresh=3",
+    "reward_model.parallel={dp: 2}",
+    "reward_model.coef=0.5",
+)
+NOT_COMPARED = ("timing_s/", "perf/", "rollout/", "sync/", "training/attempt")
+"""What depends on the machine or counts attempts."""
+
+
+def score_model(path: Path) -> Path:
+    """A reward model as transformers makes it, for the quickstart's vocabulary."""
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=64, num_labels=1, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForSequenceClassification(config)
+    torch.nn.init.normal_(model.score.weight, std=0.2)
+    model.save_pretrained(path)
+    return path
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> what was recorded of it."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {int(r["step"]): r for r in records if "training/global_step" in r}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """One that ran to its end, and one that was killed in its third step and started again."""
+    root = tmp_path_factory.mktemp("ppo")
+    scores = score_model(root / "scores")
+    started: list[Job] = []
+
+    def start(name: str) -> Job:
+        job = Job(root / name, [*PPO, f"reward_model.path={scores}"]).start()
+        started.append(job)
+        return job
+
+    try:
+        first = start("whole")
+        assert first.wait(300) == 0, first.output.read_text()
+        second = start("killed")
+        second.until_step(3)
+        for pid in [*second.processes(), second.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        second.until_gone(60)
+        third = start("killed")
+        assert third.wait(300) == 0, third.output.read_text()
+        yield first.run_dir, third.run_dir
+    finally:
+        for job in started:
+            job.clean_up()
+
+
+def test_all_roles_took_part(jobs: tuple[Path, Path]) -> None:
+    steps = metrics(jobs[0])
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    first = steps[1]
+    assert first["critic/values/max"] == first["critic/values/min"] == 0.0  # its head began with zeros
+    assert "actor/pg_loss" not in first and "critic/vf_loss" in first  # critic.warmup_steps
+    assert steps[2]["critic/values/max"] > steps[2]["critic/values/min"]
+    for step in range(2, STEPS + 1):
+        assert {"actor/pg_loss", "critic/vf_loss", "critic/vf_explained_var", "critic/grad_norm"} <= steps[step].keys()
+        assert steps[step]["reward_model/score/max"] > steps[step]["reward_model/score/min"]
+    # The reward has half the model's score in it; the rule's is 0 or 1.
+    scored = steps[2]["reward_model/score/mean"] * 0.5
+    assert steps[2]["critic/score/mean"] == pytest.approx(steps[2]["training/accuracy"] + scored, abs=1e-6)
+
+
+def test_the_reference_is_the_actor_of_its_last_refresh(jobs: tuple[Path, Path]) -> None:
+    """Taken at step 0, kept in steps 1 and 2, taken again when 3 steps are done."""
+    measured = [metrics(jobs[0])[step]["actor/kl_measured"] for step in range(1, STEPS + 1)]
+    assert measured[0] == pytest.approx(0.0, abs=1e-6) and measured[3] == pytest.approx(0.0, abs=1e-6)
+    assert abs(measured[2]) > 1e-6
+
+
+def test_the_coefficient_adapts(jobs: tuple[Path, Path]) -> None:
+    steps = metrics(jobs[0])
+    responses = 8 * 4
+    for step in range(1, STEPS):
+        error = min(max(steps[step]["actor/kl_measured"] / 0.01 - 1, -0.2), 0.2)
+        wanted = steps[step]["actor/kl_coef"] * (1 + error * responses / 100)
+        assert steps[step + 1]["actor/kl_coef"] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_killed_job_goes_on_as_if_it_had_not_been(jobs: tuple[Path, Path]) -> None:
+    """Actor, critic, both optimizers, the reference between two refreshes and the KL's coefficient: all as they were."""
+    whole, killed = (metrics(run_dir) for run_dir in jobs)
+    assert killed[STEPS]["training/attempt"] == 2
+    for step in range(1, STEPS + 1):
+        mine, other = (
+            {k: v for k, v in run[step].items() if not k.startswith(NOT_COMPARED)} for run in (whole, killed)
+        )
+        assert mine == other, step
+    weights = [load_file(run_dir / "hf" / "model.safetensors") for run_dir in jobs]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    states = [read_state(_newest(run_dir)) for run_dir in jobs]
+    assert states[0] == states[1] and states[0]["kl_coef"] is not None
+    assert {path.name for path in _newest(jobs[0]).iterdir() if path.is_dir()} >= {"actor", "critic", "reference"}
+
+
+def _newest(run_dir: Path) -> Path:
+    found = latest(run_dir / "checkpoints")
+    assert found is not None
+    return found
+
+
+ALGORITHMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "mix": (("algorithm.expert_ratio=0.2",), ("actor/pg_loss", "train/loss")),
+    "online_dpo": ((), ("rewards/margins", "rewards/accuracies")),
+    "remax": ((), ("actor/pg_loss",)),
+}
+
+
+@pytest.fixture(scope="module", params=list(ALGORITHMS))
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Two steps of an algorithm that asks for other data than groups."""
+    overrides, _ = ALGORITHMS[request.param]
+    settings = [*TINY, f"algorithm={request.param}", "algorithm.group_size=8", "trainer.steps=2", *overrides, "parallel=dp2"]
+    job = Job(tmp_path_factory.mktemp(request.param) / "run", settings).start()
+    try:
+        assert job.wait(300) == 0, job.output.read_text()
+        yield request.param, job.run_dir
+    finally:
+        job.clean_up()
+
+
+def test_algorithms_with_data_of_their_own(trained: tuple[str, Path]) -> None:
+    name, run_dir = trained
+    steps = metrics(run_dir)
+    assert sorted(steps) == [1, 2]
+    for found in steps.values():
+        assert set(ALGORITHMS[name][1]) <= found.keys(), name
+        assert found["actor/grad_norm"] > 0
+    store = Store(f"sqlite:///{run_dir}/store.db")
+    experiences: list[Any] = store.experiences("train-000000")
+    store.close()
+    greedy = [e.greedy for e in experiences]
+    assert all((g is not None and g.index == GREEDY) == (name == "remax") for g in greedy)

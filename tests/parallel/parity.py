@@ -1,0 +1,342 @@
+"""The parity matrix: updates on a fixed batch, on every grid, against one process of plain transformers and torch.
+
+``python -m tests.parallel.parity docs/parity.md`` measures all cells and writes the table; ``test_parity.py`` asks that none is
+worse than ``TOLERANCE``. All cells of one world run in one set of processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema import AlgorithmConfig, KLConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from tests.parallel.batches import sequences_of
+from tests.parallel.families import save as save_family
+from tests.parallel.grid import run_grid
+from tests.parallel.models import VOCAB, save_tiny_qwen3
+
+TOLERANCE = 1e-5
+UPDATES = 4
+"""Loss, gradient norm and gradients are compared before the first, losses before each."""
+SETTINGS = AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, entropy_coef=0.01, kl=KLConfig(coef=0.1))
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, clip_grad=0.5)
+PACKED_TOKENS = 48
+"""Two or three of the batch's sequences."""
+MODELS = ("qwen3", "qwen3, tied", "qwen3_moe")
+
+GRIDS = {
+    "one process": ParallelConfig(),
+    "TP2": ParallelConfig(tp=2),
+    "TP2 + SP": ParallelConfig(tp=2, sequence_parallel=True),
+    "PP2": ParallelConfig(pp=2),
+    "PP2 × VPP2": ParallelConfig(pp=2, vpp=2),
+    "DP2": ParallelConfig(dp=2),
+    "CP2": ParallelConfig(cp=2),
+    "EP2": ParallelConfig(dp=2, ep=2),
+    "TP2 × PP2": ParallelConfig(tp=2, pp=2),
+    "TP2 × DP2": ParallelConfig(tp=2, dp=2),
+    "TP2 + SP × CP2": ParallelConfig(tp=2, cp=2, sequence_parallel=True),
+    "CP2 × EP2": ParallelConfig(cp=2, ep=2),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    grid: str
+    rows: int | None
+    """Rows of a padded micro-batch; None is packed."""
+    recompute: str
+
+    @property
+    def layout(self) -> str:
+        return "packed" if self.rows is None else f"padded, {self.rows} row{'s' * (self.rows > 1)}"
+
+    def __str__(self) -> str:
+        return f"{self.model} | {self.grid} | {self.layout} | recompute {self.recompute}"
+
+
+@dataclass
+class Errors:
+    """Relative: losses to the sum of the loss's terms without their signs, gradients to each parameter's largest entry."""
+
+    loss: float
+    norm: float
+    gradient: float
+    parameter: str
+    """With the worst gradient."""
+    later: float
+    """Losses of the updates that follow."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.norm, self.gradient, self.later)
+
+
+LAYOUTS = (None, 1, 2, 4)
+CELLS = [
+    *(
+        Cell("qwen3", grid, rows, recompute)
+        for grid in GRIDS
+        if "EP" not in grid
+        for recompute in ("none", "full")
+        for rows in LAYOUTS
+    ),
+    *(Cell("qwen3_moe", "EP2", rows, recompute) for recompute in ("none", "full") for rows in LAYOUTS),
+    *(Cell("qwen3_moe", grid, None, "none") for grid in ("one process", "TP2 + SP", "PP2 × VPP2", "CP2 × EP2")),
+    *(Cell("qwen3, tied", grid, None, "none") for grid in GRIDS if "EP" not in grid),
+    *(Cell("qwen3", grid, None, "selective") for grid in ("one process", "TP2 + SP", "CP2", "PP2 × VPP2")),
+]
+
+
+def make_batch(reference_logp: Any) -> dict[str, torch.Tensor]:
+    """Ten rows of unequal length. old_logp and ref_logp are the model's own, perturbed: no term of the loss vanishes."""
+    g = torch.Generator().manual_seed(11)
+    rows, length = 10, 20
+    tokens = torch.randint(2, VOCAB, (rows, length), generator=g)
+    mask = torch.zeros(rows, length, dtype=torch.bool)
+    lengths = torch.zeros(rows, dtype=torch.int64)
+    for i in range(rows):
+        prompt = int(torch.randint(3, 8, (), generator=g))
+        response = int(torch.randint(1, length - prompt, (), generator=g))
+        mask[i, prompt - 1 : prompt + response - 1] = True
+        tokens[i, prompt + response :] = 0
+        lengths[i] = prompt + response
+    mask[3, 7] = False  # a token in the middle that is not in the loss
+    logp = reference_logp(tokens)
+    noise = [torch.randn(rows, length, generator=g) * 0.1 for _ in range(2)]
+    advantages = torch.randn(rows, 1, generator=g).expand(rows, length).contiguous()
+    return {
+        "tokens": tokens, "lengths": lengths, "mask": mask, "old_logp": logp + noise[0], "ref_logp": logp + noise[1],
+        "advantages": advantages,
+    }  # fmt: skip
+
+
+def next_token_logp(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = model(tokens).logits.float()
+    logp_all = torch.log_softmax(logits, -1)
+    nxt = torch.roll(tokens, -1, 1)
+    return logp_all.gather(-1, nxt[..., None])[..., 0], -(logp_all.exp() * logp_all).sum(-1)
+
+
+def reference(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The batch; and the losses of all updates, the sizes of their terms, the first gradient's norm and entries by HF name."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        batch = make_batch(lambda tokens: next_token_logp(model, tokens)[0])
+    # Decay is for matrices, as everywhere: not for norms.
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
+    losses, sizes, norms, gradients = [], [], [], {}
+    for update in range(UPDATES):
+        logp, entropy = next_token_logp(model, batch["tokens"])
+        ratio = torch.exp(logp - batch["old_logp"])
+        surrogate = torch.minimum(ratio * batch["advantages"], ratio.clamp(0.8, 1.28) * batch["advantages"])
+        log_r = batch["ref_logp"] - logp
+        k3 = torch.exp(log_r) - log_r - 1
+        terms = torch.stack([-surrogate, 0.1 * k3, -0.01 * entropy])[:, batch["mask"]]
+        count = batch["mask"].sum()
+        loss = terms.sum() / count
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.sqrt(sum(p.grad.double().pow(2).sum() for p in parameters))
+        if update == 0:
+            gradients = gradients_by_file(model)
+        for p in parameters:
+            p.grad.mul_(min(1.0, OPTIMIZER.clip_grad / (float(norm) + 1e-6)))
+        adam.step()
+        losses.append(float(loss.detach()))
+        sizes.append(float(terms.detach().abs().sum() / count))
+        norms.append(float(norm))
+    return batch, {"losses": losses, "sizes": sizes, "norms": norms, "gradients": gradients}
+
+
+def gradients_by_file(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients under the names and in the shapes of a checkpoint; in memory transformers keeps all experts as one."""
+    from safetensors.torch import load_file
+
+    copy = deepcopy(model)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for into, parameter in zip(copy.parameters(), model.parameters(), strict=True):
+            into.copy_(parameter.grad)
+        copy.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def folder_of(root: Path, model: str) -> Path:
+    return root / MODELS[MODELS.index(model)].replace(", ", "_")
+
+
+def prepare(root: Path) -> None:
+    """The models as HF checkpoints, each with ``parity.pt``: the batch, and what the reference makes of it."""
+    save_tiny_qwen3(folder_of(root, "qwen3"))
+    save_tiny_qwen3(folder_of(root, "qwen3, tied"), tied=True)
+    save_family("qwen3_moe", folder_of(root, "qwen3_moe"))
+    for model in MODELS:
+        torch.save(reference(folder_of(root, model)), folder_of(root, model) / "parity.pt")
+
+
+def whole_gradients(chunks: Iterable[Any], names: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Local name -> reduced gradient. The distributed optimizer leaves each rank a shard of each bucket; it is put together here."""
+    import torch.distributed as dist
+
+    found = {}
+    for chunk, named in zip(chunks, names, strict=True):
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // group.size()
+                mine = bucket.grad_data[group.rank() * size : (group.rank() + 1) * size].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+        found |= {name: p.main_grad.clone() for name, p in named.items()}
+    return found
+
+
+def gradient_errors(rank: int, hf_config: Any, layout: Any, found: Any, expected: Any) -> tuple[float, str]:
+    """The worst of this rank's parts of all HF tensors, relative to the tensor's largest entry, and its HF name."""
+    from megarl.reshard.layouts import hf_layout
+    from megarl.reshard.plan import build_plan
+
+    worst, where = 0.0, ""
+    for m in build_plan(hf_layout(hf_config), layout).moves:
+        if m.dst != rank:
+            continue
+        size = [hi - lo for lo, hi in m.box]
+        want = expected[m.src_local]
+        here = found[m.dst_local][tuple(slice(a, a + n) for a, n in zip(m.dst_at, size, strict=True))]
+        there = want[tuple(slice(a, a + n) for a, n in zip(m.src_at, size, strict=True))]
+        error = float((here - there).abs().max() / want.abs().max().clamp_min(1e-12))
+        if not error <= worst:  # NaN too
+            worst, where = error, m.src_local
+    return worst, where
+
+
+def on_grid(rank: int, root: str, cells: list[Cell]) -> dict[Cell, Errors]:
+    """Runs in each rank: this rank's errors of every cell."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megarl import algorithms
+    from megarl.checkpoint import hf
+    from megarl.metrics import mean_of_sums
+    from megarl.models.gpt import unwrap
+    from megarl.parallel import groups
+    from megarl.parallel.grid import megatron_grid
+    from megarl.reshard.layouts import megatron_layout
+    from megarl.training import objectives
+    from megarl.training.model import TrainedModel, cut_for
+    from megarl.training.schedule import Head
+
+    found = {}
+    for grid in dict.fromkeys(cell.grid for cell in cells):
+        parallel = GRIDS[grid]
+        groups.initialize(parallel, seed=1)
+        for model, recompute in dict.fromkeys((c.model, c.recompute) for c in cells if c.grid == grid):
+            path = folder_of(Path(root), model)
+            hf_config = hf.read_hf_config(path)
+            batch, expected = torch.load(path / "parity.pt")
+            layout = megatron_layout(hf_config, megatron_grid(parallel))
+            settings = ModelConfig(path=str(path), recompute=recompute)  # type: ignore[arg-type]
+            trainer = TrainerConfig(max_tokens_per_micro_batch=PACKED_TOKENS)
+            actor = TrainedModel(hf_config, settings, parallel, Head(VOCAB), cut_for(parallel, trainer), OPTIMIZER)
+            names = [
+                {(f"chunk{v}.{n}" if len(actor.chunks) > 1 else n): p for n, p in unwrap(c).named_parameters()}
+                for v, c in enumerate(actor.chunks)
+            ]
+            sequences = sequences_of(**batch)
+            objective = objectives.policy(algorithms.get("grpo"), SETTINGS, sequences)
+            for cell in [c for c in cells if (c.grid, c.model, c.recompute) == (grid, model, recompute)]:
+                hf.load_into(path, layout, rank, actor.tensors)
+                actor.weights_changed()
+                actor.optimizer.restart(OPTIMIZER)
+                trainer = replace(trainer, packing=cell.rows is None, micro_batch_size=cell.rows or 1)
+                actor.cut = cut_for(parallel, trainer)
+                batches = actor.micro_batches(sequences)
+                losses, norms, worst = [], [], (0.0, "")
+                for update in range(UPDATES):
+                    sums = actor.backward(sequences, batches, objective)
+                    everyone: list[Any] = [None] * dist.get_world_size()
+                    dist.all_gather_object(everyone, sums)
+                    losses.append(mean_of_sums(everyone)["actor/loss"])
+                    if update == 0:
+                        gradients = whole_gradients(actor.chunks, names)
+                        worst = gradient_errors(rank, hf_config, layout, gradients, expected["gradients"])
+                    norms.append(actor.step(OPTIMIZER.lr))
+                off = [abs(a - b) / size for a, b, size in zip(losses, expected["losses"], expected["sizes"], strict=True)]
+                norm = abs(norms[0] - expected["norms"][0]) / expected["norms"][0]
+                found[cell] = Errors(off[0], norm, *worst, max(off[1:]))
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def measure(root: Path, cells: list[Cell] = CELLS) -> dict[Cell, Errors]:
+    """The worst errors of all ranks, cell by cell."""
+    prepare(root)
+    found: dict[Cell, Errors] = {}
+    for world in sorted({GRIDS[c.grid].world_size for c in cells}):
+        mine = [c for c in cells if GRIDS[c.grid].world_size == world]
+        answers = run_grid(world, on_grid, str(root), mine, timeout_s=600.0)
+        for cell in mine:
+            parts = [a[cell] for a in answers]
+            worst = max(parts, key=lambda e: e.gradient)
+            found[cell] = Errors(
+                max(e.loss for e in parts), max(e.norm for e in parts), worst.gradient, worst.parameter, max(e.later for e in parts)
+            )
+    return {cell: found[cell] for cell in cells}
+
+
+HEADER = """# Parity of the grids
+
+Written by `make parity` (`tests/parallel/parity.py`) on a CPU in float32; `tests/parallel/test_parity.py` fails where a number is above
+{tolerance:.0e}.
+
+One GRPO batch of ten sequences of unequal length with perturbed `old_logp` and `ref_logp`, so that clipping, the KL term and the
+entropy term are all in the gradient. The reference is one process of transformers (eager attention) and `torch.optim.AdamW`, with the
+loss and the clipping of the gradient written out in the test. Four updates each.
+
+- **loss**, **next losses**: of the first update and of the three that follow (worst), relative to the sum of the loss's terms without their signs;
+- **norm**: of the gradient before clipping, relative;
+- **gradient**: of every parameter as transformers names and shapes it, on every rank that holds a part of it, relative to its largest
+  entry; the worst parameter.
+
+Models: 4 layers, 200 tokens (no multiple of the padded vocabulary). EP2 stands on DP2. Recompute: `model.recompute`.
+
+{summary}
+
+| model | grid | micro-batches | recompute | loss | norm | gradient | worst parameter | next losses |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def table(found: dict[Cell, Errors]) -> str:
+    worst_cell, worst = max(found.items(), key=lambda item: item[1].worst)
+    summary = f"{len(found)} cells; the worst number is {worst.worst:.1e} ({worst_cell.grid}, {worst_cell.layout}, {worst_cell.model})."
+    lines = [
+        f"| {c.model} | {c.grid} | {c.layout} | {c.recompute} | {e.loss:.1e} | {e.norm:.1e} | {e.gradient:.1e} "
+        f"| `{e.parameter}` | {e.later:.1e} |"
+        for c, e in found.items()
+    ]
+    return HEADER.format(tolerance=TOLERANCE, summary=summary) + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        errors = measure(Path(folder))
+    Path(sys.argv[1]).write_text(table(errors))
+    print(f"{len(errors)} cells in {time.monotonic() - start:.0f} s, worst {max(e.worst for e in errors.values()):.1e}")
