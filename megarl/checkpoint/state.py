@@ -143,6 +143,7 @@ def load(checkpoint: Path, parts: Mapping[str, Part]) -> None:
         CheckpointError: a part or a tensor is missing, or has another shape.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     for name, part in parts.items():
         if not (checkpoint / name).is_dir():
@@ -153,9 +154,11 @@ def load(checkpoint: Path, parts: Mapping[str, Part]) -> None:
         try:
             with part.grid(), torch.no_grad():
                 _load_part(checkpoint / name, part)
-        except (CheckpointingException, KeyError) as error:
+        except (CheckpointingException, CheckpointException, KeyError) as error:
+            # What torch reports is no Exception, and its text the tracebacks of all ranks.
+            reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise CheckpointError(
-                f"{checkpoint / name} does not fit this model: {error}; was it made by another model.path?"
+                f"{checkpoint / name} does not fit this model: {reason}; was it made by another model.path?"
             ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 
@@ -48,6 +49,18 @@ class ScoreHead(torch.nn.Module):
         return scores, None
 
 
+class ScoreModel(GPTModel):  # type: ignore[misc]
+    """Megatron's own model; only its checkpoints are read more strictly."""
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Megatron lets an output weight of another shape pass, for vocabularies that are padded otherwise. Here that would take the
+        first row of a language model's output weight for the head, without a word."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
+        if self.post_process:
+            state[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
+        return state
+
+
 def smallest_output(gpt: Mapping[str, Any], pre_process: bool, post_process: bool, tp: int) -> dict[str, Any]:
     """GPTModel's arguments with an output weight that takes (next to) no memory until ``install`` replaces it.
 
@@ -60,10 +73,12 @@ def smallest_output(gpt: Mapping[str, Any], pre_process: bool, post_process: boo
 
 def install(stage: torch.nn.Module) -> None:
     """Put a ``ScoreHead`` in the place of a GPTModel's output layer; nothing to do on a stage that has none."""
+    assert type(stage) is GPTModel, f"not Megatron's model: {type(stage).__name__}"
     model: Any = stage
     if getattr(model, "output_layer", None) is None:
         return
     assert not getattr(model, "mtp_process", False), "multi-token prediction needs logits"
+    model.__class__ = ScoreModel
     model.output_layer = ScoreHead(model.config, model.pg_collection.tp)
     if model.share_embeddings_and_output_weights:  # as ``smallest_output`` asked for
         model.share_embeddings_and_output_weights = False
