@@ -7,7 +7,7 @@ ARGS   ?=
 TESTS  ?= tests
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: train test check bench soak doctor clean
+.PHONY: train test check bench soak parity doctor clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -26,6 +26,9 @@ bench: $(VENV)/.installed
 
 soak: $(VENV)/.installed  ## what is too long for `make test`; resumable
 	$(PY) benchmarks/controls.py $(ARGS)
+
+parity: $(VENV)/.installed  ## measure every grid against transformers again and write the table
+	$(PY) -W ignore -m tests.parallel.parity docs/parity.md
 
 doctor: $(VENV)/.installed
 	$(VENV)/bin/megarl doctor
