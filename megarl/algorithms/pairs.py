@@ -37,12 +37,15 @@ def split(by_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor, counted: torch.Tensor) -> Metrics:
-    """TRL's, over the pairs that are ``counted``: how often, and by how much, the chosen answer has the larger reward."""
+    """TRL's, over the pairs that are ``counted``: how often, and by how much, the chosen answer has the larger reward.
+
+    Equal rewards count as half (in TRL as none): a model that knows nothing prefers the chosen answer in half of the pairs.
+    """
     chosen, rejected = chosen.detach()[counted], rejected.detach()[counted]
     number = counted.sum()
     return {
         "rewards/chosen": (chosen.sum(), number),
         "rewards/rejected": (rejected.sum(), number),
-        "rewards/accuracies": ((chosen > rejected).sum(), number),
+        "rewards/accuracies": ((chosen > rejected).sum() + (chosen == rejected).sum() / 2, number),
         "rewards/margins": ((chosen - rejected).sum(), number),
     }

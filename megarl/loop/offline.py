@@ -156,7 +156,7 @@ def evaluate(s: Session, test: Batch, name: str) -> None:
         answers = s.actor.answers(sequences, [s.actor.micro_batches(sequences, test.units)])
         metrics = measured(objective_of(s, test), sequences, answers)
     if s.position.rank == 0:
-        s.store.record_event("trainer", "evaluation", {"rollout_id": name, "step": s.state.step, **metrics})
+        s.store.record_event("trainer", "evaluation", {"rollout_id": name, "step": s.state.step, "rows": len(test.units), **metrics})
         s.write(s.state.step, {f"val/{name}": value for name, value in metrics.items()})
         accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
         s.say(f"held-out loss at step {s.state.step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")

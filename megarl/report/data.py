@@ -40,6 +40,8 @@ class Evaluation:
     """Reward status -> answers; empty when the answers are no longer in the store."""
     mean_length: float | None
     """Tokens of a response."""
+    loss: float | None = None
+    """Of an offline job, on the held-out rows."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class Run:
     before: Evaluation | None
     after: Evaluation | None
     accuracies: tuple[tuple[int, float], ...]
-    """Every finished evaluation: (steps done, accuracy)."""
+    """Every finished evaluation that has one: (steps done, accuracy)."""
+    losses: tuple[tuple[int, float], ...]
+    """The same of the loss: an offline job's."""
     learned: int
     """Held-out tasks that were not right before and are right after."""
     unlearned: int
@@ -95,8 +99,13 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        done = self.after is not None and self.after.accuracy is not None and self.hf_checkpoint is not None
-        return done and self.steps_done >= self.config.trainer.steps
+        known = self.after is not None and (self.after.accuracy is not None or self.after.loss is not None)
+        return known and self.hf_checkpoint is not None and self.steps_done >= self.config.trainer.steps
+
+    @property
+    def offline(self) -> bool:
+        """Whether it trains on rows of a file: then it has losses, no answers."""
+        return bool(self.losses)
 
     @property
     def wall_s(self) -> float:
@@ -140,10 +149,11 @@ def load(run_dir: Path) -> Run:
         config=config,
         steps=tuple(steps),
         warm_start=tuple((step, _finite(written[step])) for step in sorted(written)),
-        held_out=len(tasks),
+        held_out=len(tasks) or max((int(e["rows"]) for e in events if "rows" in e), default=0),
         before=before,
         after=after,
-        accuracies=tuple(sorted({e["step"]: e["accuracy"] for e in events}.items())),
+        accuracies=_of_events(events, "accuracy"),
+        losses=_of_events(events, "loss"),
         learned=len((right[1] - right[0]) & both),
         unlearned=len((right[0] - right[1]) & both),
         samples=_samples(tasks, list(answers.values()), _located(config, run_dir, config.model.path), notes),
@@ -237,10 +247,16 @@ def _evaluation(name: str, events: Iterable[Mapping[str, Any]], answers: Sequenc
     return Evaluation(
         rollout_id=name,
         step=event["step"] if event else None,
-        accuracy=event["accuracy"] if event else None,
+        accuracy=event.get("accuracy") if event else None,
         statuses=Counter(e.reward.status for e in answers),
         mean_length=sum(len(e.response_ids) for e in answers) / len(answers) if answers else None,
+        loss=event.get("loss") if event else None,
     )
+
+
+def _of_events(events: Iterable[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
+    """(steps done, value) of evaluations, the last where a step has several."""
+    return tuple(sorted({e["step"]: e[name] for e in events if name in e}.items()))
 
 
 def _samples(

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megarl.report import svg
+from megarl.report import offline, svg
 from megarl.report.data import Answer, Run, changed_settings, load
 from megarl.report.png import reward_png, share_axis
 from megarl.report.style import CSS, HATCH
@@ -25,6 +25,8 @@ CHARTS = (
     ("Clipped tokens", "share", "actor/pg_clipfrac"),
     ("Engine − trainer log-prob, mean", "absolute", "training/rollout_logp_diff_mean"),
     ("Engine − trainer log-prob, largest", "absolute", "training/rollout_logp_diff_max"),
+    ("Chosen answer preferred", "share of pairs", "rewards/accuracies"),
+    ("Reward of chosen − rejected", "", "rewards/margins"),
     ("Tokens a second", "whole job", "perf/throughput"),
 )
 """(title, unit, metric under verl's name)"""
@@ -67,7 +69,10 @@ def page(run: Run) -> str:
 
 def _headline(run: Run) -> str:
     before, after = percent(run.before), percent(run.after)
-    if run.after is not None and run.after.accuracy is not None:
+    if run.offline:
+        preferences = bool(run.accuracies)
+        head = f"Held-out {'preferences' if preferences else 'loss'} {offline.change(run, by_accuracy=preferences) or 'not measured yet'}"
+    elif run.after is not None and run.after.accuracy is not None:
         head = f"Held-out accuracy {before} → {after}"
     elif run.before is not None and run.before.accuracy is not None:
         head = f"Held-out accuracy {before} before training"
@@ -81,6 +86,8 @@ def _headline(run: Run) -> str:
         ("wall time", duration(run.wall_s) if run.wall_s else "—"),
         ("mean reward, last step", svg.number(rewards[-1][1]) if rewards else "—"),
     ]
+    if run.offline:
+        tiles = [*tiles[1:3], ("held-out loss", offline.change(run, by_accuracy=False) or "—"), ("held-out rows", str(run.held_out))]
     boxes = "".join(f'<div class="card"><b>{escape(value)}</b><span>{label}</span></div>' for label, value in tiles)
     notes = "".join(f'<p class="note">{escape(clean(note))}</p>' for note in run.notes)
     name = escape(f"{run.config.run.name} · {run.config.algorithm.name}")
@@ -88,6 +95,8 @@ def _headline(run: Run) -> str:
 
 
 def _curve(run: Run) -> str:
+    if run.offline:
+        return _section("Loss", "Of each step; diamonds: of the held-out rows.", _card(offline.charts(run), scroll=True))
     rewards = run.series("critic/rewards/mean")
     shared = share_axis(rewards)
     markers = svg.Markers("held-out accuracy", run.accuracies) if run.accuracies else None
@@ -108,6 +117,9 @@ def _curve(run: Run) -> str:
 
 
 def _accuracy(run: Run) -> str:
+    if run.offline:
+        text = f"{run.held_out} held-out rows, whose questions no training row asks."
+        return _section("Before and after", text, _card(_table(offline.HEAD, offline.table(run))))
     body = []
     for label, evaluation in (("before", run.before), ("after", run.after)):
         s = evaluation.statuses if evaluation else {}
@@ -138,6 +150,8 @@ def _charts(run: Run) -> str:
 
 
 def _answers(run: Run) -> str:
+    if run.offline:
+        return ""
     if not run.samples:
         return _section("Sample answers", "No held-out task has been answered yet.")
     head = ("", "question", "ground truth", "before", "after")

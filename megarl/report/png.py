@@ -1,11 +1,11 @@
-"""The reward curve as PNG."""
+"""The reward curve as PNG; of an offline job its losses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.report import svg
+from megarl.report import offline, svg
 from megarl.report.data import Run
 from megarl.report.text import status
 
@@ -16,6 +16,8 @@ def share_axis(rewards: Sequence[tuple[int, float]]) -> bool:
 
 
 def reward_png(run: Run, path: Path) -> None:
+    if run.offline:
+        return offline.png(run, path, f"{run.config.run.name}: {status(run)}")
     from matplotlib.figure import Figure
 
     rewards = run.series("critic/rewards/mean")

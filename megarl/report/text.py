@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from os.path import commonprefix
 from pathlib import Path
 
+from megarl.report import offline
 from megarl.report.data import Answer, Evaluation, Run, load
 
 VERDICTS = {
@@ -19,13 +20,14 @@ VERDICTS = {
 def summary(run_dir: Path) -> str:
     """Text for the terminal: accuracy before and after, ten answers before and after, where the files are."""
     run = load(run_dir)
-    lines = [
-        f"{run.config.run.name}: {status(run)}",
-        "",
-        f"{'held-out tasks':<16}{'accuracy':>10}{'right':>8}{'of':>8}",
-    ]
-    for label, evaluation in (("before", run.before), ("after", run.after)):
-        lines.append(f"{label:<16}{percent(evaluation):>10}{right(evaluation):>8}{asked(run, evaluation):>8}")
+    lines = [f"{run.config.run.name}: {status(run)}", ""]
+    if run.offline:
+        lines.append(f"{f'{run.held_out} held-out rows':<20}{'loss':>10}{'chosen preferred':>20}")
+        lines += [f"{label:<20}{loss:>10}{accuracy:>20}" for label, _, loss, accuracy in offline.table(run)]
+    else:
+        lines.append(f"{'held-out tasks':<16}{'accuracy':>10}{'right':>8}{'of':>8}")
+        for label, evaluation in (("before", run.before), ("after", run.after)):
+            lines.append(f"{label:<16}{percent(evaluation):>10}{right(evaluation):>8}{asked(run, evaluation):>8}")
     if (gain := points_gained(run)) is not None:
         lines.append(f"{'change':<16}{gain:>+10.1f} points")
     if run.samples:
@@ -41,7 +43,7 @@ def summary(run_dir: Path) -> str:
         ]
     lines.append("")
     for label, path in (
-        ("reward curve", run_dir / "report" / "reward_curve.png"),
+        ("loss curve" if run.offline else "reward curve", run_dir / "report" / "reward_curve.png"),
         ("report", run_dir / "report" / "report.html"),
     ):
         lines.append(f"{label + ':':<15}{path if path.is_file() else 'not written yet'}")

@@ -112,7 +112,7 @@ def test_dpo(config: AlgorithmConfig, empty: tuple[int, ...]) -> None:
             "rewards/chosen": sum(chosen),
             "rewards/rejected": sum(rejected),
             "rewards/margins": sum(chosen) - sum(rejected),
-            "rewards/accuracies": sum(a > b for a, b in zip(chosen, rejected, strict=True)),
+            "rewards/accuracies": sum((a > b) + (a == b) / 2 for a, b in zip(chosen, rejected, strict=True)),
             "logps/chosen": sum(float(batch.logp[(batch.row == 2 * p) & batch.mask].sum()) for p in counted),
         }
         for name, total in wanted.items():
