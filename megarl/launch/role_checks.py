@@ -27,6 +27,11 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(f"reference.refresh={config.reference.refresh}, but {name} has no reference; leave it at never")
     if "expert" in algorithm.needs and config.taskset.expert is None:
         raise ConfigError(f"algorithm.name={name} needs taskset.expert, a file of rows with a response")
+    if "greedy" in algorithm.needs and config.reward_model.path is not None:
+        raise ConfigError(
+            f"reward_model.path with algorithm.name={name}: the greedy answers that others are compared with get no model score; leave it "
+            "out, or take another algorithm"
+        )
     if algorithm.offline:
         return
     if config.algorithm.dynamic_sampling and config.algorithm.group_size == 1:

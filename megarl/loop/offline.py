@@ -123,9 +123,9 @@ def step(s: Session, rows: Rows) -> None:
             found = batch_of(s, rows, [int(name) for name in chosen])
             batch = StepBatch([], found.sequences, updates_of(found.units, config.trainer.updates_per_step))
         with s.timeline.phase("inference", step=number):
-            metrics = infer(s, batch)
+            infer(s, batch)
         with s.timeline.phase("update", step=number):
-            metrics |= update(s, batch, objective_of(s, found), config.algorithm)
+            metrics = update(s, batch, objective_of(s, found), config.algorithm)
         s.state = replace(s.state, step=number + 1)
         metrics |= {"training/global_step": float(s.state.step), "training/attempt": float(s.attempt)}
         if s.state.step % config.trainer.checkpoint_interval == 0 and s.state.step < config.trainer.steps:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.algorithms import StepInput, group_stats, kl, value
+from megarl.algorithms import StepInput, group_stats, kl
 from megarl.batching import Sequences, joined, of_demonstrations, of_experiences, response_values
 from megarl.config.schema import AlgorithmConfig
 from megarl.experience import by_group, with_stats
@@ -73,8 +73,8 @@ def updates_of(units: Sequence[list[int]], updates: int, *, exactly: bool = Fals
     return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
 
 
-def infer(s: Session, batch: StepBatch) -> dict[str, float]:
-    """Log-probs under the weights that the update starts from, the reference's, values, and model scores; metrics of them."""
+def infer(s: Session, batch: StepBatch) -> None:
+    """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's, values."""
     sequences = batch.sequences
 
     def answers(model: FrozenModel) -> torch.Tensor:
@@ -88,11 +88,16 @@ def infer(s: Session, batch: StepBatch) -> dict[str, float]:
         sequences.ref_logp = answers(s.roles.reference)
     if s.roles.critic is not None:
         sequences.values = answers(s.roles.critic)
-    if s.roles.reward_model is None:
-        return {}
-    scores = answers(s.roles.reward_model)[sequences.cu_seqlens[1:] - 1].tolist()[: len(batch.experiences)]
-    batch.experiences = add_scores(batch.experiences, scores, s.config.reward_model.coef)
-    return spread("reward_model/score", scores)
+
+
+def score(s: Session, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+    """The experiences with the reward model's scores of the whole answers in their rewards, and metrics; as they are without one."""
+    model = s.roles.reward_model
+    if model is None:
+        return experiences, {}
+    sequences = of_experiences(experiences)
+    scores = model.answers(sequences, [model.micro_batches(sequences)])[sequences.cu_seqlens[1:] - 1].tolist()
+    return add_scores(experiences, scores, s.config.reward_model.coef), spread("reward_model/score", scores)
 
 
 def add_scores(experiences: Sequence[Experience], scores: Sequence[float], coef: float) -> list[Experience]:
@@ -112,11 +117,6 @@ def estimate(s: Session, batch: StepBatch) -> dict[str, float]:
         result = s.algorithm.step_advantages(_step_input(s, batch), config)
         sequences.advantages, sequences.returns = result.advantages, result.returns
         metrics |= result.metrics
-    if sequences.values is not None and sequences.returns is not None:
-        metrics |= spread("critic/values", sequences.values[sequences.mask].tolist())
-        metrics |= spread("critic/returns", sequences.returns[sequences.mask].tolist())
-        explained = value.explained_variance(sequences.values, sequences.returns, sequences.mask)
-        metrics["critic/vf_explained_var"] = explained
     if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
         metrics["actor/kl_coef"] = kl_coef(s)
         distance = kl.mean(sequences.old_logp, sequences.ref_logp, sequences.sampled, config.kl.estimator)

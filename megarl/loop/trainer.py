@@ -19,7 +19,7 @@ from megarl.errors import JobError
 from megarl.experience import Report
 from megarl.loop.rollouts import evaluate, training_groups
 from megarl.loop.session import Session
-from megarl.loop.step import estimate, gather, infer, kl_coef, mismatch, update
+from megarl.loop.step import estimate, gather, infer, kl_coef, mismatch, score, update
 from megarl.loop.warm_start import warm_start
 from megarl.metrics import console_line, spread
 from megarl.schema import Experience
@@ -84,17 +84,19 @@ def step(s: Session) -> bool:
             )
         for message in groups.report.messages:
             s.say(f"dropped from training: {message}")
-        with s.timeline.phase("batch", step=number):
-            batch = gather(s, groups.experiences, s.demonstrations(len(groups.experiences)))
         with s.timeline.phase("inference", step=number):
-            metrics = infer(s, batch)
+            experiences, metrics = score(s, groups.experiences)
+        with s.timeline.phase("batch", step=number):
+            batch = gather(s, experiences, s.demonstrations(len(experiences)))
+        with s.timeline.phase("inference", step=number):
+            infer(s, batch)
         with s.timeline.phase("update", step=number):
             settings = replace(config.algorithm, kl=replace(config.algorithm.kl, coef=kl_coef(s)))
             metrics |= estimate(s, batch)
             policy = objectives.policy(s.algorithm, settings, batch.sequences)
             metrics |= update(s, batch, policy, settings)
         s.state = replace(s.state, step=number + 1)
-        metrics |= mismatch(batch.sequences) | report | _experience_metrics(batch.experiences, groups.report)
+        metrics |= mismatch(batch.sequences) | report | _experience_metrics(experiences, groups.report)
         metrics |= {"training/global_step": float(s.state.step), "training/attempt": float(s.attempt)}
         if s.state.step % config.trainer.checkpoint_interval == 0 and s.state.step < config.trainer.steps:
             # A job that is killed after its checkpoint resumes behind this step: its metrics must be there by then.
