@@ -133,7 +133,19 @@ CONSOLE = (
 )
 
 
-def console_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """One line a step for a person."""
-    shown = [f"{label} {form.format(metrics[name])}" for label, name, form in CONSOLE if name in metrics]
+OFFLINE_CONSOLE = (
+    ("loss", "actor/loss", "{:.4f}"),
+    ("chosen preferred", "rewards/accuracies", "{:.1%}"),
+    ("margin", "rewards/margins", "{:.3f}"),
+    ("|g|", "actor/grad_norm", "{:.2f}"),
+    ("infer", "timing_s/inference", "{:.1f}s"),
+    ("update", "timing_s/update", "{:.1f}s"),
+)
+
+
+def console_line(
+    step: int, steps: int, metrics: Mapping[str, float], columns: Iterable[tuple[str, str, str]] = CONSOLE
+) -> str:
+    """One line a step for a person: (label, metric, form) of those ``columns`` that there are."""
+    shown = [f"{label} {form.format(metrics[name])}" for label, name, form in columns if name in metrics]
     return f"step {step}/{steps} | " + " | ".join(shown)

@@ -70,6 +70,15 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
     return Dequantised(files, read_hf_config(path).get("quantization_config") or {})
 
 
+def has_score(path: Path) -> bool:
+    """Whether an HF checkpoint has a score head. Raises CheckpointError for a file that is missing or cut short."""
+    files = open_hf(path)
+    try:
+        return SCORE in files.shapes
+    finally:
+        files.close()
+
+
 def check_hf(
     source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
 ) -> None:

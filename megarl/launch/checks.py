@@ -15,6 +15,7 @@ from megarl.launch.inputs import check_held_out, check_lengths, check_rewards
 from megarl.launch.model_checks import check_model
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, set_aside_damaged
+from megarl.launch.role_checks import check_role_models, check_role_settings
 from megarl.launch.rows import SPLITS, needs_expert_rows, read_split
 from megarl.report.doctor import available_memory
 from megarl.schema import Task
@@ -37,8 +38,10 @@ def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
     """
     set_aside_damaged(Path(config.run.dir), rename=mend)
     check_settings_of_run(config, Path(config.run.dir))
-    offline = algorithms.get(config.algorithm.name).offline
+    algorithm = algorithms.get(config.algorithm.name)
+    offline = algorithm.offline
     _check_settings(config, offline)
+    check_role_settings(config, algorithm)
     _check_memory(config, offline)
     check_url(config.store.url)
     prepare_data(config)
@@ -48,13 +51,12 @@ def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
             raise ConfigError("trainer.warm_start.steps > 0 needs taskset.warm_start, a file of rows with a response")
         rows["warm_start"] = read_split(config, "warm_start")
     if needs_expert_rows(config):
-        if config.taskset.expert is None:
-            raise ConfigError(f"algorithm.name={config.algorithm.name} needs taskset.expert, a file of rows with a response; set it")
         rows["expert"] = read_split(config, "expert")
     check_held_out(rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
     prepare_model(config)
     hf_config = read_hf_config(Path(config.model.path))
     check_model(config, hf_config, engines=not offline)
+    check_role_models(config, algorithm, hf_config)
     tasks = {} if offline else {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
     if tasks:
         check_rewards(config, tasks)
@@ -85,11 +87,6 @@ def _check_settings(config: Config, offline: bool) -> None:
                 f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs both; set "
                 "the other as well, or neither"
             )
-    buffer, limit = config.reward.overlong_buffer, config.rollout.max_response_tokens
-    if buffer is not None and buffer > limit:
-        raise ConfigError(f"reward.overlong_buffer={buffer} is more than rollout.max_response_tokens={limit}; lower it")
-    if config.reference.refresh != "never":
-        raise ConfigError(f"reference.refresh={config.reference.refresh} is not implemented yet; leave it at never")
     ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
 
 

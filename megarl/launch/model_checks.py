@@ -13,6 +13,7 @@ from megarl.architectures import architecture
 from megarl.checkpoint.hf_source import check_hf, open_hf
 from megarl.config import Config
 from megarl.errors import ConfigError
+from megarl.models.specs import check_implementation
 from megarl.ops import rows_in_budget
 from megarl.parallel.grid import check_parallel, megatron_grid
 from megarl.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
@@ -29,8 +30,10 @@ ENGINE_EXPERT_UNIT = 32
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool) -> None:
-    """The architecture has a table, the trainer's grid can train it, its files are whole; with ``engines`` they can be sent it."""
+    """The architecture has a table, the trainer's grid can train it and its modules can be built here, its files are whole; with
+    ``engines`` they can be sent it."""
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
+    check_implementation(config.model, config.parallel)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
         rows_in_budget(columns, getattr(torch, config.model.dtype), config.trainer.logits_bytes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from megarl import algorithms
 from megarl.checkpoint.state import write_text
 from megarl.config import Config, save_resolved
 from megarl.errors import ConfigError, JobError
@@ -92,13 +93,17 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def start_job(config: Config, lock: int, guard: Guard) -> list[Child]:
-    """Start engines, trainer ranks and the explorer, all under ``guard``; each holds the run directory by ``lock``."""
+    """Start engines, trainer ranks and the explorer, all under ``guard``; each holds the run directory by ``lock``.
+
+    An offline job has trainer ranks alone.
+    """
     run_dir = Path(config.run.dir)
+    offline = algorithms.get(config.algorithm.name).offline
     host = config.run.host
     attempt = next_attempt(run_dir)
     resolved = run_dir / "resolved.json"
     save_resolved(config, resolved)
-    numbers = ports.choose(host, ports.needed(config.rollout.replicas), config.run.port)
+    numbers = ports.choose(host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
     rendezvous, link, *engine_ports = numbers
     logs = run_dir / "logs" / f"attempt_{attempt}"
     key = os.environ.get("MEGARL_JOB_KEY") or secrets.token_urlsafe(24)
@@ -134,8 +139,9 @@ def start_job(config: Config, lock: int, guard: Guard) -> list[Child]:
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             }
             start(f"trainer rank {rank}", argv, rank_env, f"trainer_{rank}.log", echo=rank == 0)
-        argv = [sys.executable, "-m", "megarl.loop", "explorer", "--config", str(resolved)]
-        start("explorer", argv, {"OMP_NUM_THREADS": "1"}, "explorer.log")
+        if not offline:
+            argv = [sys.executable, "-m", "megarl.loop", "explorer", "--config", str(resolved)]
+            start("explorer", argv, {"OMP_NUM_THREADS": "1"}, "explorer.log")
     except BaseException:
         stop(children, STOP_S)
         raise

@@ -228,7 +228,7 @@ class Session:
 
     def export_hf(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""
-        plan = build_plan(self.actor.layout, hf_layout(self.hf_config))
+        plan = build_plan(self.actor.layout, hf_layout(self.hf_config, head="score" if self.actor.head is None else "lm"))
         with self.timeline.phase("export"), _writing(target):
             hf.export_hf(plan, self.position.rank, self.actor.tensors, Path(self.config.model.path), target)
             dist.barrier()  # rank 0 writes; the others may read it next

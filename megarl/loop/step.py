@@ -21,6 +21,7 @@ from megarl.metrics import Sums, mean_of_sums, spread
 from megarl.schema import Experience, GroupStats
 from megarl.training import objectives
 from megarl.training.model import FrozenModel
+from megarl.training.objectives import Objective
 from megarl.training.optimizer import learning_rate
 
 if TYPE_CHECKING:
@@ -158,8 +159,8 @@ def _step_input(s: Session, batch: StepBatch) -> StepInput:
     )
 
 
-def update(s: Session, batch: StepBatch, settings: AlgorithmConfig) -> dict[str, float]:
-    """The step's optimizer updates, of the critic and of the actor; metrics over all ranks.
+def update(s: Session, batch: StepBatch, policy: Objective, settings: AlgorithmConfig) -> dict[str, float]:
+    """The step's optimizer updates, of the critic and of the actor by ``policy``; metrics over all ranks.
 
     ``settings``: the algorithm's with the KL coefficient of the step.
     """
@@ -170,7 +171,6 @@ def update(s: Session, batch: StepBatch, settings: AlgorithmConfig) -> dict[str,
     updates: list[Sums] = []
     if s.algorithm.restarts_optimizer:
         s.actor.optimizer.restart(config.trainer.optimizer)
-    policy = objectives.policy(s.algorithm, settings, sequences)
     for i, units in enumerate(batch.updates):
         count = number * config.trainer.updates_per_step + i
         if critic is not None:

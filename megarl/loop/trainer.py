@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from megarl import ops
+from megarl import algorithms, ops
 from megarl.config import Config, load_resolved
 from megarl.errors import JobError
 from megarl.experience import Report
@@ -23,6 +23,7 @@ from megarl.loop.step import estimate, gather, infer, kl_coef, mismatch, update
 from megarl.loop.warm_start import warm_start
 from megarl.metrics import console_line, spread
 from megarl.schema import Experience
+from megarl.training import objectives
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ def step(s: Session) -> bool:
         with s.timeline.phase("update", step=number):
             settings = replace(config.algorithm, kl=replace(config.algorithm.kl, coef=kl_coef(s)))
             metrics |= estimate(s, batch)
-            metrics |= update(s, batch, settings)
+            policy = objectives.policy(s.algorithm, settings, batch.sequences)
+            metrics |= update(s, batch, policy, settings)
         s.state = replace(s.state, step=number + 1)
         metrics |= mismatch(batch.sequences) | report | _experience_metrics(batch.experiences, groups.report)
         metrics |= {"training/global_step": float(s.state.step), "training/attempt": float(s.attempt)}
@@ -133,8 +135,13 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
+    run = train
+    if algorithms.get(config.algorithm.name).offline:
+        from megarl.loop import offline
+
+        run = offline.train
     try:
-        train(config)
+        run(config)
     except (ValueError, RuntimeError) as error:
         if type(error).__module__ != "megarl.errors":
             raise

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megarl.architectures import Head, architecture
 from megarl.architectures.megatron_config import gpt_kwargs, transformer_kwargs
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.models.specs import RMSNorm, block_spec
+from megarl.models.specs import RMSNorm, block_spec, check_implementation
 from megarl.reshard.layouts import padded_vocab_size
 
 __all__ = ["RMSNorm", "build_chunks", "build_stage", "named_tensors", "transformer_config", "unwrap"]
@@ -50,6 +50,7 @@ def build_chunks(
     from megarl.models import head as lm_head
     from megarl.models import value_head
 
+    check_implementation(model, parallel)
     gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
     config = transformer_config(hf_config, model, parallel)

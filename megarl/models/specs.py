@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 
-from megarl.config.schema import ModelConfig
+from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.errors import ConfigError
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -17,6 +19,25 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError where ``model.transformer_impl`` cannot be built on this machine. Cheap for the local one."""
+    if model.transformer_impl != "transformer_engine":
+        return
+    mend = "or set model.transformer_impl to local"
+    if parallel.backend != "nccl":
+        raise ConfigError(
+            f"model.transformer_impl=transformer_engine with parallel.backend={parallel.backend}: TransformerEngine computes on "
+            f"CUDA alone; set parallel.backend to nccl, {mend}"
+        )
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built for is missing
+        raise ConfigError(
+            f"model.transformer_impl=transformer_engine, but TransformerEngine cannot be imported ({error}); install "
+            f"transformer-engine[pytorch] for this torch and CUDA, {mend}"
+        ) from error
+
+
 def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> Any:
     """TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts as ``config`` says."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -25,6 +46,7 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
     from megarl.models.attention import CoreAttention
 
     if model.transformer_impl == "transformer_engine":  # never run on hardware
+        # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage

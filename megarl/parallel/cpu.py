@@ -1,4 +1,6 @@
-"""Meets what Megatron-Core 0.16 assumes about CUDA when there is none. On a GPU ``install`` does nothing.
+"""Meets what Megatron-Core 0.16 assumes about CUDA, and about TransformerEngine and apex, when there is none.
+
+On a GPU only ``ON_EVERY_DEVICE`` is installed: these two look for themselves whether the packages are there.
 
 Each point is one function with its reason; ``tests/parallel/test_megatron_on_cpu.py`` shows each of them at work.
 Nothing here changes arithmetic: streams and events become no-ops, device names become "cpu".
@@ -33,15 +35,15 @@ class _NullObject:
 
 
 def install() -> bool:
-    """Make Megatron-Core run on this machine's CPU; True when something had to be done. Safe to call twice."""
+    """Make Megatron-Core run on this machine; True where that is a CPU. Safe to call twice."""
     global _installed
-    if torch.cuda.is_available():
-        return False
+    on_cpu = not torch.cuda.is_available()
     if not _installed:
         _installed = True
         for point in POINTS:
-            point()
-    return True
+            if on_cpu or point in ON_EVERY_DEVICE:
+                point()
+    return on_cpu
 
 
 def _cuda_runtime() -> None:
@@ -255,3 +257,4 @@ POINTS: tuple[Callable[[], None], ...] = (
     _expert_counts_on_host,
     _uneven_shares,
 )
+ON_EVERY_DEVICE = (_fused_layout_adam, _absent_transformer_engine)

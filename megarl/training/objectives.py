@@ -66,7 +66,7 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
         return algorithm.loss(
             LossInput(
                 logp=answers[:, 0],
-                entropy=answers[:, 1],
+                entropy=answers[:, 1] if answers.shape[1] > 1 else None,
                 old_logp=picked(sequences.old_logp),
                 ref_logp=picked(sequences.ref_logp),
                 advantages=picked(sequences.advantages),
@@ -75,6 +75,35 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
                 num_rows=kept.num_rows,
                 engine_logp=picked(sequences.engine_logp),
                 expert=expert(kept),
+            ),
+            settings,
+        )
+
+    return Objective("actor", count, loss)
+
+
+def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: torch.Tensor) -> Objective:
+    """The algorithm's loss of scores: one token of each sequence is kept, sequences 2i and 2i + 1 of the step are pair i.
+
+    ``margins``: float32, one for each pair of the step.
+    """
+
+    def count(kept: Kept) -> torch.Tensor:
+        return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings)
+
+    def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+        return algorithm.loss(
+            LossInput(
+                logp=torch.zeros_like(answers[:, 0]),
+                entropy=None,
+                old_logp=None,
+                ref_logp=None,
+                advantages=None,
+                mask=kept.mask,
+                row=kept.row,
+                num_rows=kept.num_rows,
+                scores=answers[:, 0],
+                margin=margins[kept.numbers[::2] // 2],
             ),
             settings,
         )

@@ -55,7 +55,6 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["algorithm.name=/no/such.py"], ["algorithm.name=/no/such.py", "no such file"]),
         (["parallel=tp1", "parallel.sequence_parallel=true"], ["parallel.sequence_parallel", "parallel.tp"]),
         (["trainer.optimizer.decay_steps=10"], ["trainer.optimizer.decay_steps=10", "min_lr=None"]),
-        (["reference.refresh=400"], ["reference.refresh=400"]),
         (["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
          ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"]),
         (["algorithm.group_size=1"], ["algorithm.group_size=1", "grpo"]),

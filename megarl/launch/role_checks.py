@@ -1,0 +1,96 @@
+"""The roles of a job against each other: grids, models, and the settings that only some algorithms have a use for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms import Algorithm, kl
+from megarl.architectures import Head, architecture
+from megarl.checkpoint.hf_source import check_hf, check_labels, open_hf, read_hf_config
+from megarl.config import Config
+from megarl.errors import CheckpointError, ConfigError
+from megarl.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
+from megarl.reshard.layouts import megatron_layout
+
+
+def check_role_settings(config: Config, algorithm: Algorithm) -> None:
+    """What can be said before there is a model: a setting that would do nothing here, or cannot.
+
+    Raises:
+        ConfigError: naming setting, value and mend.
+    """
+    check_roles(config)
+    name = algorithm.name
+    if config.reference.refresh != "never" and "ref_logp" not in algorithm.needs:
+        raise ConfigError(f"reference.refresh={config.reference.refresh}, but {name} has no reference; leave it at never")
+    if "expert" in algorithm.needs and config.taskset.expert is None:
+        raise ConfigError(f"algorithm.name={name} needs taskset.expert, a file of rows with a response")
+    if algorithm.offline:
+        return
+    if config.algorithm.dynamic_sampling and config.algorithm.group_size == 1:
+        raise ConfigError(
+            "algorithm.dynamic_sampling=true with algorithm.group_size=1: a single answer is always all right or all wrong; raise the "
+            "group size"
+        )
+    rollout, buffer = config.rollout, config.reward.overlong_buffer
+    if buffer is not None and buffer > rollout.max_response_tokens:
+        raise ConfigError(
+            f"reward.overlong_buffer={buffer} is more than rollout.max_response_tokens={rollout.max_response_tokens}; lower it"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    budget = config.trainer.max_tokens_per_micro_batch
+    pair = 2 if "pairs" in algorithm.needs else 1
+    for setting, parallel in role_grids(config).items():
+        piece = 2 * parallel.cp if parallel.cp > 1 else 1
+        if config.trainer.packing and (wanted := pair * (longest + -longest % piece)) > budget:
+            raise ConfigError(
+                f"trainer.max_tokens_per_micro_batch={budget} does not hold {'a pair of sequences' if pair > 1 else 'one sequence'} of "
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens ({setting}.cp={parallel.cp}); raise it to {wanted}"
+            )
+    responses = config.trainer.tasks_per_step * config.algorithm.group_size
+    kl.adapted(config.algorithm.kl.coef, 0.0, responses, config.algorithm.kl)
+
+
+def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]) -> None:
+    """Each role's model has a table and a grid that divides it, and its files are whole. ``hf_config``: the actor's.
+
+    Raises:
+        ConfigError, ArchitectureError, CheckpointError: naming the role's setting.
+    """
+    grids = role_grids(config)
+    wanted: list[tuple[str, str | None, Head]] = []
+    if "ref_logp" in algorithm.needs:
+        wanted.append(("reference", None, "lm"))
+    if "critic" in algorithm.roles:
+        wanted.append(("critic", config.critic.path, "score"))
+    if config.reward_model.path is not None and not algorithm.offline:
+        wanted.append(("reward_model", config.reward_model.path, "score"))
+    if "reward" in algorithm.roles:
+        wanted.append(("critic", config.critic.path, "score"))
+    for role, path, head in wanted:
+        found = hf_config if path is None else _config_of(role, Path(path))
+        grid = grids[f"{role}.parallel"]
+        check_parallel(grid, architecture(found).sizes(found))
+        layout = megatron_layout(found, megatron_grid(grid), transformer_impl=config.model.transformer_impl, head=head)
+        if path is None:
+            continue
+        if found["vocab_size"] != hf_config["vocab_size"]:
+            raise ConfigError(
+                f"{role}.path={path} has vocab_size={found['vocab_size']}, the actor {hf_config['vocab_size']}: it is given the actor's "
+                "token ids; use a model with the same tokenizer"
+            )
+        check_labels(Path(path), found)
+        files = open_hf(Path(path))
+        try:
+            check_hf(files, layout, found)
+        finally:
+            files.close()
+
+
+def _config_of(role: str, path: Path) -> Mapping[str, Any]:
+    try:
+        return read_hf_config(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{role}.path: {error}") from error

@@ -1,0 +1,54 @@
+"""The session of a job that trains a reward model: a language model at first, then the same one with a score head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.checkpoint import state
+from megarl.checkpoint.hf_source import has_score
+from megarl.loop.session import Session, State
+from megarl.reshard.copy import HEADS, copy_weights
+from megarl.training.model import TrainedModel, cut_for
+
+
+class ScoringSession(Session):
+    """The actor is the reward model, once the warm start (which is a language model's) is over.
+
+    A checkpoint of step 0 holds what the warm start left, later ones the reward model. Without a warm start the job may go
+    on with a sequence-classification checkpoint.
+    """
+
+    def _resume(self) -> State:
+        found = self.newest_checkpoint()
+        if self.config.trainer.warm_start.steps and (found is None or state.read_state(found)["step"] == 0 or found.parent.name == "warm_start"):
+            return super()._resume()
+        del self.actor  # before the next one takes its room
+        self.actor = self._reward_model()
+        if found is not None:
+            return super()._resume()
+        path = Path(self.config.model.path)
+        self.actor.load_hf(path, score="stored" if has_score(path) else "zeros")
+        return State()
+
+    def begin_reinforcement_learning(self) -> None:
+        """The reward model takes the weights that the warm start left; its score head begins with zeros."""
+        if self.actor.head is None:
+            return
+        with self.timeline.phase("load"):
+            scoring, language = self._reward_model(), self.actor
+            copy_weights(
+                language.layout,
+                language.tensors,
+                scoring.layout,
+                scoring.tensors,
+                self.position.rank,
+                bucket_bytes=self.config.sync.bucket_bytes,
+                left_out=HEADS,
+            )
+            scoring.weights_changed()
+            self.actor = scoring
+
+    def _reward_model(self) -> TrainedModel:
+        config = self.config
+        cut = cut_for(config.parallel, config.trainer)
+        return TrainedModel(self.hf_config, config.model, config.parallel, None, cut, config.trainer.optimizer)
