@@ -7,7 +7,7 @@ ARGS   ?=
 TESTS  ?= tests
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: train test check bench soak doctor clean
+.PHONY: train test check bench soak learning doctor clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -26,6 +26,9 @@ bench: $(VENV)/.installed
 
 soak: $(VENV)/.installed  ## what is too long for `make test`; resumable
 	$(PY) benchmarks/controls.py $(ARGS)
+
+learning: $(VENV)/.installed  ## every algorithm on the quickstart's task, about two hours; resumable
+	$(PY) benchmarks/learning.py $(ARGS)
 
 doctor: $(VENV)/.installed
 	$(VENV)/bin/megarl doctor

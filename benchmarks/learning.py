@@ -164,8 +164,8 @@ def train(folder: Path, overrides: Sequence[str], bar: tqdm, label: str) -> floa
     with log.open("ab") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, preexec_fn=_end_with_parent)
         try:
+            bar.set_postfix_str(label)
             while process.poll() is None:
-                bar.set_postfix_str(label)
                 bar.update(before + _steps_done(folder) - bar.n)
                 time.sleep(0.5)
         except KeyboardInterrupt:
@@ -202,8 +202,10 @@ def run(cell: Cell, start: Mapping[str, Any], bar: tqdm) -> dict[str, Any]:
     result = cell.folder / "result.json"
     if not result.is_file():
         kind = "lr 0" if cell.control else f"seed {cell.seed}"
+        resumed = (cell.folder / "resolved.json").is_file()
         seconds = train(cell.folder, cell.overrides, bar, f"{cell.row}, {kind}")
-        found: dict[str, Any] = {"seconds": seconds, "commit": commit(), "overrides": list(cell.overrides)}
+        found: dict[str, Any] = {"commit": commit(), "overrides": list(cell.overrides)}
+        found |= {} if resumed else {"seconds": seconds}  # of a part of the run they would say nothing
         if cell.control:
             found["same"] = same_weights(model_of(cell.runs), cell.folder / "hf")
         elif ROWS[cell.row].measure == PAIRS:
@@ -243,7 +245,7 @@ def accuracy(runs: Path, model_dir: Path) -> float:
     for same in by_length([tokenizer.prompt_ids(row.prompt) for row in rows]):
         prompts = torch.tensor([ids.tolist() for _, ids in same])
         with torch.no_grad():
-            answers = model.generate(prompts, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_ids[0])
+            answers = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_ids[0])
         for (i, _), answer in zip(same, answers[:, prompts.shape[1] :].tolist(), strict=True):
             end = next((n for n, token in enumerate(answer) if token in tokenizer.eos_ids), len(answer))
             score = compute_score(rows[i].data_source, tokenizer.decode(answer[:end]), rows[i].ground_truth, rows[i].extra_info)
@@ -270,18 +272,17 @@ def pair_accuracies(folder: Path) -> dict[str, float]:
 
 def same_weights(first: Path, second: Path) -> bool:
     """Whether all tensors that the first checkpoint has are in the second, bit for bit; a head may differ in kind."""
-    tensors = [_tensors(folder) for folder in (first, second)]
+    mine, other = _tensors(first), _tensors(second)
     heads = {"lm_head.weight", "score.weight"}
-    names = [set(found) - heads for found in tensors]
-    equal = names[0] == names[1] and all(tensors[0][name].equal(tensors[1][name]) for name in names[0])
-    both = heads.intersection(*tensors)
-    return equal and all(tensors[0][name].equal(tensors[1][name]) for name in both)
+    return mine.keys() - heads == other.keys() - heads and all(mine[name] == other[name] for name in mine.keys() & other.keys())
 
 
-def _tensors(folder: Path) -> dict[str, Any]:
+def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    import torch
     from safetensors.torch import load_file
 
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    found = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {name: (str(t.dtype), tuple(t.shape), t.contiguous().view(torch.uint8).numpy().tobytes()) for name, t in found.items()}
 
 
 # ---------------------------------------------------------------- writing
@@ -307,7 +308,8 @@ def table(names: Sequence[str], start: Mapping[str, Any], results: Mapping[tuple
         control = results.get((name, 1, True), {})
         done = [r for r in runs if "after" in r]
         change = f"{statistics.mean(r['after'] - r['before'] for r in done) * 100:+.1f} points" if done else ""
-        minutes = f"{statistics.mean(r['seconds'] for r in done) / 60:.1f}" if done else ""
+        seconds = [r["seconds"] for r in done if "seconds" in r]
+        minutes = f"{statistics.mean(seconds) / 60:.1f}" if seconds else ""
         what = f" {row.measure}" if row.measure != HELD_OUT else ""
         settings = ", ".join(f"`{s.removeprefix('algorithm.')}`" for s in row.settings) or "–"
         lines.append(
@@ -349,7 +351,7 @@ def document(text: str, arguments: Sequence[str], commits: Sequence[str], minute
         "tuned.",
         "",
     ]
-    return "\n".join(lines) + text
+    return "\n".join(lines) + "\n" + text
 
 
 def main() -> None:
@@ -377,7 +379,7 @@ def main() -> None:
         arguments.out.write_text(document(table(names, start, results), sys.argv[1:], commits, seconds / 60))
 
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=1 + sum(steps.values()), unit="step", file=sys.stderr) as bar:
+    with tqdm(total=1 + sum(steps.values()), unit="step", file=sys.stderr, disable=None) as bar:
         if ready:
             warm = [] if arguments.warm_start_steps is None else [f"trainer.warm_start.steps={arguments.warm_start_steps}"]
             start = warm_started(runs, [*START, *warm, *extra], bar)
