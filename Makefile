@@ -7,7 +7,7 @@ ARGS   ?=
 TESTS  ?= tests
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: train test check bench soak parity doctor clean
+.PHONY: train test check bench soak parity learning doctor clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -29,6 +29,9 @@ soak: $(VENV)/.installed  ## what is too long for `make test`; resumable
 
 parity: $(VENV)/.installed  ## measure every grid against transformers again and write the table
 	$(PY) -W ignore -m tests.parallel.parity docs/parity.md
+
+learning: $(VENV)/.installed  ## every algorithm on the quickstart's task, about two hours; resumable
+	$(PY) benchmarks/learning.py $(ARGS)
 
 doctor: $(VENV)/.installed
 	$(VENV)/bin/megarl doctor

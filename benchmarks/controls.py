@@ -40,7 +40,7 @@ def run(name: str, overrides: list[str]) -> dict[str, float]:
     result = run_dir / "result.json"
     if not result.is_file():
         started = time.monotonic()
-        command = [sys.executable, "-m", "megarl", "train", "experiment=quickstart", f"run.name=controls/{name}", *overrides]
+        command = [sys.executable, "-m", "megarl", "train", "experiment=quickstart", f"run.name={name}", f"run.dir={run_dir}", *overrides]
         subprocess.run(command, cwd=ROOT, check=True)
         found = accuracies(run_dir)
         record = {"before": found["eval-before"], "after": found["eval-after"], "seconds": time.monotonic() - started}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from megarl.errors import JobError
 from megarl.experience import Report, by_group, shuffle_rewards, split_by_accuracy, verify
 from megarl.schema import Experience
 from megarl.tasksets import ChatTokenizer, encode_demonstrations, read_rows
@@ -76,6 +77,9 @@ def training_groups(s: Session) -> StepGroups | None:
     With ``algorithm.dynamic_sampling`` groups that are all right or all wrong are left out, and further rollouts of other tasks
     are asked for, at most ``algorithm.max_extra_rollouts``, until there are ``trainer.tasks_per_step`` groups; of more, the
     first ones count.
+
+    Raises:
+        JobError: dynamic sampling left no group at all.
     """
     config, step = s.config, s.state.step
     dynamic, wanted = config.algorithm.dynamic_sampling, config.trainer.tasks_per_step
@@ -109,6 +113,12 @@ def training_groups(s: Session) -> StepGroups | None:
     experiences = [experience for group in groups[:wanted] for experience in group]
     metrics = {f"rollout/{name}": sum(m.get(name, 0.0) for m in measured) for m in measured for name in m}
     metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": float(min(len(groups), wanted))}
+    if dynamic and not groups and report.kept:
+        raise JobError(
+            f"algorithm.dynamic_sampling=true: none of the {report.kept} groups of {len(ids)} rollouts of step {step + 1} is between all "
+            f"right ({metrics['rollout/all_right']:.0f}) and all wrong ({metrics['rollout/all_wrong']:.0f}); raise "
+            "algorithm.max_extra_rollouts or algorithm.group_size, take other tasks, or set it to false"
+        )
     if config.reward.overlong_buffer is not None and experiences:
         metrics["reward/overlong"] = sum(e.reward.parts["overlong"] for e in experiences) / len(experiences)
     if config.reward.shuffle:
