@@ -129,7 +129,7 @@ def test_what_megatron_saved_is_the_same_hf_model(folder: Path, size: int) -> No
 
 
 def load_value_head(rank: int, hf: str, meg: str) -> torch.Tensor | None:
-    """Runs in each rank: a critic's value head (Megatron's model with one output) on the last stage."""
+    """Runs in each rank: a critic's score head on the last stage."""
     from megatron.core import dist_checkpointing, parallel_state
 
     from megarl.config.schema import ModelConfig
@@ -138,11 +138,8 @@ def load_value_head(rank: int, hf: str, meg: str) -> torch.Tensor | None:
 
     parallel = ALL_GRIDS["tp2pp2"]
     groups.initialize(parallel, seed=1)
-    config = {**read_hf_config(Path(hf)), "tie_word_embeddings": False}
-    (stage,) = build_chunks(config, ModelConfig(path=hf, dtype="float32"), parallel)
+    (stage,) = build_chunks(read_hf_config(Path(hf)), ModelConfig(path=hf, dtype="float32"), parallel, "score")
     model: Any = unwrap(stage)
-    if parallel_state.is_pipeline_last_stage():
-        model.output_layer = torch.nn.Linear(config["hidden_size"], 1, bias=False)
     loaded = dist_checkpointing.load(sharded([stage]), meg)
     model.load_state_dict(loaded["model0"])
     return model.output_layer.weight.detach() if parallel_state.is_pipeline_last_stage() else None
