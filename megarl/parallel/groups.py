@@ -40,11 +40,6 @@ class Position:
     is_first_stage: bool
     is_last_stage: bool
 
-    @property
-    def reports(self) -> bool:
-        """One rank of each data-parallel replica holds the losses and log-probs that metrics count."""
-        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
-
 
 def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0) -> Position:
     """Join the job's world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and set up Megatron-Core's groups.

@@ -142,17 +142,21 @@ def _newest(run_dir: Path) -> Path:
 
 
 ALGORITHMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "mix": (("algorithm.expert_ratio=0.2",), ("actor/pg_loss", "train/loss")),
-    "online_dpo": ((), ("rewards/margins", "rewards/accuracies")),
-    "remax": ((), ("actor/pg_loss",)),
+    "mix": (("parallel={cp: 2}", "algorithm.expert_ratio=0.2"), ("actor/pg_loss", "train/loss")),
+    "online_dpo": (
+        ("parallel={pp: 2, vpp: 2}", "model.from_scratch.num_hidden_layers=4", "model.recompute=full"),
+        ("rewards/margins", "rewards/accuracies"),
+    ),
+    "remax": (("parallel={tp: 2, sequence_parallel: true}", "model.recompute=selective"), ("actor/pg_loss",)),
 }
+"""With the grids that no other job has."""
 
 
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """Two steps of an algorithm that asks for other data than groups."""
     overrides, _ = ALGORITHMS[request.param]
-    settings = [*TINY, f"algorithm={request.param}", "algorithm.group_size=8", "trainer.steps=2", *overrides, "parallel=dp2"]
+    settings = [*TINY, f"algorithm={request.param}", "algorithm.group_size=8", "trainer.steps=2", *overrides]
     job = Job(tmp_path_factory.mktemp(request.param) / "run", settings).start()
     try:
         assert job.wait(300) == 0, job.output.read_text()
@@ -173,3 +177,22 @@ def test_algorithms_with_data_of_their_own(trained: tuple[str, Path]) -> None:
     store.close()
     greedy = [e.greedy for e in experiences]
     assert all((g is not None and g.index == GREEDY) == (name == "remax") for g in greedy)
+
+
+def test_the_critic_explains_what_the_prompt_decides(tmp_path: Path) -> None:
+    """A reward that only the question decides, and an actor that stays: the explained variance rises to above a half."""
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float('+' in extra_info['question'])\n"
+    )
+    settings = [*TINY, "algorithm=ppo", "algorithm.group_size=4", "parallel=tp1", f"reward.path={scorer}", "trainer.steps=40"]
+    settings += ["trainer.tasks_per_step=16", "trainer.optimizer.lr=0", "critic.optimizer.lr=1e-3", "trainer.checkpoint_interval=40"]
+    job = Job(tmp_path / "run", settings).start()
+    try:
+        assert job.wait(400) == 0, job.output.read_text()
+    finally:
+        job.clean_up()
+    explained = [found["critic/vf_explained_var"] for _, found in sorted(metrics(job.run_dir).items())]
+    assert sum(explained[-5:]) / 5 > 0.5, explained
+    assert sum(explained[-5:]) > sum(explained[:5]) + 1.0, explained

@@ -111,7 +111,7 @@ def nesting(rank: int) -> None:
     dp2, pp2 = groups.Grid(DP2, seed=2), groups.Grid(PP2, seed=3)
     tp2 = groups.Grid.initialized(TP2)
     assert state() == before and groups.position() == first == tp2.position
-    assert (dp2.position.dp_rank, dp2.position.tp_rank, dp2.position.reports) == (rank, 0, True)
+    assert (dp2.position.dp_rank, dp2.position.tp_rank) == (rank, 0)
     assert (pp2.position.pp_rank, pp2.position.is_first_stage, pp2.position.is_last_stage) == (rank, rank == 0, rank == 1)
     with dp2.active() as outer:
         assert outer == dp2.position and parallel_state.get_data_parallel_world_size() == 2
