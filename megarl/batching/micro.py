@@ -1,7 +1,8 @@
 """Micro-batches as a model takes them: where in a step's ``Sequences`` each of its positions comes from.
 
 Shape legend: b rows, S positions of a row (all ranks of a context-parallel group together), n sequences in the micro-batch.
-A packed micro-batch has b = 1 and its sequences one behind the other; the padding at its end is a sequence of its own.
+A packed micro-batch has b = 1 and its sequences one behind the other; the padding at its end makes short sequences of its own, because
+attention takes the square of a length.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import torch
 
 from megarl.batching.packing import Cut, deal
 from megarl.batching.sequences import Sequences
+
+
+FILLER = 64
+"""Most tokens of a sequence of padding (a multiple of 2·cp that is at least 2·cp)."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,9 @@ def _padded(chunk: list[int], starts: torch.Tensor, rows: int, width: int) -> Mi
 def _packed(chunk: list[int], starts: torch.Tensor, lengths: Sequence[int], width: int, cut: Cut) -> MicroBatch:
     numbers = torch.tensor(chunk, dtype=torch.int64)
     sizes = [cut.padded(lengths[i]) for i in chunk]
-    if (rest := width - sum(sizes)) > 0:
-        sizes.append(rest)
+    piece = cut.padded(max(FILLER - FILLER % (2 * cut.cp), 1))
+    whole, rest = divmod(width - sum(sizes), piece)
+    sizes += [piece] * whole + ([rest] if rest else [])
     size = torch.tensor(sizes, dtype=torch.int64)
     ends = torch.cat([size.new_zeros(1), size.cumsum(0)])
     row = torch.repeat_interleave(torch.arange(len(sizes)), size)
