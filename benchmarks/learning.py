@@ -128,7 +128,7 @@ def cells(runs: Path, names: Sequence[str], steps: int | None, extra: Sequence[s
             own = [f"trainer.seed={seed}", *([] if steps is None else [f"trainer.steps={steps}"])]
             found.append(Cell(runs, name, seed, False, (*common, *own, *extra)))
         still = ["trainer.optimizer.lr=0.0", f"trainer.steps={CONTROL_STEPS}"]
-        still += ["trainer.optimizer.min_lr=0.0"] if row.experiment == "sft" else []  # its end of the decay
+        still += ["trainer.optimizer.min_lr=0.0"] if row.experiment in ("sft", "reward_model") else []  # its end of the decay
         found.append(Cell(runs, name, 1, True, (*common, "trainer.seed=1", *extra, *still)))
     return sorted(found, key=lambda cell: cell.seed)
 

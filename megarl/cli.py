@@ -38,10 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, formatter_class=raw)
 
-    train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks; resumes when repeated.")
+    train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns from files); resumes when repeated.")
     train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
     train.add_argument("--check", action="store_true", help="validate settings, data and model, start nothing")
-    data = add("data", "Write the tasks of an experiment as verl-style parquet rows.")
+    data = add("data", "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.")
     data.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart")
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")

@@ -173,8 +173,9 @@ class WarmStartConfig:
 @dataclass(frozen=True)
 class TrainerConfig:
     steps: int = 100
-    """Reinforcement-learning steps: one rollout each."""
+    """Reinforcement-learning steps: one rollout each. (Offline: steps on rows of a file.)"""
     tasks_per_step: int = 64
+    """Tasks of a rollout. (Offline: rows of a step.)"""
     updates_per_step: int = 1
     """Optimizer updates that share one rollout (verl's mini-batches)."""
     packing: bool = True
@@ -186,7 +187,7 @@ class TrainerConfig:
     checkpoint_interval: int = 20
     keep_checkpoints: int = 2
     eval_interval: int = 0
-    """Held-out accuracy every N steps; 0 means before and after only."""
+    """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
     seed: int = 1
     num_threads: int = 1
     logits_bytes: int | None = None
@@ -224,12 +225,13 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class TasksetConfig:
     train: str = "???"
-    """Parquet file of verl rows."""
+    """Parquet or jsonl file of verl rows; of demonstrations or preferences where the algorithm learns offline (docs/offline.md)."""
     eval: str = "???"
+    """Held-out rows of the same kind."""
     warm_start: str | None = None
-    """Parquet file of verl rows with a ``response`` column."""
+    """Parquet or jsonl file of rows with a ``response``."""
     expert: str | None = None
-    """Parquet file of verl rows with a ``response`` column: the expert rows of mix."""
+    """Parquet or jsonl file of rows with a ``response``: the expert rows of mix."""
     generate: str | None = None
     """Name of the generator that writes these files when they are missing (``megarl data``)."""
     seed: int = 7

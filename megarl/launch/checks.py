@@ -55,7 +55,8 @@ def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
     check_held_out(rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
     prepare_model(config)
     hf_config = read_hf_config(Path(config.model.path))
-    check_model(config, hf_config, engines=not offline)
+    scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
+    check_model(config, hf_config, engines=not offline, head="score" if scores else "lm")
     check_role_models(config, algorithm, hf_config)
     tasks = {} if offline else {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
     if tasks:
@@ -87,6 +88,12 @@ def _check_settings(config: Config, offline: bool) -> None:
                 f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs both; set "
                 "the other as well, or neither"
             )
+    if offline and config.reference.refresh != "never":
+        raise ConfigError(
+            f"reference.refresh={config.reference.refresh} in an offline job, whose reference is the model that it starts from; leave it at never"
+        )
+    if offline and config.reward_model.path is not None:
+        raise ConfigError(f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it out")
     ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
 
 

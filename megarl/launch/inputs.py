@@ -68,6 +68,8 @@ def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokeniz
         DataError: one does not, with its row; or the two answers of a preference are the same to this tokenizer.
     """
     path = getattr(config.taskset, split)
+    grids = (config.parallel, config.reference.parallel or config.parallel)
+    piece = max(2 * grid.cp if grid.cp > 1 else 1 for grid in grids)  # context parallelism cuts sequences into such
     pairs = [row for row in rows if isinstance(row, Preference)]
     tasks = [row for row in rows if isinstance(row, Task)]
     for number, (prompt, *answers) in enumerate(
@@ -81,10 +83,11 @@ def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokeniz
                 "drop the row"
             )
         limit = config.trainer.max_tokens_per_micro_batch
-        if config.trainer.packing and sum(lengths) > limit:
+        wanted = sum(length + -length % piece for length in lengths)
+        if config.trainer.packing and wanted > limit:
             what = "its two answers, each behind the prompt," if len(lengths) > 1 else "its answer"
             raise DataError(
-                f"{where} has {sum(lengths)} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop the row"
+                f"{where} takes {wanted} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop the row"
             )
         if len(answers) == 2 and np.array_equal(answers[0], answers[1]):
             raise DataError(

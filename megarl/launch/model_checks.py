@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megarl.architectures import architecture
-from megarl.checkpoint.hf_source import check_hf, open_hf
+from megarl.architectures import Head, architecture
+from megarl.checkpoint.hf_source import SCORE, check_hf, check_labels, open_hf
 from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.models.specs import check_implementation
@@ -29,9 +29,9 @@ ENGINE_EXPERT_UNIT = 32
 """Of layers/fused_moe/experts/cpu_moe.py."""
 
 
-def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool) -> None:
+def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, head: Head = "lm") -> None:
     """The architecture has a table, the trainer's grid can train it and its modules can be built here, its files are whole; with
-    ``engines`` they can be sent it."""
+    ``engines`` they can be sent it. ``head="score"``: a reward model from the start, which a language model's files do for too."""
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     check_implementation(config.model, config.parallel)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
@@ -40,13 +40,19 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool) 
     except ValueError as error:
         raise ConfigError(f"trainer.{error}") from error
     grid = megatron_grid(config.parallel)
-    source = megatron_layout(hf_config, grid, transformer_impl=config.model.transformer_impl)
+    source = megatron_layout(hf_config, grid, transformer_impl=config.model.transformer_impl, head=head)
     if engines:
         _check_engines(config, hf_config, source)
-    build_plan(source, hf_layout(hf_config)).check()
+    build_plan(source, hf_layout(hf_config, head=head)).check()
     files = open_hf(Path(config.model.path))
     try:
-        check_hf(files, source, hf_config)  # headers and sizes: a file cut short is seen
+        # Headers and sizes: a file cut short is seen.
+        if head == "score" and SCORE not in files.shapes:
+            check_hf(files, source.only(lambda name: name != SCORE), hf_config, beside={SCORE})
+        else:
+            if head == "score":
+                check_labels(Path(config.model.path), hf_config)
+            check_hf(files, source, hf_config)
     finally:
         files.close()
     for setting, value in asdict(config.model.from_scratch).items() if config.model.from_scratch else ():

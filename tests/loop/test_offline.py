@@ -30,6 +30,7 @@ SMALL = (
     "trainer.warm_start.steps=3",
     "trainer.warm_start.batch_size=16",
     "trainer.optimizer.lr=2e-3",
+    "trainer.optimizer.warmup_steps=0",
     "taskset.warm_start_size=100",
     "model.from_scratch.hidden_size=64",
     "model.from_scratch.intermediate_size=96",

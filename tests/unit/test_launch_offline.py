@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.config import Config
-from megarl.errors import ConfigError, DataError
+from megarl.errors import CheckpointError, ConfigError, DataError
 from megarl.launch import checks
 from megarl.schema import Preference, Task
-from megarl.tasksets import read_preferences, read_rows
+from megarl.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows
 from tests.unit.small_job import config_of, refused
 
 KINDS = ("sft", "dpo", "reward_model")
@@ -116,3 +118,44 @@ def test_held_out_questions(offline: dict[str, Path], tmp_path: Path, name: str)
     asked = pq.read_table(offline[name] / "data" / "eval.parquet", partitioning=None).to_pylist()[2]["prompt"]
     config = offline_config(offline, name, with_row(offline[name], tmp_path / "rows.jsonl", "train", prompt=asked))
     refused(DataError, config, "row 3 of taskset.train", "taskset.eval", asked[-1]["content"])
+
+
+def test_an_offline_job_has_no_rewards_and_one_reference(offline: dict[str, Path]) -> None:
+    refused(ConfigError, offline_config(offline, "dpo", "reference.refresh=2"), "reference.refresh=2", "offline", "never")
+    refused(ConfigError, offline_config(offline, "sft", "reward_model.path=/x"), "reward_model.path=/x", "offline")
+
+
+def test_context_parallel_pieces_count(offline: dict[str, Path]) -> None:
+    """A pair takes more room where each of its sequences is cut into 2·cp equal pieces."""
+    lengths = next(iter(pair_lengths(offline["dpo"])))
+    assert lengths % 8
+    budget = f"trainer.max_tokens_per_micro_batch={2 * lengths}"
+    grid = ["parallel=tp1", "parallel.dp=4", "reference.parallel.cp=4"]
+    config = offline_config(offline, "dpo", budget, *grid, "taskset.eval_size=10")
+    refused(DataError, config, "(taskset.train)", "two answers", f"is {2 * lengths}; raise it")
+
+
+def pair_lengths(folder: Path) -> list[int]:
+    """The longest sequence of each generated pair; both answers of a pair are equally long."""
+    tokenizer = ChatTokenizer.open(folder / "model")
+    ids = encode_preferences(read_preferences(folder / "data" / "train.parquet"), tokenizer)
+    return sorted({len(prompt) + len(chosen) for prompt, chosen, _ in ids}, reverse=True)
+
+
+def test_a_reward_model_may_start_from_one(offline: dict[str, Path], tmp_path: Path) -> None:
+    """Without a warm start: from a sequence-classification checkpoint with one label, or from a language model."""
+    model = tmp_path / "model"
+    language = AutoModelForCausalLM.from_pretrained(offline["reward_model"] / "model")
+    shutil.copytree(offline["reward_model"] / "model", model)
+    overrides = [f"model.path={model}", "trainer.warm_start.steps=0"]
+    checks.check(offline_config(offline, "reward_model", *overrides))
+    for labels in (1, 2):
+        language.config.num_labels = labels
+        classifier = AutoModelForSequenceClassification.from_config(language.config)
+        classifier.save_pretrained(model)
+        config = offline_config(offline, "reward_model", *overrides)
+        if labels == 1:
+            checks.check(config)
+            refused(CheckpointError, offline_config(offline, "reward_model", overrides[0]), str(model), "lm_head.weight")
+        else:
+            refused(CheckpointError, config, str(model), "num_labels=2")
