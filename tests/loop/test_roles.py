@@ -142,7 +142,7 @@ def _newest(run_dir: Path) -> Path:
 
 
 ALGORITHMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "mix": (("parallel={cp: 2}", "algorithm.expert_ratio=0.2"), ("actor/pg_loss", "train/loss")),
+    "mix": (("parallel={cp: 2}", "algorithm.expert_ratio=0.2"), ("actor/pg_loss", "actor/sft_loss")),
     "online_dpo": (
         ("parallel={pp: 2, vpp: 2}", "model.from_scratch.num_hidden_layers=4", "model.recompute=full"),
         ("rewards/margins", "rewards/accuracies"),
