@@ -15,7 +15,6 @@ import torch
 from megarl.batching.packing import Cut, deal
 from megarl.batching.sequences import Sequences
 
-
 FILLER = 64
 """Most tokens of a sequence of padding (a multiple of 2·cp that is at least 2·cp)."""
 

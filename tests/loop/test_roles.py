@@ -142,12 +142,12 @@ def _newest(run_dir: Path) -> Path:
 
 
 ALGORITHMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "mix": (("parallel={cp: 2}", "algorithm.expert_ratio=0.2"), ("actor/pg_loss", "actor/sft_loss")),
+    "mix": (("parallel=cp2", "algorithm.expert_ratio=0.2"), ("actor/pg_loss", "actor/sft_loss")),
     "online_dpo": (
-        ("parallel={pp: 2, vpp: 2}", "model.from_scratch.num_hidden_layers=4", "model.recompute=full"),
+        ("parallel=pp2vpp2", "model.from_scratch.num_hidden_layers=4", "model.recompute=full"),
         ("rewards/margins", "rewards/accuracies"),
     ),
-    "remax": (("parallel={tp: 2, sequence_parallel: true}", "model.recompute=selective"), ("actor/pg_loss",)),
+    "remax": (("parallel=tp2sp", "model.recompute=selective"), ("actor/pg_loss",)),
 }
 """With the grids that no other job has."""
 
