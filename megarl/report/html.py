@@ -119,7 +119,8 @@ def _curve(run: Run) -> str:
 def _accuracy(run: Run) -> str:
     if run.offline:
         text = f"{run.held_out} held-out rows, whose questions no training row asks."
-        return _section("Before and after", text, _card(_table(offline.HEAD, offline.table(run))))
+        head, *lines = offline.table(run)
+        return _section("Before and after", text, _card(_table(head, lines)))
     body = []
     for label, evaluation in (("before", run.before), ("after", run.after)):
         s = evaluation.statuses if evaluation else {}

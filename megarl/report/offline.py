@@ -10,7 +10,6 @@ from megarl.report.data import Evaluation, Run, Series
 
 WIDTH, HEIGHT = 1060, 290
 LOSS = "actor/loss"
-HEAD = ("", "after step", "loss", "chosen preferred")
 
 
 def change(run: Run, *, by_accuracy: bool) -> str | None:
@@ -27,10 +26,12 @@ def accuracy(evaluation: Evaluation | None) -> str:
     return "—" if evaluation is None or evaluation.accuracy is None else f"{evaluation.accuracy:.1%}"
 
 
-def table(run: Run) -> list[tuple[str, str, str, str]]:
-    """Rows under ``HEAD``."""
-    found = (("before", run.before), ("after", run.after))
-    return [(label, "—" if e is None or e.step is None else str(e.step), loss(e), accuracy(e)) for label, e in found]
+def table(run: Run) -> list[tuple[str, ...]]:
+    """A line of names, and one for each evaluation; demonstrations have no column of preferences."""
+    found = [("", "after step", "loss", "chosen preferred")]
+    for label, e in (("before", run.before), ("after", run.after)):
+        found.append((label, "—" if e is None or e.step is None else str(e.step), loss(e), accuracy(e)))
+    return [row if run.accuracies else row[:3] for row in found]
 
 
 def charts(run: Run) -> str:

@@ -22,8 +22,9 @@ def summary(run_dir: Path) -> str:
     run = load(run_dir)
     lines = [f"{run.config.run.name}: {status(run)}", ""]
     if run.offline:
-        lines.append(f"{f'{run.held_out} held-out rows':<20}{'loss':>10}{'chosen preferred':>20}")
-        lines += [f"{label:<20}{loss:>10}{accuracy:>20}" for label, _, loss, accuracy in offline.table(run)]
+        head, *table = offline.table(run)
+        for label, _, *values in ((f"{run.held_out} held-out rows", *head[1:]), *table):
+            lines.append(f"{label:<20}" + "".join(f"{value:>20}" for value in values))
     else:
         lines.append(f"{'held-out tasks':<16}{'accuracy':>10}{'right':>8}{'of':>8}")
         for label, evaluation in (("before", run.before), ("after", run.after)):

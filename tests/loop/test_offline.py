@@ -177,3 +177,34 @@ def test_an_interrupted_job_ends_with_the_same_bits(finished: Job, files: list[s
     assert all(torch.equal(want[key], got[key]) for key in want)
     seen = [r["step"] for r in records(job.run_dir) if "rewards/margins" in r]
     assert seen == list(range(1, STEPS + 1)), "each step is recorded once"
+
+
+def test_sft_measures_what_transformers_does(tmp_path: Path) -> None:
+    """On chats in jsonl, without a warm start; the report has no accuracy to show."""
+    dice, files = random.Random(3), []
+    for split, size in (("train", 100), ("eval", HELD_OUT)):
+        rows = [(f"{split} {dice.randint(10, 99)} + {dice.randint(10, 99)} =", str(dice.randint(1, 9999))) for _ in range(size)]
+        lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in rows]
+        path = tmp_path / f"{split}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        files.append(f"taskset.{split}={path}")
+    small = [s for s in SMALL if "warm_start" not in s]
+    job = Job(tmp_path / "sft", ["experiment=sft", "parallel=pp2", *small, *files, "trainer.steps=10"]).start()
+    try:
+        assert job.wait(240) == 0, job.output.read_text()
+    finally:
+        job.clean_up()
+    losses = [r["val/loss"] for r in records(job.run_dir) if "val/loss" in r]
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.5
+    tokenizer = AutoTokenizer.from_pretrained(job.run_dir / "hf")
+    model = AutoModelForCausalLM.from_pretrained(job.run_dir / "hf", dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for line in (tmp_path / "eval.jsonl").read_text().splitlines():
+        question, answer = json.loads(line)["messages"]
+        prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+        ids = tokenizer(answer["content"], add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+        total -= float(transformers_logp(model, prompt, ids).sum())
+        count += len(ids)
+    assert losses[1] == pytest.approx(total / count, abs=1e-4)
+    run = load(job.run_dir)
+    assert run.finished and not run.accuracies and "Held-out loss" in (job.run_dir / "report" / "report.html").read_text()
