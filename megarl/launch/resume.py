@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 from megarl.checkpoint.dist import COMMON, DistFiles
+from megarl.checkpoint.hf_source import HF_FOLDER
 from megarl.checkpoint.state import finished, latest, read_state
 from megarl.config import Config
 from megarl.errors import CheckpointError, ConfigError
@@ -90,13 +91,16 @@ def _set_aside_damaged(folder: Path, rename: bool) -> None:
 
 def _fault(checkpoint: Path) -> str | None:
     """Why a finished checkpoint cannot be loaded, as far as sizes and headers tell."""
+    models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}
     try:
         read_state(checkpoint)
-        DistFiles(checkpoint / "actor").close()
+        for model in sorted(models):
+            DistFiles(checkpoint / model).close()
     except (CheckpointError, OSError) as error:
         return str(error)
-    common = checkpoint / "actor" / COMMON
-    return None if zipfile.is_zipfile(common) else f"{common} is missing or not whole"
+    commons = [checkpoint / model / COMMON for model in sorted(models)]
+    broken = [str(common) for common in commons if not zipfile.is_zipfile(common)]
+    return f"{broken[0]} is missing or not whole" if broken else None
 
 
 def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:

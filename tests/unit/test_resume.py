@@ -175,9 +175,12 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
 # ---------------------------------------------------------------- damaged checkpoints, a store that is gone
 
 
-@pytest.mark.parametrize("file", ["state.json", "actor/.metadata", "actor/common.pt", "actor/__0_0.distcp"])
+@pytest.mark.parametrize(
+    "file", ["state.json", "actor/.metadata", "actor/common.pt", "actor/__0_0.distcp", "critic/common.pt", "critic/__0_0.distcp"]
+)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    shutil.copytree(newest / "actor", newest / "critic")
     folder = tmp_path / "checkpoints"
     set_aside_damaged(tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("megarl")]
