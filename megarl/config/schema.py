@@ -299,7 +299,8 @@ class ReferenceConfig:
 @dataclass(frozen=True)
 class CriticConfig:
     path: str | None = None
-    """HF sequence-classification checkpoint with one label; None starts from the actor, with a head of zeros."""
+    """HF sequence-classification checkpoint with one label (``reward_model.path`` too); None starts from the actor, with a head
+    of zeros."""
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None

@@ -64,10 +64,12 @@ class Roles:
         parallel, grid = self._grid(settings)
         cut = cut_for(parallel, s.config.trainer)
         critic = TrainedModel(hf_config, self._model(settings), parallel, None, cut, settings.optimizer, grid)
-        if path is not None:
-            critic.load_hf(path)
+        if path is None:
+            self._copy(s.actor, critic)  # its score head begins with zeros
+        elif self.reward_model is not None and settings.path == s.config.reward_model.path:
+            self._copy(self.reward_model, critic)
         else:
-            self._copy(critic)  # its score head begins with zeros
+            critic.load_hf(path)
         return critic
 
     def refresh_when_due(self) -> None:
@@ -79,21 +81,20 @@ class Roles:
     def refresh_reference(self) -> None:
         """The actor's weights now, proven equal. Nothing to do without a reference."""
         if self.reference is not None:
-            self._copy(self.reference)
+            self._copy(self.session.actor, self.reference)
 
-    def _copy(self, model: FrozenModel) -> None:
-        """The actor's weights, slice by slice from its grid to the model's."""
-        s = self.session
+    def _copy(self, source: FrozenModel, target: FrozenModel) -> None:
+        """A model's weights, slice by slice from its grid to the other's, proven equal."""
         copy_weights(
-            s.actor.layout,
-            s.actor.tensors,
-            model.layout,
-            model.tensors,
-            s.position.rank,
-            bucket_bytes=s.config.sync.bucket_bytes,
+            source.layout,
+            source.tensors,
+            target.layout,
+            target.tensors,
+            self.session.position.rank,
+            bucket_bytes=self.session.config.sync.bucket_bytes,
             left_out=HEADS,
         )
-        model.weights_changed()
+        target.weights_changed()
 
     def parts(self) -> dict[str, state.Part]:
         """What belongs into a checkpoint beside the actor. A reference that never changes has its files in the run directory, one that
