@@ -30,6 +30,7 @@ class Roles:
         self.reference: FrozenModel | None = None
         self.critic: TrainedModel | None = None
         self.reward_model: FrozenModel | None = None
+        self._grids: dict[ParallelConfig, groups.Grid] = {}
 
     def build(self) -> None:
         """Build them, with the weights that they have at the session's step: at step 0 the actor's own."""
@@ -114,4 +115,6 @@ class Roles:
         own = self.session.config.parallel
         if settings.parallel is None or settings.parallel == own:
             return own, nullcontext
-        return settings.parallel, groups.Grid(settings.parallel, seed=self.session.config.trainer.seed).active
+        if settings.parallel not in self._grids:
+            self._grids[settings.parallel] = groups.Grid(settings.parallel, seed=self.session.config.trainer.seed)
+        return settings.parallel, self._grids[settings.parallel].active
