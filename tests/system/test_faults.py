@@ -83,7 +83,7 @@ def test_interrupted_warm_start_is_saved(start: Start, run_dir: Path) -> None:
     job.until_gone(1.0)
     found = latest(run_dir / "checkpoints" / "warm_start")
     assert found is not None
-    assert read_state(found) == {"phase": "warm_start", "step": len(warm_start_steps(run_dir))}
+    assert read_state(found) == {"phase": "warm_start", "step": len(warm_start_steps(run_dir)), "kl_coef": None}
 
 
 def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> None:

@@ -234,7 +234,7 @@ def megatron_settings(c: Config, grid: Grid) -> Any:
         "num_layers_in_first_pipeline_stage": grid.first, "num_layers_in_last_pipeline_stage": grid.last,
         "expert_model_parallel_size": grid.ep, "expert_tensor_parallel_size": oracle.expert_size(grid),
         "use_cpu_initialization": True, "gradient_accumulation_fusion": False, "apply_rope_fusion": False,
-        "persist_layer_norm": False, "bias_dropout_fusion": False, "bias_activation_fusion": False, "masked_softmax_fusion": False,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "persist_layer_norm": False, "bias_dropout_fusion": False, "bias_activation_fusion": False, "masked_softmax_fusion": False,
     }  # fmt: skip
     if c["model_type"] in MOE_FAMILIES:
         pattern = [int(oracle.is_moe(c, layer)) for layer in range(c["num_hidden_layers"])]

@@ -23,8 +23,9 @@ def test_experiments_compose(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "parallel").glob("*.yaml")))
 def test_one_override_changes_the_grid(name: str) -> None:
     config = compose(["experiment=quickstart", f"parallel={name}"])
-    degrees = {"tp": config.parallel.tp, "pp": config.parallel.pp, "dp": config.parallel.dp}
-    assert "".join(f"{k}{v}" for k, v in degrees.items() if v > 1) == name.replace("tp1", "")
+    degrees = {key: getattr(config.parallel, key) for key in ("tp", "pp", "vpp", "dp", "cp")}
+    text = "".join(f"{k}{v}" for k, v in degrees.items() if v > 1) + "sp" * config.parallel.sequence_parallel
+    assert text == name.replace("tp1", "")
 
 
 def test_every_number_has_bounds_and_every_default_is_within() -> None:

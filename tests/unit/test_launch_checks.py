@@ -76,7 +76,8 @@ def test_setting_that_cannot_work(prepared: Path, overrides: list[str], words: l
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "algorithm").glob("*.yaml")))
 def test_every_algorithm_passes(prepared: Path, tmp_path: Path, name: str) -> None:
-    config = config_of(prepared, f"algorithm={name}")
+    settings = [f"algorithm={name}", f"taskset.expert={tmp_path}/expert.parquet"]
+    config = config_of(prepared, *settings)
     assert config.algorithm.kl.coef == 0.2, "the quickstart's pull to the reference is every algorithm's"
     if algorithms.get(config.algorithm.name).offline:
         assert checks.check(config_of(tmp_path, f"algorithm={name}")) == {}  # its files have other rows
@@ -86,7 +87,7 @@ def test_every_algorithm_passes(prepared: Path, tmp_path: Path, name: str) -> No
         assert config.algorithm.aggregation_length == config.rollout.max_response_tokens == 8
         assert compose([f"algorithm={name}", "~rollout.max_response_tokens"]).algorithm.aggregation_length == 64
     if config.algorithm.name not in ("kimi_mirror_descent", "online_dpo"):
-        checks.check(config_of(prepared, f"algorithm={name}", "algorithm.correction=truncate"))
+        checks.check(config_of(prepared, *settings, "algorithm.correction=truncate"))
 
 
 OWN = """
