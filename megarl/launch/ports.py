@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import socket
 
 from megarl.errors import ConfigError
 
 MAX_PORT = 65535
+LOWEST, LARGEST = 20000, 32000
+"""Linux takes the ports of outgoing connections from 32768 on."""
 
 
 def is_free(host: str, port: int) -> bool:
@@ -26,7 +30,7 @@ def needed(replicas: int) -> int:
 
 
 def choose(host: str, count: int, first: int | None) -> list[int]:
-    """``count`` ports: ``first``, ``first``+1, … or free ones of the machine's choice.
+    """``count`` ports: ``first``, ``first``+1, … or free ones.
 
     Raises:
         ConfigError: a fixed port is in use or no port at all, or ``host`` is no address of this machine.
@@ -44,11 +48,9 @@ def choose(host: str, count: int, first: int | None) -> list[int]:
                     "end the process that holds it, choose another run.port, or leave run.port unset"
                 )
         return ports
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind((host, 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    # Below those that the machine gives to outgoing connections: gloo makes many before the last of these is listened on.
+    candidates = random.SystemRandom().sample(range(LOWEST, LARGEST), LARGEST - LOWEST)
+    chosen = list(itertools.islice((port for port in candidates if is_free(host, port)), count))
+    if len(chosen) < count:
+        raise ConfigError(f"run.host={host} has no {count} free ports between {LOWEST} and {LARGEST}; set run.port")
+    return chosen

@@ -182,10 +182,7 @@ def test_algorithms_with_data_of_their_own(trained: tuple[str, Path]) -> None:
 
 
 def test_the_critic_explains_what_the_prompt_decides(tmp_path: Path) -> None:
-    """A reward that only the question decides, and an actor that stays: the explained variance rises to above a half.
-
-    The critic begins as the job's reward model, which has no say in the reward.
-    """
+    """A reward that only the question decides, and an actor that stays: the explained variance rises to above a half."""
     scorer = tmp_path / "scorer.py"
     scorer.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -193,15 +190,12 @@ def test_the_critic_explains_what_the_prompt_decides(tmp_path: Path) -> None:
     )
     settings = [*TINY, "algorithm=ppo", "algorithm.group_size=4", "parallel=tp1", f"reward.path={scorer}", "trainer.steps=40"]
     settings += ["trainer.tasks_per_step=16", "trainer.optimizer.lr=0", "critic.optimizer.lr=1e-3", "trainer.checkpoint_interval=40"]
-    scores = score_model(tmp_path / "scores")
-    settings += [f"critic.path={scores}", f"reward_model.path={scores}", "reward_model.coef=0"]
     job = Job(tmp_path / "run", settings).start()
     try:
         assert job.wait(400) == 0, job.output.read_text()
     finally:
         job.clean_up()
     steps = metrics(job.run_dir)
-    assert steps[1]["critic/values/max"] > steps[1]["critic/values/min"]  # not a head of zeros
     explained = [found["critic/vf_explained_var"] for _, found in sorted(steps.items())]
     assert sum(explained[-5:]) / 5 > 0.5, explained
     assert sum(explained[-5:]) > sum(explained[:5]) + 1.0, explained
