@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardPool
@@ -78,21 +78,36 @@ async def pooled(name: str, rows: list[tuple[str, Any, dict[str, Any]]]) -> floa
         return len(tasks) / (time.perf_counter() - began)
 
 
-def overlap(steps: int, folder: Path) -> list[str]:
+class Workload(NamedTuple):
+    answers: str
+    verdicts_s: tuple[float, ...]
+    """What a verdict takes in each job; in the first job nothing."""
+    settings: tuple[str, ...]
+
+
+SHORT = Workload("of at most 8 tokens", (0.0, 0.02, 0.06), ("trainer.warm_start.steps=60",))
+LONG = Workload(
+    "of up to 192 tokens",
+    (0.0, 0.1, 0.4),
+    ("trainer.warm_start.steps=1", "rollout.max_response_tokens=192", "model.from_scratch.max_position_embeddings=256"),
+)
+
+
+def overlap(steps: int, folder: Path, work: Workload) -> list[str]:
     """A table of medians over the steps behind the first two."""
     lines = [
         f"| a verdict takes | generation alone | scoring alone, {WORKERS} workers | rollout, wall | / the longer one | scored while generating |",
         "|---|---|---|---|---|---|",
     ]
     alone = 0.0
-    for seconds in (0.0, 0.02, 0.06):
-        run_dir = folder / f"sleep_{seconds:g}"
+    for seconds in work.verdicts_s:
+        run_dir = folder / f"{work.answers.replace(' ', '_')}_{seconds:g}"
         (folder / "reward.py").write_text(SLEEPY.format(seconds=seconds))
         subprocess.run(
             [
                 sys.executable, "-m", "megarl.cli", "train", "experiment=quickstart", f"run.dir={run_dir}", f"reward.path={folder}/reward.py",
                 f"reward.workers={WORKERS}", f"trainer.steps={steps}", "trainer.tasks_per_step=128", "rollout.concurrent_groups=128",
-                "trainer.warm_start.steps=60", "taskset.eval_size=20", "trainer.eval_interval=0", "taskset.train_size=2000", "taskset.warm_start_size=2000",
+                *work.settings, "taskset.eval_size=20", "trainer.eval_interval=0", "taskset.train_size=2000", "taskset.warm_start_size=2000",
             ],
             check=True,
         )  # fmt: skip
@@ -114,6 +129,7 @@ def overlap(steps: int, folder: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("throughput", "overlap"))
+    parser.add_argument("--answers", choices=("short", "long"), help="one of the two workloads of overlap alone")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--keep", type=Path, help="folder for the jobs, to look at their reports")
     arguments = parser.parse_args()
@@ -125,10 +141,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = arguments.keep or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
-            parts["A slow verifier beside generation"] = overlap(arguments.steps, folder)
+            for work in (SHORT, LONG) if arguments.answers is None else (SHORT,) if arguments.answers == "short" else (LONG,):
+                parts[f"A slow verifier beside generation, answers {work.answers}"] = overlap(arguments.steps, folder, work)
     text = "".join(f"## {title}\n" + "\n".join(lines) + "\n\n" for title, lines in parts.items())
     print(text)
-    if arguments.only is None:
+    if arguments.only is None and arguments.answers is None:
         note = (__doc__ or "").split("\n\n", 2)[2].strip()
         DOC.write_text(
             f"# Rewards\n`python benchmarks/rewards.py`, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} shared CPU cores, load {load:.1f} at the start. "
