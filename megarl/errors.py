@@ -48,6 +48,10 @@ class JobError(RuntimeError):
     """A process of the job died; the message carries its last lines."""
 
 
+class FencedError(JobError):
+    """This attempt of a run is over, because a later one has begun: nothing that it still does may count."""
+
+
 def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:
     """``TypeName: text``, with the last line of the user's file ``path`` on the way to it (without ``path``: the last line
     at all); where none was reached, as with a wrong signature or result, the line where ``function`` is defined.

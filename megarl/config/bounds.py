@@ -157,6 +157,12 @@ BOUNDS: dict[str, Bound] = {
     "sync.probe_tokens": Bound(2, 2**20),
     "sync.probe_tolerance": Bound(0, above=True),
     "store.poll_s": Bound(0, 60, above=True),
+    "rollout.nodes": RANKS,
+    "cluster.connect_timeout_s": SECONDS,
+    "cluster.heartbeat_s": Bound(1, 3600),
+    "cluster.restarts": Bound(0, 1000),
+    "cluster.max_clock_skew_s": SECONDS,
+    "cluster.min_free_disk_bytes": NUMBER,
     "run.port": Bound(1, 65535),
     "run.shutdown_grace_s": SECONDS,
 }

@@ -213,6 +213,8 @@ class RolloutConfig:
     expert_parallel: bool = False
     """Whole experts on each of an engine's ``tp`` ranks, instead of a share of every expert."""
     replicas: int = 1
+    nodes: int = 1
+    """Nodes that each engine spans; its tp * pp workers spread evenly over them."""
     max_prompt_tokens: int = 128
     max_response_tokens: int = 64
     temperature: float = 1.0
@@ -387,6 +389,23 @@ class StoreConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """Several machines (docs/cluster.md). Which they are is the launcher's to say: Slurm, torchrun."""
+
+    connect_timeout_s: float = 300.0
+    """How long the head waits for the other nodes, and they for it."""
+    heartbeat_s: float = 30.0
+    """Silence after which a node counts as lost."""
+    restarts: int = 0
+    """How often a job starts again from its newest checkpoint, in the same allocation, after a process or a node has died."""
+    exclude_unhealthy: bool = False
+    """Go on without nodes that differ or lack something, if the rest are enough."""
+    max_clock_skew_s: float = 5.0
+    min_free_disk_bytes: int = 1073741824
+    """For temporary files, on every node."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     name: str = "run"
     dir: str = "runs/${run.name}"
@@ -431,6 +450,7 @@ class RewardModelConfig:
 @dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megarl.config import Config, load_resolved, to_dict
 
 SHOWN = 8
-HARMLESS = ("run.name", "run.host", "run.port", "run.shutdown_grace_s")
+HARMLESS = ("run.name", "run.host", "run.port", "run.shutdown_grace_s", "rollout.nodes")
 """Settings that change nothing of what a run computes or where it lies."""
 
 
@@ -46,7 +46,7 @@ def changes_since_last_start(config: Config, run_dir: Path) -> list[Change]:
     if not resolved.is_file():
         return []
     found = changes(to_dict(load_resolved(resolved)), to_dict(config))
-    return [change for change in found if change.setting not in HARMLESS]
+    return [change for change in found if change.setting not in HARMLESS and not change.setting.startswith("cluster.")]
 
 
 def has_checkpoints(run_dir: Path) -> bool:

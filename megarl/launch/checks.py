@@ -28,10 +28,10 @@ PROCESS_BYTES = 400 * 2**20
 """What one process takes with nothing but its imports."""
 
 
-def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
+def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, list[Task]]:
     """Everything that can be known to fail, before any process is launched; makes missing data and model.
 
-    With ``mend`` damaged checkpoints are set aside. Returns the tasks of the store by split (train, eval): none in an offline
+    With ``mend`` damaged checkpoints are set aside; ``nodes``: machines of the job. Returns the tasks of the store by split (train, eval): none in an offline
     job, which has no explorer.
 
     Raises:
@@ -41,9 +41,9 @@ def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
     check_settings_of_run(config, Path(config.run.dir))
     algorithm = algorithms.get(config.algorithm.name)
     offline = algorithm.offline
-    _check_settings(config, offline)
+    _check_settings(config, offline, nodes)
     check_role_settings(config, algorithm)
-    _check_memory(config, offline)
+    _check_memory(config, offline, nodes)
     check_url(config.store.url)
     prepare_data(config)
     rows = {split: read_split(config, split) for split in SPLITS}
@@ -74,7 +74,7 @@ def check(config: Config, *, mend: bool = False) -> dict[str, list[Task]]:
     return tasks
 
 
-def _check_settings(config: Config, offline: bool) -> None:
+def _check_settings(config: Config, offline: bool, nodes: int) -> None:
     _check_algorithm(config)
     rows = config.trainer.tasks_per_step * (1 if offline else config.algorithm.group_size)
     if config.trainer.updates_per_step > rows:
@@ -97,7 +97,8 @@ def _check_settings(config: Config, offline: bool) -> None:
         )
     if offline and config.reward_model.path is not None:
         raise ConfigError(f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it out")
-    ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
+    if nodes == 1:  # else each node is asked for its own
+        ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
 
 
 def _check_algorithm(config: Config) -> None:
@@ -122,11 +123,12 @@ def _check_algorithm(config: Config) -> None:
     algorithms.try_out(algorithm, token, config.algorithm)
 
 
-def _check_memory(config: Config, offline: bool) -> None:
-    """Even the least that the processes can take is there."""
+def _check_memory(config: Config, offline: bool, nodes: int) -> None:
+    """Even the least that the processes can take is there, if they spread evenly over the nodes and those are like this one."""
     rollout = config.rollout
     engines = 0 if offline else rollout.replicas * rollout.tp * rollout.pp
     least = engines * (rollout.kv_cache_bytes + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
+    least //= nodes
     if least > (available := available_memory()):
         what = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and " if engines else ""
         raise ConfigError(

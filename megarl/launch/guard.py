@@ -26,15 +26,15 @@ class Guard:
     """The guard's process, as the supervisor sees it. Use as a context manager; on leaving, all groups should be gone.
 
     Args:
-        lock: Descriptor of the run directory's lock, held as long as the guard has something to end.
+        lock: Descriptor of the run directory's lock, held as long as the guard has something to end; None on nodes that do not hold it.
     """
 
-    def __init__(self, lock: int) -> None:
+    def __init__(self, lock: int | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megarl.launch.guard"],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=[lock],
+            pass_fds=[] if lock is None else [lock],
         )
 
     def add(self, group: int) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C before a job's processes run: seen even where a library swallows or renames it. Imports nothing heavy."""
+"""Signals to a supervisor: Ctrl-C before a job's processes run, and requests to stop while they do. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -33,3 +33,21 @@ class Interrupt:
 
 INTERRUPT = Interrupt()
 """Of this process."""
+
+
+class StopRequest:
+    """Turns SIGINT and SIGTERM into a count: the first asks for a resumable end, the third ends at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from megarl.checkpoint.state import latest, read_state
 from megarl.config import Config
+from megarl.errors import FencedError, JobError
+from megarl.launch import agent, health
+from megarl.launch.allocation import Allocation, find
 from megarl.launch.checks import check
+from megarl.launch.guard import Guard
+from megarl.launch.interrupt import INTERRUPT, StopRequest
+from megarl.launch.node import LocalNode, Node
+from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_store_of_run, is_finished
-from megarl.launch.supervisor import own_run_dir, run_job
+from megarl.launch.run_dir import next_attempt, own_run_dir
+from megarl.launch.supervisor import start_attempt, watch
+from megarl.rollout.auth import KEY_VARIABLE
 from megarl.schema import Task
 from megarl.store import Store
 
 log = logging.getLogger(__name__)
 
+UNFINISHED = 130
+"""Exit status of a job that was stopped and can be resumed."""
+
 
 def run(config: Config) -> int:
-    """Run the job to its end; exit status 0 when it finished, 130 when it was stopped and can be resumed."""
+    """Run the job to its end, or this node's part in it; exit status 0 when it finished, 130 when it was stopped and can be resumed."""
+    allocation = find()
+    key = os.environ.setdefault(KEY_VARIABLE, secrets.token_urlsafe(24))
+    if not allocation.is_head:
+        return agent.serve(allocation, config, key)
     run_dir = Path(config.run.dir)
     start = time.monotonic()
-    with own_run_dir(run_dir) as lock:
-        tasks = check(config, mend=True)
+    with own_run_dir(run_dir) as lock, Gathering(allocation, key, config.cluster.heartbeat_s) as gathering:
+        tasks = check(config, mend=True, nodes=allocation.nodes)
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
-            _fill_store(config, tasks)
-            run_job(config, lock)
+            _run_attempts(config, tasks, allocation, gathering, lock)
         # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
         finished = is_finished(config, run_dir)
+        gathering.status = 0 if finished else UNFINISHED
         if finished:  # its report too, which may not have been written when it ended
             from megarl.report.html import summary, write_report
 
@@ -39,7 +58,60 @@ def run(config: Config) -> int:
             log.info("whole job:     %.0f s", time.monotonic() - start)
     if not finished:
         log.warning("stopped; run the same command again to resume")
-    return 0 if finished else 130
+    return 0 if finished else UNFINISHED
+
+
+def _run_attempts(config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int) -> None:
+    """Attempts, until one ends in order or ``cluster.restarts`` are used up."""
+    run_dir = Path(config.run.dir)
+    with StopRequest() as stop_request, ExitStack() as stack:
+        INTERRUPT.check()
+        others = gathering.wait(config.cluster.connect_timeout_s) if allocation.nodes > 1 else []
+        others = _healthy(config, allocation, others)
+        for node in others:
+            node.stop_request = stop_request
+        guard = stack.enter_context(Guard(lock))
+        here = LocalNode(guard, [lock], name=allocation.name, role=allocation.role, address=config.run.host, first_port=config.run.port)
+        if allocation.nodes > 1:
+            here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
+        for left in reversed(range(config.cluster.restarts + 1)):
+            nodes: list[Node] = [here, *(node for node in others if node.fault() is None)]
+            attempt = next_attempt(run_dir)
+            _fill_store(config, tasks)
+            try:
+                watch(start_attempt(config, nodes, attempt), stop_request, config, attempt)
+                return
+            except FencedError:
+                raise
+            except JobError as error:
+                if not left or stop_request.count:
+                    raise
+                log.error("%s", error)
+                log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left)
+
+
+def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
+    """The nodes that fit together.
+
+    Raises:
+        JobError: some do not, and cluster.exclude_unhealthy is off, or one of them is the head.
+    """
+    if not others:
+        return []
+    token = secrets.token_hex(8)
+    health.write_token(Path(config.run.dir), token)
+    head = health.facts(allocation.name or "node 0", allocation.head)
+    faults = health.faults(head, [(node.facts, node.arrived) for node in others], config)
+    for node in others:
+        if (fault := node.check_run_dir(config.run.dir, token)) is not None:
+            faults.setdefault(node.name, []).append(fault)
+    if not faults:
+        return list(others)
+    text = health.described(faults)
+    if not config.cluster.exclude_unhealthy or head.name in faults:
+        raise JobError(f"{text}; mend it, or leave the node out (sbatch --exclude, cluster.exclude_unhealthy=true)")
+    log.warning("left out: %s", text)
+    return [node for node in others if node.name not in faults]
 
 
 def _fill_store(config: Config, tasks: Mapping[str, list[Task]]) -> None:

@@ -98,6 +98,10 @@ class Child:
         cause = [lines[first], "..."] if first < len(lines) - TAIL_LINES else []
         return "\n".join([*cause, *lines[-TAIL_LINES:]]) or "(it printed nothing)"
 
+    def last_words_at(self) -> float:
+        """When it last printed, in Unix seconds."""
+        return self.log.stat().st_mtime
+
     def signal(self, number: int) -> None:
         """Send a signal to the process itself; SIGKILL goes to its whole group."""
         try:

@@ -1,241 +1,232 @@
-"""Starts the processes of a job on this machine and watches them; a dead one ends the job with its last lines."""
+"""Starts the processes of one attempt of a job on its nodes and watches them; a dead one ends the attempt with its last lines."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
-from typing import IO
+from typing import NamedTuple
 
-from megarl import algorithms
-from megarl.checkpoint.state import write_text
 from megarl.config import Config, save_resolved
-from megarl.errors import ConfigError, JobError
-from megarl.launch import ports
-from megarl.launch.guard import Guard
-from megarl.launch.interrupt import INTERRUPT
-from megarl.launch.process import Child
-from megarl.rollout.engine import engine_process, shared_memory
+from megarl.errors import FencedError, JobError
+from megarl.launch.interrupt import StopRequest
+from megarl.launch.node import Node, Process, Spec
+from megarl.launch.placement import Place, Placement, place, table
+from megarl.launch.run_dir import current_attempt
+from megarl.rollout.auth import KEY_VARIABLE
+from megarl.rollout.engine import engine_process
 
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
+FENCE_S = 1.0
+"""How often an attempt looks whether a later one has begun."""
 STOP_S = 10.0
 """How long processes get to end after SIGTERM once one of them has died."""
-ORPHANS_S = 40.0
-"""How long a start waits for the processes of a supervisor that was killed: longer than they take to end."""
 
 
-@contextmanager
-def own_run_dir(run_dir: Path) -> Iterator[int]:
-    """Hold the run directory: two jobs in one directory would overwrite each other's state.
+class Started(NamedTuple):
+    process: Process
+    node: Node
 
-    Yields the lock's descriptor. Every process that keeps it open holds the directory too, so that after the death of
-    a supervisor the next one waits until all of the job's processes are gone.
+
+class Addresses(NamedTuple):
+    """What processes of a job reach each other at: HOST:PORT."""
+
+    rendezvous: str
+    link: str
+    engines: tuple[str, ...]
+    engine_groups: tuple[str, ...]
+    """Where the parts of an engine meet that spans nodes; as many as engines, "" for the others."""
+    reward_hosts: tuple[str, ...]
+
+
+def start_attempt(config: Config, nodes: Sequence[Node], attempt: int) -> list[Started]:
+    """Start engines, trainer ranks, reward hosts and the explorer, each on its node. An offline job has trainer ranks alone.
 
     Raises:
-        ConfigError: another live job holds it.
+        ConfigError: they do not fit the nodes, or a port is taken; nothing was started.
+        JobError: a node failed to start one; what was started is ended.
     """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        handle: IO[str] = (run_dir / "lock").open("a+")
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={run_dir} cannot be made or written in ({error.strerror}); set run.dir to another place"
-        ) from error
-    deadline = time.monotonic() + ORPHANS_S
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                handle.seek(0)
-                holder = handle.read().strip()
-                if _is_alive(holder) or time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"run.dir={run_dir} is in use by {'' if _is_alive(holder) else 'what is left of '}"
-                        f"process {holder or 'unknown'}; end that job or choose another run.name"
-                    ) from None
-            time.sleep(WATCH_S)
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
-        yield handle.fileno()
-    finally:
-        handle.close()
-
-
-def _is_alive(pid: str) -> bool:
-    if not pid.isdigit():
-        return False
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"  # dead, and its parent has not asked yet
-
-
-def next_attempt(run_dir: Path) -> int:
-    """Count this start of the job; weights versions carry the number, so none is ever used twice."""
-    path = run_dir / "attempt"
-    attempt = int(path.read_text()) + 1 if path.is_file() else 1
-    write_text(path, str(attempt))
-    return attempt
-
-
-def start_job(config: Config, lock: int, guard: Guard) -> list[Child]:
-    """Start engines, trainer ranks and the explorer, all under ``guard``; each holds the run directory by ``lock``.
-
-    An offline job has trainer ranks alone.
-    """
-    run_dir = Path(config.run.dir)
-    offline = algorithms.get(config.algorithm.name).offline
-    host = config.run.host
-    attempt = next_attempt(run_dir)
-    resolved = run_dir / "resolved.json"
+    by_rank = {node.rank: node for node in nodes}
+    places = [Place(node.rank, node.name, node.role) for node in nodes]
+    placement = place(config, places)
+    if len(nodes) > 1:
+        log.info("%s", table(placement, places))
+    addresses = _addresses(config, placement, by_rank)
+    resolved = Path(config.run.dir) / "resolved.json"
     save_resolved(config, resolved)
-    numbers = ports.choose(host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
-    rendezvous, link, *engine_ports = numbers
-    logs = run_dir / "logs" / f"attempt_{attempt}"
-    key = os.environ.get("MEGARL_JOB_KEY") or secrets.token_urlsafe(24)
+    started: list[Started] = []
+    try:
+        for rank, spec in _specs(config, placement, addresses, by_rank, attempt, resolved):
+            node = by_rank[rank]
+            spec.env.update(_node_environment(node, alone=len(nodes) == 1))
+            started.append(Started(node.start(spec), node))
+    except BaseException:
+        stop(started, STOP_S)
+        raise
+    names = ", ".join(s.process.name + (f" on {s.node.name}" if len(nodes) > 1 else "") for s in started)
+    log.info("started %s; logs in %s", names, _logs(config, attempt))
+    return started
+
+
+def _addresses(config: Config, placement: Placement, nodes: dict[int, Node]) -> Addresses:
+    """Ports are asked of each node once, so that it gives no port twice."""
+    wanted = [placement.trainer[0]] * 2 + [span[0] for span in placement.engines]
+    wanted += [span[0] for span in placement.engines if len(span) > 1] + list(placement.reward_hosts)
+    if placement.explorer is None:
+        wanted = wanted[:1]
+    free = {rank: iter(nodes[rank].free_ports(wanted.count(rank))) for rank in dict.fromkeys(wanted)}
+
+    def listen(rank: int) -> str:
+        return f"{nodes[rank].address}:{next(free[rank])}"
+
+    rendezvous = listen(placement.trainer[0])
+    if placement.explorer is None:
+        return Addresses(rendezvous, "", (), (), ())
+    link = listen(placement.trainer[0])
+    engines = tuple(listen(span[0]) for span in placement.engines)
+    groups = tuple(listen(span[0]) if len(span) > 1 else "" for span in placement.engines)
+    return Addresses(rendezvous, link, engines, groups, tuple(listen(rank) for rank in placement.reward_hosts))
+
+
+def _logs(config: Config, attempt: int) -> Path:
+    return Path(config.run.dir) / "logs" / f"attempt_{attempt}"
+
+
+def _node_environment(node: Node, *, alone: bool) -> dict[str, str]:
+    """On which of its networks a node's processes listen; one machine alone has loopback."""
+    if alone:
+        return {}
+    interfaces = {"MEGARL_NODE_ADDRESS": node.address, "VLLM_HOST_IP": node.address}
+    if node.interface:
+        interfaces |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), node.interface)
+    return interfaces
+
+
+def _specs(
+    config: Config, placement: Placement, addresses: Addresses, nodes: dict[int, Node], attempt: int, resolved: Path
+) -> list[tuple[int, Spec]]:
+    """(node rank, process) in the order in which they are started: what takes longest first."""
+    logs = _logs(config, attempt)
     env = {
-        "MEGARL_JOB_KEY": key,
+        KEY_VARIABLE: os.environ.setdefault(KEY_VARIABLE, secrets.token_urlsafe(24)),
         "MEGARL_ATTEMPT": str(attempt),
-        "MEGARL_ENGINES": ",".join(f"http://{host}:{p}" for p in engine_ports),
-        "MEGARL_LINK": f"{host}:{link}",
+        "MEGARL_ENGINES": ",".join(f"http://{address}" for address in addresses.engines),
+        "MEGARL_LINK": addresses.link,
+        "MEGARL_REWARD_HOSTS": ",".join(f"{address}*{config.reward.workers}" for address in addresses.reward_hosts),
         "MEGARL_TTY": "1" if sys.stderr.isatty() else "0",
         "PYTHONUNBUFFERED": "1",
     }
-    children: list[Child] = []
+    found: list[tuple[int, Spec]] = []
 
-    def start(name: str, argv: list[str], more: Mapping[str, str], log: str, echo: bool = False) -> None:
-        children.append(Child(name, argv, {**env, **more}, logs / log, echo=echo, keep=[lock]))
-        guard.add(children[-1].pid)
+    def add(rank: int, name: str, argv: Sequence[str], more: dict[str, str], log_name: str, echo: bool = False) -> None:
+        found.append((rank, Spec(name, tuple(argv), {**env, **more}, str(logs / log_name), echo)))
 
-    try:
-        for i, port in enumerate(engine_ports):
-            argv, engine_env = engine_process(
-                config.model.path, config.rollout, config.model, host=host, port=port
-            )
-            start(f"engine {i}", argv, engine_env, f"engine_{i}.log")
-        for rank in range(config.parallel.world_size):
-            argv = [sys.executable, "-m", "megarl.loop", "trainer", "--config", str(resolved)]
-            rank_env = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(config.parallel.world_size),
-                "MASTER_ADDR": host,
-                "MASTER_PORT": str(rendezvous),
-                "OMP_NUM_THREADS": str(config.trainer.num_threads),
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            }
-            start(f"trainer rank {rank}", argv, rank_env, f"trainer_{rank}.log", echo=rank == 0)
-        if not offline:
-            argv = [sys.executable, "-m", "megarl.loop", "explorer", "--config", str(resolved)]
-            start("explorer", argv, {"OMP_NUM_THREADS": "1"}, "explorer.log")
-    except BaseException:
-        stop(children, STOP_S)
-        raise
-    log.info("started %s; logs in %s", ", ".join(c.name for c in children), logs)
-    return children
-
-
-def stop(children: list[Child], grace_s: float) -> None:
-    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory too."""
-    segments = {path for child in children for path in shared_memory(child.pid)}
-    for child in children:
-        child.signal(signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    for child in children:
-        child.wait(max(0.0, deadline - time.monotonic()))
-    segments.update(path for child in children for path in shared_memory(child.pid))  # made since by what did not end
-    for child in children:
-        child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
-        child.wait(5)
-    for path in segments:
-        path.unlink(missing_ok=True)
+    for i, span in enumerate(placement.engines):
+        host, _, port = addresses.engines[i].rpartition(":")
+        for part, rank in enumerate(span):
+            group = (part, addresses.engine_groups[i]) if len(span) > 1 else None
+            argv, engine_env = engine_process(config.model.path, config.rollout, config.model, host=host, port=int(port), group=group)
+            suffix = "" if part == 0 else f"_part_{part + 1}"
+            add(rank, f"engine {i}{suffix.replace('_', ' ')}", argv[1:], engine_env, f"engine_{i}{suffix}.log")
+    host, _, port = addresses.rendezvous.rpartition(":")
+    for rank, node in enumerate(placement.trainer):
+        rank_env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(placement.local_rank(rank)),
+            "WORLD_SIZE": str(config.parallel.world_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": str(config.trainer.num_threads),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
+        argv = ["-m", "megarl.loop", "trainer", "--config", str(resolved)]
+        add(node, f"trainer rank {rank}", argv, rank_env, f"trainer_{rank}.log", echo=rank == 0)
+    for node, address in zip(placement.reward_hosts, addresses.reward_hosts, strict=True):
+        host, _, port = address.rpartition(":")
+        argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port, "--workers", str(config.reward.workers)]
+        add(node, f"reward host {node}", argv, {"OMP_NUM_THREADS": "1"}, f"reward_host_{node}.log")
+    if placement.explorer is not None:
+        argv = ["-m", "megarl.loop", "explorer", "--config", str(resolved)]
+        add(placement.explorer, "explorer", argv, {"OMP_NUM_THREADS": "1"}, "explorer.log")
+    return found
 
 
-class StopRequest:
-    """Turns SIGINT and SIGTERM into a flag: the first asks for a resumable end, the third ends at once."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> StopRequest:
-        self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+def stop(started: Sequence[Started], grace_s: float) -> None:
+    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, on every node at once."""
+    by_node: dict[int, tuple[Node, list[str]]] = {}
+    for process, node in started:
+        by_node.setdefault(node.rank, (node, []))[1].append(process.name)
+    with ThreadPoolExecutor(max(1, len(by_node))) as pool:
+        list(pool.map(lambda found: found[0].stop(found[1], grace_s), by_node.values()))
 
 
-def watch(children: list[Child], stop_request: StopRequest, shutdown_grace_s: float) -> None:
+def watch(started: Sequence[Started], stop_request: StopRequest, config: Config, attempt: int | None = None) -> None:
     """Wait until the trainer has ended, finished or stopped on request, then end the rest.
+
+    Args:
+        attempt: Number of this one; a later one in the run's directory ends it.
 
     Raises:
         JobError: a process died; carries its name, exit status and last lines. All others are gone by then.
+        FencedError: a later attempt has begun.
     """
-    trainers = [c for c in children if c.name.startswith("trainer")]
-    others = [c for c in children if c not in trainers]
+    processes = [s.process for s in started]
+    trainers = [p for p in processes if p.name.startswith("trainer")]
     asked_at: float | None = None
+    looked_at = 0.0
     try:
         while True:
+            if attempt is not None and time.monotonic() - looked_at > FENCE_S:
+                looked_at = time.monotonic()
+                if (newest := current_attempt(Path(config.run.dir))) > attempt:
+                    raise FencedError(f"attempt {newest} of this run has begun; attempt {attempt} ends")
             if stop_request.count and asked_at is None:
                 asked_at = time.monotonic()
                 log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
-                for child in trainers:
-                    child.signal(signal.SIGTERM)
-            late = asked_at is not None and time.monotonic() - asked_at > shutdown_grace_s
-            early = asked_at is not None and any(c.poll() == -signal.SIGTERM for c in trainers)  # had no handler yet
+                for process in trainers:
+                    process.signal(signal.SIGTERM)
+            late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
+            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in trainers)  # had no handler yet
             if stop_request.count > 2 or late or early:
                 log.warning("ended without a new checkpoint; the run resumes from the last one")
                 return
             # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is news.
-            _raise_for_dead(children if asked_at is None else trainers)
-            if all(c.poll() == 0 for c in trainers):
+            _raise_for_dead(processes if asked_at is None else trainers)
+            if all(p.poll() == 0 for p in trainers):
                 return
             time.sleep(WATCH_S)
+    except FencedError:
+        for process in processes:
+            process.signal(signal.SIGKILL)
+        raise
     finally:
-        stop(others + trainers, STOP_S)
+        stop(started, STOP_S)
 
 
-def _raise_for_dead(children: list[Child]) -> None:
-    if _failed(children):
+def _raise_for_dead(processes: Sequence[Process]) -> None:
+    if _failed(processes):
         # A peer often fails because another died first: give the first cause a moment to show.
         time.sleep(0.5)
-        first, *others = sorted(_failed(children), key=lambda c: c.log.stat().st_mtime)
-        also = "".join(f"\nthen {_ending(child)} ({child.log})" for child in others)
+        first, *others = sorted(_failed(processes), key=lambda p: p.last_words_at())
+        also = "".join(f"\nthen {_ending(process)} ({process.log})" for process in others)
         raise JobError(f"{_ending(first)}; its last lines ({first.log}):\n{first.tail()}{also}")
 
 
-def _ending(child: Child) -> str:
-    status = child.poll()
+def _ending(process: Process) -> str:
+    status = process.poll()
     how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-    return f"{child.name} {how}"
+    return f"{process.name} {how}"
 
 
-def _failed(children: list[Child]) -> list[Child]:
-    dead = [c for c in children if c.poll() is not None]
-    # An explorer ends with 0 when the trainer has closed the job; an engine never ends by itself.
-    return [c for c in dead if c.poll() != 0 or c.name.startswith("engine")]
-
-
-def run_job(config: Config, lock: int) -> None:
-    """Run a whole job in a directory held by ``lock``, until it ends or is stopped. Raises as ``watch`` does."""
-    with StopRequest() as stop_request, Guard(lock) as guard:
-        INTERRUPT.check()
-        watch(start_job(config, lock, guard), stop_request, config.run.shutdown_grace_s)
+def _failed(processes: Sequence[Process]) -> list[Process]:
+    dead = [p for p in processes if p.poll() is not None]
+    # An explorer ends with 0 when the trainer has closed the job; an engine or a reward host never ends by itself.
+    return [p for p in dead if p.poll() != 0 or p.name.startswith(("engine", "reward host"))]

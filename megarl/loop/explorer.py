@@ -17,17 +17,19 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megarl.config import Config, load_resolved
+from megarl.config.schema import RewardConfig
 from megarl.errors import EngineError
 from megarl.metrics import Timeline
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import Judging
+from megarl.rewards.process import await_hosts
 from megarl.rewards.shape import opens_thinking
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
 from megarl.schema import GREEDY, Experience, Segment, Task, WeightsVersion
@@ -361,7 +363,7 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
         async with (
             EngineClient(engines, key, config.rollout.request_timeout_s) as engine,
             _judge(config, engines, key) as judge,
-            RewardPool(config.reward, judge, key) as scorer,
+            RewardPool(await _with_hosts_of_nodes(config.reward), judge, key) as scorer,
         ):
             explorer = Explorer(
                 store,
@@ -378,6 +380,13 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
             await explorer.run()
     finally:
         store.close()
+
+
+async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:
+    """The supervisor starts a host of reward workers on every other node, which takes a moment. Raises ConfigError."""
+    hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
+    await await_hosts(hosts)
+    return replace(config, hosts=[*config.hosts, *hosts])
 
 
 @asynccontextmanager

@@ -250,3 +250,19 @@ async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str
             raise ConfigError(f"reward.hosts: {str(error) or 'no answer'}; mend that host, or leave {address} out") from error
         finally:
             await worker.kill()
+
+
+async def await_hosts(hosts: Sequence[str], patience_s: float = START_TIMEOUT_S) -> None:
+    """Until every host (HOST:PORT*N) accepts connections. Raises ConfigError naming one that does not in time."""
+    deadline = asyncio.get_running_loop().time() + patience_s
+    for address in dict.fromkeys(addresses(hosts)):
+        host, _, port = address.rpartition(":")
+        while True:
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), CONNECT_S)
+                writer.close()
+                break
+            except (OSError, TimeoutError) as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ConfigError(f"the reward workers of a node at {address} cannot be reached: {str(error) or 'no answer'}") from error
+            await asyncio.sleep(0.2)

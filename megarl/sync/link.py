@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,7 +103,10 @@ def join(store: Store, address: LinkAddress, rank: int, peers: int) -> Link:
 
 
 def _device(host: str) -> Any:
-    """On one machine gloo must not listen outside it; across machines it finds its own address."""
+    """On one machine gloo must not listen outside it; across machines it does on the job's network."""
+    own = os.environ.get("MEGARL_NODE_ADDRESS")
+    if own:
+        return ProcessGroupGloo.create_device(hostname=own)
     loopback = host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
     return ProcessGroupGloo.create_device(hostname=host) if loopback else ProcessGroupGloo.create_default_device()
 

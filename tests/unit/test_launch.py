@@ -17,8 +17,11 @@ import pytest
 from megarl.errors import ConfigError, JobError
 from megarl.launch import job, ports
 from megarl.launch.guard import Guard, end
+from megarl.launch.interrupt import StopRequest
+from megarl.launch.node import LocalNode, stop
 from megarl.launch.process import Child
-from megarl.launch.supervisor import StopRequest, next_attempt, own_run_dir, start_job, stop, watch
+from megarl.launch.run_dir import next_attempt, own_run_dir
+from megarl.launch.supervisor import Started, start_attempt, watch
 from megarl.rollout.engine import group_members
 from tests.unit.small_job import config_of, refused
 
@@ -44,7 +47,7 @@ def test_starting_on_a_port_in_use_launches_nothing(prepared: Path, busy_port: i
     config = replace(config, run=replace(config.run, dir=str(tmp_path)))
     in_use = pytest.raises(ConfigError, match=f"port {busy_port} .* in use")
     with own_run_dir(tmp_path) as lock, Guard(lock) as guard, in_use:
-        start_job(config, lock, guard)
+        start_attempt(config, [LocalNode(guard, [lock], first_port=config.run.port)], 1)
     assert not (tmp_path / "logs").exists()
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(p)]
 
@@ -133,7 +136,9 @@ def watch_stopping(tmp_path: Path, trainer: str, *, engine_dies: bool = False) -
     if engine_dies:
         children[0].signal(signal.SIGTERM)
         assert children[0].wait(10)
-    watch(children, request, shutdown_grace_s=20)
+    with Guard() as guard:
+        node = LocalNode(guard, children={c.name: c for c in children})
+        watch([Started(c, node) for c in children], request, config_of(tmp_path))
     assert all(child.poll() is not None for child in children)
 
 
@@ -216,7 +221,7 @@ def test_run_directory_that_cannot_be_made(tmp_path: Path, place: str) -> None:
 def test_run_directory_in_use(tmp_path: Path) -> None:
     """By another process, as it is in life: a lock of one's own process would prove less."""
     hold = (
-        "import sys\nfrom pathlib import Path\nfrom megarl.launch.supervisor import own_run_dir\n"
+        "import sys\nfrom pathlib import Path\nfrom megarl.launch.run_dir import own_run_dir\n"
         f"with own_run_dir(Path({str(tmp_path)!r})):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -229,7 +234,7 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
         holder.stdin.close()
         holder.wait(30)
     with own_run_dir(tmp_path):  # free again
-        assert (tmp_path / "lock").read_text() == str(os.getpid())
+        assert (tmp_path / "lock").read_text().split()[0] == str(os.getpid())
 
 
 def test_attempts_are_counted(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""The supervisor of a node that is not the head: connects to it, starts what it is told to, and ends everything when it is gone."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.errors import ConfigError, JobError
+from megarl.launch import health
+from megarl.launch.allocation import Allocation
+from megarl.launch.channel import Channel, ChannelClosed, greet
+from megarl.launch.guard import Guard
+from megarl.launch.interrupt import StopRequest
+from megarl.launch.node import LocalNode, Spec
+
+log = logging.getLogger(__name__)
+
+CONNECT_EVERY_S = 0.5
+WATCH_S = 0.1
+LOST_GRACE_S = 5.0
+"""How long processes get to end when the head is gone: their job cannot go on without it."""
+
+
+def serve(allocation: Allocation, config: Config, key: str) -> int:
+    """Until the head says that the job has ended; the exit status that it gives.
+
+    Raises:
+        JobError: the head cannot be reached, knows another key, or is lost.
+    """
+    with StopRequest() as stop_request:
+        channel = _connect(allocation, config, key, stop_request)
+        try:
+            with Guard() as guard:
+                node = LocalNode(guard, name=allocation.name, rank=allocation.rank, address=channel.own_address, role=allocation.role)
+                try:
+                    return _Agent(channel, node, stop_request).run()
+                finally:
+                    node.stop(list(node.children), LOST_GRACE_S)
+        finally:
+            channel.close()
+
+
+def _connect(allocation: Allocation, config: Config, key: str, stop_request: StopRequest) -> Channel:
+    deadline = time.monotonic() + config.cluster.connect_timeout_s
+    where = f"node 0 at {allocation.head}:{allocation.port}"
+    while True:
+        try:
+            connection = socket.create_connection((allocation.head, allocation.port), timeout=5)
+            channel = greet(connection, key, serving=False, silence_s=config.cluster.heartbeat_s)
+            break
+        except ChannelClosed as error:
+            if "another key" in str(error):
+                raise JobError(f"{where}: {error}") from error
+            reason: Exception = error
+        except OSError as error:
+            reason = error
+        if stop_request.count:
+            raise JobError(f"stopped while waiting for {where}")
+        if time.monotonic() > deadline:
+            raise JobError(f"{where} cannot be reached ({reason}) within cluster.connect_timeout_s={config.cluster.connect_timeout_s:g}")
+        time.sleep(CONNECT_EVERY_S)
+    facts = health.facts(allocation.name or f"node {allocation.rank}", channel.own_address)
+    channel.send(rank=allocation.rank, role=allocation.role, facts=asdict(facts))
+    return channel
+
+
+class _Agent:
+    def __init__(self, channel: Channel, node: LocalNode, stop_request: StopRequest) -> None:
+        self._channel = channel
+        self._node = node
+        self._stop_request = stop_request
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    def run(self) -> int:
+        threading.Thread(target=self._watch, daemon=True).start()
+        while True:
+            try:
+                message = self._channel.receive()
+            except ChannelClosed as closed:
+                raise JobError(f"node 0 is lost ({closed}): its job ends here too") from closed
+            match message.get("do"):
+                case "end":
+                    return int(message["status"])
+                case "signal":
+                    if (child := self._node.children.get(message["name"])) is not None:
+                        child.signal(int(message["number"]))
+                case "stop":  # takes seconds, in which the head may have more to say
+                    threading.Thread(target=self._answer, args=(message,), daemon=True).start()
+                case "start" | "ports" | "run_dir":
+                    self._answer(message)  # here: what a thread starts would end with that thread (PR_SET_PDEATHSIG)
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        try:
+            answer = self._do(message)
+        except (OSError, ConfigError, JobError) as error:
+            answer = {"error": str(error)}
+        self._say(news="answer", to=message["number"], **answer)
+
+    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["do"] == "start":
+            spec = Spec(**{**message["spec"], "argv": tuple(message["spec"]["argv"])})
+            with self._lock:
+                self._told.discard(spec.name)
+                self._node.start(replace(spec, echo=False))
+            return {}
+        if message["do"] == "ports":
+            return {"ports": self._node.free_ports(int(message["count"]))}
+        if message["do"] == "run_dir":
+            return {"fault": health.run_dir_fault(Path(message["path"]), message["token"])}
+        self._node.stop(message["names"], float(message["grace_s"]))
+        return {}
+
+    def _watch(self) -> None:
+        beat, wished = 0.0, 0
+        while True:
+            with self._lock:
+                children = list(self._node.children.values())
+            for child in children:
+                if child.name not in self._told and (status := child.poll()) is not None:
+                    self._told.add(child.name)
+                    self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
+            if self._stop_request.count > wished:
+                wished = self._stop_request.count
+                self._say(news="stop")
+            if time.monotonic() - beat > self._channel.silence_s / 4:
+                beat = time.monotonic()
+                self._say(news="beat")
+            time.sleep(WATCH_S)
+
+    def _say(self, **message: Any) -> None:
+        try:
+            self._channel.send(**message)
+        except ChannelClosed:
+            self._channel.close()  # the receiving thread then ends this process

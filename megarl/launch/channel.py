@@ -1,0 +1,96 @@
+"""JSON lines between two supervisors of a job, over one TCP connection; both have proven to know the job's key."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+from typing import Any
+
+from megarl.errors import JobError
+
+MAX_LINE_BYTES = 2**24
+GREETING_S = 10.0
+
+
+class ChannelClosed(JobError):
+    """The other side is gone, or silent for too long."""
+
+
+class Channel:
+    """Messages both ways; any thread may send, one receives.
+
+    Args:
+        silence_s: How long ``receive`` waits; both sides send something more often than that.
+    """
+
+    def __init__(self, connection: socket.socket, silence_s: float) -> None:
+        self._socket = connection
+        self._lines = connection.makefile("rb")
+        self._sending = threading.Lock()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.silence_s = silence_s
+        connection.settimeout(silence_s)
+
+    @property
+    def own_address(self) -> str:
+        """Of this machine, as the other side sees it."""
+        return str(self._socket.getsockname()[0])
+
+    def send(self, **message: Any) -> None:
+        """Raises ChannelClosed."""
+        try:
+            with self._sending:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise ChannelClosed(f"connection lost: {error}") from error
+
+    def receive(self) -> dict[str, Any]:
+        """The next message. Raises ChannelClosed."""
+        try:
+            line = self._lines.readline(MAX_LINE_BYTES)
+            if not line.endswith(b"\n"):
+                raise ChannelClosed("connection closed")
+            message = json.loads(line)
+            if not isinstance(message, dict):
+                raise ValueError("not a JSON object")
+            return message
+        except TimeoutError as error:
+            raise ChannelClosed(f"silent for {self.silence_s:.0f} s") from error
+        except (OSError, ValueError) as error:
+            raise ChannelClosed(f"connection lost: {error}") from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
+        with contextlib.suppress(OSError):
+            self._lines.close()
+        self._socket.close()
+
+
+def greet(connection: socket.socket, key: str, *, serving: bool, silence_s: float) -> Channel:
+    """Both sides answer the other's random challenge with an HMAC of it, so the key itself is never sent.
+
+    Raises:
+        ChannelClosed: the other side does not know the key, or says nothing in time.
+    """
+    channel = Channel(connection, GREETING_S)
+    mine = secrets.token_hex(16)
+    channel.send(challenge=mine)
+    theirs = str(channel.receive().get("challenge"))
+    channel.send(proof=_proof(key, theirs, "head" if serving else "node"))
+    proof = str(channel.receive().get("proof"))
+    if not hmac.compare_digest(proof, _proof(key, mine, "node" if serving else "head")):
+        channel.close()
+        raise ChannelClosed("the other side has another key (MEGARL_JOB_KEY)")
+    channel.silence_s = silence_s
+    connection.settimeout(silence_s)
+    return channel
+
+
+def _proof(key: str, challenge: str, side: str) -> str:
+    return hmac.new(key.encode(), f"megarl {side} {challenge}".encode(), hashlib.sha256).hexdigest()

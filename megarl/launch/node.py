@@ -1,0 +1,116 @@
+"""A node of a job as the head sees it, and this machine as one. ``remote.py`` has the nodes that are elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from megarl.launch import ports
+from megarl.launch.allocation import Role
+from megarl.launch.guard import Guard
+from megarl.launch.process import Child
+from megarl.rollout.engine import shared_memory
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A process to start: this Python with ``argv``, in the node's environment and ``env``."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    log: str
+    """Path; shared folders have the same one on every node."""
+    echo: bool = False
+    """Show what it prints on the head's terminal; only for processes of the head's node."""
+
+
+class Process(Protocol):
+    """A started process, wherever it runs."""
+
+    name: str
+    log: Path
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+
+    def tail(self) -> str:
+        """Its last lines."""
+
+    def signal(self, number: int) -> None: ...
+
+    def last_words_at(self) -> float:
+        """When it last printed; tells which of several died first."""
+
+
+class Node(Protocol):
+    """Where processes are started."""
+
+    rank: int
+    name: str
+    address: str
+    interface: str
+    """Network interface that has ``address``; "" where it was not asked for."""
+    role: Role
+
+    def start(self, spec: Spec) -> Process: ...
+
+    def free_ports(self, count: int) -> list[int]: ...
+
+    def stop(self, names: Sequence[str], grace_s: float) -> None:
+        """SIGTERM to processes by name, SIGKILL to what is left after ``grace_s``; returns when they are gone."""
+
+    def fault(self) -> str | None:
+        """Why nothing more can be started here; None while it can."""
+
+
+@dataclass
+class LocalNode:
+    """This machine. What it starts ends with this process, by ``guard`` if need be, and holds the run directory by ``keep``."""
+
+    guard: Guard
+    keep: Sequence[int] = ()
+    rank: int = 0
+    name: str = ""
+    address: str = "127.0.0.1"
+    interface: str = ""
+    role: Role = "all"
+    first_port: int | None = None
+    """Ports from here on, where the setting gives one."""
+    children: dict[str, Child] = field(default_factory=dict)
+
+    def start(self, spec: Spec) -> Child:
+        child = Child(spec.name, [sys.executable, *spec.argv], spec.env, Path(spec.log), echo=spec.echo, keep=self.keep)
+        self.guard.add(child.pid)
+        self.children[spec.name] = child
+        return child
+
+    def free_ports(self, count: int) -> list[int]:
+        return ports.choose(self.address, count, self.first_port)
+
+    def stop(self, names: Sequence[str], grace_s: float) -> None:
+        stop([self.children.pop(name) for name in names if name in self.children], grace_s)
+
+    def fault(self) -> str | None:
+        return None
+
+
+def stop(children: Sequence[Child], grace_s: float) -> None:
+    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory too."""
+    segments = {path for child in children for path in shared_memory(child.pid)}
+    for child in children:
+        child.signal(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        child.wait(max(0.0, deadline - time.monotonic()))
+    segments.update(path for child in children for path in shared_memory(child.pid))  # made since by what did not end
+    for child in children:
+        child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
+        child.wait(5)
+    for path in segments:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,92 @@
+"""Which process of a job runs on which node: a pure function of settings and nodes, printed before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megarl import algorithms
+from megarl.config import Config
+from megarl.errors import ConfigError
+from megarl.launch.allocation import Role
+
+
+class Place(NamedTuple):
+    """What a placement knows of a node."""
+
+    rank: int
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Node ranks. ``engines``: the nodes of each engine, the first of which serves."""
+
+    trainer: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]
+    explorer: int | None
+    reward_hosts: tuple[int, ...]
+    """Nodes that have reward workers beside those of the explorer's."""
+
+    def local_rank(self, rank: int) -> int:
+        """Of a trainer rank among those of its node."""
+        return self.trainer[:rank].count(self.trainer[rank])
+
+
+def place(config: Config, nodes: Sequence[Place]) -> Placement:
+    """Trainer ranks in equal blocks, one node after the other, so that tensor-parallel ranks are neighbours; engines in turn.
+
+    Raises:
+        ConfigError: the ranks or engines do not spread evenly over the nodes that may have them.
+    """
+    trainers = [node.rank for node in nodes if node.role != "rollout"]
+    rollouts = [node.rank for node in nodes if node.role != "trainer"]
+    offline = algorithms.get(config.algorithm.name).offline
+    world = config.parallel.world_size
+    if not trainers or nodes[0].role == "rollout":
+        raise ConfigError("node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there")
+    if world % len(trainers):
+        raise ConfigError(
+            f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(trainers)} trainer nodes; change parallel.dp or the "
+            "number of nodes"
+        )
+    if offline:
+        return Placement(_blocks(trainers, world), (), None, ())
+    span, replicas = config.rollout.nodes, config.rollout.replicas
+    workers = config.rollout.tp * config.rollout.pp
+    if not rollouts or span > len(rollouts):
+        raise ConfigError(f"rollout.nodes={span} for each engine, but {len(rollouts)} nodes may have engines; lower it or add nodes")
+    if workers % span:
+        raise ConfigError(f"rollout.nodes={span} must divide the {workers} workers of an engine (rollout.tp * rollout.pp)")
+    groups = [tuple(rollouts[i : i + span]) for i in range(0, len(rollouts) - span + 1, span)]
+    engines = tuple(groups[i % len(groups)] for i in range(replicas))
+    return Placement(_blocks(trainers, world), engines, nodes[0].rank, tuple(node.rank for node in nodes[1:]))
+
+
+def _blocks(nodes: Sequence[int], world: int) -> tuple[int, ...]:
+    each = world // len(nodes)
+    return tuple(node for node in nodes for _ in range(each))
+
+
+def table(placement: Placement, nodes: Sequence[Place]) -> str:
+    """One line for each node."""
+    lines = []
+    for node in nodes:
+        parts = [_ranks([r for r, n in enumerate(placement.trainer) if n == node.rank])]
+        parts += [f"engine {i}{_part(span, node.rank)}" for i, span in enumerate(placement.engines) if node.rank in span]
+        parts += ["explorer and reward workers"] * (node.rank == placement.explorer)
+        parts += ["reward workers"] * (node.rank in placement.reward_hosts)
+        lines.append(f"node {node.rank} {node.name}: {', '.join(part for part in parts if part) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    return f"trainer rank {ranks[0]}" if len(ranks) == 1 else f"trainer ranks {ranks[0]}-{ranks[-1]}"
+
+
+def _part(span: Sequence[int], node: int) -> str:
+    return "" if len(span) == 1 else f" (part {span.index(node) + 1} of {len(span)})"

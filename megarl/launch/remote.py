@@ -1,0 +1,227 @@
+"""Nodes that are elsewhere, as the head sees them: their supervisors connect, and are told what to start."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megarl.errors import ConfigError, JobError
+from megarl.launch import health
+from megarl.launch.allocation import Allocation, Role
+from megarl.launch.channel import Channel, ChannelClosed, greet
+from megarl.launch.interrupt import StopRequest
+from megarl.launch.node import Spec
+
+log = logging.getLogger(__name__)
+
+STARTED_S = 60.0
+"""How long a node may take to start a process, or to find free ports."""
+
+
+class RemoteProcess:
+    """A process on another node; what it does is told by that node."""
+
+    def __init__(self, spec: Spec, node: RemoteNode) -> None:
+        self.name = spec.name
+        self.log = Path(spec.log)
+        self._node = node
+        self._ending: dict[str, Any] | None = None
+
+    def ended(self, message: dict[str, Any]) -> None:
+        self._ending = message
+
+    def poll(self) -> int | None:
+        if self._ending is None and (fault := self._node.fault()) is not None:
+            self._ending = {"status": 1, "tail": f"its node {self._node.name} is lost: {fault}", "at": self._node.lost_at}
+        return None if self._ending is None else int(self._ending["status"])
+
+    def tail(self) -> str:
+        return str(self._ending["tail"]) if self._ending is not None else ""
+
+    def signal(self, number: int) -> None:
+        self._node.tell(do="signal", name=self.name, number=number)
+
+    def last_words_at(self) -> float:
+        return float(self._ending["at"]) if self._ending is not None else time.time()
+
+
+class RemoteNode:
+    """One node whose supervisor is connected."""
+
+    def __init__(self, channel: Channel, hello: dict[str, Any]) -> None:
+        self._channel = channel
+        self.rank = int(hello["rank"])
+        self.role: Role = hello["role"]
+        self.facts = health.from_message(hello["facts"])
+        self.arrived = time.time()
+        self.name, self.address, self.interface = self.facts.name, self.facts.address, self.facts.interface
+        self.stop_request = StopRequest()
+        """Told when the node's supervisor was asked to stop, by Slurm or a person."""
+        self.lost_at = 0.0
+        self._fault: str | None = None
+        self._processes: dict[str, RemoteProcess] = {}
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._news = threading.Condition()
+        threading.Thread(target=self._listen, daemon=True, name=f"node {self.rank}").start()
+        threading.Thread(target=self._beat, daemon=True, name=f"node {self.rank} beat").start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._hear(self._channel.receive())
+        except ChannelClosed as closed:
+            with self._news:
+                if self._fault is None:
+                    self._fault, self.lost_at = str(closed), time.time()
+                self._news.notify_all()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        with self._news:
+            match message.get("news"):
+                case "ended":
+                    if (process := self._processes.get(message["name"])) is not None:
+                        process.ended(message)
+                case "stop":
+                    self.stop_request.count = max(1, self.stop_request.count)  # all nodes are told by the same stop
+                case "answer":
+                    self._answers[message["to"]] = message
+            self._news.notify_all()
+
+    def _beat(self) -> None:
+        while self.fault() is None:
+            self.tell(do="beat")
+            time.sleep(self._channel.silence_s / 4)
+
+    def tell(self, **message: Any) -> None:
+        """Says it if the node can hear it; ``fault`` tells whether it could."""
+        with suppress(ChannelClosed):
+            self._channel.send(**message)
+
+    def _ask(self, patience_s: float, **message: Any) -> dict[str, Any]:
+        number = secrets.token_hex(8)
+        self.tell(**message, number=number)
+        with self._news:
+            self._news.wait_for(lambda: number in self._answers or self._fault is not None, patience_s)
+            answer = self._answers.pop(number, None)
+        if answer is None:
+            what = message["do"]
+            raise JobError(f"node {self.name}: {self._fault or f'no answer to {what!r} in {patience_s:.0f} s'}")
+        if "error" in answer:
+            raise JobError(f"node {self.name}: {answer['error']}")
+        return answer
+
+    def start(self, spec: Spec) -> RemoteProcess:
+        """Raises JobError."""
+        process = RemoteProcess(spec, self)
+        with self._news:
+            self._processes[spec.name] = process
+        self._ask(STARTED_S, do="start", spec=asdict(spec))
+        return process
+
+    def free_ports(self, count: int) -> list[int]:
+        return [int(port) for port in self._ask(STARTED_S, do="ports", count=count)["ports"]]
+
+    def check_run_dir(self, run_dir: str, token: str) -> str | None:
+        fault: str | None = self._ask(STARTED_S, do="run_dir", path=run_dir, token=token)["fault"]
+        return fault
+
+    def stop(self, names: Sequence[str], grace_s: float) -> None:
+        with suppress(JobError):  # lost: it ends its processes by itself
+            self._ask(grace_s + STARTED_S, do="stop", names=list(names), grace_s=grace_s)
+
+    def fault(self) -> str | None:
+        return self._fault
+
+    def end(self, status: int) -> None:
+        """Its supervisor ends with ``status``."""
+        self.tell(do="end", status=status)
+        with self._news:
+            if self._fault is None:
+                self._fault = "the job has ended"
+
+
+class Gathering:
+    """The head's door: other nodes' supervisors come in from the moment it is open. Use as a context manager.
+
+    Raises:
+        ConfigError: the head's address is not this machine's, or the port is taken.
+    """
+
+    def __init__(self, allocation: Allocation, key: str, silence_s: float) -> None:
+        self._allocation = allocation
+        self._key = key
+        self._silence_s = silence_s
+        self._nodes: dict[int, RemoteNode] = {}
+        self._came = threading.Condition()
+        self.status = 1
+        """What the other supervisors end with."""
+        self._door: socket.socket | None = None
+        if allocation.nodes > 1:
+            try:
+                self._door = socket.create_server((allocation.head, allocation.port))
+            except OSError as error:
+                raise ConfigError(
+                    f"node 0 cannot listen on {allocation.head}:{allocation.port} ({error.strerror}); set MEGARL_HEAD to an address of it, "
+                    "MEGARL_HEAD_PORT to a free port"
+                ) from error
+
+    def __enter__(self) -> Self:
+        if self._door is not None:
+            threading.Thread(target=self._let_in, daemon=True, name="door").start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._door is not None:
+            with suppress(OSError):
+                self._door.shutdown(socket.SHUT_RDWR)
+            self._door.close()
+        for node in self._nodes.values():
+            node.end(self.status if error is None else 1)
+
+    def _let_in(self) -> None:
+        assert self._door is not None
+        while True:
+            try:
+                connection, where = self._door.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._welcome, args=(connection, where), daemon=True).start()
+
+    def _welcome(self, connection: socket.socket, where: Any) -> None:
+        try:
+            channel = greet(connection, self._key, serving=True, silence_s=self._silence_s)
+            node = RemoteNode(channel, channel.receive())
+        except (ChannelClosed, KeyError, TypeError, ValueError) as error:
+            log.warning("%s:%s wanted to join the job: %s", *where[:2], error)
+            connection.close()
+            return
+        with self._came:
+            before = self._nodes.get(node.rank)
+            if before is not None and before.fault() is None:
+                log.warning("a second node %d wanted to join the job, from %s", node.rank, where[0])
+                node.end(1)
+                return
+            self._nodes[node.rank] = node
+            self._came.notify_all()
+
+    def wait(self, patience_s: float) -> list[RemoteNode]:
+        """All other nodes, by rank. Raises JobError when some do not come."""
+        expected = set(range(1, self._allocation.nodes))
+        with self._came:
+            self._came.wait_for(lambda: expected <= self._nodes.keys(), patience_s)
+            missing = sorted(expected - self._nodes.keys())
+            if missing:
+                raise JobError(
+                    f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self._allocation.nodes} did not come to "
+                    f"{self._allocation.head}:{self._allocation.port} within cluster.connect_timeout_s={patience_s:g}: look at their output"
+                )
+            return [self._nodes[rank] for rank in sorted(expected)]

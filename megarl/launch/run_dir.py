@@ -1,0 +1,94 @@
+"""Whose a run directory is: one job's at a time, and of several attempts of it only the newest one's."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from megarl.checkpoint.state import write_text
+from megarl.errors import ConfigError
+
+WAIT_S = 0.1
+ORPHANS_S = 40.0
+"""How long a start waits for the processes of a supervisor that was killed: longer than they take to end."""
+
+
+@contextmanager
+def own_run_dir(run_dir: Path) -> Iterator[int]:
+    """Hold the run directory: two jobs in one directory would overwrite each other's state.
+
+    Yields the lock's descriptor. Every process that keeps it open holds the directory too, so that after the death of
+    a supervisor the next one waits until all of the job's processes are gone. A Slurm job that was requeued fences its
+    earlier self first: where a node's daemon was killed, that goes on and does not know.
+
+    Raises:
+        ConfigError: another live job holds it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle: IO[str] = (run_dir / "lock").open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be made or written in ({error.strerror}); set run.dir to another place"
+        ) from error
+    fenced = False
+    deadline = time.monotonic() + ORPHANS_S
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                handle.seek(0)
+                pid, host, slurm_job = _holder(handle.read())
+                earlier_self = slurm_job != "" and slurm_job == os.environ.get("SLURM_JOB_ID")
+                if earlier_self and not fenced:
+                    next_attempt(run_dir)
+                    fenced = True
+                lives = not earlier_self and host == os.uname().nodename and _is_alive(pid)
+                if lives or time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run.dir={run_dir} is in use by {'' if lives else 'what is left of '}"
+                        f"process {pid or 'unknown'} on {host or 'this machine'}; end that job or choose another run.name"
+                    ) from None
+            time.sleep(WAIT_S)
+        handle.truncate(0)
+        handle.write(f"{os.getpid()} {os.uname().nodename} {os.environ.get('SLURM_JOB_ID', '')}")
+        handle.flush()
+        yield handle.fileno()
+    finally:
+        handle.close()
+
+
+def _holder(text: str) -> tuple[str, str, str]:
+    """Process, machine and Slurm job that wrote the lock."""
+    pid, host, job, *_ = [*text.split(" "), "", "", ""]
+    return pid, host, job
+
+
+def _is_alive(pid: str) -> bool:
+    if not pid.isdigit():
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # dead, and its parent has not asked yet
+
+
+def current_attempt(run_dir: Path) -> int:
+    """Number of the newest start of the run; 0 before the first."""
+    path = run_dir / "attempt"
+    return int(path.read_text()) if path.is_file() else 0
+
+
+def next_attempt(run_dir: Path) -> int:
+    """Count a start of the job, which fences all earlier ones; weights versions carry the number, so none is ever used twice."""
+    attempt = current_attempt(run_dir) + 1
+    write_text(run_dir / "attempt", str(attempt))
+    return attempt

@@ -1,0 +1,60 @@
+# What all job scripts share. Settings (environment of `sbatch`):
+#   MEGARL_HOME     checkout with configs/ and slurm/ (default: where sbatch was called)
+#   MEGARL_SETUP    how a node gets Python: venv:PATH (default venv:$MEGARL_HOME/.venv), module:NAME,NAME,
+#                   pyxis:IMAGE, apptainer:IMAGE, none
+#   MEGARL_MOUNTS   folders that a container sees beside MEGARL_HOME, as SRC:DST,SRC:DST
+#   MEGARL_REQUEUES how often a job that was stopped before its end is queued again (default 100)
+set -euo pipefail
+export MEGARL_HOME=${MEGARL_HOME:-$SLURM_SUBMIT_DIR}
+cd "$MEGARL_HOME"
+
+# One secret for the job: every port asks for it. It is in the environment only.
+MEGARL_JOB_KEY=${MEGARL_JOB_KEY:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
+# The first node is the head; the address is the one that Slurm itself reaches it at.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MEGARL_HEAD=${MEGARL_HEAD:-$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')}
+export MEGARL_JOB_KEY MEGARL_HEAD
+
+setup=${MEGARL_SETUP:-venv:$MEGARL_HOME/.venv}
+srun_options=(--ntasks-per-node=1 --kill-on-bad-exit=1)
+launch=()
+case $setup in
+  venv:*) source "${setup#venv:}/bin/activate" ;;
+  module:*) for name in $(echo "${setup#module:}" | tr , ' '); do module load "$name"; done ;;
+  pyxis:*)
+    srun_options+=(--container-image="${setup#pyxis:}" --container-workdir="$MEGARL_HOME"
+      --container-mounts="$MEGARL_HOME:$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}") ;;
+  apptainer:*)
+    launch=(apptainer exec --nv --pwd "$MEGARL_HOME" --bind "$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}" "${setup#apptainer:}") ;;
+  none) ;;
+  *) echo "MEGARL_SETUP=$setup: give venv:PATH, module:NAMES, pyxis:IMAGE, apptainer:IMAGE or none" >&2; exit 2 ;;
+esac
+
+# megarl_train DEFAULT... -- OVERRIDE...: defaults whose key no override gives, then the overrides.
+megarl_train() {
+  local defaults=() key
+  while [ "$1" != -- ]; do defaults+=("$1"); shift; done
+  shift
+  local overrides=("$@")
+  for default in "${defaults[@]}"; do
+    key=${default%%=*}
+    [[ " $* " == *" $key="* ]] || overrides+=("$default")
+  done
+  megarl_srun train "${overrides[@]}"
+}
+
+# megarl_srun ARGUMENTS: one supervisor on every node. A job that was stopped before its end (status 130: the time limit is
+# near, or `scancel --signal=TERM`) has saved a checkpoint and is queued again; it goes on from there.
+megarl_srun() {
+  local status=0
+  srun "${srun_options[@]}" "${launch[@]}" megarl "$@" || status=$?
+  finish "$status"
+}
+
+finish() {
+  if [ "$1" = 130 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MEGARL_REQUEUES:-100}" ]; then
+    echo "stopped before the end: queued again (${SLURM_RESTART_COUNT:-0} times so far)"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+  exit "$1"
+}

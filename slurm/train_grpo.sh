@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# GRPO on several nodes: Megatron trainer ranks and vLLM engines side by side.
+#   sbatch slurm/train_grpo.sh experiment=quickstart trainer.steps=100     (arguments are hydra overrides; docs/cluster.md)
+#   sbatch --dependency=singleton slurm/train_grpo.sh ...                   (a chain: each job goes on where the one before ended)
+#SBATCH --job-name=megarl-grpo
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@180
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/common.sh"
+megarl_train algorithm=grpo store=job_postgres cluster.restarts=3 -- "$@"

@@ -1,0 +1,215 @@
+"""A real Slurm on this machine: a controller and two nodes, each in a network of its own with a scratch folder of its own.
+
+``python -m tests.system.slurm_cluster FOLDER`` keeps one up until Ctrl-C, to try things by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+NODES = ("node1", "node2")
+SUBNET = "10.213.77"
+CONF = """
+ClusterName=megarl
+SlurmctldHost={host}({controller})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={root}/run/munge.sock
+CredType=cred/munge
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool-%n
+SlurmctldPidFile={root}/run/slurmctld.pid
+SlurmdPidFile={root}/run/%n.pid
+SlurmctldLogFile={root}/log/slurmctld.log
+SlurmdLogFile={root}/log/%n.log
+SlurmctldPort=16817
+TaskProlog={root}/prolog
+SlurmdTimeout=10
+InactiveLimit=0
+KillWait=20
+OverTimeLimit=0
+MessageTimeout=10
+ReturnToService=2
+JobRequeue=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SchedulerParameters=sched_interval=1,requeue_delay=1
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why no Slurm can be started here; None when it can."""
+    if os.geteuid() != 0:
+        return "slurmctld and network namespaces need root"
+    lacking = [name for name in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter") if shutil.which(name) is None]
+    return f"{', '.join(lacking)} not installed (apt-get install slurm-wlm munge iproute2)" if lacking else None
+
+
+def _networks() -> bool:
+    """Whether each node can have a network namespace of its own."""
+    probe = subprocess.run(["unshare", "--net", "ip", "link", "add", "type", "veth"], capture_output=True)
+    return probe.returncode == 0
+
+
+class SlurmCluster:
+    """Use as a context manager; ends all that it started, by process id."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.networks = _networks()
+        self.env = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
+        for name in [name for name in self.env if name.startswith("SLURM_") and name != "SLURM_CONF"]:
+            del self.env[name]
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        for folder in ("state", "run", "log", *(f"spool-{n}" for n in NODES), *(f"scratch-{n}" for n in NODES)):
+            (self.root / folder).mkdir(parents=True)
+        (self.root / "prolog").write_text(f'#!/bin/sh\necho "export TMPDIR={self.root}/scratch-$SLURMD_NODENAME"\n')
+        (self.root / "prolog").chmod(0o755)
+        host, controller = os.uname().nodename, f"{SUBNET}.1" if self.networks else "127.0.0.1"
+        lines = [
+            f"NodeName={name} NodeHostname={host} NodeAddr={self.address(i)} Port={17000 + i} CPUs=8 RealMemory=16000"
+            for i, name in enumerate(NODES)
+        ]
+        (self.root / "slurm.conf").write_text(CONF.format(host=host, controller=controller, root=self.root, nodes="\n".join(lines)))
+        try:
+            if self.networks:
+                self._make_networks()
+            self._start_munge()
+            self._daemon("slurmctld", ["slurmctld", "-D"])
+            for name in NODES:
+                self.start_node(name)
+            self._until(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(NODES), 60, "the nodes to be idle")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def address(self, node: int) -> str:
+        return f"{SUBNET}.{11 + node}" if self.networks else "127.0.0.1"
+
+    def _make_networks(self) -> None:
+        self._remove_networks()  # of one that was killed
+        _ip("link", "add", "mgrbr", "type", "bridge")
+        _ip("addr", "add", f"{SUBNET}.1/24", "dev", "mgrbr")
+        _ip("link", "set", "mgrbr", "up")
+        for i, name in enumerate(NODES):
+            _ip("netns", "add", f"mgr-{name}")
+            _ip("link", "add", f"mgrv{i}", "type", "veth", "peer", "name", "eth0", "netns", f"mgr-{name}")
+            _ip("link", "set", f"mgrv{i}", "master", "mgrbr", "up")
+            _ip("-n", f"mgr-{name}", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+            for link in ("eth0", "lo"):
+                _ip("-n", f"mgr-{name}", "link", "set", link, "up")
+
+    def _remove_networks(self) -> None:
+        for command in (*(("netns", "del", f"mgr-{name}") for name in NODES), ("link", "del", "mgrbr")):
+            subprocess.run(["ip", *command], capture_output=True)
+
+    def _start_munge(self) -> None:
+        key, run = self.root / "munge.key", self.root / "run"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        for folder in (self.root, run):
+            folder.chmod(0o755)
+        self._daemon("munged", [
+            "munged", "--force", "--foreground", f"--key-file={key}", f"--socket={run}/munge.sock", f"--pid-file={run}/munge.pid",
+            f"--log-file={self.root}/log/munged.log", f"--seed-file={run}/seed",
+        ])  # fmt: skip
+        self._until((run / "munge.sock").exists, 10, "munged")
+
+    def start_node(self, name: str) -> None:
+        # nsenter, not `ip netns exec`: that mounts another /sys, where slurmd misses its cgroups.
+        inside = ["nsenter", f"--net=/run/netns/mgr-{name}"] if self.networks else []
+        self._daemon(name, [*inside, "slurmd", "-D", "-N", name])
+
+    def kill_node(self, name: str) -> None:
+        """kill -9 of a node's daemon; the job's processes on it live on."""
+        self._daemons[name].kill()
+        self._daemons.pop(name).wait()
+
+    def _daemon(self, name: str, argv: list[str]) -> None:
+        with (self.root / "log" / f"{name}.out").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(argv, env=self.env, stdout=output, stderr=output, start_new_session=True)
+
+    def run(self, *argv: str, env: Mapping[str, str] = {}, cwd: Path | None = None) -> str:
+        """Output of one of Slurm's commands. Raises RuntimeError with what it said."""
+        done = subprocess.run(argv, env={**self.env, **env}, cwd=cwd, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(argv)}: {done.stderr or done.stdout}")
+        return done.stdout
+
+    def submit(self, *argv: str, cwd: Path, env: Mapping[str, str] = {}) -> int:
+        """Job number of ``sbatch``."""
+        return int(self.run("sbatch", "--parsable", *argv, cwd=cwd, env=env).split(";")[0])
+
+    def state(self, job: int) -> str:
+        """PENDING, RUNNING, COMPLETED, ..."""
+        shown = self.run("scontrol", "show", "job", str(job))
+        return shown.partition("JobState=")[2].split()[0]
+
+    def wait(self, job: int, timeout_s: float) -> str:
+        """Final state of a job."""
+        self._until(lambda: self.state(job) not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING"), timeout_s, f"job {job}")
+        return self.state(job)
+
+    def _until(self, what: object, timeout_s: float, name: str) -> None:
+        assert callable(what)
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"== {p}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted((self.root / "log").iterdir()))
+                raise TimeoutError(f"no {name} after {timeout_s:.0f} s\n{logs}")
+            time.sleep(0.3)
+
+    def close(self) -> None:
+        if "slurmctld" in self._daemons:
+            with suppress(RuntimeError):
+                self.run("scancel", "--full", "--signal=KILL", "--user=root")
+                self._until(lambda: not self.run("squeue", "-h", "-t", "R,CG").strip(), 15, "end of jobs")
+        for daemon in reversed(self._daemons.values()):
+            with suppress(ProcessLookupError):
+                os.killpg(daemon.pid, signal.SIGTERM)
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+        self._daemons.clear()
+        if self.networks:
+            self._remove_networks()
+
+
+def _ip(*argv: str) -> None:
+    subprocess.run(["ip", *argv], check=True, capture_output=True)
+
+
+def main() -> None:
+    with SlurmCluster(Path(sys.argv[1])) as cluster:
+        sys.stdout.write(f"export SLURM_CONF={cluster.env['SLURM_CONF']}\n")
+        sys.stdout.flush()
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    main()
