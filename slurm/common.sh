@@ -43,11 +43,23 @@ megarl_train() {
   megarl_srun train "${overrides[@]}"
 }
 
-# megarl_srun ARGUMENTS: one supervisor on every node. A job that was stopped before its end (status 130: the time limit is
+# megarl_srun ARGUMENTS: one supervisor on every node; in a heterogeneous job the first component trains, the others have the engines. A job that was stopped before its end (status 130: the time limit is
 # near, or `scancel --signal=TERM`) has saved a checkpoint and is queued again; it goes on from there.
 megarl_srun() {
-  local status=0
-  srun "${srun_options[@]}" "${launch[@]}" megarl "$@" || status=$?
+  local status=0 step=() group nodes
+  if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
+    MEGARL_NODES=0
+    for ((group = 0; group < SLURM_HET_SIZE; group++)); do
+      nodes=SLURM_JOB_NUM_NODES_HET_GROUP_$group
+      MEGARL_NODES=$((MEGARL_NODES + ${!nodes}))
+      [ "$group" = 0 ] || step+=(:)
+      step+=(--het-group="$group" "${srun_options[@]}" env MEGARL_ROLE="$([ "$group" = 0 ] && echo trainer || echo rollout)" "${launch[@]}" megarl "$@")
+    done
+    export MEGARL_NODES
+  else
+    step=("${srun_options[@]}" "${launch[@]}" megarl "$@")
+  fi
+  srun "${step[@]}" || status=$?
   finish "$status"
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 def main() -> None:
     from vllm.entrypoints.cli.serve import run_headless
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# GRPO with the trainer and the engines on nodes of their own: a heterogeneous job of two components.
+#   sbatch slurm/train_async.sh experiment=quickstart rollout.replicas=2     (arguments are hydra overrides; docs/cluster.md)
+#SBATCH --job-name=megarl-async
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@180
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH hetjob
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=TERM@180
+source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/common.sh"
+megarl_train algorithm=grpo store=job_postgres cluster.restarts=3 -- "$@"
