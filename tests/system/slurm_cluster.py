@@ -48,7 +48,7 @@ SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
-SchedulerParameters=sched_interval=1,requeue_delay=1
+SchedulerParameters=sched_interval=1,requeue_delay=1,bf_interval=1
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
