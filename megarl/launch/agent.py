@@ -18,6 +18,7 @@ from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Spec
+from megarl.launch.process import Child
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ LOST_GRACE_S = 5.0
 
 
 def serve(allocation: Allocation, config: Config, key: str) -> int:
-    """Until the head says that the job has ended; the exit status that it gives.
+    """Until the head says that the job has ended; 0 then, however it ended: that is the head's to say.
 
     Raises:
         JobError: the head cannot be reached, knows another key, or is lost.
@@ -87,7 +88,7 @@ class _Agent:
                 raise JobError(f"node 0 is lost ({closed}): its job ends here too") from closed
             match message.get("do"):
                 case "end":
-                    return int(message["status"])
+                    return 0
                 case "signal":
                     if (child := self._node.children.get(message["name"])) is not None:
                         child.signal(int(message["number"]))
@@ -114,8 +115,17 @@ class _Agent:
             return {"ports": self._node.free_ports(int(message["count"]))}
         if message["do"] == "run_dir":
             return {"fault": health.run_dir_fault(Path(message["path"]), message["token"])}
+        with self._lock:
+            ending = [child for name, child in self._node.children.items() if name in message["names"]]
         self._node.stop(message["names"], float(message["grace_s"]))
+        for child in ending:
+            self._tell_end(child)
         return {}
+
+    def _tell_end(self, child: Child) -> None:
+        if child.name not in self._told and (status := child.poll()) is not None:
+            self._told.add(child.name)
+            self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
 
     def _watch(self) -> None:
         beat, wished = 0.0, 0
@@ -123,9 +133,7 @@ class _Agent:
             with self._lock:
                 children = list(self._node.children.values())
             for child in children:
-                if child.name not in self._told and (status := child.poll()) is not None:
-                    self._told.add(child.name)
-                    self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
+                self._tell_end(child)
             if self._stop_request.count > wished:
                 wished = self._stop_request.count
                 self._say(news="stop")

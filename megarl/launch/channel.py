@@ -32,7 +32,8 @@ class Channel:
         self._socket = connection
         self._lines = connection.makefile("rb")
         self._sending = threading.Lock()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.silence_s = silence_s
         connection.settimeout(silence_s)
 

@@ -49,7 +49,6 @@ def run(config: Config) -> int:
             _run_attempts(config, tasks, allocation, gathering, lock)
         # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
         finished = is_finished(config, run_dir)
-        gathering.status = 0 if finished else UNFINISHED
         if finished:  # its report too, which may not have been written when it ended
             from megarl.report.html import summary, write_report
 

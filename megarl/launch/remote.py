@@ -23,6 +23,8 @@ from megarl.launch.node import Spec
 
 log = logging.getLogger(__name__)
 
+END_S = 10.0
+"""How long the head waits for the other supervisors to be gone."""
 STARTED_S = 60.0
 """How long a node may take to start a process, or to find free ports."""
 
@@ -141,12 +143,11 @@ class RemoteNode:
     def fault(self) -> str | None:
         return self._fault
 
-    def end(self, status: int) -> None:
-        """Its supervisor ends with ``status``."""
-        self.tell(do="end", status=status)
+    def end(self) -> None:
+        """Its supervisor ends, with status 0: only the head's says how the job ended, and srun takes the largest of all."""
+        self.tell(do="end")
         with self._news:
-            if self._fault is None:
-                self._fault = "the job has ended"
+            self._news.wait_for(lambda: self._fault is not None, END_S)
 
 
 class Gathering:
@@ -162,8 +163,6 @@ class Gathering:
         self._silence_s = silence_s
         self._nodes: dict[int, RemoteNode] = {}
         self._came = threading.Condition()
-        self.status = 1
-        """What the other supervisors end with."""
         self._door: socket.socket | None = None
         if allocation.nodes > 1:
             try:
@@ -185,7 +184,7 @@ class Gathering:
                 self._door.shutdown(socket.SHUT_RDWR)
             self._door.close()
         for node in self._nodes.values():
-            node.end(self.status if error is None else 1)
+            node.end()
 
     def _let_in(self) -> None:
         assert self._door is not None
@@ -208,7 +207,7 @@ class Gathering:
             before = self._nodes.get(node.rank)
             if before is not None and before.fault() is None:
                 log.warning("a second node %d wanted to join the job, from %s", node.rank, where[0])
-                node.end(1)
+                node.end()
                 return
             self._nodes[node.rank] = node
             self._came.notify_all()

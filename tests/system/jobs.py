@@ -42,7 +42,7 @@ START_S = 240.0
 _LIBC = ctypes.CDLL(None)
 
 
-def _end_with_the_tests() -> None:
+def end_with_the_tests() -> None:
     """SIGTERM when pytest is killed, so that its jobs do not go on training."""
     _LIBC.prctl(1, signal.SIGTERM)
 
@@ -67,7 +67,7 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_the_tests,
+                preexec_fn=end_with_the_tests,
             )
         return self
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -17,15 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.system.jobs import end_with_the_tests
+
 NODES = ("node1", "node2")
-SUBNET = "10.213.77"
 CONF = """
 ClusterName=megarl
 SlurmctldHost={host}({controller})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={root}/run/munge.sock
+AuthInfo=socket={root}/run/munge.sock,cred_expire=10
 CredType=cred/munge
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool-%n
@@ -33,7 +35,7 @@ SlurmctldPidFile={root}/run/slurmctld.pid
 SlurmdPidFile={root}/run/%n.pid
 SlurmctldLogFile={root}/log/slurmctld.log
 SlurmdLogFile={root}/log/%n.log
-SlurmctldPort=16817
+SlurmctldPort={port}
 TaskProlog={root}/prolog
 SlurmdTimeout=10
 InactiveLimit=0
@@ -73,6 +75,8 @@ class SlurmCluster:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._number = random.SystemRandom().randrange(1, 250)  # others may be up on this machine
+        self._subnet = f"10.213.{self._number}"
         self.networks = _networks()
         self.env = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
         for name in [name for name in self.env if name.startswith("SLURM_") and name != "SLURM_CONF"]:
@@ -84,12 +88,12 @@ class SlurmCluster:
             (self.root / folder).mkdir(parents=True)
         (self.root / "prolog").write_text(f'#!/bin/sh\necho "export TMPDIR={self.root}/scratch-$SLURMD_NODENAME"\n')
         (self.root / "prolog").chmod(0o755)
-        host, controller = os.uname().nodename, f"{SUBNET}.1" if self.networks else "127.0.0.1"
+        host, controller = os.uname().nodename, f"{self._subnet}.1" if self.networks else "127.0.0.1"
         lines = [
-            f"NodeName={name} NodeHostname={host} NodeAddr={self.address(i)} Port={17000 + i} CPUs=8 RealMemory=16000"
+            f"NodeName={name} NodeHostname={host} NodeAddr={self.address(i)} Port={17000 + 2 * self._number + i} CPUs=8 RealMemory=16000"
             for i, name in enumerate(NODES)
         ]
-        (self.root / "slurm.conf").write_text(CONF.format(host=host, controller=controller, root=self.root, nodes="\n".join(lines)))
+        (self.root / "slurm.conf").write_text(CONF.format(host=host, port=16000 + self._number, controller=controller, root=self.root, nodes="\n".join(lines)))
         try:
             if self.networks:
                 self._make_networks()
@@ -107,23 +111,29 @@ class SlurmCluster:
         self.close()
 
     def address(self, node: int) -> str:
-        return f"{SUBNET}.{11 + node}" if self.networks else "127.0.0.1"
+        return f"{self._subnet}.{11 + node}" if self.networks else "127.0.0.1"
+
+    @property
+    def _bridge(self) -> str:
+        return f"mgr{self._number}br"
+
+    def _network(self, name: str) -> str:
+        return f"mgr{self._number}-{name}"
 
     def _make_networks(self) -> None:
-        self._remove_networks()  # of one that was killed
-        _ip("link", "add", "mgrbr", "type", "bridge")
-        _ip("addr", "add", f"{SUBNET}.1/24", "dev", "mgrbr")
-        _ip("link", "set", "mgrbr", "up")
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("addr", "add", f"{self._subnet}.1/24", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
         for i, name in enumerate(NODES):
-            _ip("netns", "add", f"mgr-{name}")
-            _ip("link", "add", f"mgrv{i}", "type", "veth", "peer", "name", "eth0", "netns", f"mgr-{name}")
-            _ip("link", "set", f"mgrv{i}", "master", "mgrbr", "up")
-            _ip("-n", f"mgr-{name}", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+            _ip("netns", "add", self._network(name))
+            _ip("link", "add", f"mgr{self._number}v{i}", "type", "veth", "peer", "name", "eth0", "netns", self._network(name))
+            _ip("link", "set", f"mgr{self._number}v{i}", "master", self._bridge, "up")
+            _ip("-n", self._network(name), "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             for link in ("eth0", "lo"):
-                _ip("-n", f"mgr-{name}", "link", "set", link, "up")
+                _ip("-n", self._network(name), "link", "set", link, "up")
 
     def _remove_networks(self) -> None:
-        for command in (*(("netns", "del", f"mgr-{name}") for name in NODES), ("link", "del", "mgrbr")):
+        for command in (*(("netns", "del", self._network(name)) for name in NODES), ("link", "del", self._bridge)):
             subprocess.run(["ip", *command], capture_output=True)
 
     def _start_munge(self) -> None:
@@ -140,7 +150,7 @@ class SlurmCluster:
 
     def start_node(self, name: str) -> None:
         # nsenter, not `ip netns exec`: that mounts another /sys, where slurmd misses its cgroups.
-        inside = ["nsenter", f"--net=/run/netns/mgr-{name}"] if self.networks else []
+        inside = ["nsenter", f"--net=/run/netns/{self._network(name)}"] if self.networks else []
         self._daemon(name, [*inside, "slurmd", "-D", "-N", name])
 
     def kill_node(self, name: str) -> None:
@@ -150,7 +160,7 @@ class SlurmCluster:
 
     def _daemon(self, name: str, argv: list[str]) -> None:
         with (self.root / "log" / f"{name}.out").open("ab") as output:
-            self._daemons[name] = subprocess.Popen(argv, env=self.env, stdout=output, stderr=output, start_new_session=True)
+            self._daemons[name] = subprocess.Popen(argv, env=self.env, stdout=output, stderr=output, start_new_session=True, preexec_fn=_ready_to_end)
 
     def run(self, *argv: str, env: Mapping[str, str] = {}, cwd: Path | None = None) -> str:
         """Output of one of Slurm's commands. Raises RuntimeError with what it said."""
@@ -200,15 +210,23 @@ class SlurmCluster:
             self._remove_networks()
 
 
+def _ready_to_end() -> None:
+    """A daemon ends with the tests, and has no signals blocked."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    end_with_the_tests()
+
+
 def _ip(*argv: str) -> None:
     subprocess.run(["ip", *argv], check=True, capture_output=True)
 
 
 def main() -> None:
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     with SlurmCluster(Path(sys.argv[1])) as cluster:
         sys.stdout.write(f"export SLURM_CONF={cluster.env['SLURM_CONF']}\n")
         sys.stdout.flush()
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        signal.sigwait(ends)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,305 @@
+"""Several nodes: what the launcher says of them, who runs where, and how their supervisors talk."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config import Config
+from megarl.errors import ConfigError, FencedError, JobError
+from megarl.launch import agent, health
+from megarl.launch.allocation import Allocation, find
+from megarl.launch.channel import Channel, ChannelClosed, greet
+from megarl.launch.guard import Guard
+from megarl.launch.interrupt import StopRequest
+from megarl.launch.job import _healthy
+from megarl.launch.node import LocalNode, Spec
+from megarl.launch.placement import Place, place, table
+from megarl.launch.remote import Gathering
+from megarl.launch.run_dir import current_attempt, next_attempt
+from megarl.launch.supervisor import Started, watch
+from tests.unit.small_job import config_of
+
+KEY = "a secret of enough characters"
+STEP = {
+    "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURMD_NODENAME": "n2", "MEGARL_JOB_KEY": KEY,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- what a launcher says
+
+
+def test_one_machine_is_an_allocation() -> None:
+    assert find({}) == Allocation(name=os.uname().nodename)
+
+
+def test_a_step_of_slurm() -> None:
+    assert find(STEP) == Allocation(1, 2, "10.0.0.1", 20017, "n2", "all", "slurm")
+    head = find({**STEP, "SLURM_PROCID": "0", "MEGARL_HEAD": "10.0.0.9", "MEGARL_HEAD_PORT": "99", "MEGARL_ROLE": "trainer", "MEGARL_NODES": "3"})
+    assert head == Allocation(0, 3, "10.0.0.9", 99, "n2", "trainer", "slurm")
+    assert head.is_head
+
+
+def test_torchrun() -> None:
+    env = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500", "MEGARL_JOB_KEY": KEY}
+    assert find(env) == Allocation(1, 2, "h", 29501, os.uname().nodename, "all", "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "--ntasks-per-node=1"),
+        ({"MEGARL_JOB_KEY": "short"}, "MEGARL_JOB_KEY"),
+        ({"MEGARL_HEAD_PORT": "http"}, "MEGARL_HEAD_PORT=http"),
+        ({"MEGARL_ROLE": "critic"}, "MEGARL_ROLE=critic"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        find({**STEP, **change})
+
+
+def test_a_batch_script_without_srun_is_refused() -> None:
+    with pytest.raises(ConfigError, match="srun --ntasks-per-node=1"):
+        find({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"})
+
+
+# ---------------------------------------------------------------- who runs where
+
+
+def nodes(count: int, roles: str = "") -> list[Place]:
+    names: dict[str, Any] = {"t": "trainer", "r": "rollout", "a": "all"}
+    return [Place(i, f"n{i}", names[roles[i] if roles else "a"]) for i in range(count)]
+
+
+@cache
+def base() -> Config:
+    return config_of(Path("x"), "parallel=dp2")
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
+def test_every_process_has_its_node(count: int, each: int, replicas: int, span: int) -> None:
+    rollout = replace(base().rollout, replicas=replicas, nodes=span, tp=span)
+    config = replace(base(), parallel=replace(base().parallel, dp=count * each), rollout=rollout)
+    if span > count:
+        with pytest.raises(ConfigError, match="rollout.nodes"):
+            place(config, nodes(count))
+        return
+    placed = place(config, nodes(count))
+    assert [placed.trainer.count(node) for node in range(count)] == [each] * count
+    assert list(placed.trainer) == sorted(placed.trainer)  # blocks: neighbours in a tensor-parallel group share a node
+    assert [placed.local_rank(r) for r in range(count * each)] == list(range(each)) * count
+    assert len(placed.engines) == replicas and all(len(set(engine)) == span for engine in placed.engines)
+    used = [sum(engine[0] == node for engine in placed.engines) for node in {engine[0] for engine in placed.engines}]
+    assert max(used) - min(used) <= 1
+    text = table(placed, nodes(count))
+    assert len(text.splitlines()) == count and "explorer" in text.splitlines()[0]
+
+
+def test_components_of_a_heterogeneous_job() -> None:
+    placed = place(config_of(Path("x"), "parallel=dp2", "rollout.replicas=3"), nodes(4, "ttrr"))
+    assert placed.trainer == (0, 1)
+    assert placed.engines == ((2,), (3,), (2,))
+    assert (placed.explorer, placed.reward_hosts) == (0, (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("count", "roles", "overrides", "words"),
+    [
+        (3, "", ["parallel=dp2"], "2 ranks do not spread evenly over 3 trainer nodes"),
+        (2, "rt", [], "node 0 must be one of the trainer's"),
+        (2, "tt", [], "rollout.nodes=1"),
+        (2, "", ["rollout.nodes=2", "parallel=dp2"], "rollout.nodes=2 must divide the 1 workers"),
+    ],
+)
+def test_what_does_not_spread_is_refused(count: int, roles: str, overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        place(config_of(Path("x"), *overrides), nodes(count, roles))
+
+
+# ---------------------------------------------------------------- who may speak
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair()
+
+
+def test_only_who_knows_the_key_is_heard() -> None:
+    here, there = pair()
+    heard: list[object] = []
+
+    def stranger() -> None:
+        with pytest.raises(ChannelClosed, match="another key"):
+            greet(there, "another key of that length", serving=False, silence_s=5)
+        heard.append("refused")
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    with pytest.raises(ChannelClosed):
+        greet(here, KEY, serving=True, silence_s=5)
+    thread.join(10)
+    assert heard == ["refused"]
+
+
+def test_a_proof_cannot_be_played_back() -> None:
+    """Who returns the challenge and the proof that it was sent, as a mirror does, knows no key."""
+    here, there = pair()
+    mirror = Channel(there, 5)
+
+    def reflect() -> None:
+        for _ in range(2):
+            mirror.send(**mirror.receive())
+
+    thread = threading.Thread(target=reflect)
+    thread.start()
+    with pytest.raises(ChannelClosed, match="another key"):
+        greet(here, KEY, serving=True, silence_s=5)
+    thread.join(10)
+
+
+def test_silence_is_an_end() -> None:
+    here, _there = pair()
+    with pytest.raises(ChannelClosed, match="silent"):
+        Channel(here, 0.2).receive()
+
+
+# ---------------------------------------------------------------- a head and a node, in two processes
+
+
+@contextmanager
+def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
+    """A real supervisor of node 1, in a process of its own, and the head's view of it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = config_of(tmp_path)
+    allocation = Allocation(0, 2, "127.0.0.1", port, "n0")
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.launch import agent\n"
+        "from megarl.launch.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
+        f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r})), {KEY!r}))"
+    )
+    with Guard() as guard, Gathering(allocation, KEY, config.cluster.heartbeat_s) as gathering:
+        here = LocalNode(guard, name="n0")
+        supervisor = here.start(Spec("supervisor", ("-c", code), {"PYTHONPATH": str(Path(__file__).parents[2])}, str(tmp_path / "agent.log")))
+        try:
+            (node,) = gathering.wait(60)
+            yield node, here, tmp_path
+        finally:
+            if supervisor.poll() is None:
+                for other in gathering._nodes.values():
+                    other.end()
+            assert supervisor.wait(30), "the node's supervisor did not end with the job"
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, LocalNode, Path]]:
+    with two_nodes(tmp_path_factory.mktemp("run")) as made:
+        yield made
+
+
+def spec(name: str, code: str, folder: Path) -> Spec:
+    return Spec(name, ("-c", code), {"GIVEN": "here"}, str(folder / f"{name}.log"))
+
+
+def test_processes_of_another_node(joined: Any) -> None:
+    node, here, folder = joined
+    assert node.facts.versions == health.facts("n0", "127.0.0.1").versions
+    assert len(set(node.free_ports(5))) == 5
+    failing = node.start(spec("failing", "import os, sys; print(os.environ['GIVEN']); sys.exit(3)", folder))
+    lasting = node.start(spec("trainer rank 0", "import time; print('up', flush=True); time.sleep(60)", folder))
+    until(lambda: failing.poll() is not None)
+    assert (failing.poll(), failing.tail()) == (3, "here")
+    assert lasting.poll() is None
+    with pytest.raises(JobError, match="engine 0 ended with status 3"):
+        failing.name = "engine 0"
+        watch([Started(failing, node), Started(lasting, node)], node.stop_request, config_of(folder))
+    until(lambda: lasting.poll() is not None)  # all of it is ended
+
+
+def test_a_lost_node_is_named_and_ends_what_it_runs(tmp_path: Path) -> None:
+    with two_nodes(tmp_path) as (node, here, folder):
+        _lose(node, here, folder)
+
+
+def _lose(node: Any, here: LocalNode, folder: Path) -> None:
+    alive = folder / "alive"
+    code = f"import time, pathlib\nwhile True:\n    pathlib.Path({str(alive)!r}).write_text(str(time.time()))\n    time.sleep(0.05)"
+    process = node.start(spec("engine 0", code, folder))
+    until(alive.is_file)
+    here.children["supervisor"].signal(9)
+    until(lambda: process.poll() is not None)
+    assert "its node n1 is lost" in process.tail()
+    assert node.fault() is not None
+    time.sleep(1)
+    seen = alive.read_text()
+    time.sleep(1)
+    assert alive.read_text() == seen  # PR_SET_PDEATHSIG, or the node's guard
+
+
+def test_a_node_that_is_not_well_is_named(joined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, _, folder = joined
+    allocation = Allocation(0, 2, "127.0.0.1", 1, "n0")
+    config = config_of(folder)
+    assert _healthy(config, allocation, [node]) == [node]
+    monkeypatch.setattr(node, "facts", replace(node.facts, versions={**node.facts.versions, "torch": "1.0"}, clock=0.0))
+    with pytest.raises(JobError, match=r"node n1: its clock is .* torch 1.0, but"):
+        _healthy(config, allocation, [node])
+    without = replace(config, cluster=replace(config.cluster, exclude_unhealthy=True))
+    assert _healthy(without, allocation, [node]) == []
+
+
+def test_a_run_directory_that_is_not_shared_is_told(joined: Any) -> None:
+    node, _, folder = joined
+    health.write_token(folder, "one")
+    assert node.check_run_dir(str(folder), "one") is None
+    assert "file system that all nodes share" in str(node.check_run_dir(str(folder / "other"), "one"))
+    assert "file system that all nodes share" in str(node.check_run_dir(str(folder), "two"))
+
+
+def test_nodes_that_do_not_come_are_counted(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Gathering(Allocation(0, 3, "127.0.0.1", port), KEY, 5) as gathering, pytest.raises(JobError, match="nodes 1, 2 of 3 did not come"):
+        gathering.wait(0.2)
+
+
+def test_a_head_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "cluster.connect_timeout_s=0.1")
+    with pytest.raises(JobError, match="node 0 at 127.0.0.1:1 cannot be reached"):
+        agent.serve(Allocation(1, 2, "127.0.0.1", 1), config, KEY)
+
+
+def test_a_later_attempt_ends_this_one(tmp_path: Path) -> None:
+
+    with Guard() as guard:
+        here = LocalNode(guard)
+        process = here.start(spec("trainer rank 0", "import time; time.sleep(60)", tmp_path))
+        attempt = next_attempt(tmp_path)
+        next_attempt(tmp_path)
+        assert current_attempt(tmp_path) == attempt + 1
+        with pytest.raises(FencedError, match="attempt 2 of this run has begun"):
+            watch([Started(process, here)], StopRequest(), config_of(tmp_path), attempt)
+        assert process.poll() is not None
+
+
+def until(what: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
