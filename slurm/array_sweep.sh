@@ -1,38 +1,23 @@
-#!/bin/bash
+#!/usr/bin/env bash
+# A sweep as a job array: each task runs one combination of `megarl train -m` (docs/sweeps.md).
+#   slurm/array_sweep.sh experiment=quickstart run.name=lr trainer.optimizer.lr=1e-5,5e-5 algorithm=grpo,rloo
+# run by hand counts the combinations, all of whose settings that validates, and submits this file as an array. SBATCH_ARGS has more options of
+# sbatch ("--nodes=2 --gpus-per-node=8"), PARALLEL how many tasks run at a time. Repeat it to resume: tasks of finished runs end at once.
+# Under sbatch without --array one job runs all of them, one after another, on one node.
 #SBATCH --job-name=megarl-sweep
 #SBATCH --nodes=1
-#SBATCH --ntasks=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@180
 #SBATCH --requeue
-#SBATCH --signal=B:TERM@120
 #SBATCH --open-mode=append
-#SBATCH --output=slurm-%x-%A_%a.out
-# A sweep as a job array: one combination of `megarl train -m` for each task.
-#
-#   slurm/array_sweep.sh experiment=quickstart run.name=lr trainer.optimizer.lr=1e-5,5e-5 algorithm=grpo,rloo
-#
-# counts the combinations (all of their settings are validated by that) and submits this file as an array. Repeat it to resume: tasks of
-# finished runs end at once. Under `sbatch` without --array it runs them all in one job, one after another.
-#
-#   MEGARL        the command (default: megarl)
-#   SETUP         a file to source first: modules, a virtual environment
-#   SBATCH_ARGS   more options of sbatch, e.g. "--partition=gpu --gpus-per-node=8 --time=4:00:00"
-#   PARALLEL      tasks that run at a time (default: as many as Slurm lets)
-set -euo pipefail
-
-if [[ -n "${SETUP:-}" ]]; then
-  # shellcheck disable=SC1090
-  source "$SETUP"
-fi
-megarl="${MEGARL:-megarl}"
-
-if [[ -z "${SLURM_JOB_ID:-}" ]]; then
-  count="$("$megarl" train -m --count "$@")"
+#SBATCH --output=%x-%A_%a.log
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+  set -euo pipefail
+  count=$(megarl train -m --count "$@")
   read -r -a options <<<"${SBATCH_ARGS:-}"
-  exec sbatch --array="0-$((count - 1))${PARALLEL:+%$PARALLEL}" ${options[@]+"${options[@]}"} "$0" "$@"
+  exec sbatch --array="0-$((count - 1))${PARALLEL:+%$PARALLEL}" "${options[@]}" "$0" "$@"
 fi
-
-# exec: Slurm's TERM before the time limit (--signal=B) then reaches megarl, which saves a checkpoint.
-if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
-  exec "$megarl" train -m --index "$SLURM_ARRAY_TASK_ID" "$@"
-fi
-exec "$megarl" train -m "$@"
+# shellcheck source=slurm/common.sh
+source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/common.sh"
+megarl_srun train -m ${SLURM_ARRAY_TASK_ID:+--index "$SLURM_ARRAY_TASK_ID"} "$@"

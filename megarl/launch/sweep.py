@@ -24,26 +24,32 @@ STOPPED = 130
 
 
 class Combination(NamedTuple):
+    number: int
     slug: str
     """``algorithm=grpo,trainer.optimizer.lr=1e-5``: what is swept, and the name of its directory in the sweep's ``run.dir``."""
     config: Config
 
 
-def combinations(overrides: Sequence[str]) -> list[Combination]:
-    """Every combination, composed: all of them are valid settings, each with a directory of its own.
+def combinations(overrides: Sequence[str], index: int | None = None) -> list[Combination]:
+    """Every combination (or number ``index`` alone), composed: all of them are valid settings, each with a directory of its own.
 
     Raises:
-        ConfigError: naming the combination whose settings are none; or nothing is swept, or in a way that has no fixed order.
+        ConfigError: naming the combination whose settings are none; or nothing is swept, or in a way that has no fixed order; or
+            there is none of this number.
     """
     found: list[Combination] = []
-    for words, swept in _expanded(overrides):
+    for number, (words, swept) in enumerate(expanded := _expanded(overrides)):
+        if index is not None and number != index:
+            continue
         slug = _slug(swept)
         try:
             where = compose(words).run.dir
             config = compose([*(word for word in words if word.partition("=")[0].lstrip("+") != "run.dir"), f"run.dir={_quoted(f'{where}/{slug}')}"])
         except ConfigError as error:
-            raise ConfigError(f"combination {len(found)}, {' '.join(swept)}: {error}") from error
-        found.append(Combination(slug, config))
+            raise ConfigError(f"combination {number}, {' '.join(swept)}: {error}") from error
+        found.append(Combination(number, slug, config))
+    if not found:
+        raise ConfigError(f"--index {index}: the combinations are 0 to {len(expanded) - 1}")
     folders = [combination.config.run.dir for combination in found]
     if twice := [folder for folder in folders if folders.count(folder) > 1]:
         raise ConfigError(f"two combinations would both run in {twice[0]}; give each value once")
@@ -106,19 +112,14 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool) 
     Raises:
         ConfigError: a combination is not valid, or there is none of this number. With ``index`` also what its run raises.
     """
-    found = combinations(overrides)
+    found = combinations(overrides, index)
     from megarl.launch.checks import check
     from megarl.launch.job import run
 
-    if index is not None:
-        if not 0 <= index < len(found):
-            raise ConfigError(f"--index {index}: the combinations are 0 to {len(found) - 1}")
-        log.info("combination %d of %d: %s, in %s", index, len(found), found[index].slug, found[index].config.run.dir)
-        if check_only:
-            check(found[index].config)
-            return 0
-        return run(found[index].config)
-    for number, (slug, config) in enumerate(found):
+    if index is not None and not check_only:
+        log.info("combination %d: %s, in %s", index, found[0].slug, found[0].config.run.dir)
+        return run(found[0].config)
+    for number, slug, config in found:
         try:
             check(config)
         except ValueError as error:
@@ -137,7 +138,7 @@ def _run_all(found: Sequence[Combination]) -> int:
 
     results: list[str] = []
     status = 0
-    for number, (slug, config) in enumerate(found):
+    for number, slug, config in found:
         if is_finished(config, Path(config.run.dir)):
             results.append("finished before, skipped")
             continue
@@ -152,6 +153,6 @@ def _run_all(found: Sequence[Combination]) -> int:
             status = STOPPED
             break
         status = max(status, code)
-    for number, (slug, _) in enumerate(found):
+    for number, slug, _ in found:
         log.info("%d %s: %s", number, slug, results[number] if number < len(results) else "not started")
     return status

@@ -319,7 +319,7 @@ def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) 
 
     with pytest.raises(ConfigError, match="parallel.backend=nccl is not finished"):
         check(compose([f"experiment={name}"]))  # on the day that this is accepted, docs and files must say so
-    check(compose([f"experiment={name}", *CPU]))
+    check(compose([f"experiment={name}", *CPU]), nodes=NODES[name])
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -331,7 +331,7 @@ def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
 
     config = compose([f"experiment={name}", *CPU])
     hf = hf_config(config.model.path)
-    checks._check_settings(config, offline=False)
+    checks._check_settings(config, False, NODES[name])
     check_role_settings(config, algorithms.get(config.algorithm.name))
     check_parallel(config.parallel, architecture(hf).sizes(hf))
     model_checks.check_engine(config.model.path, hf)
