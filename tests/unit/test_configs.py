@@ -26,6 +26,7 @@ from megarl.architectures import Head, architecture
 from megarl.config import Config, compose, config_dir
 from megarl.config.schema import ParallelConfig, RolloutConfig
 from megarl.errors import ConfigError
+from megarl.launch.placement import Place, place
 from megarl.parallel.grid import check_parallel, megatron_grid, role_grids
 from megarl.reshard.boxes import volume
 from megarl.reshard.layout import Layout
@@ -211,6 +212,18 @@ def test_documented_job(name: str) -> None:
     assert described(name, config, NODES[name], memory) in DOCS
     text = (config_dir() / "experiment" / f"{name}.yaml").read_text()
     assert "Never run on hardware" in " ".join(text.replace("#", "").split()), "the file must say what is not known of it"
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_every_node_gets_eight_processes(name: str) -> None:
+    """On nodes that have both kinds; the largest is a heterogeneous job, since its engines span nodes."""
+    config, nodes = compose([f"experiment={name}"]), NODES[name]
+    apart = config.rollout.nodes > 1
+    places = [Place(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all") for n in range(nodes)]
+    placement = place(config, places)
+    share = config.rollout.tp * config.rollout.pp // config.rollout.nodes
+    for node in range(nodes):
+        assert placement.trainer.count(node) + share * sum(node in span for span in placement.engines) == 8
 
 
 def test_memory_by_hand() -> None:
