@@ -41,6 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns from files); resumes when repeated.")
     train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
     train.add_argument("--check", action="store_true", help="validate settings, data and model, start nothing")
+    train.add_argument("-m", "--multirun", action="store_true", help="sweep: a job for each combination of values such as algorithm=grpo,rloo (docs/sweeps.md)")
+    train.add_argument("--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)")
+    train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
     data = add("data", "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.")
     data.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart")
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
@@ -125,6 +128,12 @@ def _run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
 
+    if arguments.multirun:
+        return _sweep(arguments)
+    if arguments.count or arguments.index is not None:
+        from megarl.errors import ConfigError
+
+        raise ConfigError("--index and --count are of a sweep; add -m")
     config = compose(arguments.overrides)  # before the imports that take seconds: a mistyped key is told at once
     from megarl.launch.checks import check
     from megarl.launch.job import run
@@ -134,6 +143,15 @@ def _train(arguments: argparse.Namespace) -> int:
         logging.info("the settings, data and model fit; nothing was started")
         return 0
     return run(config)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from megarl.launch.sweep import combinations, run_sweep
+
+    if arguments.count:
+        sys.stdout.write(f"{len(combinations(arguments.overrides))}\n")
+        return 0
+    return run_sweep(arguments.overrides, arguments.index, check_only=arguments.check)
 
 
 def _data(arguments: argparse.Namespace) -> int:

@@ -1,13 +1,13 @@
-"""Metrics under verl's names, and where they go: TensorBoard, a jsonl file, one console line; phases of a process."""
+"""Metrics under verl's names, and where they go: TensorBoard, a jsonl file, other trackers, one console line; phases of a process."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 Sums = Mapping[str, tuple[float, float]]
 """Metric name -> (sum, count): what ranks and micro-batches can add up. Under ``max:name`` the first number is a maximum."""
@@ -36,8 +36,16 @@ def spread(name: str, values: Iterable[float]) -> dict[str, float]:
     return {f"{name}/mean": sum(known) / len(known), f"{name}/max": max(known), f"{name}/min": min(known)}
 
 
+class Tracker(Protocol):
+    """Somewhere else that metrics go to (``tracking.py``); it raises nothing and returns at once."""
+
+    def write(self, step: int, metrics: Mapping[str, float], warm_start: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MetricWriter:
-    """Writes a step's metrics to TensorBoard and to ``metrics.jsonl`` (one record a line, appended).
+    """Writes a step's metrics to ``metrics.jsonl`` (one record a line, appended), to TensorBoard and to ``trackers``.
 
     What an earlier attempt wrote behind the step that a job resumes from is dropped. The warm start counts its own steps
     (``sft/...``): in TensorBoard it is a run of its own, since what is dropped there is dropped by step alone.
@@ -45,14 +53,20 @@ class MetricWriter:
     Args:
         warm_start_step: The last step of the warm start that counts.
         step: The last step of reinforcement learning that counts; -1 for none.
+        trackers: Closed with the writer. Most keep what an earlier attempt wrote.
     """
 
-    def __init__(self, run_dir: Path, *, warm_start_step: int = 0, step: int = -1) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(
+        self, run_dir: Path, *, warm_start_step: int = 0, step: int = -1, tensorboard: bool = True, trackers: Sequence[Tracker] = ()
+    ) -> None:
+        self._trackers = tuple(trackers)
+        self._boards: dict[bool, Any] = {}
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-        folder = run_dir / "tensorboard"
-        self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1)
-        self._warm_start = SummaryWriter(str(folder / "warm_start"), purge_step=warm_start_step + 1)
+            folder = run_dir / "tensorboard"
+            self._boards[False] = SummaryWriter(str(folder), purge_step=step + 1)
+            self._boards[True] = SummaryWriter(str(folder / "warm_start"), purge_step=warm_start_step + 1)
         path = run_dir / "metrics.jsonl"
         if path.is_file():
             kept = [line for line in path.read_text().splitlines() if _counts(line, warm_start_step, step)]
@@ -62,16 +76,20 @@ class MetricWriter:
         self._file: TextIO = path.open("a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        writer = self._warm_start if _is_warm_start(metrics) else self._tensorboard
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
+        warm_start = _is_warm_start(metrics)
+        board = self._boards.get(warm_start)
+        if board is not None:
+            for name, value in metrics.items():
+                board.add_scalar(name, value, step)
+            board.flush()
+        for tracker in self._trackers:
+            tracker.write(step, metrics, warm_start)
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        self._tensorboard.close()
-        self._warm_start.close()
+        for writer in (*self._boards.values(), *self._trackers):
+            writer.close()
         self._file.close()
 
 

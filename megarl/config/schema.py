@@ -200,6 +200,8 @@ class TrainerConfig:
     kernels: Literal["megarl", "torch"] = "megarl"
     """What computes log-probs, advantages and losses: megarl's kernels, or their plain-torch twins (slower, larger; to tell
     one's own faults from ours)."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
+    """Where metrics go beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the environment."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 

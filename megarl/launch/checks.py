@@ -22,6 +22,7 @@ from megarl.report.doctor import available_memory
 from megarl.schema import Task
 from megarl.store import check_url
 from megarl.tasksets import ChatTokenizer, check_prompts
+from megarl.tracking import check_trackers
 
 GIB = 2**30
 PROCESS_BYTES = 400 * 2**20
@@ -97,6 +98,7 @@ def _check_settings(config: Config, offline: bool, nodes: int) -> None:
         )
     if offline and config.reward_model.path is not None:
         raise ConfigError(f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it out")
+    check_trackers(config.trainer.trackers)
     if nodes == 1:  # else each node is asked for its own
         ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from megarl import algorithms
 from megarl.batching import Sequences
 from megarl.checkpoint import hf, state
-from megarl.config import Config
+from megarl.config import Config, to_dict
 from megarl.errors import CheckpointError, JobError
 from megarl.loop.roles import Roles
 from megarl.loop.rollouts import Demonstration, ExpertRows, num_expert_rows
@@ -37,6 +37,7 @@ from megarl.schema import WeightsVersion
 from megarl.store import Store
 from megarl.sync.publish import WeightPublisher
 from megarl.tasksets import ChatTokenizer
+from megarl.tracking import Run, open_trackers
 from megarl.training.model import TrainedModel, cut_for
 from megarl.training.schedule import Head
 
@@ -109,6 +110,8 @@ class Session:
                 self.run_dir,
                 warm_start_step=self.state.step if warming_up else ALL_STEPS,
                 step=-1 if warming_up else self.state.step,
+                tensorboard="tensorboard" in config.trainer.trackers,
+                trackers=open_trackers(config.trainer.trackers, Run(config.run.name, self.run_dir, to_dict(config))),
             )
 
     def _folder(self, phase: str) -> Path:

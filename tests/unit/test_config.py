@@ -33,7 +33,7 @@ def test_with_ones_own_experiment_the_preset_holds() -> None:
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "parallel").glob("*.yaml")))
 def test_one_override_changes_the_grid(name: str) -> None:
     config = compose(["experiment=quickstart", f"parallel={name}"])
-    degrees = {key: getattr(config.parallel, key) for key in ("tp", "pp", "vpp", "dp", "cp")}
+    degrees = {key: getattr(config.parallel, key) for key in ("tp", "pp", "vpp", "dp", "cp", "ep")}
     text = "".join(f"{k}{v}" for k, v in degrees.items() if v > 1) + "sp" * config.parallel.sequence_parallel
     assert text == name.replace("tp1", "")
 

@@ -1,0 +1,407 @@
+"""Every file of configs/ through the schema, and every experiment for a real model against that model's published config.json.
+
+Settings and plans only: the weights files are headers with holes behind them. What is changed for the check is named in ``CPU``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+import struct
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megarl import algorithms
+from megarl.architectures import Head, architecture
+from megarl.config import Config, compose, config_dir
+from megarl.config.schema import ParallelConfig, RolloutConfig
+from megarl.errors import ConfigError
+from megarl.launch.placement import Place, place
+from megarl.parallel.grid import check_parallel, megatron_grid, role_grids
+from megarl.reshard.boxes import volume
+from megarl.reshard.layout import Layout
+from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+from megarl.reshard.plan import build_plan
+
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "experiments.md").read_text()
+MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cases" / "hf_configs.json").read_text())
+"""Values of the published config.json files, and the number of parameters that is published with them."""
+NODES = {
+    "grpo_qwen2_5_7b": 1,
+    "grpo_qwen3_8b": 1,
+    "mix_qwen2_5_7b": 1,
+    "dpo_llama3_1_8b": 1,
+    "ppo_llama3_1_8b": 2,
+    "grpo_qwen3_30b_a3b": 8,
+    "grpo_qwen2_5_32b": 16,
+    "grpo_deepseek_v3": 256,
+}
+LARGE = ("grpo_qwen3_30b_a3b", "grpo_deepseek_v3")
+"""Thousands of experts' tensors: to plan everything takes seconds, so two engine ranks are planned."""
+TOYS = ("quickstart", "own", "sft", "dpo", "reward_model")
+YOURS = ("model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet")
+CPU = ("parallel.backend=gloo", "model.transformer_impl=local", "rollout.kv_cache_bytes=1048576")
+GB = 1e9
+GPU_GB = 80.0
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+@cache
+def trainer_layout(path: str, grid: MegatronGrid, head: Head = "lm") -> Layout:
+    return megatron_layout(hf_config(path), grid, transformer_impl="transformer_engine", head=head)
+
+
+@cache
+def engine_layout(path: str, rollout: RolloutConfig) -> Layout:
+    """Of one of its engines; they are all alike."""
+    return vllm_layout(hf_config(path), rollout.tp, pp=rollout.pp, expert_parallel=rollout.expert_parallel)
+
+
+def hf_config(path: str | None) -> dict[str, Any]:
+    name = Path(str(path)).name
+    if name == "Llama-3.1-8B-RM":
+        base = MODELS["Llama-3.1-8B-Instruct"]["config"]
+        return {**base, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    return dict(MODELS[name]["config"])
+
+
+# ------------------------------------------------------------------ every file
+
+
+def test_every_file_is_loaded_by_a_test() -> None:
+    """A new group is one that ``test_every_choice_composes`` finds; an experiment is a toy or has a row in ``NODES``."""
+    assert set(names("experiment")) == set(NODES) | set(TOYS)
+    shared = {path.stem for path in (config_dir() / "experiment" / "base").glob("*.yaml")}
+    used = {word for name in NODES for word in re.findall(r"- base/(\w+)", (config_dir() / f"experiment/{name}.yaml").read_text())}
+    assert shared == used
+    deep = [path for path in config_dir().rglob("*.yaml") if len(path.relative_to(config_dir()).parts) > 2]
+    assert {path.parent for path in deep} == {config_dir() / "experiment" / "base"}
+
+
+def choices() -> Iterator[list[str]]:
+    """Each file of each group beside the quickstart at least once; those of several groups share a composition."""
+    groups = {path.name: names(path.name) for path in sorted(config_dir().iterdir()) if path.is_dir() and path.name != "experiment"}
+    for row in itertools.zip_longest(*([f"{group}={name}" for name in found] for group, found in groups.items())):
+        yield [choice for choice in row if choice is not None]
+
+
+@pytest.mark.parametrize("chosen", choices(), ids=" ".join)
+def test_every_choice_composes_with_the_quickstart(chosen: list[str]) -> None:
+    from megarl.launch.checks import _check_algorithm
+
+    config = compose(["experiment=quickstart", *chosen])
+    check_parallel(config.parallel)
+    _check_algorithm(config)
+
+
+@pytest.mark.parametrize("name", ["cispo", "grpo_r1", "ppo"])
+def test_algorithms_compose_with_ones_own_experiment(name: str) -> None:
+    compose(["experiment=own", f"algorithm={name}", *YOURS])
+
+
+# ------------------------------------------------------------------ published models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_count_the_published_parameters(name: str) -> None:
+    config, published = MODELS[name]["config"], MODELS[name]["parameters"]
+    assert sum(math.prod(shape) for shape in architecture(config).tensors(config).values()) == published
+
+
+# ------------------------------------------------------------------ static memory
+
+
+class Memory(NamedTuple):
+    """Bytes on the fullest GPU of either kind: docs/experiments.md has the formula."""
+
+    trainer: float
+    engine: float
+
+
+def parameters(layout: Layout, rank: int) -> tuple[int, int]:
+    """(parameters that most ranks share alike, those of experts) on a rank, padding included."""
+    dense = experts = 0
+    for row, share in layout.rows_of(rank):
+        size = math.prod(row.local_shape(share)[len(row.stack) :])
+        if ".experts." in row.parts[0]:
+            experts += size
+        else:
+            dense += size
+    return dense, experts
+
+
+def static_bytes(layout: Layout, grid: ParallelConfig, rank: int, *, learns: bool) -> float:
+    dense, experts = parameters(layout, rank)
+    if not learns:
+        return 2.0 * (dense + experts)
+    copies, expert_copies = grid.dp * grid.cp, grid.stage_size // (grid.ep * grid.expert_tp)
+    return 6.0 * (dense + experts) + 12.0 * (dense / copies + experts / expert_copies)
+
+
+def memory_of(config: Config) -> Memory:
+    from megarl.launch.role_checks import roles_of
+
+    algorithm = algorithms.get(config.algorithm.name)
+    roles = roles_of(config, algorithm)
+    grids = role_grids(config, roles)
+    paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
+    per_rank = [0.0] * config.parallel.world_size
+    for setting, grid in grids.items():
+        role = setting.removesuffix(".parallel")
+        layout = trainer_layout(paths.get(role) or config.model.path, megatron_grid(grid), "score" if role in paths else "lm")
+        for stage in range(grid.pp):  # its ranks hold as much each: heads, rows and experts divide
+            first = stage * grid.stage_size
+            size = static_bytes(layout, grid, first, learns=role in ("parallel", "critic"))
+            for rank in range(first, first + grid.stage_size):
+                per_rank[rank] += size
+    engine = 0.0
+    if not algorithm.offline:
+        engines = engine_layout(config.model.path, config.rollout)
+        fullest = max(sum(parameters(engines, rank)) for rank in (0, engines.num_ranks - 1))  # the first has experts that are left over
+        engine = 2.0 * fullest + config.rollout.kv_cache_bytes
+    return Memory(max(per_rank), engine)
+
+
+def gpus(config: Config) -> tuple[int, int]:
+    """Of the trainer and of the engines."""
+    offline = algorithms.get(config.algorithm.name).offline
+    return config.parallel.world_size, 0 if offline else config.rollout.replicas * config.rollout.tp * config.rollout.pp
+
+
+def check_job(config: Config, nodes: int) -> Memory:
+    """What the project's own checks do not know: GPUs, their memory, even batches. Raises ConfigError."""
+    if sum(gpus(config)) != 8 * nodes:
+        raise ConfigError(f"{gpus(config)} GPUs are not {nodes} nodes of 8")
+    rows = config.trainer.tasks_per_step * (1 if algorithms.get(config.algorithm.name).offline else config.algorithm.group_size)
+    if rows % (config.trainer.updates_per_step * config.parallel.dp):
+        raise ConfigError(f"{rows} rows a step do not divide by {config.trainer.updates_per_step} updates and dp={config.parallel.dp}")
+    memory = memory_of(config)
+    if max(memory) > GPU_GB * GB:
+        raise ConfigError(f"{memory.trainer / GB:.1f} GB on a trainer rank and {memory.engine / GB:.1f} GB on an engine's do not fit")
+    return memory
+
+
+def described(name: str, config: Config, nodes: int, memory: Memory) -> str:
+    """The row of docs/experiments.md."""
+    rollout = config.rollout
+    trainer, engines = gpus(config)
+    vllm = f"{rollout.replicas} × TP{rollout.tp}{' EP' if rollout.expert_parallel else ''}" if engines else "–"
+    engine = f"{memory.engine / GB:.1f}" if engines else "–"
+    grid = str(megatron_grid(config.parallel)).replace("pp=1 ", "").replace(" dp=1", "")
+    gpu = f"{trainer} + {engines} = {nodes} × 8" if engines else f"{trainer} = {nodes} × 8"
+    return f"| `{name}` | {config.algorithm.name} | {gpu} | {grid} | {vllm} | {memory.trainer / GB:.1f} | {engine} |"
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_documented_job(name: str) -> None:
+    config = compose([f"experiment={name}"])
+    memory = check_job(config, NODES[name])
+    assert described(name, config, NODES[name], memory) in DOCS
+    text = (config_dir() / "experiment" / f"{name}.yaml").read_text()
+    assert "Never run on hardware" in " ".join(text.replace("#", "").split()), "the file must say what is not known of it"
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_every_node_gets_eight_processes(name: str) -> None:
+    """On nodes that have both kinds; the largest is a heterogeneous job, since its engines span nodes."""
+    config, nodes = compose([f"experiment={name}"]), NODES[name]
+    apart = config.rollout.nodes > 1
+    places = [Place(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all") for n in range(nodes)]
+    placement = place(config, places)
+    share = config.rollout.tp * config.rollout.pp // config.rollout.nodes
+    for node in range(nodes):
+        assert placement.trainer.count(node) + share * sum(node in span for span in placement.engines) == 8
+
+
+def test_memory_by_hand() -> None:
+    """Qwen2.5-7B on TP4: 28 layers of one kv head and 7 heads a rank, a quarter of the rest, norms whole."""
+    layer = 3584 * (896 + 2 * 128) + (896 + 256) + 896 * 3584 + 3 * 3584 * 4736 + 2 * 3584
+    held = 28 * layer + 2 * 38016 * 3584 + 3584
+    assert memory_of(compose(["experiment=grpo_qwen2_5_7b"])).trainer == held * (2 + 4 + 12) + held * 2
+
+
+# ------------------------------------------------------------------ the project's own check
+
+
+PUBLISHED: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("openai/gsm8k", "train"): [{"question": "2 clips and 3 clips are how many?", "answer": "2 + 3 = 5\n#### 1,005"}, {"question": "Seen.", "answer": "#### 1"}],
+    ("openai/gsm8k", "test"): [{"question": "Seen. ", "answer": "x\n#### 1"}],
+    ("DigitalLearningGmbH/MATH-lighteval", "train"): [{"problem": "Halve $1$.", "solution": "So $\\boxed{\\frac{1}{2}}$."}],
+    ("DigitalLearningGmbH/MATH-lighteval", "test"): [{"problem": "Add.", "solution": "$\\boxed{3}$"}, {"problem": "None.", "solution": "?"}],
+    ("BytedTsinghua-SIA/DAPO-Math-17k", "train"): [
+        {"data_source": "math_dapo", "prompt": [{"role": "user", "content": text}], "ability": "MATH", "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "34"}, "extra_info": {"index": "a"}}
+        for text in ("Find x.", "Find x.", "Find y.", "find  Z.")
+    ],
+    ("BytedTsinghua-SIA/AIME-2024", "train"): [
+        {"data_source": "math_dapo", "prompt": [{"role": "user", "content": "Find z."}], "ability": "MATH", "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "7"}, "extra_info": {"index": 0}}
+    ],
+    **{
+        ("HuggingFaceH4/ultrafeedback_binarized", split): [
+            {"prompt": prompt, "prompt_id": "a", "score_chosen": 8.0, "score_rejected": 3.0, "messages": [],
+             "chosen": [{"content": prompt, "role": "user"}, {"content": good, "role": "assistant"}],
+             "rejected": [{"content": prompt, "role": "user"}, {"content": bad, "role": "assistant"}]}
+            for prompt, good, bad in rows
+        ]
+        for split, rows in (("train_prefs", [("Hi", "Hello", "No"), ("Same", "a", "a "), ("Held", "b", "c")]), ("test_prefs", [("Held", "b", "c")]))
+    },
+    ("open-r1/OpenR1-Math-220k", "train"): [
+        {"problem": "Add 1 and 1.", "answer": "2", "generations": ["<think>3</think>3", "<think>2</think>2"], "correctness_math_verify": [False, True]},
+        {"problem": "Add.", "answer": "3", "generations": ["3"], "correctness_math_verify": [True]},
+    ],
+}  # fmt: skip
+"""Rows with the published columns, made by hand: of every data set one row or two that is to be left out."""
+MADE = {
+    "data/gsm8k_math/train.parquet": 2,
+    "data/gsm8k_math/test.parquet": 2,
+    "data/dapo_math/train.parquet": 2,
+    "data/dapo_math/aime_2024.parquet": 1,
+    "data/ultrafeedback/train.parquet": 1,
+    "data/ultrafeedback/test.parquet": 1,
+    "data/openr1_math/expert.parquet": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with ``data/`` as the commands of docs/experiments.md make it, and the models without their weights."""
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("workplace")
+    hub = types.ModuleType("datasets")
+    hub.load_dataset = lambda name, config=None, *, split: PUBLISHED[name, split]  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setitem(sys.modules, "datasets", hub)
+        for block in re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL):
+            exec(compile(block, "docs/experiments.md", "exec"), {})
+    assert {str(p.relative_to(folder)): pq.read_metadata(p).num_rows for p in sorted(folder.rglob("*.parquet"))} == MADE
+    write_tokenizer(folder / "tokenizer")
+    for name in [*MODELS, "Llama-3.1-8B-RM"]:
+        write_model(Path(shutil.copytree(folder / "tokenizer", folder / "models" / name)), hf_config(name))
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    from megarl.models.from_scratch import _save_tokenizer, train_tokenizer
+
+    texts = [text for rows in PUBLISHED.values() for row in rows for text in map(str, row.values())] + [DOCS]
+    _save_tokenizer(train_tokenizer(texts, 400), folder, 65536)
+
+
+def write_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """config.json beside one safetensors file that is a header and a hole of the right size."""
+    (folder / "config.json").write_text(json.dumps(config))
+    score = "SequenceClassification" in config["architectures"][0]
+    header, end = {}, 0
+    for name, shape in architecture(config, "score" if score else "lm").tensors(config).items():
+        wide = name.endswith("e_score_correction_bias")
+        start, end = end, end + math.prod(shape) * (4 if wide else 2)
+        header[name] = {"dtype": "F32" if wide else "BF16", "shape": shape, "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        file.truncate(8 + len(head) + end)
+
+
+@pytest.fixture
+def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """There, on a machine with as much memory as the job's nodes have."""
+    from megarl.launch import checks
+
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(checks, "available_memory", lambda: 2**50)
+    return workplace
+
+
+@pytest.mark.parametrize("name", [name for name in NODES if name not in LARGE])
+def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) -> None:
+    from megarl.launch.checks import check
+
+    with pytest.raises(ConfigError, match="parallel.backend=nccl is not finished"):
+        check(compose([f"experiment={name}"]))  # on the day that this is accepted, docs and files must say so
+    check(compose([f"experiment={name}", *CPU]), nodes=NODES[name])
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
+    """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from them."""
+    from megarl.checkpoint.hf_source import check_hf, open_hf
+    from megarl.launch import checks, model_checks
+    from megarl.launch.role_checks import check_role_settings
+
+    config = compose([f"experiment={name}", *CPU])
+    hf = hf_config(config.model.path)
+    checks._check_settings(config, False, NODES[name])
+    check_role_settings(config, algorithms.get(config.algorithm.name))
+    check_parallel(config.parallel, architecture(hf).sizes(hf))
+    model_checks.check_engine(config.model.path, hf)
+    source = trainer_layout(config.model.path, megatron_grid(config.parallel))
+    check_hf(open_hf(Path(config.model.path)), source, hf)
+    engines = engine_layout(config.model.path, config.rollout)
+    plan = build_plan(source, engines)
+    for rank in (0, engines.num_ranks - 1):
+        engines.check(rank)
+        assert sum(volume(move.box) for move in plan.moves_to(rank)) == sum(volume(piece.box) for piece in engines.pieces(rank))
+
+
+# ------------------------------------------------------------------ what must be refused
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "words"),
+    [
+        ("grpo_qwen2_5_7b", "parallel.tp=8", "parallel.tp=8 does not divide num_attention_heads=28"),
+        ("grpo_qwen2_5_7b", "rollout.tp=3", "rollout.tp=3 does not divide num_attention_heads=28"),
+        ("grpo_qwen2_5_7b", "parallel.cp=2", "parallel.cp=2 does not divide the 7 attention heads"),
+        ("grpo_qwen2_5_7b", "parallel.ep=2", "ep=2"),
+        ("grpo_qwen2_5_7b", "rollout.max_response_tokens=65536", "does not hold one sequence"),
+        ("grpo_qwen2_5_7b", "rollout.expert_parallel=true", "has no experts"),
+        ("ppo_llama3_1_8b", "critic.parallel={tp: 4, dp: 4, backend: gloo}", "critic.parallel tp*pp*dp*cp=4*1*4*1 has 16 ranks"),
+        ("grpo_qwen3_30b_a3b", "parallel.pp=5", "parallel.pp=5 does not divide num_hidden_layers=48"),
+        ("grpo_qwen3_30b_a3b", "parallel.sequence_parallel=false", "needs parallel.sequence_parallel=true"),
+        ("grpo_qwen3_30b_a3b", "parallel.ep=48", "parallel.ep=48 does not divide the 128 experts"),
+        ("mix_qwen2_5_7b", "taskset.expert=null", "needs taskset.expert"),
+        ("mix_qwen2_5_7b", "trainer.updates_per_step=1000", "updates_per_step=1000 is more than"),
+    ],
+)  # fmt: skip
+def test_bad_combinations_are_refused_by_megarl(in_workplace: Path, name: str, override: str, words: str) -> None:
+    from megarl.launch.checks import check
+
+    wide = ["parallel.dp=12"] if "ep=48" in override else []  # else the ranks are too few, which is said first
+    with pytest.raises(ConfigError) as raised:
+        check(compose([f"experiment={name}", *CPU, *wide, override]))
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "words"),
+    [
+        ("grpo_qwen2_5_7b", "parallel=tp1", "GPUs are not 1 nodes"),
+        ("grpo_qwen2_5_7b", "rollout.replicas=5", "GPUs are not 1 nodes"),
+        ("grpo_qwen2_5_32b", "parallel.tp=1 parallel.dp=64", "GB on a trainer rank"),
+        ("grpo_qwen2_5_32b", "rollout.kv_cache_bytes=68719476736", "on an engine's do not fit"),
+        ("ppo_llama3_1_8b", "trainer.tasks_per_step=1020", "do not divide by 4 updates and dp=2"),
+    ],
+)  # fmt: skip
+def test_bad_combinations_are_refused_by_this_test(name: str, override: str, words: str) -> None:
+    config = compose([f"experiment={name}", *override.split()])
+    with pytest.raises(ConfigError, match=words):
+        check_job(config, NODES[name])
+
+
+def test_a_grid_of_ones_own_wins_over_the_experiments() -> None:
+    config = compose(["experiment=grpo_qwen2_5_7b", "parallel=tp4dp2sp"])
+    assert replace(config.parallel, dp=1) == compose(["experiment=grpo_qwen2_5_7b"]).parallel

@@ -1,0 +1,207 @@
+"""Sweeps: which combinations there are, that all are checked before one runs, and what a job array does with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.cli import main
+from megarl.config import Config, compose
+from megarl.errors import ConfigError, JobError
+from megarl.launch import checks, job, resume
+from megarl.launch.sweep import _expanded, _slug, combinations
+from tests.unit.small_job import SMALL
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "slurm" / "array_sweep.sh"
+SWEEP = ["run.name=s", "trainer.seed=1,2"]
+
+
+def swept(*overrides: str) -> list[str]:
+    return [" ".join(words) for _, words in _expanded(overrides)]
+
+
+# ------------------------------------------------------------------ which
+
+
+def test_every_combination_has_its_settings_and_its_directory() -> None:
+    found = combinations([*SWEEP, "trainer.optimizer.lr=1e-5,3e-5"])
+    assert [(c.config.trainer.seed, c.config.trainer.optimizer.lr) for c in found] == list(product((1, 2), (1e-5, 3e-5)))
+    assert found[1].slug == "trainer.seed=1,trainer.optimizer.lr=3e-05"
+    plain = compose(["run.name=s", "trainer.seed=1", "trainer.optimizer.lr=3e-5"])
+    folder = f"runs/s/{found[1].slug}"
+    assert found[1].config.run.dir == folder and found[1].config.store.url == f"sqlite:///{folder}/store.db"
+    assert replace(found[1].config, run=plain.run, store=plain.store, model=plain.model, taskset=plain.taskset, reward=plain.reward) == plain
+
+
+def test_hydras_syntax() -> None:
+    assert swept("algorithm=glob(*grpo)") == ["algorithm=dr_grpo", "algorithm=grpo"]
+    assert swept("trainer.steps=range(1,6,2)") == ["trainer.steps=1", "trainer.steps=3", "trainer.steps=5"]
+    assert swept("trainer.seed=choice(3,1)", "taskset.options={min_terms:2,max_terms:3}") == ["trainer.seed=3", "trainer.seed=1"]
+    assert swept("critic.parallel={tp:2,dp:1},null", "reward.hosts=[a:1,b:2]") == ["critic.parallel={tp:2,dp:1}", "critic.parallel=null"]
+    [(first, _), _] = _expanded(["reward.path='a,b'", "trainer.seed=1,2", "~reward.judge"])
+    assert first == ["reward.path='a,b'", "trainer.seed=1", "~reward.judge"], "what is not swept stays as it was written"
+
+
+def test_a_swept_run_name_and_a_given_directory() -> None:
+    assert [c.config.run.dir for c in combinations(["run.name=a,b"])] == ["runs/a/run.name=a", "runs/b/run.name=b"]
+    [first, _] = combinations(["trainer.seed=1,2", "run.dir='/tmp/all mine'"])
+    assert first.config.run.dir == "/tmp/all mine/trainer.seed=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.stesp=1,2"], "combination 0, trainer.stesp=1: unknown setting 'trainer.stesp'; did you mean 'trainer.steps'"),
+        (["trainer.steps=1,x"], "combination 1, trainer.steps=x: trainer.steps='x' must be of type int"),
+        (["trainer.optimizer.lr=1e-5,-1"], "combination 1, trainer.optimizer.lr=-1: trainer.optimizer.lr=-1 must be at least 0"),
+        (["algorithm=grpo,grop"], "combination 1, algorithm=grop: no configs/algorithm/grop.yaml; did you mean 'grpo'"),
+        (["algorithm=glob(nothing*)"], "matches nothing"),
+        (["trainer.seed=1,1"], "two combinations would both run in runs/quickstart/trainer.seed=1"),
+        (["trainer.seed=1"], "-m without anything to sweep"),
+        (["trainer.seed=shuffle(1,2)"], "leave shuffle out"),
+        (["trainer.optimizer.lr=interval(0,1)"], "an interval has no list of values"),
+        (["trainer.seed=1,2", "trainer.steps={"], "the sweep could not be read"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        combinations(overrides)
+    assert words in str(raised.value)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text(min_size=1, max_size=60), min_size=1, max_size=3))
+def test_slugs_are_names_of_directories(words: list[str]) -> None:
+    slug = _slug(words)
+    assert "/" not in slug and slug.isascii() and slug.isprintable() and 0 < len(slug) < 200
+    assert slug == _slug(words)
+
+
+def test_long_slugs_differ_by_their_ends() -> None:
+    long = "x" * 300
+    assert _slug([f"a={long}1"]) != _slug([f"a={long}2"])
+
+
+# ------------------------------------------------------------------ runs
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names the runs that were started; what each does is ``outcome``'s to say. Nothing is really checked or launched."""
+    started: list[str] = []
+    monkeypatch.setattr(checks, "check", lambda config: {})
+    monkeypatch.setattr(job, "run", lambda config: started.append(Path(config.run.dir).name) or 0)
+    monkeypatch.setattr(resume, "is_finished", lambda config, folder: False)
+    return started
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, ran: list[str], decide: Callable[[Config], int]) -> None:
+    def run(config: Config) -> int:
+        ran.append(Path(config.run.dir).name)
+        return decide(config)
+
+    monkeypatch.setattr(job, "run", run)
+
+
+def test_one_after_another(ran: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert main(["train", "-m", *SWEEP]) == 0
+    assert ran == ["trainer.seed=1", "trainer.seed=2"]
+    assert caplog.messages[-2:] == [f"{n} {slug}: finished (status 0)" for n, slug in enumerate(ran)]
+
+
+def test_a_failed_one_does_not_stop_the_others(ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def decide(config: Config) -> int:
+        if config.trainer.seed == 1:
+            raise JobError("engine 0 ended with status 1")
+        return 0
+
+    outcome(monkeypatch, ran, decide)
+    with caplog.at_level(logging.INFO):
+        assert main(["train", "-m", *SWEEP]) == 1
+    assert ran == ["trainer.seed=1", "trainer.seed=2"]
+    assert caplog.messages[-2:] == ["0 trainer.seed=1: failed (status 1)", "1 trainer.seed=2: finished (status 0)"]
+    assert "engine 0 ended with status 1" in caplog.messages
+
+
+def test_a_stop_ends_the_sweep(ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    outcome(monkeypatch, ran, lambda config: 130)
+    with caplog.at_level(logging.INFO):
+        assert main(["train", "-m", *SWEEP]) == 130
+    assert caplog.messages[-2:] == ["0 trainer.seed=1: stopped (status 130)", "1 trainer.seed=2: not started"]
+
+
+def test_a_finished_one_is_skipped(ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(resume, "is_finished", lambda config, folder: folder.name == "trainer.seed=1")
+    with caplog.at_level(logging.INFO):
+        assert main(["train", "-m", *SWEEP]) == 0
+    assert ran == ["trainer.seed=2"] and caplog.messages[-2] == "0 trainer.seed=1: finished before, skipped"
+
+
+def test_index_count_and_check(ran: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["train", "-m", *SWEEP, "--count"]) == 0 and capsys.readouterr().out == "2\n"
+    assert main(["train", "--check", *SWEEP, "-m"]) == 0 and main(["train", "-m", "--index", "1", "--check", *SWEEP]) == 0
+    assert ran == []
+    assert main(["train", "-m", *SWEEP, "--index", "1"]) == 0 and ran == ["trainer.seed=2"]
+    assert main(["train", "-m", *SWEEP, "--index=4"]) == 2 and "the combinations are 0 to 1" in caplog.messages[-1]
+    assert main(["train", "--index=4", "experiment=quickstart"]) == 2 and "add -m" in caplog.messages[-1]
+    assert len(ran) == 1
+
+
+def test_all_are_really_checked_before_the_first_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    started: list[Config] = []
+    monkeypatch.setattr(job, "run", lambda config: started.append(config) or 0)
+    sweep = ["train", "-m", *SMALL, "trainer.warm_start.steps=0", "taskset.warm_start=null", f"run.dir={tmp_path}"]
+    assert main([*sweep, "trainer.updates_per_step=1,513"]) == 2
+    assert started == []
+    assert "combination 1, trainer.updates_per_step=513: trainer.updates_per_step=513 is more than the 512 rows" in caplog.messages[-1]
+
+
+# ------------------------------------------------------------------ as a job array
+
+
+STAND_INS = {
+    "sbatch": 'echo sbatch "$@"',
+    "megarl": f'exec {sys.executable} -m megarl "$@"',
+    "srun": 'while [ "$1" != megarl ]; do shift; done; exec "$@"',
+    "scontrol": "echo node1 NodeAddr=127.0.0.1",
+}
+
+
+def script(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script with megarl itself and stand-ins for Slurm; tests/system has a real one."""
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MEGARL_"))}
+    env = {**kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(["bash", str(SCRIPT), *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+def test_the_script_counts_and_submits_itself(tmp_path: Path) -> None:
+    done = script(tmp_path, *SWEEP, PARALLEL="2", SBATCH_ARGS="--time=1:00 --gpus=8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["sbatch", "--array=0-1%2", "--time=1:00", "--gpus=8", str(SCRIPT), *SWEEP]
+
+
+def test_the_script_submits_nothing_when_a_combination_is_wrong(tmp_path: Path) -> None:
+    done = script(tmp_path, *SWEEP, "trainer.steps=1,x")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "trainer.steps='x' must be of type int" in done.stderr
+
+
+def test_a_task_of_the_array_runs_its_own_combination(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "MEGARL_HOME": str(ROOT), "MEGARL_SETUP": "none"}
+    done = script(tmp_path, *SWEEP, **job, SLURM_ARRAY_TASK_ID="9")
+    assert done.returncode == 2 and "--index 9: the combinations are 0 to 1" in done.stderr
