@@ -86,7 +86,7 @@ def _run_attempts(config: Config, tasks: Mapping[str, list[Task]], allocation: A
                 if not left or stop_request.count:
                     raise
                 log.error("%s", error)
-                log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left)
+                log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 
 def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
