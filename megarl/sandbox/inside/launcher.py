@@ -283,8 +283,8 @@ def run_test(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], p
     process = os.fork()
     if process == 0:
         child(job, test, ready, files)
-    if LINK in files:
-        os.close(files[LINK])  # so that the other side sees it when the process ends
+    if job["kind"] == "answer":
+        os.close(passed)  # so that the tests see it when the program ends; the program, if it is still there, is killed when they have
     limit = watch(process, test["wall_s"], limits["memory_bytes"])
     seconds = time.monotonic() - start
     status, cpu_s = kill_all(process)
@@ -300,7 +300,8 @@ def run_test(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], p
     value = content(files[VALUE], limits["output_bytes"])
     for descriptor in opened:
         os.close(descriptor)
-    head = HEAD.pack(status, LIMITS.index(limit), not is_clean(), seconds, cpu_s, len(stdout), len(stderr), len(value))
+    used = job["kind"] != "test" or not is_clean()
+    head = HEAD.pack(status, LIMITS.index(limit), used, seconds, cpu_s, len(stdout), len(stderr), len(value))
     return head + stdout + stderr + value
 
 

@@ -55,11 +55,12 @@ CAPABILITY_VERSION_3 = 0x20080522
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 library = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # None: this program itself
+functions = {name: _ctypes.dlsym(library, name) for name in ("syscall", "prctl", "mount", "capset")}
 
 
 def call(name: str, *arguments: int | bytes | None) -> int:
     """A function of libc, without ``ctypes`` itself, which programs would then find imported."""
-    result: int = _ctypes.call_function(_ctypes.dlsym(library, name), arguments)
+    result: int = _ctypes.call_function(functions[name], arguments)
     return result
 
 
@@ -149,6 +150,7 @@ def end_all() -> None:
 def serve(code: dict[str, CodeType], filter: bytes, link: int) -> None:
     if os.getpid() != 1:
         sys.exit("the launcher is not process 1 of a pid namespace")
+    os.environ.pop("LD_BIND_NOW", None)  # for us alone
     sys.path[:] = [path for path in sys.path if path] + [path for path in ("/python/site",) if os.path.isdir(path)]
     control = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, link)
     refused = array.array("B", filter)
