@@ -286,7 +286,7 @@ def test_without_a_layer_it_refuses(change: dict[str, Any], message: str) -> Non
     ("line", "instead", "message"),
     [
         (" | 0x20000000", "", "mount(b'proc'"),
-        ("| 0x10000000", "", "unshare"),
+        ("| 0x10000000", "", "clone("),
         ('must("capset"', 'call("getpid"', "capabilities"),
         ('must("prctl", PR_SET_SECCOMP', 'call("prctl", 0', "seccomp 0 instead of 2"),
         ('must("mount", b"proc"', 'call("getpid"', "pids"),
