@@ -66,6 +66,28 @@ def load(code: dict[str, CodeType]) -> dict[str, Any]:
     return made
 
 
+def rehearse(ready: dict[str, Any]) -> None:
+    """A little of what each test does, so that what Python makes at a first use is there before the forks, which else make it each."""
+    values = ready["values"]
+    for _ in range(3):
+        names: dict[str, Any] = {}
+        exec(compile("def f(x):\n    return x + 1\nassert f(1) == 2", "solution.py", "exec", dont_inherit=True), names)
+        values.decode(values.loads(values.dumps(values.encode([1, "a", {2: (3.0, None)}]))))
+        file = unnamed_file(b"x")
+        for mode in ("r", "w"):
+            with open(file, mode, encoding="utf-8", errors="surrogateescape", closefd=False) as stream:
+                stream.flush()
+        content(file, 10)
+        os.close(file)
+        is_clean()
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        poll.poll(0)
+        marshal.loads(marshal.dumps({"a": [1, "b", 2.0]}, 2))
+        resource.setrlimit(resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE))
+        ready["answer"]._Objects(names).perform({"do": "names", "names": ["f"]})
+
+
 def module(name: str, ready: dict[str, Any]) -> Any:
     sys.modules[name] = ready[name]
     return ready[name]

@@ -157,7 +157,9 @@ def serve(code: dict[str, CodeType], filter: bytes, link: int) -> None:
     launcher: dict[str, Any] = {"__name__": "launcher"}
     exec(code["launcher"], launcher)
     ready = launcher["load"](code)
+    launcher["rehearse"](ready)
     control.send(b"R")
+    gc.collect()
     gc.disable()
     gc.freeze()
     while True:
