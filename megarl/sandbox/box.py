@@ -141,6 +141,7 @@ class Box:
         self.close()
 
     def close(self) -> None:
+        """Kill all of it, and wait until it is gone; once."""
         if self._closed:
             return
         self._closed = True
@@ -167,12 +168,13 @@ class Box:
         data = self._unsent + marshal.dumps({"stdin": stdin, "call": call, "wall_s": wall_s}, MARSHAL)
         self._unsent = b""
         if isinstance(self._source, Outer):
-            self._wait()  # what reads our code there would read on
+            self.wait()  # what reads our code there would read on
         with contextlib.suppress(OSError):  # it has died: `receive` finds no result
             self._link.settimeout(START_S)
             self._link.sendall(data)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the launcher is there. Raises SandboxError when it does not come."""
         if self._ready:
             return
         first = self._read(1, time.monotonic() + START_S)
@@ -185,7 +187,7 @@ class Box:
 
     def receive(self, timeout_s: float) -> Result | None:
         """The next result, or None when the sandbox has ended without one or is late. Its start has a time of its own."""
-        self._wait()
+        self.wait()
         deadline = time.monotonic() + timeout_s
         head = self._read(HEAD.size, deadline)
         if head is None:

@@ -2,7 +2,7 @@
 
 bwrap has shut this process off from the host; its Python is started and has imported what most programs import. For each request it forks
 a process into new user, pid, mount, IPC and network namespaces with an empty /tmp and /dev/shm, which gives up all capabilities, takes the
-seccomp filter and becomes the launcher. That costs 3 ms instead of the 20 of another bwrap and Python. When it is told to, it kills
+seccomp filter and becomes the launcher. That costs a few ms instead of the 20 of another bwrap and Python. When it is told to, it kills
 all of that and says when the last process is gone. From inside a sandbox nothing of this process can be named: not its pid, its files, its
 descriptors. It knows no program, no test and no result: those go over the descriptor that came with the request.
 
@@ -78,7 +78,8 @@ def write(path: str, text: bytes) -> None:
 def fork_into(namespaces: int) -> int:
     """Like ``os.fork``; the child is process 1 in new namespaces. ``unshare`` would take one more process in between, which costs a millisecond.
 
-    What ``os.fork`` does more matters where there are other threads; the launcher starts its tests by it.
+    What ``os.fork`` does beside matters where there are other threads, or to ``raise`` (libc goes on with the mother's thread id): not to the
+    launcher, which starts its tests by ``os.fork``.
     """
     process = call("syscall", SYS_CLONE[os.uname().machine], namespaces | signal.SIGCHLD, 0, 0, 0, 0)
     if process < 0:
@@ -158,10 +159,10 @@ def serve(code: dict[str, CodeType], filter: bytes, link: int) -> None:
     exec(code["launcher"], launcher)
     ready = launcher["load"](code)
     launcher["rehearse"](ready)
-    control.send(b"R")
     gc.collect()
     gc.disable()
     gc.freeze()
+    control.send(b"R")
     while True:
         message, ancillary, _, _ = control.recvmsg(REQUEST.size, _socket.CMSG_SPACE(8))
         if len(message) < REQUEST.size:
