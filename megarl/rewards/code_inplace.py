@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Iterator
 
 from megarl.sandbox.interface import Checks
@@ -13,6 +14,7 @@ MAKERS = ("list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict
 CHANGEABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 
 
+@functools.lru_cache(maxsize=64)  # the answers of a group have the same tests
 def looked_at_in_place(checks: Checks) -> str | None:
     """A name of a list, dict or set that the tests give to the program and read in a later statement, other than to give it again.
 

@@ -127,42 +127,56 @@ class Box:
         self._source = source
         self._link = link
         self._most = limits.output_bytes
+        self._unsent = b""
         self.used = False
         """A test left something behind: the next one needs another box."""
         self.lost = False
         """Something outside had ended the sandbox; known when the context has been left. A missing result is then nobody's fault inside."""
-        self._ready = False
+        self._ready = self._closed = False
 
     def __enter__(self) -> Box:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all of it, and wait until it is gone; once."""
+        if self._closed:
+            return
+        self._closed = True
         if isinstance(self._source, Mother):
             self.lost = not self._source.end()
             self._link.close()
         else:
             self._source.close()
 
-    def send(self, message: dict[str, Any]) -> None:
-        if not self._ready:
-            self._wait()
-        with contextlib.suppress(OSError):  # it has died: `receive` finds no result
-            self._link.settimeout(START_S)
-            self._link.sendall(marshal.dumps(message, MARSHAL))
-
     def start_answer(self, program: str, limits: Limits, wall_s: float) -> None:
         """Run the program and let it answer calls that come over the descriptor that it was given."""
-        self.send({"kind": "answer", "program": without_surrogates(program), "limits": dataclasses.asdict(limits)})
+        self.set_job({"kind": "answer", "program": without_surrogates(program), "limits": dataclasses.asdict(limits)})
         self.send_test(Test(), wall_s, limits)
+
+    def set_job(self, job: dict[str, Any]) -> None:
+        """Once, before any test. It goes with the first."""
+        self._unsent = marshal.dumps(job, MARSHAL)
 
     def send_test(self, test: Test, wall_s: float, limits: Limits) -> None:
         call = None if test.call is None else (test.call.function, json.dumps(encode(list(test.call.arguments))))
         stdin = test.stdin.encode("utf-8", "surrogateescape")
         if len(stdin) > limits.tmp_bytes // 2:
             raise SandboxError(f"a test's stdin has {len(stdin)} bytes: raise the limit tmp_bytes ({limits.tmp_bytes}) to twice that")
-        self.send({"stdin": stdin, "call": call, "wall_s": wall_s})
+        data = self._unsent + marshal.dumps({"stdin": stdin, "call": call, "wall_s": wall_s}, MARSHAL)
+        self._unsent = b""
+        if isinstance(self._source, Outer):
+            self.wait()  # what reads our code there would read on
+        with contextlib.suppress(OSError):  # it has died: `receive` finds no result
+            self._link.settimeout(START_S)
+            self._link.sendall(data)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the launcher is there. Raises SandboxError when it does not come."""
+        if self._ready:
+            return
         first = self._read(1, time.monotonic() + START_S)
         if first == b"!":  # a mother's child that could not become a launcher
             raise SandboxError(f"the sandbox does not start: {self._link.recv(1000).decode(errors='replace')}")
@@ -172,7 +186,8 @@ class Box:
         self._ready = True
 
     def receive(self, timeout_s: float) -> Result | None:
-        """The next result, or None when the sandbox has ended without one or is late."""
+        """The next result, or None when the sandbox has ended without one or is late. Its start has a time of its own."""
+        self.wait()
         deadline = time.monotonic() + timeout_s
         head = self._read(HEAD.size, deadline)
         if head is None:

@@ -65,6 +65,8 @@ class Host:
     def command(self, first: str, tmp_bytes: int, link: int, passed: int, filter_fd: int | None) -> list[str]:
         """Start ``first``, of our code inside, as process 1, with ``link`` (and ``passed``, unless -1) as its only ways out."""
         environment = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
+        if first == "mother":
+            environment += ["--setenv", "LD_BIND_NOW", "1"]  # else each process of each sandbox looks up libc's functions again
         return [
             self.bwrap, "--unshare-all", "--unshare-user", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID),
             "--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv",

@@ -38,7 +38,7 @@ class LocalSandbox:
         results: list[Result] = []
         while len(results) < len(tests) and not (stop and results and not results[-1].ok) and time.monotonic() < deadline:
             with self.open(limits) as box:
-                box.send(job)
+                box.set_job(job)
                 results += _batch(box, tests[len(results) :], limits, deadline, stop)
             if box.lost:
                 raise SandboxError("the sandbox was ended from outside while a program ran")
@@ -60,12 +60,16 @@ class LocalSandbox:
             here.close()  # each end is now in one sandbox alone, and closes with it
             there.close()
             answers.start_answer(program, both, both.wall_s + SLACK_S)
+            answers.wait()  # its start is no part of the first test's time
             left = max(0.01, deadline - time.monotonic())
-            tests.send({**job, "limits": dataclasses.asdict(both), "times": (limits.wall_s, left)})
+            tests.set_job({**job, "limits": dataclasses.asdict(both), "times": (limits.wall_s, left)})
             tests.send_test(Test(), left + SLACK_S, both)
             verdict = tests.receive(left + SLACK_S + GRACE_S)
             found = json.loads(verdict.value or "{}") if verdict is not None and verdict.ok else None
-            answer = None if found and all(found["passed"]) else answers.receive_now()
+            answer = None
+            if not (found and all(found["passed"])):
+                tests.close()  # the program finds nobody to answer, and ends, if it has not
+                answer = answers.receive_now()
         if tests.lost or answers.lost:
             raise SandboxError("a sandbox was ended from outside while tests ran")
         if verdict is None or found is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import symtable
 import sys
 
@@ -23,6 +24,7 @@ LIBRARY = {
 """What tests use without importing it, for the programs that they were written with did. Not functions whose names tasks have (gcd)."""
 
 
+@functools.lru_cache(maxsize=64)  # the answers of a group have the same tests
 def owners(checks: Checks) -> tuple[list[str], dict[str, list[str]]]:
     """Names to ask the program for; and Python's, as ``{name: [module, attribute or ""]}``. Raises SyntaxError or ValueError.
 

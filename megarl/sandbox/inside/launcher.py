@@ -1,8 +1,8 @@
 """Process 1 of a sandbox: starts each test in a process of its own, watches its limits, and says how it ended.
 
 Not to be killed from inside (it is the namespace's init), not to be read (not dumpable); its link to the outside is no descriptor of
-any other process. It ends when that link does, and everything in the sandbox with it. It starts as
-``exec(code["launcher"], {"code": code, "link": descriptor, "passed": descriptor or -1})``.
+any other process. It ends when that link does, and everything in the sandbox with it. A mother has executed this module before, and its
+child calls ``serve``; without a mother it starts as ``exec(code["launcher"], {"code": code, "link": descriptor, "passed": descriptor or -1})``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ STDERR_BYTES = 4096
 WATCH_S = 0.05
 PR_SET_DUMPABLE = 4
 TMP = ("/tmp", "/dev/shm")
+MODULES = ("values", "answer", "checker")
 LINK, VALUE = 3, 4
 """Descriptors of a test's process: the link between program and tests, and where a value is written."""
 STREAMS = (("stdin", "r", "surrogateescape"), ("stdout", "w", "surrogateescape"), ("stderr", "w", "backslashreplace"))
@@ -54,11 +55,42 @@ def unnamed_file(content: bytes = b"") -> int:
     return descriptor
 
 
-def module(name: str, code: dict[str, CodeType]) -> Any:
-    made = ModuleType(name)
-    sys.modules[name] = made
-    exec(code[name], made.__dict__)
+def load(code: dict[str, CodeType]) -> dict[str, Any]:
+    """The modules that a test's process may need, executed once for all of them. No program finds them imported before it is to."""
+    made = {}
+    for name in MODULES:
+        sys.modules[name] = made[name] = ModuleType(name)
+        exec(code[name], made[name].__dict__)
+    for name in MODULES:
+        del sys.modules[name]
     return made
+
+
+def rehearse(ready: dict[str, Any]) -> None:
+    """A little of what each test does, so that what Python makes at a first use is there before the forks, which else make it each."""
+    values = ready["values"]
+    for _ in range(3):
+        names: dict[str, Any] = {}
+        exec(compile("def f(x):\n    return x + 1\nassert f(1) == 2", "solution.py", "exec", dont_inherit=True), names)
+        values.decode(values.loads(values.dumps(values.encode([1, "a", {2: (3.0, None)}]))))
+        file = unnamed_file(b"x")
+        for mode in ("r", "w"):
+            with open(file, mode, encoding="utf-8", errors="surrogateescape", closefd=False) as stream:
+                stream.flush()
+        content(file, 10)
+        os.close(file)
+        is_clean()
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        poll.poll(0)
+        marshal.loads(marshal.dumps({"a": [1, "b", 2.0]}, 2))
+        resource.setrlimit(resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE))
+        ready["answer"]._Objects(names).perform({"do": "names", "names": ["f"]})
+
+
+def module(name: str, ready: dict[str, Any]) -> Any:
+    sys.modules[name] = ready[name]
+    return ready[name]
 
 
 def limit_myself(limits: dict[str, Any]) -> None:
@@ -112,22 +144,22 @@ def run_program(source: str, name: str) -> dict[str, Any]:
     return main.__dict__
 
 
-def work(job: dict[str, Any], test: dict[str, Any], code: dict[str, CodeType]) -> None:
+def work(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any]) -> None:
     """What a test's process does."""
     if job["kind"] == "check":
-        values = module("values", code)
+        values = module("values", ready)
         checks = {name: job[name] for name in ("tests", "setup", "entry", "asked", "library")}
-        verdict = module("checker", code).check(**checks, times=job["times"], link=LINK)
+        verdict = module("checker", ready).check(**checks, times=job["times"], link=LINK)
         os.write(VALUE, values.dumps(verdict).encode())
     elif job["kind"] == "answer":
-        module("values", code)
-        answer = module("answer", code)
+        module("values", ready)
+        answer = module("answer", ready)
         answer.serve(run_program(job["program"], "solution"), LINK)
     elif test["call"] is None:
         run_program(job["program"], "__main__")
     else:
-        module("values", code)
-        answer = module("answer", code)
+        module("values", ready)
+        answer = module("answer", ready)
         answer.call(run_program(job["program"], "solution"), *test["call"], VALUE)
 
 
@@ -168,7 +200,7 @@ def flush(stream: Any) -> bool:
     return False
 
 
-def child(job: dict[str, Any], test: dict[str, Any], code: dict[str, CodeType], files: dict[int, int]) -> None:
+def child(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], files: dict[int, int]) -> None:
     """Never returns."""
     status = 1
     try:
@@ -178,7 +210,7 @@ def child(job: dict[str, Any], test: dict[str, Any], code: dict[str, CodeType], 
         first_to_go()
         gc.enable()
         try:
-            work(job, test, code)
+            work(job, test, ready)
             error: BaseException | None = None
         except BaseException as raised:
             error = raised
@@ -263,7 +295,7 @@ def is_clean() -> bool:
         return False
 
 
-def run_test(job: dict[str, Any], test: dict[str, Any], code: dict[str, CodeType], passed: int) -> bytes:
+def run_test(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], passed: int) -> bytes:
     limits = job["limits"]
     files = {0: unnamed_file(test["stdin"]), 1: unnamed_file(), 2: unnamed_file(), VALUE: unnamed_file()}
     opened = list(files.values())
@@ -272,9 +304,9 @@ def run_test(job: dict[str, Any], test: dict[str, Any], code: dict[str, CodeType
     start = time.monotonic()
     process = os.fork()
     if process == 0:
-        child(job, test, code, files)
-    if LINK in files:
-        os.close(files[LINK])  # so that the other side sees it when the process ends
+        child(job, test, ready, files)
+    if job["kind"] == "answer":
+        os.close(passed)  # so that the tests see it when the program ends; the program, if it is still there, is killed when they have
     limit = watch(process, test["wall_s"], limits["memory_bytes"])
     seconds = time.monotonic() - start
     status, cpu_s = kill_all(process)
@@ -290,12 +322,13 @@ def run_test(job: dict[str, Any], test: dict[str, Any], code: dict[str, CodeType
     value = content(files[VALUE], limits["output_bytes"])
     for descriptor in opened:
         os.close(descriptor)
-    head = HEAD.pack(status, LIMITS.index(limit), not is_clean(), seconds, cpu_s, len(stdout), len(stderr), len(value))
+    used = job["kind"] != "test" or not is_clean()
+    head = HEAD.pack(status, LIMITS.index(limit), used, seconds, cpu_s, len(stdout), len(stderr), len(value))
     return head + stdout + stderr + value
 
 
-def serve(code: dict[str, CodeType], link: int, passed: int) -> None:
-    """``passed``: the descriptor for a program and its tests to meet over, or -1."""
+def serve(ready: dict[str, Any], link: int, passed: int) -> None:
+    """``ready``: what ``load`` made; ``passed``: the descriptor for a program and its tests to meet over, or -1."""
     if os.getpid() != 1:  # `kill_all` would end whatever it may outside of a namespace of our own
         sys.exit("the launcher is not process 1 of a pid namespace")
     set_dumpable(0)
@@ -314,7 +347,7 @@ def serve(code: dict[str, CodeType], link: int, passed: int) -> None:
             low, passed = passed, os.dup(passed)
             os.close(low)
         while True:
-            data = run_test(job, marshal.load(requests), code, passed)
+            data = run_test(job, marshal.load(requests), ready, passed)
             while data:
                 data = data[os.write(link, data) :]
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -322,4 +355,5 @@ def serve(code: dict[str, CodeType], link: int, passed: int) -> None:
     os._exit(0)
 
 
-serve(globals()["code"], globals()["link"], globals()["passed"])
+if "link" in globals():
+    serve(load(globals()["code"]), globals()["link"], globals()["passed"])

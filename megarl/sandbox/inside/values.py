@@ -8,6 +8,7 @@ own arrives as a string.
 from __future__ import annotations
 
 import math
+import sys
 from _collections import deque  # type: ignore[import-not-found]  # collections itself takes long to import
 
 # What ``json`` is made of: that would import ``re``, which takes longer than Python's own start.
@@ -50,8 +51,8 @@ def encode(value: Any, opaque: Callable[[Any], Any] | None = None) -> Any:
         return {"t": "range", "v": [value.start, value.stop, value.step]}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist(), opaque)
-    for name, (kind, arguments, _) in BY_ARGUMENTS.items():
-        if type(value) is kind():
+    for name, (module, kind, arguments, _) in BY_ARGUMENTS.items():
+        if type(value) is getattr(sys.modules.get(module), kind, None):  # who has such a value has imported its module
             return {"t": name, "v": arguments(value)}
     if hasattr(type(value), "__next__") and hasattr(type(value), "__iter__"):
         return {"t": "iterator", "v": [encode(item, opaque) for item in _bounded(value)]}
@@ -86,8 +87,8 @@ def decode(data: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
     if kind == "range":
         return range(*content)
     if kind in BY_ARGUMENTS:
-        make, _, build = BY_ARGUMENTS[kind]
-        return build(make(), content)
+        module, name, _, build = BY_ARGUMENTS[kind]
+        return build(getattr(__import__(module), name), content)
     if special is not None:
         return special(kind, content)
     raise ValueError(f"unknown type {kind!r}")
@@ -127,46 +128,15 @@ def _bounded(values: Iterator[Any]) -> Iterator[Any]:
         yield item
 
 
-def _fraction() -> Any:
-    from fractions import Fraction
-
-    return Fraction
-
-
-def _decimal() -> Any:
-    from decimal import Decimal
-
-    return Decimal
-
-
-def _datetime() -> Any:
-    import datetime
-
-    return datetime.datetime
-
-
-def _date() -> Any:
-    import datetime
-
-    return datetime.date
-
-
-def _timedelta() -> Any:
-    import datetime
-
-    return datetime.timedelta
-
-
 SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
-BY_ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "fraction": (_fraction, str, lambda kind, text: kind(text)),
-    "decimal": (_decimal, str, lambda kind, text: kind(text)),
-    "datetime": (_datetime, lambda value: value.isoformat(), lambda kind, text: kind.fromisoformat(text)),
-    "date": (_date, lambda value: value.isoformat(), lambda kind, text: kind.fromisoformat(text)),
+BY_ARGUMENTS: dict[str, tuple[str, str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "fraction": ("fractions", "Fraction", str, lambda kind, text: kind(text)),
+    "decimal": ("decimal", "Decimal", str, lambda kind, text: kind(text)),
+    "datetime": ("datetime", "datetime", lambda value: value.isoformat(), lambda kind, text: kind.fromisoformat(text)),
+    "date": ("datetime", "date", lambda value: value.isoformat(), lambda kind, text: kind.fromisoformat(text)),
     "timedelta": (
-        _timedelta,
-        lambda value: [value.days, value.seconds, value.microseconds],
+        "datetime", "timedelta", lambda value: [value.days, value.seconds, value.microseconds],
         lambda kind, parts: kind(*parts),
     ),
-}
-"""Imported only when such a value is there: (the class, its arguments, from those to the value)."""
+}  # fmt: skip
+"""Module and name of the class, its arguments, from those to the value. Imported only when such a value comes: that takes milliseconds."""
