@@ -16,7 +16,8 @@ MEGARL_HEAD=${MEGARL_HEAD:-$(scontrol show node "$first" | sed -n 's/.*NodeAddr=
 export MEGARL_JOB_KEY MEGARL_HEAD
 
 setup=${MEGARL_SETUP:-venv:$MEGARL_HOME/.venv}
-srun_options=(--ntasks-per-node=1 --kill-on-bad-exit=1)
+# Not --kill-on-bad-exit: when a supervisor dies, the head may go on without its node; when the head does, the others end themselves.
+srun_options=(--ntasks-per-node=1)
 launch=()
 case $setup in
   venv:*) source "${setup#venv:}/bin/activate" ;;

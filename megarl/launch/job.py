@@ -41,7 +41,7 @@ def run(config: Config) -> int:
         return agent.serve(allocation, config, key)
     run_dir = Path(config.run.dir)
     start = time.monotonic()
-    with own_run_dir(run_dir) as lock, Gathering(allocation, key, config.cluster.heartbeat_s) as gathering:
+    with Gathering(allocation, key, config.cluster.heartbeat_s) as gathering, own_run_dir(run_dir) as lock:
         tasks = check(config, mend=True, nodes=allocation.nodes)
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)

@@ -23,6 +23,8 @@ from megarl.launch.node import Spec
 
 log = logging.getLogger(__name__)
 
+LATE_S = 20.0
+"""How long a head that ends early waits for the other supervisors, to tell them."""
 END_S = 10.0
 """How long the head waits for the other supervisors to be gone."""
 STARTED_S = 60.0
@@ -162,6 +164,7 @@ class Gathering:
         self._key = key
         self._silence_s = silence_s
         self._nodes: dict[int, RemoteNode] = {}
+        self._expected = set(range(1, allocation.nodes))
         self._came = threading.Condition()
         self._door: socket.socket | None = None
         if allocation.nodes > 1:
@@ -179,6 +182,8 @@ class Gathering:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._came:  # who is still on the way would wait for a head that is gone
+            self._came.wait_for(lambda: self._expected <= self._nodes.keys(), LATE_S)
         if self._door is not None:
             with suppress(OSError):
                 self._door.shutdown(socket.SHUT_RDWR)
@@ -214,13 +219,12 @@ class Gathering:
 
     def wait(self, patience_s: float) -> list[RemoteNode]:
         """All other nodes, by rank. Raises JobError when some do not come."""
-        expected = set(range(1, self._allocation.nodes))
         with self._came:
-            self._came.wait_for(lambda: expected <= self._nodes.keys(), patience_s)
-            missing = sorted(expected - self._nodes.keys())
+            self._came.wait_for(lambda: self._expected <= self._nodes.keys(), patience_s)
+            missing = sorted(self._expected - self._nodes.keys())
             if missing:
                 raise JobError(
                     f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self._allocation.nodes} did not come to "
                     f"{self._allocation.head}:{self._allocation.port} within cluster.connect_timeout_s={patience_s:g}: look at their output"
                 )
-            return [self._nodes[rank] for rank in sorted(expected)]
+            return [self._nodes[rank] for rank in sorted(self._expected)]
