@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -34,4 +36,31 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if name in REQUIRED:
             pytest.fail(f"MEGARL_REQUIRE={os.environ['MEGARL_REQUIRE']}, but {reason}", pytrace=False)
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A ``launch.postgres.Server`` for all tests, which may stop and start it; it runs when a test begins."""
+    from megarl.launch.postgres import Server
+
+    server = Server(tmp_path_factory.mktemp("postgres"), "key of the tests", settings={"fsync": "off"})
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def new_postgres(postgres_server: object) -> Callable[[], str]:
+    """Makes the URL of an empty schema on that server at each call."""
+    import psycopg
+
+    numbers = itertools.count()
+
+    def make() -> str:
+        schema, url = f"test_{next(numbers)}", postgres_server.url
+        with psycopg.connect(url.replace("+psycopg", "")) as connection:
+            connection.execute(f"CREATE SCHEMA {schema}")
+        return f"{url}?options=-csearch_path%3D{schema}"
+
+    return make
 

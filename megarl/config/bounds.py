@@ -6,6 +6,7 @@ Rules that need a model, a grid or a machine are not here: ``launch/checks.py``,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ THREADS = Bound(1, 1024)
 WEIGHT = Bound(0)
 """A coefficient of a loss term."""
 SECONDS = Bound(0, 30 * 86400, above=True)
+_PASSWORD = re.compile(r"((?<=://)[^:/@]*:(?=[^@]*@)|[?&]\w*password=)[^@]+")
+"""Of a URL, behind its user (as SQLAlchemy reads it) or among its options."""
 
 _OPTIMIZER = {
     "lr": Bound(0, 1),  # 0 is a control experiment
@@ -157,6 +160,7 @@ BOUNDS: dict[str, Bound] = {
     "sync.probe_tokens": Bound(2, 2**20),
     "sync.probe_tolerance": Bound(0, above=True),
     "store.poll_s": Bound(0, 60, above=True),
+    "store.outage_s": Bound(0, 86400),
     "rollout.nodes": RANKS,
     "cluster.connect_timeout_s": SECONDS,
     "cluster.heartbeat_s": Bound(1, 3600),
@@ -186,6 +190,12 @@ def check_bounds(config: Config) -> None:
     for setting, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("run.host", config.run.host)):
         if not text.strip():
             raise ConfigError(f"{setting} is empty; give it a value or leave it out")
+    masked = _PASSWORD.sub(r"\1***", config.store.url)
+    if masked != config.store.url:
+        raise ConfigError(
+            f"store.url={masked} holds a password, which would be written to resolved.json; leave it out and "
+            "set PGPASSWORD or ~/.pgpass, or export the whole URL as MEGARL_STORE_URL and set store.url=env://MEGARL_STORE_URL"
+        )
 
 
 def numbers(value: Any, where: str = "") -> Iterator[tuple[str, float]]:

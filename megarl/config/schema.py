@@ -387,7 +387,11 @@ class SyncConfig:
 @dataclass(frozen=True)
 class StoreConfig:
     url: str = "sqlite:///${run.dir}/store.db"
+    """A file on this machine, postgresql://USER@HOST/DATABASE, ``env://NAME`` (the URL is in that environment variable), or
+    ``job://postgres``: a server of the job's own. Without a password; docs/store.md."""
     poll_s: float = 0.02
+    outage_s: float = 300.0
+    """How long a database that does not answer is waited for, by each process, before the job ends."""
 
 
 @dataclass(frozen=True)

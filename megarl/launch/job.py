@@ -76,7 +76,7 @@ def _run_attempts(config: Config, tasks: Mapping[str, list[Task]], allocation: A
         for left in reversed(range(config.cluster.restarts + 1)):
             nodes: list[Node] = [here, *(node for node in others if node.fault() is None)]
             attempt = next_attempt(run_dir)
-            _fill_store(config, tasks)
+            _fill_store(config, tasks, attempt)
             try:
                 watch(start_attempt(config, nodes, attempt), stop_request, config, attempt)
                 return
@@ -113,12 +113,13 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
     return [node for node in others if node.name not in faults]
 
 
-def _fill_store(config: Config, tasks: Mapping[str, list[Task]]) -> None:
-    """Tasks, and nothing that an earlier attempt asked for and the newest checkpoint knows nothing of.
+def _fill_store(config: Config, tasks: Mapping[str, list[Task]], attempt: int) -> None:
+    """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for and the newest checkpoint knows nothing of.
 
     Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
     """
-    store = Store(config.store.url)
+    store = Store(config.store.url, outage_s=config.store.outage_s)
+    store.begin_attempt(attempt)
     check_store_of_run(config, Path(config.run.dir), store)
     found = latest(Path(config.run.dir) / "checkpoints")
     store.discard_rollouts(0 if found is None else int(read_state(found)["step"]))

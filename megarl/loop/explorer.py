@@ -1,8 +1,8 @@
 """The explorer process: claims groups, keeps the engines busy, has every answer scored as it ends, writes whole groups.
 
 ``python -m megarl.loop.explorer --config RUN/resolved.json`` with the engines' URLs in ``MEGARL_ENGINES`` (commas
-between) and the job's key in ``MEGARL_JOB_KEY``. Ends with 0 when the job is closed, with 143 on SIGTERM or SIGINT (its
-claims are given back), with 1 and the reason when the engines fail for good. Imports no torch.
+between), the job's key in ``MEGARL_JOB_KEY`` and its attempt in ``MEGARL_ATTEMPT``. Ends with 0 when the job is closed, with 143 on SIGTERM or SIGINT (its
+claims are given back), with 1 and the reason when the engines or the store fail for good. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from megarl.config import Config, load_resolved
 from megarl.config.schema import RewardConfig
-from megarl.errors import EngineError
+from megarl.errors import EngineError, JobError
 from megarl.metrics import Timeline
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import Judging
@@ -168,7 +168,7 @@ class Explorer:
     async def run(self) -> None:
         """Work until the job is closed; claims still held are given back, however this ends.
 
-        Raises EngineError when an engine keeps failing.
+        Raises EngineError when an engine keeps failing, JobError when the store is gone or fences this process.
         """
         flights: set[asyncio.Task[None]] = set()
         try:
@@ -343,22 +343,22 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     return Sampling(**{name: value for name, value in settings.items() if name not in ("seed", "greedy")})
 
 
-def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | None:
-    """The first EngineError, if no task failed for another reason."""
-    failing, others = failures.split(EngineError)
+def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobError | None:
+    """The first error of an engine or of the store, if no task failed for another reason."""
+    failing, others = failures.split((EngineError, JobError))
     if failing is None or others is not None:
         return None
     failure: BaseException = failing
     while isinstance(failure, BaseExceptionGroup):
         failure = failure.exceptions[0]
-    assert isinstance(failure, EngineError)
+    assert isinstance(failure, EngineError | JobError)
     return failure
 
 
 async def explore(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
-    """Run one explorer of a job until the job is closed. Raises EngineError or ConfigError when it cannot go on."""
+    """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go on."""
     tokenizer = ChatTokenizer.open(config.model.path)
-    store = Store(config.store.url)
+    store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
     try:
         async with (
             EngineClient(engines, key, config.rollout.request_timeout_s) as engine,
@@ -425,15 +425,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    missing = [name for name in ("MEGARL_ENGINES", "MEGARL_JOB_KEY") if not os.environ.get(name)]
+    missing = [name for name in ("MEGARL_ENGINES", "MEGARL_JOB_KEY", "MEGARL_ATTEMPT") if not os.environ.get(name)]
     if missing:
-        parser.error(f"{' and '.join(missing)} must be set in the environment; `megarl train` does")
+        parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
     engines = os.environ["MEGARL_ENGINES"].split(",")
     try:
         return asyncio.run(
             _until_signal(load_resolved(arguments.config), engines, os.environ["MEGARL_JOB_KEY"], arguments.worker)
         )
-    except (EngineError, ValueError) as error:
+    except (EngineError, JobError, ValueError) as error:
         if not type(error).__module__ == "megarl.errors":
             raise
         log.error("explorer %s: %s", arguments.worker, error)

@@ -83,7 +83,7 @@ class Session:
         self.timeline = Timeline(self.run_dir / "timeline", f"trainer_{self.position.rank}")
         born = psutil.Process().create_time()
         self.timeline.add("start", born, time.time() - born, attempt=self.attempt)
-        self.store = Store(config.store.url)
+        self.store = Store(config.store.url, attempt=self.attempt, outage_s=config.store.outage_s)
         self.train_tasks = self.store.task_ids("train")
         self.eval_tasks = self.store.task_ids("eval")
         self.algorithm = algorithms.get(config.algorithm.name)

@@ -1,6 +1,7 @@
 """The SQL store: the only shared truth between explorer and trainer."""
 
-from megarl.store.database import check_url
-from megarl.store.store import Claim, Store
+from megarl.store.claims import Claim
+from megarl.store.database import OWN_SERVER, VARIABLE, check_url
+from megarl.store.store import Store
 
-__all__ = ["Claim", "Store", "check_url"]
+__all__ = ["OWN_SERVER", "VARIABLE", "Claim", "Store", "check_url"]

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from megarl.errors import DataError
 from megarl.schema import Experience, GroupStats, Reward, Segment, Task, WeightsVersion
 
 ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "engine_logp": np.float32}
@@ -25,7 +26,11 @@ def dumps(value: Any) -> str:
 
 
 def task_to_row(task: Task) -> dict[str, Any]:
-    """Columns of one task; its images are rows of a table of their own."""
+    """Columns of one task; its images are rows of a table of their own. Raises DataError for a text with a NUL character, which
+    PostgreSQL does not keep."""
+    texts = {"task_id": task.task_id, "data_source": task.data_source, "ability": task.ability, "response": task.response}
+    if broken := [name for name, text in texts.items() if text is not None and "\0" in text]:
+        raise DataError(f"task {task.task_id!r}: {broken[0]} holds a NUL character; remove it")
     return {
         "task_id": task.task_id,
         "data_source": task.data_source,

@@ -1,7 +1,13 @@
-"""From ``store.url`` to a database: SQLite in WAL mode, or what else SQLAlchemy has a driver for."""
+"""From ``store.url`` to a database: SQLite in WAL mode, or PostgreSQL through psycopg.
+
+A URL is either the database's own, or says where that is found, so that no password is ever written down:
+``env://NAME`` is in the environment variable NAME; ``job://postgres`` is a server of the job's own
+(``launch/postgres.py``), whose URL the supervisor puts into ``MEGARL_STORE_URL``.
+"""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -13,51 +19,106 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from megarl.errors import ConfigError
 
 BUSY_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 10
+IDLE_S = 30.0
+"""After this, PostgreSQL ends a session that stands still inside a transaction: its process was stopped, or its node is
+cut off, and others wait for the locks that it holds."""
+OWN_SERVER = "job://postgres"
+"""``store.url`` of a PostgreSQL server that lives as long as the job."""
+VARIABLE = "MEGARL_STORE_URL"
+_KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
+"""libpq's: a server whose machine is gone is missed after half a minute, not after the kernel's quarter of an hour."""
 
 
-def check_url(url: str) -> None:
-    """Raise ConfigError when no store can be opened there; makes no file."""
-    if _parsed(url).get_backend_name() == "sqlite":
+def check_url(url: str, nodes: int = 1) -> None:
+    """Make sure that a store can be opened at ``url`` from ``nodes`` nodes; makes no file. Of a server of the job's own,
+    which is not up yet, nothing is asked.
+
+    Raises:
+        ConfigError: it cannot; or it is a file, and more than one node would open it.
+    """
+    if url == OWN_SERVER and VARIABLE not in os.environ:
+        return
+    parsed = _parsed(url)
+    if parsed.get_backend_name() == "sqlite":
+        if nodes > 1:
+            raise ConfigError(
+                f"store.url={shown(url)} is a file, which {nodes} nodes would open: SQLite's locks hold on one machine only; "
+                f"set store.url={OWN_SERVER} (store=postgres) for a server of the job's own, or give postgresql://USER@HOST/DATABASE"
+            )
         return
     engine = open_engine(url)
     try:
         engine.connect().close()
     except SQLAlchemyError as error:
         raise ConfigError(
-            f"store.url={engine.url.render_as_string()} cannot be reached: {str(error).splitlines()[0]}; "
-            "leave it out for a file in run.dir"
+            f"store.url={shown(url)} cannot be reached: {reason(error)}; start that server, mend the URL, or leave store.url "
+            "out for a file in run.dir"
         ) from error
     finally:
         engine.dispose()
 
 
-def _parsed(url: str) -> URL:
-    shown = url
+def shown(url: str) -> str:
+    """``url`` as people may see it: the database's own, without a password."""
     try:
-        parsed = make_url(url)
-        shown = parsed.render_as_string()  # without the password
+        return _masked(make_url(_found(url)))
+    except (ArgumentError, ConfigError):
+        return url
+
+
+def reason(error: SQLAlchemyError) -> str:
+    """The first line of what the driver says."""
+    text = str(getattr(error, "orig", None) or error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _masked(url: URL) -> str:
+    return url.difference_update_query(["password", "sslpassword"]).render_as_string(hide_password=True)
+
+
+def _found(url: str) -> str:
+    """The database's own URL. Raises ConfigError when the variable that should hold it is not set."""
+    if url != OWN_SERVER and not url.startswith("env://"):
+        return url
+    name = VARIABLE if url == OWN_SERVER else url.removeprefix("env://").rstrip("/")
+    if not (found := os.environ.get(name)):
+        why = "the job's server is not up" if url == OWN_SERVER else "export the database's URL under that name"
+        raise ConfigError(f"store.url={url}: {name} is not in the environment; {why}")
+    return found
+
+
+def _parsed(url: str) -> URL:
+    text = _found(url)
+    masked = url
+    try:
+        parsed = make_url(text)
+        masked = _masked(parsed)
+        if parsed.drivername == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg")
         parsed.get_dialect()
     except (ArgumentError, ModuleNotFoundError) as error:
+        because = f" ({error})" if masked != url or text == url else ""  # it repeats a text that it cannot read
         raise ConfigError(
-            f"store.url={shown} is no database that can be opened here ({error}); write sqlite:///PATH or leave it out"
+            f"store.url={masked} is no database that can be opened here{because}; write sqlite:///PATH, "
+            "postgresql://USER@HOST/DATABASE, or leave it out"
         ) from error
+    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+        raise ConfigError(
+            f"store.url={masked} is a {parsed.get_backend_name()} database; the store knows sqlite and postgresql"
+        )
     if parsed.get_backend_name() == "sqlite" and (not parsed.database or parsed.database == ":memory:"):
         raise ConfigError(
-            f"store.url {url!r} names no file; explorer and trainer share the store, so give sqlite:///PATH"
+            f"store.url {masked!r} names no file; explorer and trainer share the store, so give sqlite:///PATH"
         )
     return parsed
 
 
 def open_engine(url: str) -> Engine:
-    """Raises ConfigError when the URL cannot be read or its driver is missing."""
+    """Connects to nothing yet. Raises ConfigError when the URL cannot be read or its driver is missing."""
     parsed = _parsed(url)
-    if parsed.get_backend_name() != "sqlite":
-        try:
-            return create_engine(parsed)
-        except ModuleNotFoundError as missing:
-            raise ConfigError(
-                f"store.url {parsed.render_as_string()} needs the Python module {missing.name!r}; install it"
-            ) from missing
+    if parsed.get_backend_name() == "postgresql":
+        return _open_postgres(parsed)
     assert parsed.database is not None
     Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
@@ -76,6 +137,22 @@ def open_engine(url: str) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
     return engine
+
+
+def _open_postgres(url: URL) -> Engine:
+    query = dict(url.query)
+    own = query.pop("options", "")
+    idle = f"-c idle_in_transaction_session_timeout={IDLE_S * 1000:.0f}"
+    options = " ".join([idle, *([own] if isinstance(own, str) else own)])  # the later ones, the user's, win
+    settings = {"connect_timeout": CONNECT_TIMEOUT_S, **_KEEPALIVE}
+    arguments = {"options": options, **{name: value for name, value in settings.items() if name not in query}}
+    try:
+        # A store is one thread's. Statements must see what others committed before them: READ COMMITTED.
+        return create_engine(
+            url.set(query=query), connect_args=arguments, isolation_level="READ COMMITTED", hide_parameters=True
+        )
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"store.url={_masked(url)} needs the Python module {missing.name!r}; install it") from missing
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:

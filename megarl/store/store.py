@@ -4,37 +4,28 @@ The trainer asks for a rollout (one group per task); explorers claim groups and 
 transaction; the trainer reads what is done. A claim carries a token, and only the claim that a group has *now* may
 finish it: whatever happens to explorers, a group's experiences are written once.
 
-Every write is one transaction. SQLite runs in WAL mode with ``synchronous=NORMAL``: killing any process loses no
-committed transaction (a power cut may lose the last ones, never the file). WAL needs a local file system.
+Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
+(``transactions.py``); each says why a repetition does no harm. SQLite runs in WAL mode with ``synchronous=NORMAL``:
+killing any process loses no committed transaction (a power cut may lose the last ones, never the file). WAL needs a local
+file system.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-from sqlalchemy import (
-    Connection,
-    Select,
-    bindparam,
-    case,
-    delete,
-    func,
-    insert,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import Connection, Row, case, delete, func, insert, select, update
 
 from megarl.errors import DataError
 from megarl.schema import GREEDY, Experience, Task, WeightsVersion
+from megarl.store import claims
+from megarl.store.claims import Claim, RolloutKind, images_of
 from megarl.store.codec import (
     dumps,
     experience_from_row,
@@ -43,13 +34,11 @@ from megarl.store.codec import (
     task_from_row,
     task_to_row,
 )
-from megarl.store.database import open_engine
 from megarl.store.tables import (
     EVENTS,
     EXPERIENCES,
     GROUPS,
     JOB,
-    METADATA,
     ROLLOUT_METRICS,
     ROLLOUTS,
     STEPS,
@@ -57,66 +46,59 @@ from megarl.store.tables import (
     TASKS,
     TRAINED,
 )
+from megarl.store.transactions import Transactions, put
 
 LEASE_S = 3600.0
 """Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
 
-RolloutKind = Literal["train", "eval"]
 JobState = Literal["open", "closed"]
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One group handed to one worker: what to generate, and the right to write its experiences."""
-
-    rollout_id: str
-    kind: RolloutKind
-    step: int
-    version: WeightsVersion
-    group_id: str
-    position: int
-    group_size: int
-    sampling: dict[str, Any]
-    task: Task
-    worker: str
-    token: str
-    attempt: int
-    """How often this group has been claimed, this time included."""
-
-    @property
-    def indices(self) -> list[int]:
-        """Of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for one."""
-        return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
-
-
 class Store:
-    """A connection to the store, for one process (make a new one after a fork). ``url`` is SQLAlchemy's.
+    """A connection to the store, for one process (make a new one after a fork).
 
-    Raises ConfigError when the URL cannot be read or its driver is missing.
+    Args:
+        url: ``store.url``, or SQLAlchemy's for sqlite or postgresql.
+        attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun. None
+            (reports, tools) writes whatever attempt there is.
+        outage_s: How long a database that does not answer is waited for; 0 fails at once.
+
+    Raises:
+        ConfigError: the URL cannot be read or its driver is missing.
+        JobError: (here, and every method) the database could not be used for ``outage_s``.
+        FencedError: (here, and every write) the job has begun another attempt.
     """
 
-    def __init__(self, url: str) -> None:
-        self._reader = open_engine(url)
-        self._writer = self._reader.execution_options(megarl_write=True)
-        with self._write() as connection:
-            METADATA.create_all(connection)
+    def __init__(self, url: str, *, attempt: int | None = None, outage_s: float = 0.0) -> None:
+        self._database = Transactions(url, attempt, outage_s)
+        self._read, self._write = self._database.read, self._database.write
 
     def close(self) -> None:
         """Close this process's connections."""
-        self._reader.dispose()
+        self._database.close()
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Count a start of the job, before any of its processes starts: those of earlier ones can write nothing any more. This
+        handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
+
+        Raises FencedError when the stored attempt is not smaller.
+        """
+        self._database.begin_attempt(attempt)
 
     # ------------------------------------------------------------------ tasks
 
     def add_tasks(self, split: str, tasks: Sequence[Task]) -> None:
-        """Make ``tasks`` the whole of ``split``, in this order. Repeatable.
+        """Make ``tasks`` the whole of ``split``, in this order. Safe to repeat: the split is written anew.
 
-        Raises DataError when a task id occurs twice or belongs to another split.
+        Raises DataError when a task id occurs twice or belongs to another split, or a text holds a NUL character.
         """
         ids = [task.task_id for task in tasks]
         if len(set(ids)) != len(ids):
             twice = next(task_id for i, task_id in enumerate(ids) if task_id in ids[:i])
             raise DataError(f"task id {twice!r} occurs twice in split {split!r}; ids must be unique")
-        with self._write() as connection:
+        rows = [task_to_row(task) | {"split": split, "position": i} for i, task in enumerate(tasks)]
+
+        def work(connection: Connection, again: bool) -> None:
             of_split = select(TASKS.c.task_id).where(TASKS.c.split == split)
             connection.execute(delete(TASK_IMAGES).where(TASK_IMAGES.c.task_id.in_(of_split)))
             connection.execute(delete(TASKS).where(TASKS.c.split == split))
@@ -126,26 +108,28 @@ class Store:
                 raise DataError(
                     f"task id {clash!r} of split {split!r} belongs to split {taken[clash]!r}; ids must be unique"
                 )
-            rows = [task_to_row(task) | {"split": split, "position": i} for i, task in enumerate(tasks)]
             if rows:
                 connection.execute(insert(TASKS), rows)
             for task in tasks:  # one after another: a row's images may be 32 MiB
                 for i, image in enumerate(task.images):
                     connection.execute(insert(TASK_IMAGES), {"task_id": task.task_id, "position": i, "image": image})
 
+        self._write(work)
+
     def task_ids(self, split: str) -> list[str]:
         """Ids of a split's tasks in the order in which they were added."""
-        with self._read() as connection:
-            return list(
-                connection.scalars(select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position))
-            )
+        query = select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position)
+        return self._read(lambda connection: list(connection.scalars(query)))
 
     def tasks(self, split: str, *, images: bool = True) -> list[Task]:
         """A split's tasks in the order in which they were added; without ``images`` those are not read, and each has none."""
-        with self._read() as connection:
+
+        def work(connection: Connection) -> list[Task]:
             rows = connection.execute(select(TASKS).where(TASKS.c.split == split).order_by(TASKS.c.position)).all()
-            found = _images(connection, select(TASKS.c.task_id).where(TASKS.c.split == split)) if images else {}
+            found = images_of(connection, select(TASKS.c.task_id).where(TASKS.c.split == split)) if images else {}
             return [task_from_row(row, found.get(row.task_id, ())) for row in rows]
+
+        return self._read(work)
 
     # --------------------------------------------------------------- rollouts
 
@@ -164,9 +148,37 @@ class Store:
 
         ``sampling``: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples.
 
+        Safe to repeat: a call knows its own rollout by the time at which it asked, and does not replace that one, whose groups
+        may be claimed already.
+
         Raises DataError for an unknown task id.
         """
-        with self._write() as connection:
+        rollout = {
+            "rollout_id": rollout_id,
+            "kind": kind,
+            "step": step,
+            "version": str(version),
+            "num_groups": len(task_ids),
+            "group_size": group_size,
+            "sampling": dumps(dict(sampling)),
+            "requested_at": time.time(),
+        }
+        groups = [
+            {
+                "group_id": f"{rollout_id}/{position}",
+                "rollout_id": rollout_id,
+                "position": position,
+                "task_id": task_id,
+                "state": "pending",
+                "attempt": 0,
+            }
+            for position, task_id in enumerate(task_ids)
+        ]
+
+        def work(connection: Connection, again: bool) -> None:
+            asked = select(ROLLOUTS.c.requested_at).where(ROLLOUTS.c.rollout_id == rollout_id)
+            if again and connection.scalar(asked) == rollout["requested_at"]:
+                return
             known = set(connection.scalars(select(TASKS.c.task_id)))
             unknown = [task_id for task_id in task_ids if task_id not in known]
             if unknown:
@@ -175,30 +187,11 @@ class Store:
                     f"add_tasks first"
                 )
             _delete_rollouts(connection, [rollout_id])
-            rollout = {
-                "rollout_id": rollout_id,
-                "kind": kind,
-                "step": step,
-                "version": str(version),
-                "num_groups": len(task_ids),
-                "group_size": group_size,
-                "sampling": dumps(dict(sampling)),
-                "requested_at": time.time(),
-            }
             connection.execute(insert(ROLLOUTS), [rollout])
-            groups = [
-                {
-                    "group_id": f"{rollout_id}/{position}",
-                    "rollout_id": rollout_id,
-                    "position": position,
-                    "task_id": task_id,
-                    "state": "pending",
-                    "attempt": 0,
-                }
-                for position, task_id in enumerate(task_ids)
-            ]
             if groups:
                 connection.execute(insert(GROUPS), groups)
+
+        self._write(work)
 
     def discard_rollouts(self, from_step: int) -> None:
         """Forget every rollout of a step >= ``from_step`` with its experiences, and metrics and evaluations of later steps.
@@ -207,9 +200,10 @@ class Store:
         ``from_step`` itself stay.
 
         A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
-        weights that no longer exist.
+        weights that no longer exist. Safe to repeat: then there is nothing left to forget.
         """
-        with self._write() as connection:
+
+        def work(connection: Connection, again: bool) -> None:
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.step >= from_step)))
             _delete_rollouts(connection, ids)
             connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
@@ -217,24 +211,23 @@ class Store:
             later = [row.event_id for row in evaluations if json.loads(row.data).get("step", 0) > from_step]
             connection.execute(delete(EVENTS).where(EVENTS.c.event_id.in_(later)))
 
+        self._write(work)
+
     def progress(self, rollout_id: str) -> tuple[int, int]:
         """(groups done, groups in all)."""
-        with self._read() as connection:
-            done = func.sum(case((GROUPS.c.state == "done", 1), else_=0))
-            row = connection.execute(select(done, func.count()).where(GROUPS.c.rollout_id == rollout_id)).one()
-            return int(row[0] or 0), int(row[1])
+        done = func.sum(case((GROUPS.c.state == "done", 1), else_=0))
+        query = select(done, func.count()).where(GROUPS.c.rollout_id == rollout_id)
+        row = self._read(lambda connection: connection.execute(query).one())
+        return int(row[0] or 0), int(row[1])
 
     def rollout_metrics(self, rollout_id: str) -> dict[str, float]:
         """What explorers measured for a rollout, summed over them (seconds, tokens, samples)."""
-        with self._read() as connection:
-            texts = connection.scalars(
-                select(ROLLOUT_METRICS.c.metrics).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
-            )
-            total: dict[str, float] = {}
-            for text in texts:
-                for name, value in json.loads(text).items():
-                    total[name] = total.get(name, 0.0) + value
-            return total
+        query = select(ROLLOUT_METRICS.c.metrics).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
+        total: dict[str, float] = {}
+        for text in self._read(lambda connection: list(connection.scalars(query))):
+            for name, value in json.loads(text).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
 
     def experiences(self, rollout_id: str) -> list[Experience]:
         """Experiences of the groups done so far, ordered by (group position, index).
@@ -250,23 +243,18 @@ class Store:
             .where(EXPERIENCES.c.rollout_id == rollout_id, GROUPS.c.state == "done")
             .order_by(GROUPS.c.position, EXPERIENCES.c.index)
         )
-        with self._read() as connection:
-            found = [experience_from_row(row) for row in connection.execute(query)]
+        found = self._read(lambda connection: [experience_from_row(row) for row in connection.execute(query)])
         greedy = {experience.group_id: experience for experience in found if experience.index == GREEDY}
         return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
 
     def record_old_logp(self, experiences: Sequence[Experience], old_logp: Sequence[np.ndarray]) -> None:
-        """Keep the trainer's own log-probs (float32 [R] each) beside the engine's; a later record replaces them."""
+        """Keep the trainer's own log-probs (float32 [R] each) beside the engine's; a later record replaces them, so that it is
+        safe to repeat."""
         rows = [
             {"group_id": e.group_id, "index": e.index, "rollout_id": e.rollout_id, "old_logp": old_logp_to_bytes(e, logp)}
             for e, logp in zip(experiences, old_logp, strict=True)
         ]
-        if not rows:
-            return
-        same = (TRAINED.c.group_id == bindparam("g"), TRAINED.c.index == bindparam("i"))
-        with self._write() as connection:
-            connection.execute(delete(TRAINED).where(*same), [{"g": e.group_id, "i": e.index} for e in experiences])
-            connection.execute(insert(TRAINED), rows)
+        self._write(lambda connection, again: put(connection, TRAINED, rows))
 
     # ----------------------------------------------------------------- claims
 
@@ -279,60 +267,25 @@ class Store:
         With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
 
         No two claims hold the same group: SQLite's writers take turns, PostgreSQL skips rows that another locks.
+
+        Safe to repeat: a call knows by its token what it has claimed already, and claims nothing beside that.
         """
-        now = time.time()
-        expired = (GROUPS.c.state == "claimed") & (GROUPS.c.claimed_at < now - lease_s) & (GROUPS.c.claimed_by != worker)
-        free = or_(GROUPS.c.state == "pending", expired)
-        with self._read() as connection:  # a look without the write lock: an idle explorer disturbs nobody
-            if limit < 1 or connection.execute(select(GROUPS.c.group_id).where(free).limit(1)).first() is None:
-                return []
-        query = (
-            select(GROUPS, *(c for c in ROLLOUTS.c if c.name not in GROUPS.c))
-            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
-            .where(free)
-            .order_by(ROLLOUTS.c.sequence, GROUPS.c.position)
-            .limit(limit)
-            .with_for_update(skip_locked=True, of=GROUPS)  # SQLite has no such clause; BEGIN IMMEDIATE does its work
-        )
-        with self._write() as connection:
-            groups = connection.execute(query).all()
-            if max_samples is not None:
-                samples = itertools.accumulate(group.group_size for group in groups)
-                groups = [
-                    group
-                    for i, (group, n) in enumerate(zip(groups, samples, strict=True))
-                    if i == 0 or n <= max_samples
-                ]
-            if not groups:
-                return []
-            tokens = {group.group_id: uuid.uuid4().hex for group in groups}
-            for group_id, token in tokens.items():
-                values = {"state": "claimed", "claimed_by": worker, "claimed_at": now, "claim_token": token}
-                connection.execute(
-                    update(GROUPS).where(GROUPS.c.group_id == group_id).values(**values, attempt=GROUPS.c.attempt + 1)
-                )
-            wanted = {group.task_id for group in groups}
-            rows = connection.execute(select(TASKS).where(TASKS.c.task_id.in_(wanted))).all()
-        with self._read() as connection:  # images may be many bytes: not under the write lock
-            images = _images(connection, wanted)
-        tasks = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in rows}
-        return [
-            Claim(
-                rollout_id=group.rollout_id,
-                kind=group.kind,
-                step=group.step,
-                version=WeightsVersion.parse(group.version),
-                group_id=group.group_id,
-                position=group.position,
-                group_size=group.group_size,
-                sampling=json.loads(group.sampling),
-                task=tasks[group.task_id],
-                worker=worker,
-                token=tokens[group.group_id],
-                attempt=group.attempt + 1,
-            )
-            for group in groups
-        ]
+        now, token = time.time(), uuid.uuid4().hex
+        free = claims.is_free(worker, claimed_before=now - lease_s)
+        look = select(GROUPS.c.group_id).where(free).limit(1)  # without the write lock: an idle explorer disturbs nobody
+        if limit < 1 or self._read(lambda connection: connection.execute(look).first()) is None:
+            return []
+        held = {"claimed_by": worker, "claimed_at": now, "claim_token": token}
+
+        def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]]]:
+            groups = claims.held_by(connection, token) if again else []
+            groups = groups or claims.claim(connection, free, limit, max_samples, held)
+            return groups, claims.tasks_of(connection, {group.task_id for group in groups})
+
+        groups, tasks = self._write(work)
+        # Images may be many bytes: not under the write lock.
+        images = self._read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
+        return claims.claims_of(groups, tasks, images)
 
     def finish_group(
         self, claim: Claim, experiences: Sequence[Experience], metrics: Mapping[str, float] | None = None
@@ -341,6 +294,9 @@ class Store:
 
         ``metrics`` replaces what this worker has reported for the rollout so far. Returns False, writing nothing,
         when the claim is no longer the group's (released, expired, or the rollout was asked for again).
+
+        Safe to repeat: a group is marked done with its experiences, once; finding it done with this claim's token, a
+        repetition writes nothing and returns True, since it was this call that did it.
         """
         rows = [experience_to_row(experience) for experience in experiences]
         indices = sorted(row["index"] for row in rows)
@@ -350,97 +306,72 @@ class Store:
         assert all(row["group_id"] == claim.group_id for row in rows), (
             f"an experience of another group in {claim.group_id}"
         )
-        mine = (GROUPS.c.group_id == claim.group_id, GROUPS.c.state == "claimed", GROUPS.c.claim_token == claim.token)
-        with self._write() as connection:
-            if connection.execute(update(GROUPS).where(*mine).values(state="done", claim_token=None)).rowcount != 1:
-                return False
-            connection.execute(insert(EXPERIENCES), rows)
-            if metrics is not None:
-                key = (ROLLOUT_METRICS.c.rollout_id == claim.rollout_id, ROLLOUT_METRICS.c.worker == claim.worker)
-                connection.execute(delete(ROLLOUT_METRICS).where(*key))
-                row = {"rollout_id": claim.rollout_id, "worker": claim.worker, "metrics": dumps(dict(metrics))}
-                connection.execute(insert(ROLLOUT_METRICS), [row])
-        return True
+        return self._write(lambda connection, again: claims.finish(connection, again, claim, rows, metrics))
 
     def release_claims(self, worker: str) -> int:
-        """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died."""
+        """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died.
+
+        Safe to repeat, since the worker claims nothing meanwhile; the number is then what was left to give back.
+        """
         held = (GROUPS.c.state == "claimed", GROUPS.c.claimed_by == worker)
-        with self._write() as connection:
-            free = {"state": "pending", "claimed_by": None, "claimed_at": None, "claim_token": None}
-            return connection.execute(update(GROUPS).where(*held).values(**free)).rowcount
+        free = {"state": "pending", "claimed_by": None, "claimed_at": None, "claim_token": None}
+        return self._write(lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount)
 
     # ------------------------------------------------------ steps, events, job
 
     def record_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep a step's metrics; a repeated step replaces its first record."""
-        with self._write() as connection:
-            connection.execute(delete(STEPS).where(STEPS.c.step == step))
-            finite = {name: value if value - value == 0 else None for name, value in metrics.items()}
-            connection.execute(insert(STEPS), [{"step": step, "recorded_at": time.time(), "metrics": dumps(finite)}])
+        """Keep a step's metrics; a repeated step replaces its first record, so that it is safe to repeat."""
+        finite = {name: value if value - value == 0 else None for name, value in metrics.items()}
+        row = {"step": step, "recorded_at": time.time(), "metrics": dumps(finite)}
+        self._write(lambda connection, again: put(connection, STEPS, [row]))
 
     def steps(self) -> list[tuple[int, dict[str, float | None]]]:
         """Recorded (step, metrics) in order; a metric that was not finite reads None."""
-        with self._read() as connection:
-            rows = connection.execute(select(STEPS.c.step, STEPS.c.metrics).order_by(STEPS.c.step))
-            return [(row.step, json.loads(row.metrics)) for row in rows]
+        query = select(STEPS.c.step, STEPS.c.metrics).order_by(STEPS.c.step)
+        rows = self._read(lambda connection: connection.execute(query).all())
+        return [(row.step, json.loads(row.metrics)) for row in rows]
 
     def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
-        """Append to the job's log of events (a retry, a restart, a warning)."""
-        with self._write() as connection:
-            connection.execute(
-                insert(EVENTS), [{"at": time.time(), "source": source, "kind": kind, "data": dumps(dict(data))}]
-            )
+        """Append to the job's log of events (a retry, a restart, a warning).
+
+        Safe to repeat: an event of the same instant, source and content is this call's.
+        """
+        event = {"at": time.time(), "source": source, "kind": kind, "data": dumps(dict(data))}
+        same = select(EVENTS.c.event_id).where(*(EVENTS.c[name] == value for name, value in event.items()))
+
+        def work(connection: Connection, again: bool) -> None:
+            if not (again and connection.execute(same).first()):
+                connection.execute(insert(EVENTS), [event])
+
+        self._write(work)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Events in order: {at (unix seconds), source, kind, data}."""
         query = select(EVENTS).order_by(EVENTS.c.event_id)
         if kind is not None:
             query = query.where(EVENTS.c.kind == kind)
-        with self._read() as connection:
-            rows = connection.execute(query)
-            return [
-                {"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)} for row in rows
-            ]
+        rows = self._read(lambda connection: connection.execute(query).all())
+        return [{"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)} for row in rows]
 
     def open_job(self) -> None:
-        """Say that work may still be asked for."""
+        """Say that work may still be asked for. Safe to repeat."""
         self._set_job_state("open")
 
     def close_job(self) -> None:
-        """Say that no more work will be asked for; explorers end when they see it."""
+        """Say that no more work will be asked for; explorers end when they see it. Safe to repeat."""
         self._set_job_state("closed")
 
     def job_state(self) -> JobState:
         """``open`` until :meth:`close_job`."""
-        with self._read() as connection:
-            return connection.scalar(select(JOB.c.value).where(JOB.c.key == "state")) or "open"
+        query = select(JOB.c.value).where(JOB.c.key == "state")
+        return self._read(lambda connection: connection.scalar(query)) or "open"
 
     def _set_job_state(self, state: JobState) -> None:
-        with self._write() as connection:
-            connection.execute(delete(JOB).where(JOB.c.key == "state"))
-            connection.execute(insert(JOB), [{"key": "state", "value": state}])
-
-    @contextmanager
-    def _read(self) -> Iterator[Connection]:
-        with self._reader.connect() as connection:
-            yield connection
-
-    @contextmanager
-    def _write(self) -> Iterator[Connection]:
-        with self._writer.begin() as connection:
-            yield connection
-
-
-def _images(connection: Connection, task_ids: Select[Any] | Collection[str]) -> dict[str, tuple[bytes, ...]]:
-    """Task id -> its images in order, of those of ``task_ids`` that have any."""
-    query = select(TASK_IMAGES).where(TASK_IMAGES.c.task_id.in_(task_ids)).order_by(TASK_IMAGES.c.position)
-    found: dict[str, tuple[bytes, ...]] = {}
-    for row in connection.execute(query):
-        found[row.task_id] = (*found.get(row.task_id, ()), row.image)
-    return found
+        self._write(lambda connection, again: put(connection, JOB, [{"key": "state", "value": state}]))
 
 
 def _delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
-    for table in (TRAINED, EXPERIENCES, GROUPS, ROLLOUT_METRICS, ROLLOUTS):
+    # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
+    for table in (GROUPS, EXPERIENCES, TRAINED, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:
             connection.execute(delete(table).where(table.c.rollout_id == rollout_id))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -51,11 +52,21 @@ def finish(store: Store, claim: Claim) -> bool:
     return store.finish_group(claim, [make_experience(claim, i) for i in claim.indices], {"samples": 2.0})
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where no store is yet."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/store/store.db"
+    made: str = request.getfixturevalue("new_postgres")()
+    return made
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    store = Store(f"sqlite:///{tmp_path}/store/store.db")
+def store(url: str) -> Iterator[Store]:
+    store = Store(url)
     store.add_tasks("train", [make_task(i) for i in range(6)])
-    return store
+    yield store
+    store.close()
 
 
 def request(
@@ -284,9 +295,7 @@ while claims:
 """
 
 
-def test_two_processes_never_claim_the_same_group(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/store.db"
-    store = Store(url)
+def test_two_processes_never_claim_the_same_group(store: Store, url: str) -> None:
     store.add_tasks("train", [make_task(i) for i in range(60)])
     request(store, groups=60)
     command = [sys.executable, "-c", WORKER, url]
@@ -304,8 +313,8 @@ def test_two_processes_never_claim_the_same_group(tmp_path: Path) -> None:
     assert store.progress("r0") == (60, 60) and len(store.experiences("r0")) == 120
 
 
-def test_two_processes_open_a_new_store_together(tmp_path: Path) -> None:
+def test_processes_open_a_new_store_together(url: str) -> None:
     code = "import sys; from megarl.store import Store; Store(sys.argv[1]).open_job()"
-    command = [sys.executable, "-c", code, f"sqlite:///{tmp_path}/new.db"]
+    command = [sys.executable, "-c", code, url]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=60)[1] for process in processes] == ["", "", ""]
