@@ -43,7 +43,7 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object
     """A ``launch.postgres.Server`` for all tests, which may stop and start it; it runs when a test begins."""
     from megarl.launch.postgres import Server
 
-    server = Server(tmp_path_factory.mktemp("postgres"), "key of the tests", settings={"fsync": "off"})
+    server = Server(tmp_path_factory.mktemp("run") / "postgres", "key of the tests", settings={"fsync": "off"})
     server.start()
     yield server
     server.stop()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,42 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sqlalchemy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import ConfigError, DataError
-from megarl.schema import GREEDY, Experience, GroupStats, Reward, Segment, Task, WeightsVersion
-from megarl.store import Claim, Store
+from megarl.config import compose
+from megarl.errors import ConfigError, DataError, FencedError, JobError
+from megarl.schema import GREEDY, Experience, GroupStats, Reward, Segment, WeightsVersion
+from megarl.store import OWN_SERVER, Store, check_url, database
 from megarl.store.codec import ARRAYS, experience_from_row, experience_to_row
-
-VERSION = WeightsVersion(0, 3)
-
-
-def make_task(i: int, split: str = "train") -> Task:
-    messages = ({"role": "user", "content": f"{i} + 1 ="},)
-    return Task(f"{split}/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)}, {"index": i})
-
-
-def make_experience(claim: Claim, index: int, length: int = 4) -> Experience:
-    return Experience(
-        rollout_id=claim.rollout_id,
-        task_id=claim.task.task_id,
-        group_id=claim.group_id,
-        index=index,
-        group_size=claim.group_size,
-        prompt_ids=np.arange(5, dtype=np.int32),
-        response_ids=np.full(length, claim.position, dtype=np.int32),
-        response_mask=np.ones(length, dtype=np.bool_),
-        engine_logp=np.linspace(-1, 0, length, dtype=np.float32),
-        reward=Reward(1.0, "ok", {"format": 0.5}),
-        segments=(Segment(0, length, claim.version, "stop"),),
-        finish_reason="stop",
-        metadata={"note": "ä"},
-    )
-
-
-def finish(store: Store, claim: Claim) -> bool:
-    return store.finish_group(claim, [make_experience(claim, i) for i in claim.indices], {"samples": 2.0})
+from tests.stores import VERSION, WRITES, finish, make_experience, make_task, request, rows
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -67,14 +43,6 @@ def store(url: str) -> Iterator[Store]:
     store.add_tasks("train", [make_task(i) for i in range(6)])
     yield store
     store.close()
-
-
-def request(
-    store: Store, name: str = "r0", step: int = 0, groups: int = 6, group_size: int = 2, greedy: bool = False
-) -> None:
-    ids = store.task_ids("train")[:groups]
-    sampling = {"temperature": 0.7} | ({"greedy": True} if greedy else {})
-    store.request_rollout(name, "train", step, VERSION, ids, group_size, sampling)
 
 
 def test_tasks_keep_order_and_content_and_can_be_replaced(store: Store) -> None:
@@ -170,6 +138,34 @@ def test_experiences_come_back_exactly(
     assert after.reward.score == score or (math.isnan(score) and row.score is None and math.isnan(after.reward.score))
     for name in ("segments", "group_stats", "metadata", "finish_reason", "index", "group_size", "group_id", "task_id"):
         assert getattr(after, name) == getattr(before, name)
+
+
+def test_a_database_gives_back_what_it_was_given(store: Store) -> None:
+    """Numbers to the last bit, texts in any script, no score where there is none."""
+    request(store, groups=1)
+    (claim,) = store.claim_groups("a", 1)
+    tiny = np.array([-1e-42, -0.1, 0, -3.4e38], dtype=np.float32)
+    first = replace(
+        make_experience(claim, 0),
+        reward=Reward(math.nan, "error", {"a": 0.1 + 0.2}),
+        engine_logp=tiny,
+        group_stats=GroupStats(1 / 3, 2 / 3, 2),
+        metadata={"text": "ü \U0001f600 \x00 \\ '", "n": [1, None]},
+    )
+    second = replace(make_experience(claim, 1), reward=Reward(0.1 + 0.2, "ok"))
+    assert store.finish_group(claim, [first, second])
+    for got, wanted in zip(store.experiences("r0"), (first, second), strict=True):
+        for name in ARRAYS:
+            assert getattr(got, name).tobytes() == getattr(wanted, name).tobytes()
+            assert getattr(got, name).dtype == getattr(wanted, name).dtype
+        for name in ("metadata", "group_stats", "segments", "finish_reason"):
+            assert getattr(got, name) == getattr(wanted, name)
+        assert repr(got.reward) == repr(wanted.reward)
+
+
+def test_a_text_that_not_every_database_keeps_is_refused(store: Store) -> None:
+    with pytest.raises(DataError, match="task 'train/0': response holds a NUL character"):
+        store.add_tasks("train", [replace(make_task(0), response="a\0b")])
 
 
 def test_a_wrong_dtype_is_refused(store: Store) -> None:
@@ -280,10 +276,118 @@ def test_a_memory_store_is_refused() -> None:
         Store("sqlite://")
 
 
+def test_an_older_attempt_can_change_nothing(url: str) -> None:
+    first = Store(url)
+    first.begin_attempt(1)
+    first.add_tasks("train", [make_task(i) for i in range(6)])
+    request(first)
+    old = Store(url, attempt=1)
+    claims = old.claim_groups("a", 2)
+    new = Store(url)
+    new.begin_attempt(2)
+    before = rows(url)
+    for store in (old, first):
+        for name, write in WRITES.items():
+            with pytest.raises(FencedError, match=r"attempt 1 of the job, but .* attempt 2 has begun since"):
+                write(store, claims)
+            assert rows(url) == before, name
+    with pytest.raises(FencedError):
+        Store(url, attempt=1)
+    for attempt in (1, 2):
+        with pytest.raises(FencedError, match=f"attempt {attempt} cannot begin: .* has seen attempt 2"):
+            Store(url).begin_attempt(attempt)
+    assert rows(url) == before and old.progress("r0") == (0, 6)
+    unfenced, current = Store(url), Store(url, attempt=2)
+    for name, write in WRITES.items():
+        for store in (new, current, unfenced):
+            write(store, claims)
+            assert name != "close_job" or store.job_state() == "closed"
+    for store in (first, old, new, unfenced, current):
+        store.close()
+
+
+def test_an_attempt_that_never_began_can_make_nothing(url: str) -> None:
+    with pytest.raises(FencedError, match="attempt 1 of the job, but .* none has begun"):
+        Store(url, attempt=1)
+    engine = database.open_engine(url)
+    assert sqlalchemy.inspect(engine).get_table_names() == []
+    engine.dispose()
+
+
+def test_every_write_is_in_the_table_of_writes() -> None:
+    reads = {"task_ids", "tasks", "progress", "rollout_metrics", "experiences", "steps", "events", "job_state"}
+    methods = {name for name in vars(Store) if not name.startswith("_")}
+    assert methods - reads - {"close", "begin_attempt"} == set(WRITES)
+
+
+def test_a_locked_file_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.01)
+    patient, hasty = (Store(f"sqlite:///{tmp_path}/store.db", outage_s=seconds) for seconds in (300.0, 0.0))
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(JobError, match=r"could not be used for 0 s \(store.outage_s\): database is locked; bring"):
+        hasty.record_step(1, {})
+    writing = threading.Thread(target=patient.record_event, args=("trainer", "kept", {}))
+    writing.start()
+    while not any("database is locked; trying again for up to 300 s" in message for message in caplog.messages):
+        time.sleep(0.005)
+    other.execute("COMMIT")
+    writing.join()
+    assert [event["kind"] for event in hasty.events()] == ["kept"]
+    assert "back after" in caplog.messages[-1]
+    other.close()
+
+
+SECRET = "p4ss"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("postgresql://me@127.0.0.1:1/x", ["postgresql://me@127.0.0.1:1/x cannot be reached", "Connection refused"]),
+        ("postgresql+nodriver://me@h/x", ["postgresql+nodriver://me@h/x", "write sqlite:///PATH"]),
+        ("mysql://me@h/x", ["mysql"]),
+        ("env://NOT_SET", ["env://NOT_SET", "NOT_SET is not in the environment"]),
+        ("env://TEST_URL", ["postgresql://me:***@127.0.0.1:1/x cannot be reached"]),
+        ("env://TEST_NONE", ["env://TEST_NONE is no database that can be opened"]),
+    ],
+)
+def test_urls_that_cannot_work(monkeypatch: pytest.MonkeyPatch, url: str, words: list[str]) -> None:
+    monkeypatch.setenv("TEST_URL", f"postgresql://me:{SECRET}@127.0.0.1:1/x?sslpassword={SECRET}")
+    monkeypatch.setenv("TEST_NONE", SECRET)
+    with pytest.raises(ConfigError) as raised:
+        check_url(url)
+    assert all(word in str(raised.value) for word in words), raised.value
+    assert SECRET not in str(raised.value)
+
+
+def test_a_file_is_one_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check_url(f"sqlite:///{tmp_path}/store.db")
+    check_url(OWN_SERVER, nodes=2)
+    monkeypatch.setenv("TEST_URL", f"sqlite:///{tmp_path}/store.db")
+    for url in ("env://TEST_URL", f"sqlite:///{tmp_path}/store.db"):
+        with pytest.raises(ConfigError, match=r"store.url=sqlite:///.*/store.db is a file, which 2 nodes would open.*store=postgres"):
+            check_url(url, nodes=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", [f"postgresql://me:{SECRET}@h/d", f"postgresql://h/d?password={SECRET}&user=me", f"postgresql://me:{SECRET}/@h:1/d"])
+def test_a_password_is_never_written_down(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("TEST_URL", url)
+    for setting in (url, "${oc.env:TEST_URL}"):
+        with pytest.raises(ConfigError, match=r"store.url=postgresql://.*\*\*\*.* holds a password.*PGPASSWORD.*env://") as raised:
+            compose(["experiment=quickstart", f"store.url='{setting}'"])
+        assert SECRET not in str(raised.value)
+    assert compose(["experiment=quickstart", "store.url=env://TEST_URL"]).store.url == "env://TEST_URL"
+    assert compose(["experiment=quickstart", "store=postgres"]).store.url == OWN_SERVER
+
+
 WORKER = """
 import sys
 from megarl.store import Store
-from tests.unit.test_store import finish
+from tests.stores import finish
 store, worker = Store(sys.argv[1]), sys.argv[2]
 claims = store.claim_groups(worker, 2)
 sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()  # neither goes on before both hold a claim

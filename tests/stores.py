@@ -1,0 +1,87 @@
+"""Tasks, experiences and writes for the tests of the store. Imports no pytest: processes that a test starts use it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from sqlalchemy import select
+
+from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
+from megarl.store import Claim, Store
+from megarl.store.database import open_engine
+from megarl.store.tables import METADATA
+
+VERSION = WeightsVersion(0, 3)
+
+
+def make_task(i: int, split: str = "train") -> Task:
+    messages = ({"role": "user", "content": f"{i} + 1 ="},)
+    return Task(f"{split}/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)}, {"index": i})
+
+
+def make_experience(claim: Claim, index: int, length: int = 4) -> Experience:
+    return Experience(
+        rollout_id=claim.rollout_id,
+        task_id=claim.task.task_id,
+        group_id=claim.group_id,
+        index=index,
+        group_size=claim.group_size,
+        prompt_ids=np.arange(5, dtype=np.int32),
+        response_ids=np.full(length, claim.position, dtype=np.int32),
+        response_mask=np.ones(length, dtype=np.bool_),
+        engine_logp=np.linspace(-1, 0, length, dtype=np.float32),
+        reward=Reward(1.0, "ok", {"format": 0.5}),
+        segments=(Segment(0, length, claim.version, "stop"),),
+        finish_reason="stop",
+        metadata={"note": "ä"},
+    )
+
+
+def finish(store: Store, claim: Claim) -> bool:
+    return store.finish_group(claim, [make_experience(claim, i) for i in claim.indices], {"samples": 2.0})
+
+
+def request(
+    store: Store, name: str = "r0", step: int = 0, groups: int = 6, group_size: int = 2, greedy: bool = False
+) -> None:
+    ids = store.task_ids("train")[:groups]
+    sampling = {"temperature": 0.7} | ({"greedy": True} if greedy else {})
+    store.request_rollout(name, "train", step, VERSION, ids, group_size, sampling)
+
+
+def logp_of(experience: Experience) -> np.ndarray:
+    return np.full(len(experience.response_ids), -0.5, dtype=np.float32)
+
+
+WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
+    "add_tasks": lambda store, claims: store.add_tasks("other", [make_task(9, "other")]),
+    "request_rollout": lambda store, claims: request(store, "r9", step=9),
+    "claim_groups": lambda store, claims: store.claim_groups("a", 1),
+    "finish_group": lambda store, claims: finish(store, claims[0]),
+    "record_old_logp": lambda store, claims: store.record_old_logp(
+        [make_experience(claims[0], 0)], [logp_of(make_experience(claims[0], 0))]
+    ),
+    "release_claims": lambda store, claims: store.release_claims("a"),
+    "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}),
+    "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
+    "open_job": lambda store, claims: store.open_job(),
+    "close_job": lambda store, claims: store.close_job(),
+    "discard_rollouts": lambda store, claims: store.discard_rollouts(0),
+}
+"""Every write of a store that holds ``claims`` on the rollout r0, by the method's name."""
+
+
+def rows(url: str, leave_out: Sequence[str] = ()) -> dict[str, list[tuple[Any, ...]]]:
+    """All that a database holds, by table, sorted; without the columns ``leave_out``."""
+    engine = open_engine(url)
+    with engine.connect() as connection:
+        found = {
+            table.name: sorted(
+                tuple(row) for row in connection.execute(select(*(c for c in table.c if c.name not in leave_out)))
+            )
+            for table in METADATA.sorted_tables
+        }
+    engine.dispose()
+    return found

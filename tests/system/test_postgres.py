@@ -1,0 +1,425 @@
+"""A real PostgreSQL that is stopped, killed and cut off while processes use it: every group once, every write once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from select import select
+from typing import Any, Literal
+
+import psutil
+import psycopg
+import pytest
+from sqlalchemy.engine import make_url
+
+from megarl.errors import ConfigError, FencedError, JobError
+from megarl.launch import postgres
+from megarl.launch.postgres import Server, find_server, job_store
+from megarl.store import OWN_SERVER, VARIABLE, Store, check_url, database
+from tests.stores import finish, logp_of, make_task, request, rows
+
+pytestmark = pytest.mark.postgres
+NUMBERS_AND_TIMES = ("sequence", "requested_at", "claimed_at", "claim_token", "recorded_at", "event_id", "at")
+"""Columns in which two stores differ that were told the same."""
+
+
+@pytest.fixture
+def server(postgres_server: Server) -> Iterator[Server]:
+    """The server of all tests, running before and after."""
+    yield postgres_server
+    if postgres_server.poll() is not None:
+        postgres_server.start()
+
+
+@pytest.fixture
+def url(server: Server, new_postgres: Callable[[], str]) -> str:
+    return new_postgres()
+
+
+def password_of(server: Server) -> str:
+    password = make_url(server.url).password
+    assert password
+    return str(password)
+
+
+GROUPS = 600
+WORKER = f"""
+import logging, sys
+from megarl.store import Store
+from tests.stores import finish
+logging.basicConfig(level=logging.INFO)
+store, worker = Store("env://MEGARL_STORE_URL", attempt=1, outage_s=200), sys.argv[1]
+print("ready", flush=True)
+sys.stdin.readline()
+while store.progress("r0") != ({GROUPS}, {GROUPS}):
+    for claim in store.claim_groups(worker, 3):
+        assert finish(store, claim), claim
+        print(claim.group_id, flush=True)
+"""
+
+
+def test_every_group_once_while_the_server_is_stopped_and_killed(server: Server, url: str) -> None:
+    store = Store(url, outage_s=200)
+    store.begin_attempt(1)
+    store.add_tasks("train", [make_task(i) for i in range(GROUPS)])
+    request(store, groups=GROUPS)
+    command, environment = [sys.executable, "-c", WORKER], {**os.environ, VARIABLE: url}
+    workers = [
+        subprocess.Popen(
+            [*command, name], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for name in "ab"
+    ]
+    for worker in workers:
+        assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor(2) as threads:
+        ends = threads.map(lambda worker: worker.communicate("go\n", timeout=250), workers)
+        until_done(store, 100)
+        server.stop()
+        time.sleep(3)
+        server.start()
+        until_done(store, 300)
+        os.kill(server.pid, signal.SIGKILL)
+        server.start()
+        middle = store.progress("r0")[0]
+        outputs, logs = zip(*ends, strict=True)
+    assert [worker.returncode for worker in workers] == [0, 0], logs
+    assert 300 <= middle < GROUPS, "the server was not killed in the middle, or lost what was committed"
+    finished = [output.split() for output in outputs]
+    assert all(finished) and Counter(group for groups in finished for group in groups) == {f"r0/{i}": 1 for i in range(GROUPS)}
+    assert len(store.experiences("r0")) == 2 * GROUPS
+    attempts = Counter(row[-1] for row in rows(url)["groups"])
+    assert attempts == {1: GROUPS}, "a group was claimed twice"
+    for log in logs:
+        assert log.count("trying again for up to 200 s") >= 1 and log.count("back after") == log.count("trying again")
+        assert f"megarl:***@127.0.0.1:{server.port}/megarl" in log and password_of(server) not in log
+    store.close()
+
+
+def until_done(store: Store, groups: int) -> None:
+    while store.progress("r0")[0] < groups:
+        time.sleep(0.01)
+
+
+COMMIT = b"COMMIT\0"  # not that of BEGIN ISOLATION LEVEL READ COMMITTED
+
+
+class Proxy:
+    """Passes on what client and server say; loses the connection at a COMMIT when told to."""
+
+    def __init__(self, port: int) -> None:
+        self.lose: Literal["", "before", "after"] = ""
+        """Cut the next COMMIT off before the server gets it, or when it has done it."""
+        self.lost = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called when the server has committed and the client does not know."""
+        self._server = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self._server)) as server:
+            while True:
+                for source in select([client, server], [], [])[0]:
+                    data = source.recv(1 << 20)
+                    if source is client and self.lose and COMMIT in data:
+                        where, self.lose = self.lose, ""
+                        if where == "after":
+                            server.sendall(data)
+                            if b"COMMIT" not in server.recv(1 << 20):
+                                return  # not counted as lost
+                            self.meanwhile()
+                        self.lost += 1
+                        return
+                    if not data:
+                        return
+                    (server if source is client else client).sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    assert server.port is not None
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+def through(proxy: Proxy, url: str) -> str:
+    return make_url(url).set(port=proxy.port).render_as_string(hide_password=False)
+
+
+def names(claims: Any) -> Any:
+    """Claims by what two stores have in common."""
+    return [(claim.group_id, claim.attempt, claim.task.task_id) for claim in claims]
+
+
+SCRIPT: list[tuple[str, Callable[[Store, list[Any]], Any]]] = [
+    ("begin_attempt", lambda store, held: store.begin_attempt(3)),
+    ("add_tasks", lambda store, held: store.add_tasks("train", [make_task(i) for i in range(6)])),
+    ("request_rollout", lambda store, held: request(store)),
+    ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("a", 3, max_samples=4)) or held)),
+    ("finish_group", lambda store, held: finish(store, held.pop())),
+    ("release_claims", lambda store, held: [store.release_claims("a")][:0]),  # how many it were may get lost
+    ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("b", 2)) or held)),
+    ("finish_group", lambda store, held: [finish(store, claim) for claim in held[1:]]),  # what a had is released
+    ("old finish_group", lambda store, held: finish(store, held.pop(0))),
+    ("record_old_logp", lambda store, held: store.record_old_logp(
+        store.experiences("r0"), [logp_of(e) for e in store.experiences("r0")])),
+    ("record_step", lambda store, held: store.record_step(1, {"reward": 1.0})),
+    ("record_step", lambda store, held: store.record_step(1, {"reward": 2.0})),
+    ("record_event", lambda store, held: store.record_event("trainer", "evaluation", {"step": 9})),
+    ("record_event", lambda store, held: store.record_event("trainer", "retry", {"n": 1})),
+    ("close_job", lambda store, held: store.close_job()),
+    ("open_job", lambda store, held: store.open_job()),
+    ("request_rollout", lambda store, held: request(store, step=1)),
+    ("request_rollout", lambda store, held: request(store, "r1", step=2, greedy=True)),
+    ("discard_rollouts", lambda store, held: store.discard_rollouts(2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lose", ["before", "after"])
+def test_a_write_whose_commit_is_not_confirmed_is_done_once(
+    lose: Literal["before", "after"], proxy: Proxy, url: str, new_postgres: Callable[[], str]
+) -> None:
+    """Each write loses its connection at COMMIT; the store then holds, and answers, what one without losses does."""
+    calm = new_postgres()
+    undisturbed, disturbed = Store(calm), Store(through(proxy, url), outage_s=200)
+    held: tuple[list[Any], list[Any]] = ([], [])
+    for i, (name, write) in enumerate(SCRIPT):
+        expected = write(undisturbed, held[0])
+        proxy.lose, proxy.lost = lose, 0
+        answer = write(disturbed, held[1])
+        assert proxy.lost == 1, f"step {i}, {name}: nothing was lost"
+        assert answer == expected, f"step {i}, {name}"
+        found, wanted = (rows(u, NUMBERS_AND_TIMES) for u in (url, calm))
+        for content in (found, wanted):  # the attempt is kept with a mark of its own
+            content["job"] = [(key, value.split()[0]) for key, value in content["job"]]
+        assert found == wanted, f"step {i}, {name}"
+    undisturbed.close()
+    disturbed.close()
+
+
+def test_a_rollout_is_not_asked_for_again_by_its_own_repetition(proxy: Proxy, url: str) -> None:
+    """Between the commit and the repetition another process claims a group: it may finish it."""
+    other, trainer = Store(url), Store(through(proxy, url), outage_s=200)
+    other.add_tasks("train", [make_task(i) for i in range(6)])
+    done: list[bool] = []
+    proxy.meanwhile = lambda: done.extend(finish(other, claim) for claim in other.claim_groups("e", 1))
+    proxy.lose = "after"
+    request(trainer)
+    assert done == [True] and other.progress("r0") == (1, 6)
+    other.close()
+    trainer.close()
+
+
+def test_a_store_says_when_it_gives_up(server: Server, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(url, outage_s=0.3)
+    server.stop()
+    with pytest.raises(JobError, match=r"could not be used for 0.3 s \(store.outage_s\): .*; bring the database back") as raised:
+        store.record_step(1, {})
+    with pytest.raises(ConfigError, match="cannot be reached: connection") as refused:
+        check_url(server.url)
+    caplog.set_level(logging.INFO)
+    server.start()
+    store.record_step(1, {})
+    assert [step for step, _ in store.steps()] == [1]
+    assert "trying again for up to 0.3 s" in caplog.text
+    for text in (str(raised.value), str(refused.value), caplog.text, server.log.read_text()):
+        assert password_of(server) not in text
+    store.close()
+
+
+def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> None:
+    """And those that come behind it see it: nothing of the old attempt is written after it has begun."""
+    first = Store(url)
+    first.begin_attempt(1)
+    old, new = Store(url, attempt=1), Store(url)
+    inside, go, order = threading.Event(), threading.Event(), []
+
+    def slow(connection: Any, again: bool) -> None:
+        connection.exec_driver_sql("INSERT INTO steps VALUES (1, 0, '{}')")
+        inside.set()
+        go.wait()
+
+    def write() -> None:
+        old._database.write(slow)
+        order.append("written")
+
+    def begin() -> None:
+        new.begin_attempt(2)
+        order.append("begun")
+
+    with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look:
+        writing = threads.submit(write)
+        inside.wait()
+        beginning = threads.submit(begin)
+        while not look.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
+            time.sleep(0.01)
+        assert order == []
+        go.set()
+        writing.result()
+        beginning.result()
+    assert order == ["written", "begun"] and [step for step, _ in new.steps()] == [1]
+    for store in (first, old, new):
+        store.close()
+
+
+def test_a_process_that_stands_still_in_a_write_does_not_hold_up_the_next_attempt(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it was stopped, or its node cut off: its session is ended, and when it goes on it writes nothing."""
+    first = Store(url)
+    first.begin_attempt(1)
+    monkeypatch.setattr(database, "IDLE_S", 0.5)
+    frozen, new = Store(url, attempt=1, outage_s=200), Store(url)
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(connection: Any, again: bool) -> None:
+        connection.exec_driver_sql("INSERT INTO steps VALUES (1, 0, '{}')")
+        inside.set()
+        go.wait()
+
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(frozen._database.write, slow)
+        inside.wait()
+        new.begin_attempt(2)
+        go.set()
+        with pytest.raises(FencedError, match="attempt 2 has begun since"):
+            writing.result()
+    assert new.steps() == []
+    for store in (first, frozen, new):
+        store.close()
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from megarl.launch.postgres import Server
+server = Server(Path(sys.argv[1]), "another key", host="127.0.0.2", settings={"fsync": "off"})
+server.start()
+print(server.pid, server.url, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_server_ends_with_its_process_and_the_next_goes_on_with_its_data(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(url, outage_s=200)
+    store.record_event("trainer", "kept", {})
+    server.stop()
+    # Left by a killed server, with the number of a process that lives and is no server.
+    (server.data / "postmaster.pid").write_text(f"{os.getpid()}\n{server.data}\n1\n{server.port}\n\n127.0.0.1\n  1 1\nready\n")
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(server.folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        pid, their_url = child.stdout.readline().split()
+        listening = {c.laddr for c in psutil.Process(int(pid)).net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        port = make_url(their_url).port
+        assert listening == {("127.0.0.1", port), ("127.0.0.2", port)}
+        ours = make_url(server.url).set(port=port)
+        with pytest.raises(ConfigError, match="password authentication failed"):
+            check_url(ours.render_as_string(hide_password=False))
+        as_superuser = ours.set(drivername="postgresql", username="postgres").render_as_string(hide_password=False)
+        with pytest.raises(psycopg.OperationalError, match="authentication failed"):
+            psycopg.connect(as_superuser)
+        with (
+            psycopg.connect(their_url.replace("+psycopg", "")) as connection,
+            pytest.raises(psycopg.errors.InsufficientPrivilege),
+        ):
+            connection.execute("COPY (SELECT 1) TO PROGRAM 'true'")
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="is in use by another PostgreSQL server"):
+            patch.setattr(postgres, "LOCK_S", 0.2)
+            server.start()
+    finally:
+        child.kill()
+        child.wait()
+    server.start()  # waits until the child's is gone
+    assert [event["kind"] for event in store.events()] == ["kept"]
+    assert "received fast shutdown request" in server.log.read_text().rpartition("127.0.0.2")[2], "it did not end in order"
+    store.close()
+
+
+def test_a_jobs_own_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    run_dir = server.folder.parent
+    with job_store("sqlite:///store.db", run_dir, "key", host="127.0.0.1") as none:
+        assert none is None and VARIABLE not in os.environ
+    server.stop()
+    with job_store(OWN_SERVER, run_dir, "key", host="127.0.0.1", port=server.port, connections=7) as own:
+        assert own is not None and os.environ[VARIABLE] == own.url
+        check_url(OWN_SERVER, nodes=2)
+        stores = [Store(OWN_SERVER) for _ in range(7)]
+        for store in stores:
+            store.close()
+        with job_store(OWN_SERVER, run_dir, "key", host="127.0.0.1") as inner:
+            assert inner is None, "the URL is there: somebody else has started it"
+    assert own.poll() == 0 and VARIABLE not in os.environ
+    with pytest.raises(ConfigError, match="MEGARL_STORE_URL is not in the environment; the job's server is not up"):
+        Store(OWN_SERVER)
+
+
+def test_a_missing_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = find_server()
+    assert (found / "postgres").is_file()
+    with pytest.raises(ConfigError, match=r"the run's data are PostgreSQL 9's, here is \d+; install it"):
+        find_server("9")
+    monkeypatch.setenv("PATH", str(found))
+    monkeypatch.setattr(postgres, "DEBIAN", tmp_path)
+    assert find_server() == found.resolve()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"initdb is neither in PATH nor in .*; install it \(Debian: apt install postgresql\)"):
+        Server(tmp_path / "postgres", "key").start()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has to become somebody else")
+def test_root_becomes_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user where others may enter; a user of a namespace where only root may; else one error."""
+    with tempfile.TemporaryDirectory() as closed:  # 0700
+        check_identities(Path(closed), monkeypatch)
+
+
+def check_identities(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = closed / "postgres"
+    folder.mkdir()
+    (folder / "file").touch()
+
+    def runs_as(identity: postgres.Identity) -> int:
+        said = subprocess.run(["id", "-u"], stdout=subprocess.PIPE, text=True, **identity.options).stdout
+        assert {path.stat().st_uid for path in (folder, folder / "file")} == {identity.uid}
+        return int(said)
+
+    assert runs_as(postgres._identity(folder)) == 65534
+
+    def forbidden() -> None:
+        raise OSError("no namespaces here")
+
+    monkeypatch.setattr(postgres, "_rename_root", forbidden)
+    with pytest.raises(ConfigError, match=f"refuses to run as root.*enter {folder}.*run the job as another user"):
+        postgres._identity(folder)
+    closed.chmod(0o755)
+    other = postgres._identity(folder)
+    assert other.name in ("postgres", "nobody") and runs_as(other) == other.uid
