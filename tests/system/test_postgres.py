@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from select import select
 from typing import Any, Literal
@@ -27,7 +27,9 @@ from megarl.errors import ConfigError, FencedError, JobError
 from megarl.launch import postgres
 from megarl.launch.postgres import Server, find_server, job_store
 from megarl.store import OWN_SERVER, VARIABLE, Store, check_url, database
-from tests.stores import finish, logp_of, make_task, request, rows
+from megarl.store.claims import finish as finish_in
+from megarl.store.codec import experience_to_row
+from tests.stores import finish, logp_of, make_experience, make_task, request, rows
 
 pytestmark = pytest.mark.postgres
 NUMBERS_AND_TIMES = ("sequence", "requested_at", "claimed_at", "claim_token", "recorded_at", "event_id", "at")
@@ -276,8 +278,7 @@ def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> N
         writing = threads.submit(write)
         inside.wait()
         beginning = threads.submit(begin)
-        while not look.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
-            time.sleep(0.01)
+        until_waiting(look, beginning)
         assert order == []
         go.set()
         writing.result()
@@ -285,6 +286,43 @@ def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> N
     assert order == ["written", "begun"] and [step for step, _ in new.steps()] == [1]
     for store in (first, old, new):
         store.close()
+
+
+def until_waiting(look: psycopg.Connection[Any], work: Future[Any]) -> None:
+    """Until a session waits for another's lock, or ``work`` ended without."""
+    while not work.done() and not look.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
+        time.sleep(0.01)
+
+
+def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(server: Server, url: str) -> None:
+    """Nothing of the old one stays, so the new one's groups can be finished."""
+    explorer, trainer = Store(url), Store(url)
+    trainer.add_tasks("train", [make_task(i) for i in range(6)])
+    request(trainer)
+    claims = explorer.claim_groups("e", 2)
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(connection: Any, again: bool) -> bool:
+        members = [experience_to_row(make_experience(claims[0], i)) for i in claims[0].indices]
+        done = finish_in(connection, again, claims[0], members, {"samples": 2.0})
+        inside.set()
+        go.wait()
+        return done
+
+    with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look:
+        finishing = threads.submit(explorer._database.write, slow)
+        inside.wait()
+        asking = threads.submit(request, trainer)
+        until_waiting(look, asking)
+        assert not asking.done()
+        go.set()
+        assert finishing.result()
+        asking.result()
+    assert trainer.progress("r0") == (0, 6) and rows(url)["experiences"] == []
+    assert not finish(explorer, claims[1])
+    assert all(finish(explorer, claim) for claim in explorer.claim_groups("e", 6)) and trainer.progress("r0") == (6, 6)
+    explorer.close()
+    trainer.close()
 
 
 def test_a_process_that_stands_still_in_a_write_does_not_hold_up_the_next_attempt(
