@@ -52,6 +52,7 @@ def tokenizer(model_path: Path) -> ChatTokenizer:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.begin_attempt(1)
     store.add_tasks("train", [task(i) for i in range(12)])
     return store
 
@@ -351,7 +352,7 @@ def process(tmp_path: Path, model_path: Path, engines: str, **env: str) -> Itera
     )
     save_resolved(config, tmp_path / "resolved.json")
     command = [sys.executable, "-m", "megarl.loop.explorer", "--config", str(tmp_path / "resolved.json")]
-    variables = {**os.environ, "MEGARL_ENGINES": engines, "MEGARL_JOB_KEY": KEY, **env}
+    variables = {**os.environ, "MEGARL_ENGINES": engines, "MEGARL_JOB_KEY": KEY, "MEGARL_ATTEMPT": "1", **env}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as explorer:
         try:
             yield explorer
