@@ -259,31 +259,26 @@ def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> N
     first = Store(url)
     first.begin_attempt(1)
     old, new = Store(url, attempt=1), Store(url)
-    inside, go, order = threading.Event(), threading.Event(), []
+    inside, go = threading.Event(), threading.Event()
 
     def slow(connection: Any, again: bool) -> None:
         connection.exec_driver_sql("INSERT INTO steps VALUES (1, 0, '{}')")
         inside.set()
         go.wait()
 
-    def write() -> None:
-        old._database.write(slow)
-        order.append("written")
-
-    def begin() -> None:
+    def begin() -> list[int]:
         new.begin_attempt(2)
-        order.append("begun")
+        return [step for step, _ in new.steps()]
 
     with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look:
-        writing = threads.submit(write)
+        writing = threads.submit(old._database.write, slow)
         inside.wait()
         beginning = threads.submit(begin)
         until_waiting(look, beginning)
-        assert order == []
+        assert not beginning.done()
         go.set()
         writing.result()
-        beginning.result()
-    assert order == ["written", "begun"] and [step for step, _ in new.steps()] == [1]
+        assert beginning.result() == [1], "it began before what was under way had ended"
     for store in (first, old, new):
         store.close()
 
