@@ -266,9 +266,16 @@ def _write_buckets(request: _Request) -> dict[int, Any]:
         )
         _, outcome = results.get()
         if isinstance(outcome, Exception):
-            raise outcome if isinstance(outcome, OSError) else RuntimeError(f"{bucket[0]}: {type(outcome).__name__}: {outcome}")
+            raise _cause(outcome) or RuntimeError(f"{bucket[0]}: {type(outcome).__name__}: {outcome}")
         found[number] = outcome
     return found
+
+
+def _cause(error: BaseException | None) -> OSError | None:
+    """What the disk said. On a full one torch goes on to close its archive, and reports that its position is not the expected one."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
