@@ -76,8 +76,9 @@ def kill_at_random(run_dir: Path, overrides: list[str], dice: random.Random, ste
         if goal > before:
             job.until(lambda: goal in job.steps(), f"step {goal}", timeout_s=END_S)
         else:  # in its first step: from the moment at which it asks for a rollout
-            asked = len(job.query("select * from events")), job.query("select max(requested_at) from rollouts")
-            job.until(lambda: job.query("select max(requested_at) from rollouts") not in (asked[1], [], [(None,)]), "a rollout", timeout_s=END_S)
+            newest = "select max(requested_at) from rollouts where kind = 'train'"
+            known = ([], [(None,)], job.query(newest))
+            job.until(lambda: job.query(newest) not in known, "a rollout", timeout_s=END_S)
         time.sleep(fraction * step_s)
         kill(job)
         reached = max(job.steps(), default=0)
