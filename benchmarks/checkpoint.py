@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import statistics
 import sys
@@ -88,12 +89,19 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
         dist.barrier()
         return time.perf_counter()
 
+    def processor_s() -> float:
+        """Of all ranks and of their writers that have ended."""
+        own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        total = torch.tensor(sum(used.ru_utime + used.ru_stime for used in own), dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)
+
     step()  # the first has no moments yet
     found: dict[str, Any] = {arm: [] for arm in ARMS} | {"begin": [], "finish": [], "at once alone": []}
     number = 0
     for _ in range(rounds):
         for arm in ARMS:
-            start = meet()
+            used, start = processor_s(), meet()
             if arm != "none":
                 number += 1
                 pending = state.begin(
@@ -118,6 +126,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
                 found["finish"].append(meet() - before)
                 found.setdefault("late", []).append(late)
             found[arm].append(meet() - start)
+            found.setdefault(f"processor {arm}", []).append(processor_s() - used)
     checkpoint = state.latest(Path(folder))
     assert checkpoint is not None
     if rank == 0:
@@ -165,12 +174,15 @@ def main() -> None:
     print(f"hidden {arguments.hidden}, {arguments.layers} layers, TP2, {arguments.tasks} tasks x {GROUP} answers, {arguments.rounds} rounds; "
         f"{first['bytes'] / 1e6:.0f} MB of files a checkpoint; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     base = statistics.median(first["none"])
-    print("| checkpoint | a step, s (quartiles) | lost to it, s | share of a step |\n|---|---|---|---|")
+    print("| checkpoint | a step, s (quartiles) | lost to it, s | share of a step | more processor time of both ranks and their writers, s |")
+    print("|---|---|---|---|---|")
+    processor = statistics.median(first["processor none"])
     for arm in ARMS:
         low, middle, high = statistics.quantiles(first[arm], n=4) if len(first[arm]) > 1 else first[arm] * 3
         # Each beside the plain step of its own round, as neighbours on a machine that others use too.
         lost = statistics.median(a - b for a, b in zip(first[arm], first["none"], strict=True))
-        print(f"| {arm} | {middle:.2f} ({low:.2f} to {high:.2f}) | {lost:.2f} | {lost / base:.1%} |")
+        more = statistics.median(a - b for a, b in zip(first[f"processor {arm}"], first["processor none"], strict=True))
+        print(f"| {arm} | {middle:.2f} ({low:.2f} to {high:.2f}) | {lost:.2f} | {lost / base:.1%} | {more:.2f} of {processor:.2f} |")
     for name, text in (("begin", "snapshot and fork"), ("finish", "making it count"), ("at once alone", "written at once")):
         print(f"{text}: {statistics.median(first[name]):.2f} s, {statistics.median(first[name]) / base:.1%} of a step")
     print(f"the writer outlasted the step in {sum(first['late'])} of {len(first['late'])}")
