@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import random
 import shutil
 import signal
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -81,7 +83,9 @@ class Session:
         self.stop_flag = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
-        self.position = groups.initialize(config.parallel, seed=config.trainer.seed)
+        self.position = groups.initialize(config.parallel, seed=config.trainer.seed)  # seeds torch's generators too
+        random.seed(config.trainer.seed)
+        np.random.seed(config.trainer.seed)
         self.timeline = Timeline(self.run_dir / "timeline", f"trainer_{self.position.rank}")
         born = psutil.Process().create_time()
         self.timeline.add("start", born, time.time() - born, attempt=self.attempt)
