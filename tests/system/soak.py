@@ -82,7 +82,7 @@ def kill_at_random(run_dir: Path, overrides: list[str], dice: random.Random, ste
         time.sleep(fraction * step_s)
         kill(job)
         reached = max(job.steps(), default=0)
-        print(f"  killed {fraction:.2f} of a step ({step_s:.1f} s) behind step {goal}: {doing(job, reached)}", flush=True)
+        print(f"  killed with {reached} steps recorded, {fraction * step_s:.1f} s later: {doing(job, reached)}", flush=True)
         return reached
     finally:
         job.clean_up()
@@ -99,9 +99,9 @@ def found_in(run_dir: Path) -> dict[str, Any]:
         record = json.loads(line)
         kind = "sft" if "sft/loss" in record else "val" if "val/accuracy" in record else "step"
         key = f"metrics of {kind} {record['step']}"
-        if key in found:
-            found[f"{key}, again"] = record
-        found[key] = {name: value for name, value in record.items() if not NOT_COMPARED.match(name)}
+        kept = {name: value for name, value in record.items() if not NOT_COMPARED.match(name)}
+        if found.setdefault(key, kept) != kept:  # an evaluation is done again where a job resumes that was at it
+            found[f"{key}, again"] = kept
     store = Store(f"sqlite:///{run_dir}/store.db")
     for rollout in ["eval-before", *(f"train-{step:06d}" for step in range(STEPS)), "eval-after"]:
         for e in store.experiences(rollout):
