@@ -25,6 +25,7 @@ bench: $(VENV)/.installed
 	$(PY) benchmarks/kernels.py
 
 soak: $(VENV)/.installed  ## what is too long for `make test`; resumable
+	$(PY) -m tests.system.soak
 	$(PY) benchmarks/controls.py $(ARGS)
 
 parity: $(VENV)/.installed  ## measure every grid against transformers again and write the table

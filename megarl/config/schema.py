@@ -190,6 +190,11 @@ class TrainerConfig:
     """Without packing: rows per forward and backward pass on one data-parallel rank."""
     checkpoint_interval: int = 20
     keep_checkpoints: int = 2
+    async_checkpoint: bool = True
+    """Training goes on while a forked process of each rank writes a checkpoint; it counts when all have written. What ends a job
+    is written at once."""
+    verify_checkpoints: bool = True
+    """Compare every byte of a checkpoint with its manifest's digests before a job resumes from it; False compares sizes alone."""
     eval_interval: int = 0
     """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
     seed: int = 1

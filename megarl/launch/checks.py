@@ -38,7 +38,7 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, li
     Raises:
         ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the mend.
     """
-    set_aside_damaged(Path(config.run.dir), rename=mend)
+    set_aside_damaged(Path(config.run.dir), rename=mend, digests=config.trainer.verify_checkpoints)
     check_settings_of_run(config, Path(config.run.dir))
     algorithm = algorithms.get(config.algorithm.name)
     offline = algorithm.offline

@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl import algorithms
 from megarl.checkpoint.dist import COMMON, DistFiles
 from megarl.checkpoint.hf_source import HF_FOLDER
-from megarl.checkpoint.state import finished, latest, read_state
+from megarl.checkpoint.manifest import fault_of_files, finished, latest, read_state
 from megarl.config import Config
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints
@@ -77,24 +77,24 @@ def _needs_another_past(change: Change) -> bool:
     return False
 
 
-def set_aside_damaged(run_dir: Path, *, rename: bool = True) -> None:
-    """Rename the newest checkpoints when their files are not whole, so that the one before counts; says so.
+def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = True) -> None:
+    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts; says so.
 
-    Those of the warm start matter only until there is a later one.
+    Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
 
     Raises:
         CheckpointError: none is whole; then nothing is renamed.
     """
     folder = run_dir / "checkpoints"
-    _set_aside_damaged(folder, rename)
+    _set_aside_damaged(folder, rename, digests)
     if latest(folder) is None:
-        _set_aside_damaged(folder / "warm_start", rename)
+        _set_aside_damaged(folder / "warm_start", rename, digests)
 
 
-def _set_aside_damaged(folder: Path, rename: bool) -> None:
+def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
     candidates = finished(folder)
     damaged: list[tuple[Path, str]] = []
-    while candidates and (fault := _fault(candidates[-1])) is not None:
+    while candidates and (fault := _fault(candidates[-1], digests)) is not None:
         damaged.append((candidates.pop(), fault))
     if damaged and not candidates:
         faults = "; ".join(f"{path}: {fault}" for path, fault in damaged)
@@ -107,11 +107,12 @@ def _set_aside_damaged(folder: Path, rename: bool) -> None:
             path.rename(aside)
 
 
-def _fault(checkpoint: Path) -> str | None:
-    """Why a finished checkpoint cannot be loaded, as far as sizes and headers tell."""
+def _fault(checkpoint: Path, digests: bool) -> str | None:
+    """Why a finished checkpoint cannot be loaded, as far as its files tell."""
     models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}
     try:
-        read_state(checkpoint)
+        if (fault := fault_of_files(checkpoint, digests=digests)) is not None:
+            return fault
         for model in sorted(models):
             DistFiles(checkpoint / model).close()
     except (CheckpointError, OSError) as error:

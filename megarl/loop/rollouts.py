@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MEET_S = 30.0
 """How often ranks meet while they wait: a rollout may take longer than a collective waits for its ranks."""
+SETTLE_S = 1.0
+"""The same while a checkpoint is being written, which counts only when they have met."""
 
 
 EXTRA, EXPERT = 1, 2
@@ -185,6 +187,7 @@ def wait_for_rollout(s: Session, rollout_id: str, label: str) -> bool:
     with s.progress(None, label, "group") as bar:
         while True:
             done = s.position.rank != 0 or _follow(s, rollout_id, bar)
+            s.settle()
             if s.agree(done):
                 return True
             if s.stop_requested():
@@ -192,8 +195,8 @@ def wait_for_rollout(s: Session, rollout_id: str, label: str) -> bool:
 
 
 def _follow(s: Session, rollout_id: str, bar: Any) -> bool:
-    """Show the progress for up to ``MEET_S``; True when all groups are done, False early when asked to stop."""
-    until = time.monotonic() + MEET_S
+    """Show the progress until ranks meet; True when all groups are done, False early when asked to stop."""
+    until = time.monotonic() + (SETTLE_S if s.settling else MEET_S)
     while True:
         done, bar.total = s.store.progress(rollout_id)
         bar.update(done - bar.n)

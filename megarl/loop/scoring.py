@@ -32,6 +32,8 @@ class ScoringSession(Session):
     def begin_reinforcement_learning(self) -> None:
         """The reward model takes the weights that the warm start left; its score head begins with zeros."""
         if self.actor.head is None:
+            if self.state.step:
+                self.put_random_states()
             return
         with self.timeline.phase("load"):
             scoring = self._reward_model()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import random
 import shutil
 import signal
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from megarl import algorithms
 from megarl.batching import Sequences
 from megarl.checkpoint import hf, state
 from megarl.config import Config, to_dict
-from megarl.errors import CheckpointError, JobError
+from megarl.errors import CheckpointError, FencedError, JobError
 from megarl.loop.roles import Roles
 from megarl.loop.rollouts import Demonstration, ExpertRows, num_expert_rows
 from megarl.metrics import CONSOLE, MetricWriter, Sums, Timeline, console_line
@@ -63,6 +65,8 @@ def _writing(path: Path) -> Iterator[None]:
     """A full disk is named with what was being written. Raises JobError."""
     try:
         yield
+    except JobError:
+        raise  # it says so itself
     except (OSError, RuntimeError, SafetensorError) as error:
         if not isinstance(error, OSError) and "No space left" not in str(error):
             raise
@@ -79,7 +83,9 @@ class Session:
         self.stop_flag = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
-        self.position = groups.initialize(config.parallel, seed=config.trainer.seed)
+        self.position = groups.initialize(config.parallel, seed=config.trainer.seed)  # seeds torch's generators too
+        random.seed(config.trainer.seed)
+        np.random.seed(config.trainer.seed)
         self.timeline = Timeline(self.run_dir / "timeline", f"trainer_{self.position.rank}")
         born = psutil.Process().create_time()
         self.timeline.add("start", born, time.time() - born, attempt=self.attempt)
@@ -97,6 +103,8 @@ class Session:
             self._expert = ExpertRows.read(config.taskset.expert, ChatTokenizer.open(config.model.path), config.trainer.seed)
         self.publisher: WeightPublisher | None = None
         self._saved: State | None = None
+        """What the newest checkpoint holds, be it finished or pending."""
+        self._pending: state.Save | None = None
         with self.timeline.phase("load"):
             cut = cut_for(config.parallel, config.trainer)
             self.actor = TrainedModel(
@@ -126,6 +134,10 @@ class Session:
         saved = state.read_state(found)
         self.load_parts(found, {"actor": self._actor_part()})
         self.actor.optimizer.set_hyperparameters(self.config.trainer.optimizer)
+        cursor = state.read_manifest(found).get("made", {}).get("data")
+        if cursor is not None and cursor != self._data_cursor(saved["phase"], saved["step"]):
+            self.say(f"the order of the data is another than before: {found} was at {cursor}, with these settings it is at "
+                f"{self._data_cursor(saved['phase'], saved['step'])}")
         resumed = self._saved = State(saved["phase"], saved["step"], saved.get("kl_coef"))
         self.say(f"resumed from {found}")
         return resumed
@@ -150,6 +162,8 @@ class Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._pending is not None:  # only after an error, of which other ranks may know nothing yet
+            self._pending.give_up()
         if self.writer is not None:
             self.writer.close()
         self.store.close()
@@ -162,6 +176,13 @@ class Session:
         self.actor.head = self.head
         with self.timeline.phase("load"):
             self.roles.build()
+        if self.state.step:
+            self.put_random_states()
+
+    def put_random_states(self) -> None:
+        """Those of the checkpoint that the session resumed from. After all models are built: that draws numbers."""
+        if (found := self.newest_checkpoint()) is not None and not state.put_random_states(found, self._parts()):
+            self.say("random generators begin anew from trainer.seed: the checkpoint was made on another grid")
 
     def demonstrations(self, usual: int) -> list[Demonstration]:
         """Expert rows of the step beside ``usual`` sampled ones; [] where the algorithm has none."""
@@ -216,18 +237,79 @@ class Session:
         logp = self.actor.answers(text, [self.actor.micro_batches(text)], temperature=1.0)
         return self.publisher.probe(tokens.tolist(), logp[:-1].tolist())
 
-    def commit(self, **labels: int) -> None:
-        """Checkpoint model, optimizer and state under the current step; nothing to do when that is what the newest holds."""
-        if self.state == self._saved:
-            return  # to write it again would first remove it, and the job may be ending within seconds
-        step, keep = self.state.step, self.config.trainer.keep_checkpoints
-        folder = self._folder(self.state.phase)
-        with self.timeline.phase("checkpoint", **labels), _writing(folder):
-            parts = {"actor": self._actor_part()} | self.roles.parts()
-            state.save(folder, step, parts, asdict(self.state), keep, Path(self.config.model.path))
-        self._saved = self.state
-        if self.state.phase != "warm_start" and self.position.rank == 0:
+    def commit(self, *, background: bool = False, **labels: int) -> None:
+        """Checkpoint model, optimizer and state under the current step; nothing to do when that is what the newest holds.
+
+        In the ``background`` it counts once ``settle`` has found it written; otherwise it does when this returns.
+
+        Raises:
+            JobError: it cannot be written, or another attempt has taken over.
+        """
+        if self.state == self._saved and self._pending is None:
+            return  # to write it again would take the seconds that a job has to end
+        with self.timeline.phase("checkpoint", **labels):
+            self.settle(wait=True)
+            if self.state == self._saved:
+                return
+            folder = self._folder(self.state.phase)
+            manifest = state.Manifest(asdict(self.state), self.attempt, self._made())
+            with _writing(folder):
+                self._pending = state.begin(
+                    folder, self.state.step, self._parts(), manifest, model=Path(self.config.model.path), background=background,
+                    fence=self._fence,
+                )  # fmt: skip
+            self._saved = self.state
+            if not background:
+                self.settle(wait=True)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Make a checkpoint count that is being written in the background, once all ranks have written it or after waiting for that.
+
+        Raises: as ``commit``.
+        """
+        if self._pending is None or not (wait or self.agree(self._pending.written)):
+            return
+        pending, self._pending = self._pending, None
+        with _writing(pending.folder):
+            pending.finish(self.config.trainer.keep_checkpoints)
+        if pending.folder == self._folder("rl") and self.position.rank == 0:
             shutil.rmtree(self._folder("warm_start"), ignore_errors=True)  # there is a later one now
+
+    @property
+    def settling(self) -> bool:
+        """Whether a checkpoint waits for ``settle``."""
+        return self._pending is not None
+
+    def _parts(self) -> dict[str, state.Part]:
+        return {"actor": self._actor_part()} | self.roles.parts()
+
+    def _made(self) -> dict[str, Any]:
+        """By whom and with what a checkpoint is made: for people, and for what a resumed job says."""
+        return {
+            "attempt": self.attempt,
+            "version": str(self.version),
+            "parallel": asdict(self.config.parallel),
+            "data": self._data_cursor(self.state.phase, self.state.step),
+        }
+
+    def _data_cursor(self, phase: str, step: int) -> dict[str, int] | None:
+        """Where in the order of the training tasks the next step begins; the order itself is a function of the seed. None where it
+        is rows of a file that are counted."""
+        size, count = len(self.train_tasks), self.config.trainer.tasks_per_step
+        if phase == "warm_start" or not size:
+            return None
+        epoch, offset = divmod(step * count, size)
+        return {"seed": self.config.trainer.seed, "tasks": size, "epoch": epoch, "offset": offset}
+
+    def _fence(self) -> None:
+        """Raises FencedError when a later attempt has started: what this one writes would overwrite what that one does."""
+        path = self.run_dir / "attempt"
+        newest = int(path.read_text()) if path.is_file() else self.attempt
+        if newest > self.attempt:
+            raise FencedError(
+                f"attempt {self.attempt} of the run in {self.run_dir} writes no checkpoint: attempt {newest} has taken over; end "
+                "what is left of the earlier one"
+            )
 
     def export_hf(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""
@@ -265,12 +347,13 @@ class Session:
     def end_step(self, metrics: dict[str, float]) -> None:
         """Count the step, and checkpoint where that is due."""
         config, number = self.config.trainer, self.state.step
+        self.settle()
         self.state = replace(self.state, step=number + 1)
         metrics |= {"training/global_step": float(self.state.step), "training/attempt": float(self.attempt)}
         if self.state.step % config.checkpoint_interval == 0 and self.state.step < config.steps:
             # A job that is killed after its checkpoint resumes behind this step: its metrics must be there by then.
             self.keep(self.state.step, metrics)
-            self.commit(step=number)
+            self.commit(background=config.async_checkpoint, step=number)
 
     def record_step(self, metrics: dict[str, float], *, tokens: int, console: Iterable[tuple[str, str, str]] = CONSOLE) -> None:
         """The metrics of the step that has ended, with what its phases took, and a line for a person."""

@@ -46,6 +46,7 @@ def _run(s: Session) -> bool:
     s.actor.head = replace(s.head, temperature=1.0)
     if s.state.step:
         s.actor.optimizer.set_hyperparameters(config.optimizer)
+        s.put_random_states()
     else:
         s.actor.optimizer.restart(config.optimizer)
     with s.progress(config.steps, "warm start", "step") as bar, s.timeline.phase("warm_start"):

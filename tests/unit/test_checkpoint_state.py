@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megarl.checkpoint import state
+from megarl.checkpoint import manifest, state
+from megarl.errors import CheckpointError
 
 
 def checkpoint(folder: Path, step: int, *, finished: bool = True) -> Path:
@@ -50,3 +54,60 @@ def test_a_half_removed_one_does_not_count(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: removed.append((path / "state.json").exists()))
     state.prune(tmp_path, keep=1)
     assert removed == [False]
+
+
+def test_what_a_job_left_unfinished_is_removed_but_not_a_later_attempts(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 4)
+    for name in ("global_step_6.attempt_1", "global_step_6.attempt_2", "global_step_6.attempt_3", "global_step_5.attempt_2.bak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text("{}")  # killed between the manifest and the new name
+    assert state.latest(tmp_path) == tmp_path / "global_step_4"
+    state.prune(tmp_path, keep=1, attempt=2)
+    assert names(tmp_path) == ["global_step_4", "global_step_5.attempt_2.bak", "global_step_6.attempt_3"]
+
+
+FILES = {"actor/__0_0.distcp": 300, "actor/.metadata": 40, "rng_0.json": 7, "empty": 0}
+
+
+def written(folder: Path) -> Path:
+    """A checkpoint of some bytes whose manifest lists its files."""
+    for name, size in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes(i % 251 for i in range(size)))
+    files = manifest.fingerprints(folder, [folder / name for name in FILES])
+    manifest.write_manifest(folder, {"phase": "rl", "step": 3}, {"attempt": 1}, files)
+    return folder
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_any_flipped_bit_is_found(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder))
+        assert manifest.fault_of_files(path) is None
+        name = data.draw(st.sampled_from([name for name, size in FILES.items() if size]))
+        content = bytearray((path / name).read_bytes())
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        (path / name).write_bytes(content)
+        fault = manifest.fault_of_files(path)
+        assert fault is not None and fault.startswith(f"{path / name} has SHA-256 ")
+        assert manifest.fault_of_files(path, digests=False) is None
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_a_file_of_another_size_is_found_without_reading(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path) / name
+    with path.open("ab") as file:
+        file.write(b"x")
+    assert manifest.fault_of_files(tmp_path, digests=False) == f"{path} has {FILES[name] + 1} bytes, written were {FILES[name]}"
+    path.unlink()
+    assert manifest.fault_of_files(tmp_path, digests=False) == f"{path} is missing, written were {FILES[name]}"
+
+
+def test_a_manifest_holds_the_state_and_more(tmp_path: Path) -> None:
+    written(tmp_path)
+    assert manifest.read_state(tmp_path) == {"phase": "rl", "step": 3}
+    assert manifest.read_manifest(tmp_path)["made"] == {"attempt": 1}
+    (tmp_path / "state.json").write_text('{"phase": "rl", "step": 3, "files": {"a": 1}}')
+    with pytest.raises(CheckpointError, match="its list of files cannot be read"):
+        manifest.fault_of_files(tmp_path)

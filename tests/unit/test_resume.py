@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.checkpoint.state import read_state
+from megarl.checkpoint.manifest import fingerprints, read_state, write_manifest
 from megarl.config import save_resolved
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import job
@@ -192,6 +192,22 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog
     set_aside_damaged(tmp_path)
     assert f"{newest} is damaged" in caplog.text and f"goes on from {before}" in caplog.text
     assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2"]
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_flipped_byte_gives_way_to_the_checkpoint_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, digests: bool) -> None:
+    """In a place that no header tells of; ``trainer.verify_checkpoints=false`` does not look there."""
+    before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    files = fingerprints(newest, [path for path in newest.rglob("*") if path.is_file() and path.name != "state.json"])
+    write_manifest(newest, {"phase": "rl", "step": 4}, {}, files)
+    data = newest / "actor" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[content.index(torch.arange(3.0).numpy().tobytes()) + 5] ^= 1
+    data.write_bytes(content)
+    set_aside_damaged(tmp_path, digests=digests)
+    if digests:
+        assert f"{newest} is damaged" in caplog.text and "SHA-256" in caplog.text and f"goes on from {before}" in caplog.text
+    assert newest.is_dir() is not digests
 
 
 def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""The states of all random generators of a rank, as JSON: Python's, numpy's, torch's and Megatron's, those of every grid apart."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def of_process() -> dict[str, Any]:
+    """What a process has once: Python's and numpy's."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def put_process(states: Mapping[str, Any]) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def of_grid() -> dict[str, Any]:
+    """What the grid in place has: torch's, the GPU's, and the tracker's of what tensor parallelism cuts; with this rank's place."""
+    from megatron.core.tensor_parallel import random as megatron
+
+    found = {
+        "place": _place(),
+        "torch": _text(torch.get_rng_state()),
+        "tracker": {name: _text(state) for name, state in megatron.get_cuda_rng_tracker().get_states().items()},
+    }
+    return found | ({"cuda": _text(megatron._get_cuda_rng_state())} if torch.cuda.is_available() else {})
+
+
+def put_grid(states: Mapping[str, Any]) -> bool:
+    """False, and nothing is changed, where the states are of another grid or place: they would repeat another rank's numbers."""
+    from megatron.core.tensor_parallel import random as megatron
+
+    if states["place"] != _place() or ("cuda" in states) != torch.cuda.is_available():
+        return False
+    torch.set_rng_state(_tensor(states["torch"]))
+    if "cuda" in states:
+        megatron._set_cuda_rng_state(_tensor(states["cuda"]))
+    megatron.get_cuda_rng_tracker().set_states({name: _tensor(text) for name, text in states["tracker"].items()})
+    return True
+
+
+def _place() -> dict[str, list[int]]:
+    """Dimension -> [this rank's number, size]."""
+    from megatron.core import parallel_state as p
+
+    return {
+        "tp": [p.get_tensor_model_parallel_rank(), p.get_tensor_model_parallel_world_size()],
+        "pp": [p.get_pipeline_model_parallel_rank(), p.get_pipeline_model_parallel_world_size()],
+        "cp": [p.get_context_parallel_rank(), p.get_context_parallel_world_size()],
+        "dp": [p.get_data_parallel_rank(), p.get_data_parallel_world_size()],
+        "ep": [p.get_expert_model_parallel_rank(), p.get_expert_model_parallel_world_size()],
+    }
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

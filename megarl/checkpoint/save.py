@@ -1,0 +1,323 @@
+"""Writing a checkpoint of models and optimizers, now or beside the training that goes on.
+
+``begin`` takes a snapshot on every rank; ``Save.finish`` makes it count when all ranks have written their files. Between the two
+nothing is there that a resuming job would take for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoint import rng
+from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
+from megarl.checkpoint.manifest import (
+    LATEST,
+    PREFIX,
+    Fingerprint,
+    fingerprints,
+    prune,
+    remove,
+    unfinished_name,
+    write_manifest,
+    write_text,
+)
+from megarl.checkpoint.writer import Writer
+from megarl.errors import JobError
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of a checkpoint, and its optimizer where it has one."""
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: Any = None
+    grid: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    """Puts the model's process groups in place."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself beside its files."""
+
+    state: Mapping[str, Any]
+    """What a job goes on from, as JSON."""
+    attempt: int = 0
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """By whom and how; nothing that is needed to go on."""
+
+
+def rng_file(rank: int) -> str:
+    return f"rng_{rank}.json"
+
+
+class _Request(NamedTuple):
+    """What Megatron-Core hands out for one part: files to write, and what remains to be done when all ranks have written theirs."""
+
+    buckets: list[Any]
+    transforms: list[Any]
+    results: queue.SimpleQueue[Any]
+    finalize: list[Callable[[], None]]
+
+
+class _Written(NamedTuple):
+    """Of one rank: what Megatron-Core wants to know of each part's files, and what they are known by again."""
+
+    results: list[dict[int, Any]]
+    files: dict[str, Fingerprint]
+
+
+def begin(
+    folder: Path,
+    step: int,
+    parts: Mapping[str, Part],
+    manifest: Manifest,
+    *,
+    model: Path | None = None,
+    background: bool = False,
+    fence: Callable[[], None] = lambda: None,
+) -> Save:
+    """Take a snapshot on every rank. ``step`` names the checkpoint; a finished one of this name stays until this one is.
+
+    Args:
+        parts: Folder -> what goes there.
+        model: An HF directory whose config.json and tokenizer go with the first part, so that it can be converted by itself.
+        background: A forked process writes; otherwise this one does, before this returns.
+        fence: Asked on rank 0 now and before the manifest is written: raises when another attempt has taken over.
+
+    Raises:
+        OSError, JobError: what rank 0 met, on every rank.
+    """
+    target = folder / unfinished_name(step, manifest.attempt)
+
+    def prepare() -> None:
+        fence()
+        remove(target)
+        for name in parts:
+            (target / name).mkdir(parents=True)
+        if model is not None:
+            (target / HF_FOLDER).mkdir()
+            dtype = next(next(iter(parts.values())).chunks[0].parameters()).dtype
+            copy_small_files(model, target / HF_FOLDER, dtype, mtp=False)
+
+    on_rank_0(prepare)
+    requests, states = [], {"process": rng.of_process(), "parts": {}}
+    for name, part in parts.items():
+        with part.grid():
+            requests.append(_request(target / name, part))
+            states["parts"][name] = rng.of_grid()
+    random_states, rank = json.dumps(states), dist.get_rank()
+
+    def write() -> _Written:
+        results = [_write_buckets(request) for request in requests]
+        own = target / rng_file(rank)
+        write_text(own, random_states)
+        return _Written(results, fingerprints(target, [own, *(Path(name) for r in requests for name, _, _ in r.buckets)]))
+
+    return Save(folder, step, target, manifest, requests, fence, Writer(write) if background else _Now(write))
+
+
+class _Now:
+    """``Writer`` without a process: what it raises is kept for ``result``, so that all ranks learn of it together."""
+
+    done = True
+
+    def __init__(self, work: Callable[[], _Written]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._result = work()
+        except (OSError, RuntimeError) as error:
+            self._error = error
+
+    def result(self) -> _Written:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def kill(self) -> None:
+        pass
+
+
+@dataclass
+class Save:
+    """A checkpoint on its way."""
+
+    folder: Path
+    step: int
+    _target: Path
+    _manifest: Manifest
+    _requests: list[_Request]
+    _fence: Callable[[], None]
+    _writer: Writer[_Written] | _Now
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's files are there, or will never be: ``finish`` then waits only for other ranks."""
+        return self._writer.done
+
+    def finish(self, keep: int) -> Path:
+        """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones are removed.
+
+        Raises:
+            JobError: a rank could not write, the first one's reason on every rank; or rank 0's ``fence`` did.
+            OSError: rank 0 could not write the manifest, on every rank.
+        """
+        mine: _Written | None = None
+        reason = ""
+        try:
+            mine = self._writer.result()
+        except (OSError, RuntimeError) as error:
+            reason = f"rank {dist.get_rank()}: {error}"
+        everyone: list[tuple[str, dict[str, Fingerprint]]] = [("", {})] * dist.get_world_size()
+        dist.all_gather_object(everyone, (reason, {} if mine is None else mine.files))
+        if failed := "; ".join(reason for reason, _ in everyone if reason):
+            on_rank_0(lambda: remove(self._target))  # the disk may be full with it
+            raise JobError(f"{self._target} cannot be written ({failed})" + ("; make room there" if "No space left" in failed else ""))
+        assert mine is not None
+        for request, results in zip(self._requests, mine.results, strict=True):
+            if request.buckets:
+                request.results.put(results)
+            for finalize in request.finalize:
+                finalize()
+        files = {name: found for _, theirs in everyone for name, found in theirs.items()}
+        final = self.folder / f"{PREFIX}{self.step}"
+
+        def end() -> None:
+            self._fence()
+            others = [path for path in self._target.rglob("*") if path.is_file() and str(path.relative_to(self._target)) not in files]
+            state = {"step": self.step, **self._manifest.state}
+            write_manifest(self._target, state, self._manifest.made, files | fingerprints(self._target, others))
+            remove(final)
+            self._target.rename(final)
+            write_text(self.folder / LATEST, str(self.step))
+            prune(self.folder, keep, self._manifest.attempt)
+
+        on_rank_0(end)
+        return final
+
+    def give_up(self) -> None:
+        """End this rank's writer; what it has written does not count."""
+        self._writer.kill()
+
+
+def save(folder: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], keep: int, model: Path | None = None) -> Path:
+    """``begin`` and ``finish`` at once; returns the checkpoint."""
+    return begin(folder, step, parts, Manifest(state), model=model).finish(keep)
+
+
+def on_rank_0(action: Callable[[], None]) -> None:
+    """Run it on rank 0 while the others wait; OSError and JobError that it raises are raised on every rank."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (OSError, JobError) as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, 0)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def _request(folder: Path, part: Part) -> _Request:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    if part.optimizer is not None:
+        start_moments(part.optimizer)
+    # Its results need no way between processes, ``Writer`` has one: Megatron-Core would spawn a manager on every rank, which imports
+    # torch and stays until the job ends.
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    filesystem_async._results_queue = results
+    strategy = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        True,
+    )
+    found = dist_checkpointing.save(sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True)
+    assert found is not None, "an asynchronous save returns what is to be done"
+    if found.async_fn is None:
+        return _Request([], [], results, found.finalize_fns)
+    # The function is Megatron's way to many processes; what it gives each of them to do is done in one here.
+    transforms, _ = found.async_fn.args
+    return _Request(found.preload_fn(), transforms, results, found.finalize_fns)
+
+
+def _write_buckets(request: _Request) -> dict[int, Any]:
+    """One file for each; number -> torch's record of it. Raises OSError or RuntimeError."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    found: dict[int, Any] = {}
+    for number, bucket in enumerate(request.buckets):
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        counted: queue.Queue[int] = queue.Queue()
+        counted.put(number)
+        FileSystemWriterAsync.write_preloaded_data(
+            request.transforms, local_proc_idx=number, write_bucket=bucket, results_queue=results, count_queue=counted, use_fsync=True
+        )
+        _, outcome = results.get()
+        if isinstance(outcome, Exception):
+            raise _cause(outcome) or RuntimeError(f"{bucket[0]}: {type(outcome).__name__}: {outcome}")
+        found[number] = outcome
+    return found
+
+
+def _cause(error: BaseException | None) -> OSError | None:
+    """What the disk said. On a full one torch goes on to close its archive, and reports that its position is not the expected one."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron's, one for each group of buffers."""
+    return [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def start_moments(optimizer: Any) -> None:
+    """Before its first step an optimizer has no moments to save; these are what that step starts from."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            group.setdefault("step", 0)
+            for p in group["params"]:
+                if "exp_avg" not in inner.state[p]:
+                    inner.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+
+def bare(chunk: Any) -> Any:
+    """Without DDP around it."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+
+
+def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Megatron's names of a stage's chunks; what is saved is named by layer, so another number of chunks can load it."""
+    return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def sharded_state(part: Part, *, is_loading: bool) -> dict[str, Any]:
+    """What dist_checkpointing saves or loads of a part; its grid is in place."""
+    from megatron.core import parallel_state
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {
+        name: bare(chunk).sharded_state_dict(metadata=metadata) for name, chunk in named(part.chunks).items()
+    }
+    if part.optimizer is not None:
+        state["optimizer"] = part.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state

@@ -1,0 +1,114 @@
+"""A job killed with SIGKILL in the middle of an update and of a checkpoint's writing ends with the bits of one that was not.
+
+An offline job: its trainers do all that those of an online job do with a step's rows. That rollouts too are the same again is shown by
+``test_roles.py``, and at many more moments by ``make soak``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.manifest import latest, read_manifest
+from tests.system.jobs import Job
+
+pytestmark = pytest.mark.timeout(900)  # four starts before the first test
+
+STEPS, EVERY = 6, 2
+SETTINGS = (
+    "experiment=sft",
+    "parallel=tp1",
+    f"trainer.steps={STEPS}",
+    f"trainer.checkpoint_interval={EVERY}",
+    "trainer.keep_checkpoints=10",
+    "trainer.tasks_per_step=256",
+    "trainer.updates_per_step=4",
+    "trainer.warm_start.steps=0",
+    "trainer.optimizer.lr=1e-3",
+    "taskset.train_size=600",
+    "taskset.eval_size=20",
+    "taskset.warm_start_size=20",
+)
+NOT_COMPARED = re.compile(r"timing_s|perf|training/attempt")
+
+
+def start(run_dir: Path, started: list[Job]) -> Job:
+    started.append(Job(run_dir, SETTINGS).start())
+    return started[-1]
+
+
+def kill_all(job: Job) -> None:
+    """SIGKILL for everything that the job has started, supervisor and guard first."""
+    for pid in [job.pid, *job.processes()]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.wait(30)
+    job.until_gone(60)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Checkpoints that are being written, that of the start left out."""
+    return [path for path in folder.glob("global_step_*.attempt_*") if not path.name.startswith("global_step_0")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    root = tmp_path_factory.mktemp("killed")
+    started: list[Job] = []
+    try:
+        whole = start(root / "whole", started)
+        assert whole.wait(240) == 0, whole.output.read_text()
+
+        folder = root / "killed" / "checkpoints"
+        job = start(root / "killed", started)
+        job.until(lambda: bool(unfinished(folder)), "a checkpoint that is being written", poll_s=0.002)
+        kill_all(job)
+        assert unfinished(folder), "it was finished before the job was killed"
+        before = latest(folder)
+        assert before is not None
+
+        job = start(root / "killed", started)
+        job.until(lambda: (job.steps() or [0])[-1] % EVERY == 1, "a step behind a checkpoint")  # the next one is being computed
+        kill_all(job)
+        assert job.steps()[-1] < STEPS and f"resumed from {before}" in job.output.read_text()
+        job = start(root / "killed", started)
+        assert job.wait(240) == 0, job.output.read_text()
+        yield root / "whole", root / "killed"
+    finally:
+        for job in started:
+            job.clean_up()
+
+
+def records(run_dir: Path) -> dict[tuple[str, int], dict[str, float]]:
+    """(evaluation or step, number) -> its metrics. A job that resumes where an evaluation was due does it again, with the same result."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = {name: value for name, value in json.loads(line).items() if not NOT_COMPARED.match(name)}
+        key = ("step" if "actor/grad_norm" in record else "evaluation", int(record["step"]))
+        assert found.setdefault(key, record) == record, key
+    return found
+
+
+def test_every_checkpoint_has_the_same_bits(runs: tuple[Path, Path]) -> None:
+    """Parameters, moments and random states of all steps, by the digests of their files."""
+    whole, killed = (
+        {path.name: read_manifest(path) for path in sorted((run / "checkpoints").glob("global_step_*"))} for run in runs
+    )
+    assert list(whole) == list(killed) and len(whole) == 1 + STEPS // EVERY
+    for name, manifest in whole.items():
+        files = {file: found for file, found in manifest["files"].items() if file.endswith((".distcp", "common.pt", ".json"))}
+        assert files and files == {file: found for file, found in killed[name]["files"].items() if file in files}, name
+    assert whole[f"global_step_{STEPS}"]["made"]["attempt"] == 1 and killed[f"global_step_{STEPS}"]["made"]["attempt"] == 3
+
+
+def test_every_step_has_the_same_metrics(runs: tuple[Path, Path]) -> None:
+    whole, killed = (records(run) for run in runs)
+    assert {("step", number) for number in range(1, STEPS + 1)} <= whole.keys()
+    assert whole == killed
