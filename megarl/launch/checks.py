@@ -45,7 +45,7 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, li
     _check_settings(config, offline, nodes)
     check_role_settings(config, algorithm)
     _check_memory(config, offline, nodes)
-    check_url(config.store.url)
+    check_url(config.store.url, nodes)
     prepare_data(config)
     rows = {split: read_split(config, split) for split in SPLITS}
     if config.trainer.warm_start.steps:

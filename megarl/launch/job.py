@@ -19,6 +19,7 @@ from megarl.launch.checks import check
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import INTERRUPT, StopRequest
 from megarl.launch.node import LocalNode, Node
+from megarl.launch.postgres import job_store
 from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_store_of_run, is_finished
 from megarl.launch.run_dir import next_attempt, own_run_dir
@@ -29,6 +30,8 @@ from megarl.store import Store
 
 log = logging.getLogger(__name__)
 
+OTHERS = 8
+"""Connections to the store beside those of trainer ranks: explorer, supervisor, somebody who looks."""
 UNFINISHED = 130
 """Exit status of a job that was stopped and can be resumed."""
 
@@ -41,8 +44,10 @@ def run(config: Config) -> int:
         return agent.serve(allocation, config, key)
     run_dir = Path(config.run.dir)
     start = time.monotonic()
-    with Gathering(allocation, key, config.cluster.heartbeat_s) as gathering, own_run_dir(run_dir) as lock:
+    with Gathering(allocation, key, config.cluster.heartbeat_s) as gathering, own_run_dir(run_dir) as lock, ExitStack() as stack:
         tasks = check(config, mend=True, nodes=allocation.nodes)
+        host = config.run.host if allocation.nodes == 1 else allocation.head
+        stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=config.parallel.world_size + OTHERS))
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:

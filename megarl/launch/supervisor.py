@@ -21,6 +21,7 @@ from megarl.launch.placement import Place, Placement, place, table
 from megarl.launch.run_dir import current_attempt
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.rollout.engine import engine_process
+from megarl.store import VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ def _specs(
         "MEGARL_ENGINES": ",".join(f"http://{address}" for address in addresses.engines),
         "MEGARL_LINK": addresses.link,
         "MEGARL_REWARD_HOSTS": ",".join(f"{address}*{config.reward.workers}" for address in addresses.reward_hosts),
+        **{name: os.environ[name] for name in (VARIABLE,) if name in os.environ},
         "MEGARL_TTY": "1" if sys.stderr.isatty() else "0",
         "PYTHONUNBUFFERED": "1",
     }
