@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from select import select
 from typing import Any, Literal
@@ -254,6 +255,15 @@ def test_a_store_says_when_it_gives_up(server: Server, url: str, caplog: pytest.
     store.close()
 
 
+@contextmanager
+def set_at_end(event: threading.Event) -> Iterator[None]:
+    """Also where the block fails: a thread that waits for the event would keep the test from ending."""
+    try:
+        yield
+    finally:
+        event.set()
+
+
 def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> None:
     """And those that come behind it see it: nothing of the old attempt is written after it has begun."""
     first = Store(url)
@@ -270,7 +280,7 @@ def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> N
         new.begin_attempt(2)
         return [step for step, _ in new.steps()]
 
-    with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look:
+    with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look, set_at_end(go):
         writing = threads.submit(old._database.write, slow)
         inside.wait()
         beginning = threads.submit(begin)
@@ -304,7 +314,7 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
         go.wait()
         return done
 
-    with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look:
+    with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look, set_at_end(go):
         finishing = threads.submit(explorer._database.write, slow)
         inside.wait()
         asking = threads.submit(request, trainer)
@@ -335,7 +345,7 @@ def test_a_process_that_stands_still_in_a_write_does_not_hold_up_the_next_attemp
         inside.set()
         go.wait()
 
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, set_at_end(go):
         writing = threads.submit(frozen._database.write, slow)
         inside.wait()
         new.begin_attempt(2)
