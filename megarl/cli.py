@@ -171,11 +171,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    import secrets
     from pathlib import Path
 
+    from megarl.config import load_resolved
+    from megarl.launch.postgres import job_store
     from megarl.report.html import write_report
 
-    sys.stdout.write(f"{write_report(Path(arguments.run_dir))}\n")
+    run_dir = Path(arguments.run_dir)
+    resolved = run_dir / "resolved.json"
+    url = load_resolved(resolved).store.url if resolved.is_file() else ""
+    with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1"):  # the run's own server ended with the job
+        sys.stdout.write(f"{write_report(run_dir)}\n")
     return 0
 
 

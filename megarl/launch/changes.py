@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megarl.config import Config, load_resolved, to_dict
 
 SHOWN = 8
-HARMLESS = ("run.name", "run.host", "run.port", "run.shutdown_grace_s", "rollout.nodes", "trainer.trackers")
+HARMLESS = ("run.name", "run.host", "run.port", "run.shutdown_grace_s", "rollout.nodes", "store.outage_s", "trainer.trackers")
 """Settings that change nothing of what a run computes or where it lies."""
 
 

@@ -21,7 +21,7 @@ from megarl.launch.interrupt import INTERRUPT, StopRequest
 from megarl.launch.node import LocalNode, Node
 from megarl.launch.postgres import job_store
 from megarl.launch.remote import Gathering, RemoteNode
-from megarl.launch.resume import check_store_of_run, is_finished
+from megarl.launch.resume import check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.run_dir import next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.auth import KEY_VARIABLE
@@ -91,6 +91,7 @@ def _run_attempts(config: Config, tasks: Mapping[str, list[Task]], allocation: A
                 if not left or stop_request.count:
                     raise
                 log.error("%s", error)
+                set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 
