@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
-import multiprocessing.context
 import os
 import signal
 import subprocess
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class Zygote:
@@ -80,15 +81,51 @@ def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
     main()
 
 
+PRELOAD = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.worker.cpu_worker",
+    "megarl.sync.receiver",
+    # What a server and its workers import only once they run.
+    "compressed_tensors",
+    "prometheus_fastapi_instrumentator",
+    "setproctitle",
+    "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.entrypoints.rl.factories",
+    "vllm.entrypoints.serve.dev.server_info.api_router",
+    "vllm.entrypoints.serve.instrumentator.metrics",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.renderers.hf",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
+)
+
+
+def _wait_without_spinning() -> None:
+    """Readers of vLLM's message queues spin for a second before they wait: two workers that are asked now and then hold both cores."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    made = SpinCondition.__init__
+
+    def make(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self.busy_loop_s = 0
+
+    SpinCondition.__init__ = make  # type: ignore[method-assign]
+
+
 def _run() -> None:
-    import vllm.entrypoints.launchers.api_server.entry
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-    import megarl.sync.receiver  # noqa: F401
-
-    # On CPU vLLM asks for fresh interpreters for engine and workers, to set their OpenMP up; here that is all set already.
-    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-    contexts["spawn"] = contexts["fork"]
+    for module in PRELOAD:
+        importlib.import_module(module)
+    _wait_without_spinning()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended servers leave no zombies
     for line in sys.stdin:
         pid = os.fork()
