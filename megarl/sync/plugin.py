@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 BACKEND = "megarl"
 
 
@@ -12,3 +15,24 @@ def register() -> None:
     # register_engine raises on a second call and offers no question of its own.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.sync.receiver", "Receiver")
+    _fork_on_cpu()
+
+
+def _fork_on_cpu() -> None:
+    """On CPU vLLM starts its engine core and workers in fresh interpreters, to set their OpenMP environment. ``engine_process`` has
+    set it for all of them; forked, as vLLM does it elsewhere, each saves the 8 s that importing vLLM takes, and its memory."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":
+        return
+    platform: Any = type(current_platform)
+    configure = platform.check_and_update_config
+    if getattr(configure, "forks", False):
+        return
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        configure(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    check_and_update_config.forks = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = staticmethod(check_and_update_config)

@@ -26,8 +26,11 @@ def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningE
 
 
 @pytest.fixture
-def engine(shared_engine: RunningEngine) -> RunningEngine:
-    return shared_engine.ready()
+def engine(shared_engine: RunningEngine, zygote: Zygote) -> RunningEngine:
+    """First started as a job does it; from the zygote when a test has killed it."""
+    running = shared_engine.ready()
+    shared_engine.zygote = zygote
+    return running
 
 
 @pytest.fixture(scope="session")
