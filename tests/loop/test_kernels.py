@@ -10,25 +10,30 @@ import pytest
 from tests.system.jobs import TINY, Job
 
 
-def run(folder: Path, kernels: str) -> list[dict[str, float]]:
-    """Metrics of every step of a job with 20 supervised steps and one of preferences, which needs no engine."""
+def start(folder: Path, kernels: str) -> Job:
+    """A job with 20 supervised steps and one of preferences, which needs no engine."""
     settings = ["experiment=dpo", *(s for s in TINY[1:] if not s.startswith(("trainer.warm_start.steps", "rollout.")))]
     settings += ["trainer.warm_start.steps=20", "trainer.steps=1", f"trainer.kernels={kernels}"]
-    job = Job(folder / kernels, settings).start()
-    try:
-        assert job.wait(280) == 0, job.output.read_text()
-        return [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
-    finally:
-        job.clean_up()
+    return Job(folder / kernels, settings).start()
+
+
+def metrics(job: Job) -> list[dict[str, float]]:
+    """Of every step, once it has ended."""
+    assert job.wait(280) == 0, job.output.read_text()
+    return [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(600)
 def test_loss_curves_are_equal(tmp_path: Path) -> None:
     """To 1e-6; tests/parallel/test_head.py has GRPO's, and all grids."""
-    curves = {
-        kernels: [m[key] for m in run(tmp_path, kernels) for key in ("sft/loss", "actor/loss") if key in m]
-        for kernels in ("megarl", "torch")
-    }
+    jobs = {kernels: start(tmp_path, kernels) for kernels in ("megarl", "torch")}  # beside each other: most of a start is one process
+    try:
+        curves = {
+            kernels: [m[key] for m in metrics(job) for key in ("sft/loss", "actor/loss") if key in m] for kernels, job in jobs.items()
+        }
+    finally:
+        for job in jobs.values():
+            job.clean_up()
     assert len(curves["torch"]) == 21
     assert curves["megarl"] == pytest.approx(curves["torch"], rel=1e-6, abs=0)
     assert curves["megarl"] != curves["torch"]  # to the last bit: the setting has reached the trainers

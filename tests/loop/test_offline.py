@@ -62,15 +62,23 @@ def job_of(run_dir: Path, name: str, files: Sequence[str]) -> Job:
     return Job(run_dir, [f"experiment={name}", GRIDS[name], *SMALL, *files])
 
 
-@pytest.fixture(scope="module", params=sorted(GRIDS))
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: list[str]) -> Iterator[Job]:
-    """A job that ran once to its end."""
-    job = job_of(tmp_path_factory.mktemp(request.param) / request.param, request.param, files).start()
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, files: list[str]) -> Iterator[dict[str, Job]]:
+    """A job of each kind, beside each other: most of a start is one process after the other."""
+    jobs = {name: job_of(tmp_path_factory.mktemp(name) / name, name, files).start() for name in sorted(GRIDS)}
     try:
-        assert job.wait(240) == 0, job.output.read_text()
-        yield job
+        yield jobs
     finally:
-        job.clean_up()
+        for job in jobs.values():
+            job.clean_up()
+
+
+@pytest.fixture(scope="module", params=sorted(GRIDS))
+def finished(request: pytest.FixtureRequest, started: dict[str, Job]) -> Job:
+    """A job that ran once to its end."""
+    job = started[request.param]
+    assert job.wait(280) == 0, job.output.read_text()
+    return job
 
 
 def records(run_dir: Path) -> list[dict[str, float]]:

@@ -75,16 +75,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
         return job
 
     try:
-        first = start("whole")
-        assert first.wait(300) == 0, first.output.read_text()
-        second = start("killed")
+        first, second = start("whole"), start("killed")  # beside each other: most of a start is one process after the other
         second.until_step(3)
         for pid in [*second.processes(), second.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         second.until_gone(60)
         third = start("killed")
-        assert third.wait(300) == 0, third.output.read_text()
+        assert first.wait(400) == 0, first.output.read_text()
+        assert third.wait(400) == 0, third.output.read_text()
         yield first.run_dir, third.run_dir
     finally:
         for job in started:
@@ -157,21 +156,24 @@ ALGORITHMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """With the grids and the verifiers that no other job has. tests/system/test_faults.py has MIX under context parallelism."""
 
 
-@pytest.fixture(scope="module", params=list(ALGORITHMS))
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Two steps of an algorithm that asks for other data than groups."""
-    overrides, _ = ALGORITHMS[request.param]
-    settings = [*TINY, f"algorithm={request.param}", "algorithm.group_size=8", "trainer.steps=2", *overrides]
-    job = Job(tmp_path_factory.mktemp(request.param) / "run", settings).start()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """Two steps of each algorithm that asks for other data than groups."""
+    jobs = {}
+    for name, (overrides, _) in ALGORITHMS.items():
+        settings = [*TINY, f"algorithm={name}", "algorithm.group_size=8", "trainer.steps=2", *overrides]
+        jobs[name] = Job(tmp_path_factory.mktemp(name) / "run", settings).start()
     try:
-        assert job.wait(300) == 0, job.output.read_text()
-        yield request.param, job.run_dir
+        yield jobs
     finally:
-        job.clean_up()
+        for job in jobs.values():
+            job.clean_up()
 
 
-def test_algorithms_with_data_of_their_own(trained: tuple[str, Path]) -> None:
-    name, run_dir = trained
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_with_data_of_their_own(trained: dict[str, Job], name: str) -> None:
+    job, run_dir = trained[name], trained[name].run_dir
+    assert job.wait(400) == 0, job.output.read_text()
     steps = metrics(run_dir)
     assert sorted(steps) == [1, 2]
     for found in steps.values():

@@ -96,9 +96,9 @@ CELLS = [
 
 
 def make_batch(reference_logp: Any) -> dict[str, torch.Tensor]:
-    """Ten rows of unequal length. old_logp and ref_logp are the model's own, perturbed: no term of the loss vanishes."""
+    """Six rows of unequal length. old_logp and ref_logp are the model's own, perturbed: no term of the loss vanishes."""
     g = torch.Generator().manual_seed(11)
-    rows, length = 10, 20
+    rows, length = 6, 20
     tokens = torch.randint(2, VOCAB, (rows, length), generator=g)
     mask = torch.zeros(rows, length, dtype=torch.bool)
     lengths = torch.zeros(rows, dtype=torch.int64)
@@ -303,7 +303,7 @@ HEADER = """# Parity of the grids
 Written by `make parity` (`tests/parallel/parity.py`) on a CPU in float32; `tests/parallel/test_parity.py` fails where a number is above
 {tolerance:.0e}.
 
-One GRPO batch of ten sequences of unequal length with perturbed `old_logp` and `ref_logp`, so that clipping, the KL term and the
+One GRPO batch of six sequences of unequal length with perturbed `old_logp` and `ref_logp`, so that clipping, the KL term and the
 entropy term are all in the gradient. The reference is one process of transformers (eager attention) and `torch.optim.AdamW`, with the
 loss and the clipping of the gradient written out in the test. Four updates each.
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,28 @@ print(hasattr(module, "cuda"), module.CUDA_STATE)
 """
 
 
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[bytes]]]]:
+    """MEGARL_CUDA -> folder and build of its wheel. Beside each other: for a good part of a build one file is compiled alone."""
+    started = {}
+    for cuda in ("OFF", "ON")[: 2 if shutil.which("nvcc") else 1]:
+        folder = tmp_path_factory.mktemp(f"wheel_{cuda}")
+        options = ["-C", f"cmake.define.MEGARL_CUDA={cuda}", "-C", f"build-dir={folder / 'build'}"]
+        command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), *options, str(ROOT)]
+        started[cuda] = folder, subprocess.Popen(command)
+    yield started
+    for _, process in started.values():
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cuda", ["OFF", "ON"])
-def test_wheel(tmp_path: Path, cuda: str) -> None:
-    if cuda == "ON" and shutil.which("nvcc") is None:
+def test_wheel(builds: dict[str, tuple[Path, subprocess.Popen[bytes]]], cuda: str) -> None:
+    if cuda not in builds:
         pytest.skip("nvcc is not on the PATH")
-    options = ["-C", f"cmake.define.MEGARL_CUDA={cuda}", "-C", f"build-dir={tmp_path / 'build'}"]
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), *options, str(ROOT)]
-    subprocess.run(command, check=True)
+    tmp_path, build = builds[cuda]
+    assert build.wait() == 0
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "wheel")
