@@ -284,12 +284,22 @@ def test_a_budget_that_is_too_small_is_named(folder: str) -> None:
     assert "give at least 8192" in run_grid(1, refused, folder)[0]
 
 
-def train(rank: int, path: str, parallel: ParallelConfig, kernels: Any, logits_bytes: int | None) -> dict[str, list[float]]:
-    """Runs in each rank: loss and gradient norm of 20 supervised steps, and of 20 GRPO steps on one batch."""
+WAYS: dict[str, tuple[Any, int | None]] = {"torch": ("torch", None), "A": ("megarl", None), "C": ("megarl", 13 * 1024 * 4)}
+"""Kernels, bytes of logits."""
+
+
+def train(rank: int, path: str, parallel: ParallelConfig) -> dict[str, dict[str, list[float]]]:
+    """Runs in each rank, in each way: loss and gradient norm of 20 supervised steps, and of 20 GRPO steps on one batch."""
+    from megarl.parallel import groups
+
+    groups.initialize(parallel, seed=1)
+    return {way: train_in(rank, path, parallel, *how) for way, how in WAYS.items()}
+
+
+def train_in(rank: int, path: str, parallel: ParallelConfig, kernels: Any, logits_bytes: int | None) -> dict[str, list[float]]:
     from megarl import algorithms
     from megarl.batching import Cut
     from megarl.checkpoint import hf
-    from megarl.parallel import groups
     from megarl.parallel.grid import megatron_grid
     from megarl.reshard.layouts import megatron_layout
     from megarl.training import objectives
@@ -297,7 +307,6 @@ def train(rank: int, path: str, parallel: ParallelConfig, kernels: Any, logits_b
     from megarl.training.schedule import Head
 
     ops.use(kernels)
-    groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     optimizer = OptimizerConfig(lr=3e-4, clip_grad=1.0)
     head = Head(VOCAB, 0.9, logits_bytes)
@@ -337,9 +346,8 @@ def test_kernels_and_twins_train_alike(folder: str, grid: str) -> None:
     after 20 steps, as are those of the twin alone on one and on two ranks.
     """
     parallel, path = GRIDS[grid], f"{folder}/untied"
-    ways: dict[str, tuple[Any, ...]] = {"torch": ("torch", None), "A": ("megarl", None), "C": ("megarl", 13 * 1024 * 4)}
-    ranks = {way: run_grid(parallel.world_size, train, path, parallel, *how) for way, how in ways.items()}
-    curves = {way: max(found, key=lambda curve: curve["sft"][0]) for way, found in ranks.items()}  # of the rank that has the loss
+    ranks = run_grid(parallel.world_size, train, path, parallel)
+    curves = {way: max((rank[way] for rank in ranks), key=lambda curve: curve["sft"][0]) for way in WAYS}  # of the rank that has the loss
     twin = curves["torch"]
     assert twin["sft"][-1] < 0.6 * twin["sft"][0] and twin["grpo"][-1] < 0.6 * twin["grpo"][0]
     for way in ("A", "C"):

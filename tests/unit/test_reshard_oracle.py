@@ -6,22 +6,39 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
+LEAST = {"megatron": 950, "checkpoint": 88, "vllm": 73}
+"""Engine -> how many cases it has at least."""
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Each in a process of its own, since they take over the one that imports them; beside each other, each on one core."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    started = {
+        engine: subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.reshard_engines", engine],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for engine in LEAST
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "least"), [("megatron", 950), ("checkpoint", 88), ("vllm", 73)])
-def test_the_oracle_holds_what_the_engine_holds(engine: str, least: int) -> None:
-    """In a process of its own: both engines take over the one that imports them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.reshard_engines", engine],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+@pytest.mark.parametrize("engine", LEAST)
+def test_the_oracle_holds_what_the_engine_holds(engine: str, engines: dict[str, subprocess.Popen[str]]) -> None:
+    out, said = engines[engine].communicate(timeout=280)
+    assert engines[engine].returncode == 0, said[-4000:]
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
     assert [line for line in lines if line[1] is not None] == []
-    assert len(lines) >= least
+    assert len(lines) >= LEAST[engine]
