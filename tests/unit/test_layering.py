@@ -102,41 +102,32 @@ def run_python(code: str, blocked: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-def imported_by(module: str) -> set[str]:
-    return set(run_python(f"import {module}\nprint(*sys.modules)").split())
+def imported_by(*modules: str) -> set[str]:
+    return set(run_python(f"import {', '.join(modules)}\nprint(*sys.modules)").split())
 
 
-@pytest.mark.parametrize(
-    "module", ["megarl", "megarl.cli", "megarl.config", "megarl.schema", "megarl.launch.process"]
-)
-def test_importing_is_light(module: str) -> None:
-    assert not imported_by(module) & set(HEAVY)
+def test_importing_is_light() -> None:
+    light = imported_by("megarl", "megarl.cli", "megarl.config", "megarl.schema", "megarl.launch.process")
+    assert not light & set(HEAVY)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "megarl.loop.explorer",
-        "megarl.rollout.client",
-        "megarl.rollout.control",
-        "megarl.rewards.worker",
-        "megarl.report.html",
-    ],
-)
-def test_runs_without_torch(module: str) -> None:
+def test_explorer_workers_and_report_run_without_torch() -> None:
     """Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""
-    assert not imported_by(module) & {"torch", "vllm", "megatron", "transformers"}
+    imported = imported_by(
+        "megarl.loop.explorer", "megarl.rollout.client", "megarl.rollout.control", "megarl.rewards.worker", "megarl.report.html"
+    )
+    assert not imported & {"torch", "vllm", "megatron", "transformers"}
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["megarl.reshard.plan", "megarl.reshard.execute", "megarl.architectures", "megarl.rollout.client",
-     "megarl.checkpoint.hf", "megarl.ops", "megarl.algorithms", "megarl.launch.job"],
+NEITHER = (
+    "megarl.reshard.plan", "megarl.reshard.execute", "megarl.architectures", "megarl.rollout.client", "megarl.checkpoint.hf",
+    "megarl.ops", "megarl.algorithms", "megarl.launch.job",
 )  # fmt: skip
-def test_needs_neither_megatron_nor_vllm(module: str) -> None:
-    run_python(f"import {module}", blocked=("megatron", "vllm", "transformer_engine", "apex"))
 
 
-@pytest.mark.parametrize("module", ["megarl.loop.trainer", "megarl.sync.publish"])
-def test_trainer_needs_no_vllm(module: str) -> None:
-    run_python(f"import {module}", blocked=("vllm", "transformer_engine", "apex"))
+def test_layers_below_the_models_need_neither_megatron_nor_vllm() -> None:
+    run_python(f"import {', '.join(NEITHER)}", blocked=("megatron", "vllm", "transformer_engine", "apex"))
+
+
+def test_trainer_needs_no_vllm() -> None:
+    run_python("import megarl.loop.trainer, megarl.sync.publish", blocked=("vllm", "transformer_engine", "apex"))
