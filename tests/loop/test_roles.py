@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megarl.checkpoint.state import latest, read_state
 from megarl.schema import GREEDY
 from megarl.store import Store
-from tests.system.jobs import TINY, Job
+from tests.system.jobs import START_S, TINY, Job
 
 pytestmark = pytest.mark.timeout(900)  # three jobs, one after the other, before the first test
 
@@ -76,7 +76,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
 
     try:
         first, second = start("whole"), start("killed")  # beside each other: most of a start is one process after the other
-        second.until_step(3)
+        second.until(lambda: 3 in second.steps(), "step 3", 2 * START_S)
         for pid in [*second.processes(), second.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
