@@ -20,7 +20,7 @@ from megarl.schema import GREEDY
 from megarl.store import Store
 from tests.system.jobs import START_S, TINY, Job
 
-pytestmark = pytest.mark.timeout(900)  # three jobs, one after the other, before the first test
+pytestmark = pytest.mark.timeout(900)  # three jobs before the first test
 
 STEPS = 4
 PPO = (

@@ -10,7 +10,7 @@ import torch
 from tests.parallel.parity import CELLS, MODELS, OPTIMIZER, TOLERANCE, Cell, Errors, folder_of, measure
 
 pytestmark = pytest.mark.timeout(900)
-"""The first test waits for all cells: about 190 seconds of CPU time."""
+"""The first test waits for all cells."""
 
 
 @pytest.fixture(scope="module")
