@@ -19,7 +19,7 @@ from megarl.launch.checks import check
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import INTERRUPT, StopRequest
 from megarl.launch.node import LocalNode, Node
-from megarl.launch.postgres import job_store
+from megarl.launch.postgres import Server, job_store
 from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.run_dir import next_attempt, own_run_dir
@@ -47,11 +47,11 @@ def run(config: Config) -> int:
     with Gathering(allocation, key, config.cluster.heartbeat_s) as gathering, own_run_dir(run_dir) as lock, ExitStack() as stack:
         tasks = check(config, mend=True, nodes=allocation.nodes)
         host = config.run.host if allocation.nodes == 1 else allocation.head
-        stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=config.parallel.world_size + OTHERS))
+        server = stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=config.parallel.world_size + OTHERS))
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
-            _run_attempts(config, tasks, allocation, gathering, lock)
+            _run_attempts(config, tasks, allocation, gathering, lock, server)
         # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
         finished = is_finished(config, run_dir)
         if finished:  # its report too, which may not have been written when it ended
@@ -65,7 +65,9 @@ def run(config: Config) -> int:
     return 0 if finished else UNFINISHED
 
 
-def _run_attempts(config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int) -> None:
+def _run_attempts(
+    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int, server: Server | None
+) -> None:
     """Attempts, until one ends in order or ``cluster.restarts`` are used up."""
     run_dir = Path(config.run.dir)
     with StopRequest() as stop_request, ExitStack() as stack:
@@ -83,7 +85,7 @@ def _run_attempts(config: Config, tasks: Mapping[str, list[Task]], allocation: A
             attempt = next_attempt(run_dir)
             _fill_store(config, tasks, attempt)
             try:
-                watch(start_attempt(config, nodes, attempt), stop_request, config, attempt)
+                watch(start_attempt(config, nodes, attempt), stop_request, config, attempt, server)
                 return
             except FencedError:
                 raise

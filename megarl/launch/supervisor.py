@@ -18,6 +18,7 @@ from megarl.errors import FencedError, JobError
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Node, Process, Spec
 from megarl.launch.placement import Place, Placement, place, table
+from megarl.launch.postgres import Server
 from megarl.launch.run_dir import current_attempt
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.rollout.engine import engine_process
@@ -170,11 +171,14 @@ def stop(started: Sequence[Started], grace_s: float) -> None:
         list(pool.map(lambda found: found[0].stop(found[1], grace_s), by_node.values()))
 
 
-def watch(started: Sequence[Started], stop_request: StopRequest, config: Config, attempt: int | None = None) -> None:
+def watch(
+    started: Sequence[Started], stop_request: StopRequest, config: Config, attempt: int | None = None, server: Server | None = None
+) -> None:
     """Wait until the trainer has ended, finished or stopped on request, then end the rest.
 
     Args:
         attempt: Number of this one; a later one in the run's directory ends it.
+        server: The job's own database: started again when it has ended, be it by the signal with which Slurm stops a whole step.
 
     Raises:
         JobError: a process died; carries its name, exit status and last lines. All others are gone by then.
@@ -190,6 +194,9 @@ def watch(started: Sequence[Started], stop_request: StopRequest, config: Config,
                 looked_at = time.monotonic()
                 if (newest := current_attempt(Path(config.run.dir))) > attempt:
                     raise FencedError(f"attempt {newest} of this run has begun; attempt {attempt} ends")
+            if server is not None and server.poll() is not None:
+                log.warning("the job's PostgreSQL has ended (status %s); starting it again", server.poll())
+                server.start()
             if stop_request.count and asked_at is None:
                 asked_at = time.monotonic()
                 log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")

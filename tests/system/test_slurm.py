@@ -57,7 +57,7 @@ class Submitted:
             time.sleep(0.2)
 
     def said(self) -> str:
-        return self.output.read_text()[-3000:] if self.output.is_file() else "(nothing)"
+        return self.output.read_text() if self.output.is_file() else "(nothing)"
 
     def completed(self) -> None:
         state = self.cluster.wait(self.number, PATIENCE_S)
