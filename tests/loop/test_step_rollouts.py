@@ -87,6 +87,8 @@ def session(store: Store) -> Any:
         state=SimpleNamespace(step=2),
         version=WeightsVersion(0, 1),
         position=SimpleNamespace(rank=0),
+        settling=False,
+        settle=lambda: None,
         train_tasks=store.task_ids("train"),
         hf_config={"vocab_size": VOCAB},
         algorithm=SimpleNamespace(needs=frozenset({"greedy"})),

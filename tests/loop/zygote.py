@@ -88,7 +88,6 @@ PRELOAD = (
     # What a server and its workers import only once they run.
     "compressed_tensors",
     "prometheus_fastapi_instrumentator",
-    "setproctitle",
     "vllm.distributed.device_communicators.cpu_communicator",
     "vllm.entrypoints.generate.api_router",
     "vllm.entrypoints.openai.chat_completion.api_router",
