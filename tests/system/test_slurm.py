@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,9 +21,9 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 HOME = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (HOME / "slurm").glob("*.sh") if path.name != "common.sh")
 ENV = {"MEGARL_SETUP": f"venv:{sys.prefix}"}
-# Slurm looks at time limits twice a minute: the job must last longer than that.
+STEPS = 24
 DPO = (
-    *("experiment=dpo", "parallel=dp2", "trainer.steps=60", "trainer.tasks_per_step=16", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"),
+    *("experiment=dpo", "parallel=dp2", f"trainer.steps={STEPS}", "trainer.tasks_per_step=16", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"),
     *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
 )
 PATIENCE_S = 400.0
@@ -58,6 +61,26 @@ class Submitted:
 
     def said(self) -> str:
         return self.output.read_text() if self.output.is_file() else "(nothing)"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Rank 1 stands still, and so does the training: Slurm looks at limits and nodes a few times a minute only."""
+        (pid,) = [pid for pid in self._pids() if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def _pids(self) -> Iterator[int]:
+        """Trainer ranks: the processes themselves, not those that write a checkpoint for them."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                leads = os.getsid(int(folder.name)) == int(folder.name)
+                if leads and b"trainer" in words and f"{self.run_dir}/resolved.json".encode() in words:
+                    yield int(folder.name)
 
     def completed(self) -> None:
         state = self.cluster.wait(self.number, PATIENCE_S)
@@ -104,18 +127,22 @@ def test_stopped_in_three_ways_and_the_same_in_the_end(cluster: SlurmCluster, tm
 
     stopped_at = job.steps()
     job.until(lambda: job.steps() > stopped_at, "step after the first stop")
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=3")  # the scripts' signal comes 180 s before the limit
+    stops = job.said().count("stopping: saving")
+    with job.held():
+        cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=3")  # the scripts' signal comes 180 s before the limit
+        job.until(lambda: job.said().count("stopping: saving") > stops, "signal before the time limit")
     job.until(lambda: job.said().count("queued again") == 2, "requeue at the time limit")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
 
     stopped_at = job.steps()
     job.until(lambda: job.steps() > stopped_at, "step after the second stop")
     attempt = current_attempt(job.run_dir)
-    cluster.kill_node(NODES[0])  # the head's: what the job has there lives on, and must not go on
-    try:
-        job.until(lambda: cluster.state(job.number) == "PENDING", "requeue after the node's end")
-    finally:
-        cluster.start_node(NODES[0])
+    with job.held():
+        cluster.kill_node(NODES[0])  # the head's: what the job has there lives on, and must not go on
+        try:
+            job.until(lambda: cluster.state(job.number) == "PENDING", "requeue after the node's end")
+        finally:
+            cluster.start_node(NODES[0])
     job.completed()
     whole.completed()
     assert (job.restarts(), whole.restarts()) == (3, 0)
@@ -123,4 +150,4 @@ def test_stopped_in_three_ways_and_the_same_in_the_end(cluster: SlurmCluster, tm
     models = [(run.run_dir / "hf" / "model.safetensors").read_bytes() for run in (whole, job)]
     assert models[0] == models[1]
     steps = [record["step"] for record in job.metrics() if "actor/loss" in record]
-    assert steps == list(range(1, 61))
+    assert steps == list(range(1, STEPS + 1))
