@@ -108,23 +108,9 @@ PRELOAD = (
 )
 
 
-def _wait_without_spinning() -> None:
-    """Readers of vLLM's message queues spin for a second before they wait: two workers that are asked now and then hold both cores."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    made = SpinCondition.__init__
-
-    def make(self: Any, *args: Any, **options: Any) -> None:
-        made(self, *args, **options)
-        self.busy_loop_s = 0
-
-    SpinCondition.__init__ = make  # type: ignore[method-assign]
-
-
 def _run() -> None:
     for module in PRELOAD:
         importlib.import_module(module)
-    _wait_without_spinning()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended servers leave no zombies
     for line in sys.stdin:
         pid = os.fork()
