@@ -4,7 +4,7 @@ VENV   ?= .venv
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
 ARGS   ?=
-TESTS  ?= tests
+TESTS  ?=
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: train test check bench soak parity learning doctor clean
@@ -14,7 +14,7 @@ train: $(VENV)/.installed
 	$(VENV)/bin/megarl train experiment=quickstart $(ARGS)
 
 test: $(VENV)/.installed
-	$(PY) -m pytest --durations=15 $(ARGS) $(TESTS)
+	$(PY) -m $(if $(TESTS),pytest,tests.both) --durations=15 $(ARGS) $(TESTS)
 
 check: $(VENV)/.installed  ## lint and types, in seconds
 	$(VENV)/bin/ruff check .
