@@ -13,7 +13,6 @@ from megarl.errors import ConfigError
 from megarl.launch import ports
 from megarl.launch.inputs import check_held_out, check_lengths, check_rewards, judgeable, without_choices
 from megarl.launch.model_checks import check_model
-from megarl.launch.postgres import find_server
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, set_aside_damaged
 from megarl.launch.role_checks import check_role_models, check_role_settings
@@ -21,7 +20,7 @@ from megarl.launch.rows import SPLITS, needs_expert_rows, read_split
 from megarl.launch.vision_checks import check_images
 from megarl.report.doctor import available_memory
 from megarl.schema import Task
-from megarl.store import OWN_SERVER, check_url
+from megarl.store import check_url
 from megarl.tasksets import ChatTokenizer, check_prompts
 from megarl.tracking import check_trackers
 
@@ -47,8 +46,6 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, li
     check_role_settings(config, algorithm)
     _check_memory(config, offline, nodes)
     check_url(config.store.url, nodes)
-    if config.store.url == OWN_SERVER:
-        find_server()
     prepare_data(config)
     rows = {split: read_split(config, split) for split in SPLITS}
     if config.trainer.warm_start.steps:
