@@ -33,6 +33,8 @@ class FakeSession:
         self.position = SimpleNamespace(rank=rank)
         self.config = SimpleNamespace(store=SimpleNamespace(poll_s=0.001))
         self.store = SimpleNamespace(progress=lambda rollout_id: progress.pop(0) if len(progress) > 1 else progress[0])
+        self.settling = False  # no checkpoint is being written
+        self.settle = lambda: None
         self.answers: list[bool] = []
         self._stop_at = stop_at
 
