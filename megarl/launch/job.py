@@ -39,7 +39,7 @@ UNFINISHED = 130
 def run(config: Config) -> int:
     """Run the job to its end, or this node's part in it; exit status 0 when it finished, 130 when it was stopped and can be resumed."""
     allocation = find()
-    key = os.environ.setdefault(KEY_VARIABLE, secrets.token_urlsafe(24))
+    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
     if not allocation.is_head:
         return agent.serve(allocation, config, key)
     run_dir = Path(config.run.dir)
@@ -51,7 +51,7 @@ def run(config: Config) -> int:
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
-            _run_attempts(config, tasks, allocation, gathering, lock, server)
+            _run_attempts(config, tasks, allocation, gathering, lock, server, key)
         # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
         finished = is_finished(config, run_dir)
         if finished:  # its report too, which may not have been written when it ended
@@ -66,7 +66,7 @@ def run(config: Config) -> int:
 
 
 def _run_attempts(
-    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int, server: Server | None
+    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int, server: Server | None, key: str
 ) -> None:
     """Attempts, until one ends in order or ``cluster.restarts`` are used up."""
     run_dir = Path(config.run.dir)
@@ -85,7 +85,7 @@ def _run_attempts(
             attempt = next_attempt(run_dir)
             _fill_store(config, tasks, attempt)
             try:
-                watch(start_attempt(config, nodes, attempt), stop_request, config, attempt, server)
+                watch(start_attempt(config, nodes, attempt, key), stop_request, config, attempt, server)
                 return
             except FencedError:
                 raise

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from megarl.launch.allocation import Allocation, Role
 from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Spec
+from megarl.rollout.auth import KEY_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,8 @@ class RemoteNode:
         process = RemoteProcess(spec, self)
         with self._news:
             self._processes[spec.name] = process
-        self._ask(STARTED_S, do="start", spec=asdict(spec))
+        env = {name: value for name, value in spec.env.items() if name != KEY_VARIABLE}  # it has the key, and no wire should
+        self._ask(STARTED_S, do="start", spec=asdict(replace(spec, env=env)))
         return process
 
     def free_ports(self, count: int) -> list[int]:

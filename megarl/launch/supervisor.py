@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import sys
 import time
@@ -49,7 +48,7 @@ class Addresses(NamedTuple):
     reward_hosts: tuple[str, ...]
 
 
-def start_attempt(config: Config, nodes: Sequence[Node], attempt: int) -> list[Started]:
+def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str) -> list[Started]:
     """Start engines, trainer ranks, reward hosts and the explorer, each on its node. An offline job has trainer ranks alone.
 
     Raises:
@@ -66,7 +65,7 @@ def start_attempt(config: Config, nodes: Sequence[Node], attempt: int) -> list[S
     save_resolved(config, resolved)
     started: list[Started] = []
     try:
-        for rank, spec in _specs(config, placement, addresses, by_rank, attempt, resolved):
+        for rank, spec in _specs(config, placement, addresses, attempt, key, resolved):
             node = by_rank[rank]
             spec.env.update(_node_environment(node, alone=len(nodes) == 1))
             started.append(Started(node.start(spec), node))
@@ -113,12 +112,12 @@ def _node_environment(node: Node, *, alone: bool) -> dict[str, str]:
 
 
 def _specs(
-    config: Config, placement: Placement, addresses: Addresses, nodes: dict[int, Node], attempt: int, resolved: Path
+    config: Config, placement: Placement, addresses: Addresses, attempt: int, key: str, resolved: Path
 ) -> list[tuple[int, Spec]]:
     """(node rank, process) in the order in which they are started: what takes longest first."""
     logs = _logs(config, attempt)
     env = {
-        KEY_VARIABLE: os.environ.setdefault(KEY_VARIABLE, secrets.token_urlsafe(24)),
+        KEY_VARIABLE: key,
         "MEGARL_ATTEMPT": str(attempt),
         "MEGARL_ENGINES": ",".join(f"http://{address}" for address in addresses.engines),
         "MEGARL_LINK": addresses.link,

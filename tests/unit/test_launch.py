@@ -47,7 +47,7 @@ def test_starting_on_a_port_in_use_launches_nothing(prepared: Path, busy_port: i
     config = replace(config, run=replace(config.run, dir=str(tmp_path)))
     in_use = pytest.raises(ConfigError, match=f"port {busy_port} .* in use")
     with own_run_dir(tmp_path) as lock, Guard(lock) as guard, in_use:
-        start_attempt(config, [LocalNode(guard, [lock], first_port=config.run.port)], 1)
+        start_attempt(config, [LocalNode(guard, [lock], first_port=config.run.port)], 1, "a key")
     assert not (tmp_path / "logs").exists()
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(p)]
 
