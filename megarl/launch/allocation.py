@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from megarl.errors import ConfigError
+from megarl.rewards.host import MIN_KEY
 from megarl.rollout.auth import KEY_VARIABLE
 
 Role = Literal["all", "trainer", "rollout"]
@@ -18,7 +19,6 @@ Role = Literal["all", "trainer", "rollout"]
 
 LOWEST_PORT, PORTS = 20000, 12000
 """Of the head, where MEGARL_HEAD_PORT does not say it: below the ports of outgoing connections."""
-MIN_KEY = 16
 
 
 @dataclass(frozen=True)

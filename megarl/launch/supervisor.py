@@ -122,10 +122,11 @@ def _specs(
         "MEGARL_ENGINES": ",".join(f"http://{address}" for address in addresses.engines),
         "MEGARL_LINK": addresses.link,
         "MEGARL_REWARD_HOSTS": ",".join(f"{address}*{config.reward.workers}" for address in addresses.reward_hosts),
-        **{name: os.environ[name] for name in (VARIABLE,) if name in os.environ},
         "MEGARL_TTY": "1" if sys.stderr.isatty() else "0",
         "PYTHONUNBUFFERED": "1",
     }
+    if VARIABLE in os.environ:  # other nodes do not inherit it
+        env[VARIABLE] = os.environ[VARIABLE]
     found: list[tuple[int, Spec]] = []
 
     def add(rank: int, name: str, argv: Sequence[str], more: dict[str, str], log_name: str, echo: bool = False) -> None:
