@@ -7,7 +7,7 @@ ARGS   ?=
 TESTS  ?=
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: train test check bench soak parity learning doctor clean
+.PHONY: train test check bench soak faults parity learning doctor clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -27,6 +27,9 @@ bench: $(VENV)/.installed
 soak: $(VENV)/.installed  ## what is too long for `make test`; resumable
 	$(PY) -m tests.system.soak
 	$(PY) benchmarks/controls.py $(ARGS)
+
+faults: $(VENV)/.installed  ## do faults to running jobs, about ten minutes; the table of docs/faults.md
+	$(PY) -m tests.system.fault_table $(ARGS)
 
 parity: $(VENV)/.installed  ## measure every grid against transformers again and write the table
 	$(PY) -W ignore -m tests.parallel.parity docs/parity.md

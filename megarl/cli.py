@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             status = _run(arguments)
             INTERRUPT.check()
+            _tell(status)
             return status
         except BaseException:
             if not INTERRUPT.seen:
@@ -91,6 +92,13 @@ def main(argv: list[str] | None = None) -> int:
     logging.error("megarl %s: interrupted", arguments.command)
     sys.stdout.flush()
     os._exit(130)  # else libraries that were half imported have their last words
+
+
+def _tell(status: int) -> None:
+    """How the head's command ended, where slurm/common.sh asks: ``srun`` ends with the largest status of all nodes, lost ones too."""
+    if (path := os.environ.get("MEGARL_STATUS")) and os.environ.get("SLURM_PROCID") == "0":
+        with open(path, "w") as file:
+            file.write(str(status))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -175,12 +183,15 @@ def _report(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from megarl.config import load_resolved
-    from megarl.launch.postgres import job_store
+    from megarl.launch.postgres import job_store, live_url
     from megarl.report.html import write_report
+    from megarl.store import OWN_SERVER, VARIABLE
 
     run_dir = Path(arguments.run_dir)
     resolved = run_dir / "resolved.json"
     url = load_resolved(resolved).store.url if resolved.is_file() else ""
+    if url == OWN_SERVER and VARIABLE not in os.environ and (live := live_url(run_dir, os.environ.get("MEGARL_JOB_KEY"))) is not None:
+        os.environ[VARIABLE] = live
     with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1"):  # the run's own server ended with the job
         sys.stdout.write(f"{write_report(run_dir)}\n")
     return 0

@@ -36,8 +36,16 @@ class WeightSyncError(RuntimeError):
     """Weights in an engine differ from the trainer's after a sync, or the sync did not end."""
 
 
+class WeightsDiffer(WeightSyncError):
+    """Two sides that both live were compared after a sync, and differ: to send the weights again would hide a fault."""
+
+
 class EngineError(RuntimeError):
     """The rollout engine refused a request or is gone."""
+
+
+class RequestRefused(EngineError):
+    """The rollout engine refused a request for what is in it, and would refuse it again."""
 
 
 class SandboxError(RuntimeError):
@@ -46,6 +54,10 @@ class SandboxError(RuntimeError):
 
 class JobError(RuntimeError):
     """A process of the job died; the message carries its last lines."""
+
+
+class DiskFullError(JobError):
+    """No room, on a disk or in a quota, for what was to be written."""
 
 
 class FencedError(JobError):

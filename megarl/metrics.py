@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
+
+from megarl import pulse
+
+log = logging.getLogger(__name__)
 
 Sums = Mapping[str, tuple[float, float]]
 """Metric name -> (sum, count): what ranks and micro-batches can add up. Under ``max:name`` the first number is a maximum."""
@@ -59,38 +67,86 @@ class MetricWriter:
     def __init__(
         self, run_dir: Path, *, warm_start_step: int = 0, step: int = -1, tensorboard: bool = True, trackers: Sequence[Tracker] = ()
     ) -> None:
+        self._run_dir, self._tensorboard = run_dir, tensorboard
         self._trackers = tuple(trackers)
+        self._open(warm_start_step, step)
+
+    def _open(self, warm_start_step: int, step: int) -> None:
         self._boards: dict[bool, Any] = {}
-        if tensorboard:
+        if self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder = run_dir / "tensorboard"
+            folder = self._run_dir / "tensorboard"
             self._boards[False] = SummaryWriter(str(folder), purge_step=step + 1)
             self._boards[True] = SummaryWriter(str(folder / "warm_start"), purge_step=warm_start_step + 1)
-        path = run_dir / "metrics.jsonl"
+        path = self._run_dir / "metrics.jsonl"
         if path.is_file():
             kept = [line for line in path.read_text().splitlines() if _counts(line, warm_start_step, step)]
             temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(f"{line}\n" for line in kept))
             temporary.replace(path)
-        self._file: TextIO = path.open("a")
+        self._lines = Lines(path)
+
+    def rewind(self, warm_start_step: int, step: int) -> None:
+        """Drop what was written behind these steps, as at the start of a job. Trackers keep it."""
+        self._close()
+        self._open(warm_start_step, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A full disk costs the records that it has no room for, and TensorBoard the rest of this start of the job."""
         warm_start = _is_warm_start(metrics)
         board = self._boards.get(warm_start)
         if board is not None:
-            for name, value in metrics.items():
-                board.add_scalar(name, value, step)
-            board.flush()
+            try:
+                for name, value in metrics.items():
+                    board.add_scalar(name, value, step)
+                board.flush()
+            except OSError as error:  # its thread has ended with it
+                self._boards = {}
+                log.warning("TensorBoard is left out from here on: %s; training goes on", error)
         for tracker in self._trackers:
             tracker.write(step, metrics, warm_start)
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        self._lines.append({"step": step, **metrics})
 
     def close(self) -> None:
-        for writer in (*self._boards.values(), *self._trackers):
-            writer.close()
-        self._file.close()
+        self._close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _close(self) -> None:
+        for board in self._boards.values():
+            with suppress(OSError):
+                board.close()
+        self._lines.close()
+
+
+class Lines:
+    """A file of JSON records, one a line, appended to. On a full disk a record is left out as a whole, with a warning at the first of
+    them; what comes when there is room again is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO = path.open("ab", buffering=0)  # a buffer would bring what had no room again and again
+        self._full = False
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = (json.dumps(record) + "\n").encode()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(before)
+            if not self._full:
+                log.warning("%s cannot be written: %s; records are left out until it can, training goes on", self._path, error)
+            self._full = True
+        else:
+            self._full = False
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
 
 
 def _is_warm_start(names: Iterable[str]) -> bool:
@@ -108,12 +164,12 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
 class Timeline:
     """What one process did when: phases with wall-clock start and end (unix seconds), for the report.
 
-    Written to ``<folder>/<process>.jsonl``, one phase a line; ``seconds`` sums the phases since ``reset``.
+    Shown to the supervisor while it lasts (``pulse``), and written to ``<folder>/<process>.jsonl``, one phase a line; ``seconds`` sums the phases since ``reset``.
     """
 
     def __init__(self, folder: Path, process: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{process}.jsonl").open("a")
+        self._lines = Lines(folder / f"{process}.jsonl")
         self.seconds: dict[str, float] = {}
 
     def reset(self) -> None:
@@ -124,15 +180,14 @@ class Timeline:
         start = time.time()
         clock = time.perf_counter()
         try:
-            yield
+            with pulse.phase(name, labels.get("step")):
+                yield
         finally:
             self.add(name, start, time.perf_counter() - clock, **labels)
 
     def add(self, name: str, start: float, seconds: float, **labels: Any) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        record = {"phase": name, "start": round(start, 4), "seconds": round(seconds, 4), **labels}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._lines.append({"phase": name, "start": round(start, 4), "seconds": round(seconds, 4), **labels})
 
 
 CONSOLE = (

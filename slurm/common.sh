@@ -17,7 +17,8 @@ export MEGARL_JOB_KEY MEGARL_HEAD
 
 setup=${MEGARL_SETUP:-venv:$MEGARL_HOME/.venv}
 # Not --kill-on-bad-exit: when a supervisor dies, the head may go on without its node; when the head does, the others end themselves.
-srun_options=(--ntasks-per-node=1)
+# --no-kill: nor when a node is lost; where the job was not submitted with it too, Slurm ends and queues the whole job then.
+srun_options=(--ntasks-per-node=1 --no-kill)
 launch=()
 case $setup in
   venv:*) source "${setup#venv:}/bin/activate" ;;
@@ -60,7 +61,12 @@ megarl_srun() {
   else
     step=("${srun_options[@]}" "${launch[@]}" megarl "$@")
   fi
+  MEGARL_STATUS=$(mktemp "${TMPDIR:-/tmp}/megarl-status-XXXXXX")
+  export MEGARL_STATUS
   srun "${step[@]}" || status=$?
+  # The head's command writes there how it ended. srun's status is the largest of all nodes', that of one that was lost on the way too.
+  status=$([ -s "$MEGARL_STATUS" ] && cat "$MEGARL_STATUS" || echo "$status")
+  rm -f "$MEGARL_STATUS"
   finish "$status"
 }
 

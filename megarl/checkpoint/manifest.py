@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl import pulse
 from megarl.errors import CheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -43,11 +44,15 @@ class Fingerprint(NamedTuple):
 def write_text(path: Path, text: str) -> None:
     """Write under a temporary name, then rename: a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def unfinished_name(step: int, attempt: int) -> str:
@@ -143,4 +148,8 @@ def _size(path: Path) -> int | None:
 
 def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Fingerprint]:
     """Path relative to ``root`` -> its file's."""
-    return {str(path.relative_to(root)): Fingerprint.of(path) for path in paths}
+    found = {}
+    for path in paths:
+        pulse.mark()
+        found[str(path.relative_to(root))] = Fingerprint.of(path)
+    return found

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl import pulse
 from megarl.checkpoint import rng
+from megarl.checkpoint import room as disk
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
 from megarl.checkpoint.manifest import (
     LATEST,
@@ -31,7 +34,7 @@ from megarl.checkpoint.manifest import (
     write_text,
 )
 from megarl.checkpoint.writer import Writer
-from megarl.errors import JobError
+from megarl.errors import DiskFullError, JobError
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,13 @@ class _Request(NamedTuple):
     finalize: list[Callable[[], None]]
 
 
+class _Fault(NamedTuple):
+    """Why a rank could not write."""
+
+    text: str
+    full: bool
+
+
 class _Written(NamedTuple):
     """Of one rank: what Megatron-Core wants to know of each part's files, and what they are known by again."""
 
@@ -84,6 +94,7 @@ def begin(
     model: Path | None = None,
     background: bool = False,
     fence: Callable[[], None] = lambda: None,
+    room: Callable[[int], None] = lambda needed: None,
 ) -> Save:
     """Take a snapshot on every rank. ``step`` names the checkpoint; a finished one of this name stays until this one is.
 
@@ -92,9 +103,10 @@ def begin(
         model: An HF directory whose config.json and tokenizer go with the first part, so that it can be converted by itself.
         background: A forked process writes; otherwise this one does, before this returns.
         fence: Asked on rank 0 now and before the manifest is written: raises when another attempt has taken over.
+        room: Told on rank 0 how many bytes all ranks will write, before they do: raises when there is no room for them.
 
     Raises:
-        OSError, JobError: what rank 0 met, on every rank.
+        OSError, JobError: what rank 0 met, on every rank; nothing of this checkpoint is left then.
     """
     target = folder / unfinished_name(step, manifest.attempt)
 
@@ -107,22 +119,48 @@ def begin(
             (target / HF_FOLDER).mkdir()
             dtype = next(next(iter(parts.values())).chunks[0].parameters()).dtype
             copy_small_files(model, target / HF_FOLDER, dtype, mtp=False)
+        disk.reserve(target)
 
-    on_rank_0(prepare)
+    def clean_up() -> None:
+        if dist.get_rank() == 0:
+            remove(target)
+
+    with _undone_by(clean_up):
+        on_rank_0(prepare)
+        disk.use_reserve(target, 1)
     requests, states = [], {"process": rng.of_process(), "parts": {}}
     for name, part in parts.items():
         with part.grid():
             requests.append(_request(target / name, part))
             states["parts"][name] = rng.of_grid()
     random_states, rank = json.dumps(states), dist.get_rank()
+    needed = torch.tensor(sum(_size(request) for request in requests) + len(random_states))
+    dist.all_reduce(needed)
+    with _undone_by(clean_up):
+        on_rank_0(lambda: room(int(needed)))
+    own = [target / rng_file(rank), *(Path(name) for r in requests for name, _, _ in r.buckets)]
+
+    def discard() -> None:
+        for path in own:  # at once: what else is on this disk waits for room
+            path.unlink(missing_ok=True)
 
     def write() -> _Written:
-        results = [_write_buckets(request) for request in requests]
-        own = target / rng_file(rank)
-        write_text(own, random_states)
-        return _Written(results, fingerprints(target, [own, *(Path(name) for r in requests for name, _, _ in r.buckets)]))
+        with _undone_by(discard):
+            results = [_write_buckets(request) for request in requests]
+            write_text(own[0], random_states)
+            return _Written(results, fingerprints(target, own))
 
-    return Save(folder, step, target, manifest, requests, fence, Writer(write) if background else _Now(write))
+    return Save(folder, step, target, manifest, requests, fence, Writer(write) if background else _Now(write), int(needed))
+
+
+@contextmanager
+def _undone_by(action: Callable[[], None]) -> Iterator[None]:
+    """``action`` where what is inside fails."""
+    try:
+        yield
+    except (OSError, RuntimeError):
+        action()
+        raise
 
 
 class _Now:
@@ -157,6 +195,8 @@ class Save:
     _requests: list[_Request]
     _fence: Callable[[], None]
     _writer: Writer[_Written] | _Now
+    needed: int
+    """Bytes that all ranks write, small files left out."""
 
     @property
     def written(self) -> bool:
@@ -167,21 +207,26 @@ class Save:
         """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones are removed.
 
         Raises:
-            JobError: a rank could not write, the first one's reason on every rank; or rank 0's ``fence`` did.
+            DiskFullError: a rank had no room, what it met on every rank; nothing of this checkpoint is left.
+            JobError: a rank could not write for another reason; or rank 0's ``fence`` did.
             OSError: rank 0 could not write the manifest, on every rank.
         """
         mine: _Written | None = None
-        reason = ""
+        fault = _Fault("", False)
         try:
             mine = self._writer.result()
         except (OSError, RuntimeError) as error:
-            reason = f"rank {dist.get_rank()}: {error}"
-        everyone: list[tuple[str, dict[str, Fingerprint]]] = [("", {})] * dist.get_world_size()
-        dist.all_gather_object(everyone, (reason, {} if mine is None else mine.files))
-        if failed := "; ".join(reason for reason, _ in everyone if reason):
+            fault = _Fault(f"rank {dist.get_rank()}: {error}", disk.is_full(error))
+        everyone: list[tuple[_Fault, dict[str, Fingerprint]]] = [(fault, {})] * dist.get_world_size()
+        dist.all_gather_object(everyone, (fault, {} if mine is None else mine.files))
+        if faults := [fault for fault, _ in everyone if fault.text]:
             on_rank_0(lambda: remove(self._target))  # the disk may be full with it
-            raise JobError(f"{self._target} cannot be written ({failed})" + ("; make room there" if "No space left" in failed else ""))
+            failed = f"{self._target} cannot be written ({'; '.join(fault.text for fault in faults)})"
+            if all(fault.full for fault in faults):
+                raise DiskFullError(f"{failed}; {self._bytes()} make room there")
+            raise JobError(failed)
         assert mine is not None
+        disk.use_reserve(self._target, 2)
         for request, results in zip(self._requests, mine.results, strict=True):
             if request.buckets:
                 request.results.put(results)
@@ -194,7 +239,8 @@ class Save:
             self._fence()
             others = [path for path in self._target.rglob("*") if path.is_file() and str(path.relative_to(self._target)) not in files]
             state = {"step": self.step, **self._manifest.state}
-            write_manifest(self._target, state, self._manifest.made, files | fingerprints(self._target, others))
+            with _undone_by(lambda: remove(self._target)):
+                write_manifest(self._target, state, self._manifest.made, files | fingerprints(self._target, others))
             remove(final)
             self._target.rename(final)
             write_text(self.folder / LATEST, str(self.step))
@@ -202,6 +248,10 @@ class Save:
 
         on_rank_0(end)
         return final
+
+    def _bytes(self) -> str:
+        free = shutil.disk_usage(self.folder).free
+        return f"{disk.size(self.needed)} were to be written, {disk.size(free)} are free without them;"
 
     def give_up(self) -> None:
         """End this rank's writer; what it has written does not count."""
@@ -252,12 +302,21 @@ def _request(folder: Path, part: Part) -> _Request:
     return _Request(found.preload_fn(), transforms, results, found.finalize_fns)
 
 
+def _size(request: _Request) -> int:
+    """Bytes of its tensors and objects."""
+    return sum(
+        sum(len(data.getbuffer()) for _, data in objects) + sum(tensor.nbytes for _, tensor in tensors)
+        for _, _, (objects, tensors) in request.buckets
+    )
+
+
 def _write_buckets(request: _Request) -> dict[int, Any]:
     """One file for each; number -> torch's record of it. Raises OSError or RuntimeError."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     found: dict[int, Any] = {}
     for number, bucket in enumerate(request.buckets):
+        pulse.mark()
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         counted: queue.Queue[int] = queue.Queue()
         counted.put(number)

@@ -9,7 +9,10 @@ import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Generic, TypeVar
+
+from megarl import pulse
 
 T = TypeVar("T")
 NICENESS = 10
@@ -44,6 +47,11 @@ class Writer(Generic[T]):
         Raises:
             OSError, RuntimeError: what ``work`` raised, or that the process died.
         """
+        written = self._written()
+        while not self._receive.poll(1.0) and self._process.is_alive():
+            before, written = written, self._written()
+            if written != before:
+                pulse.mark()  # it writes; one that does not is a stall
         try:
             result, error = self._receive.recv()
         except EOFError:
@@ -54,6 +62,13 @@ class Writer(Generic[T]):
         if result is None:
             raise RuntimeError(f"the process that writes it ended with status {self._process.exitcode}")
         return result[0]
+
+    def _written(self) -> str:
+        """Changes while the process writes."""
+        try:
+            return Path(f"/proc/{self._process.pid}/io").read_text()
+        except OSError:
+            return ""
 
     def kill(self) -> None:
         self._process.kill()

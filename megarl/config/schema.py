@@ -175,6 +175,21 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """What becomes of an optimizer update that would do harm, of actor or critic (docs/algorithms.md)."""
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
+    """When its loss or the norm of its gradient is NaN or infinite: the job ends; the update is left out; or the run goes back to its
+    newest checkpoint and on with other tasks."""
+    spike_factor: float | None = None
+    """A norm above so many times the median of the last ``spike_window`` updates of that model is a spike; None looks for none."""
+    spike_window: int = 50
+    on_spike: Literal["stop", "skip", "rollback"] = "skip"
+    max_bad_steps: int = 5
+    """The job ends at so many steps in a row with such an update."""
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     steps: int = 100
     """Reinforcement-learning steps: one rollout each. (Offline: steps on rows of a file.)"""
@@ -195,6 +210,8 @@ class TrainerConfig:
     is written at once."""
     verify_checkpoints: bool = True
     """Compare every byte of a checkpoint with its manifest's digests before a job resumes from it; False compares sizes alone."""
+    max_failed_checkpoints: int = 3
+    """A checkpoint between two steps for which the disk has no room is left out, with a warning; the job ends at so many in a row."""
     eval_interval: int = 0
     """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
     seed: int = 1
@@ -209,6 +226,7 @@ class TrainerConfig:
     """Where metrics go beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the environment."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
 
 @dataclass(frozen=True)
@@ -407,8 +425,19 @@ class ClusterConfig:
     """How long the head waits for the other nodes, and they for it."""
     heartbeat_s: float = 30.0
     """Silence after which a node counts as lost."""
+    stall_s: float = 300.0
+    """How long trainer ranks, the explorer or an engine may live without any sign of progress before the job says who is where, and ends
+    what the others wait for. What starts has ``rollout.start_timeout_s``."""
     restarts: int = 0
     """How often a job starts again from its newest checkpoint, in the same allocation, after a process or a node has died."""
+    replacements: int = 3
+    """How many engines, explorers and reward hosts that have died are started again in an attempt while the trainer waits; 0 for
+    none: their death ends the attempt."""
+    spare_nodes: int = 0
+    """Nodes of the allocation that stand by: one takes the place of a node that is lost, or not well at the start."""
+    shrink: bool = True
+    """Go on with fewer data-parallel ranks and engines where nodes are missing and no spare is left. False keeps the size, with more
+    ranks on each node that is left; where they do not spread evenly the job ends."""
     exclude_unhealthy: bool = False
     """Go on without nodes that differ or lack something, if the rest are enough."""
     max_clock_skew_s: float = 5.0

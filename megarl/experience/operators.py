@@ -6,6 +6,7 @@ Shape legend: P prompt tokens, R response tokens.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -205,7 +206,7 @@ def _group_fault(group: Sequence[Experience], config: RewardConfig, vocab_size: 
     answers = [(str(experience.index), experience) for experience in group]
     answers += [("greedy", baseline)] if baseline is not None else []
     for name, experience in answers:
-        reason = check_experience(experience, vocab_size)
+        reason = check_experience(experience, vocab_size) or _check_score(experience)
         if reason is not None:
             return _Fault("invalid", f"group {first.group_id}[{name}]", reason)
     for name, experience in answers:
@@ -230,6 +231,12 @@ def _settled(experience: Experience) -> Experience:
     if experience.reward.status not in NO_VERDICT:
         return experience
     return dataclasses.replace(experience, reward=dataclasses.replace(experience.reward, score=0.0))
+
+
+def _check_score(experience: Experience) -> str | None:
+    """A verdict whose score is no number would make the advantages of its whole group none."""
+    score = experience.reward.score
+    return None if experience.reward.status in NO_VERDICT or math.isfinite(score) else f"its reward is {score}"
 
 
 def _why(metadata: dict[str, Any]) -> str:

@@ -40,11 +40,16 @@ def serve(allocation: Allocation, config: Config, key: str) -> int:
             with Guard() as guard:
                 node = LocalNode(guard, name=allocation.name, rank=allocation.rank, address=channel.own_address, role=allocation.role)
                 try:
-                    return _Agent(channel, node, stop_request).run()
+                    return _Agent(channel, node, stop_request, _beat_s(config)).run()
                 finally:
                     node.stop(list(node.children), LOST_GRACE_S)
         finally:
             channel.close()
+
+
+def _beat_s(config: Config) -> float:
+    """How often the head hears of this node, and of how its processes move."""
+    return min(config.cluster.heartbeat_s / 4, max(1.0, config.cluster.stall_s / 5))
 
 
 def _connect(allocation: Allocation, config: Config, key: str, stop_request: StopRequest) -> Channel:
@@ -72,12 +77,14 @@ def _connect(allocation: Allocation, config: Config, key: str, stop_request: Sto
 
 
 class _Agent:
-    def __init__(self, channel: Channel, node: LocalNode, stop_request: StopRequest) -> None:
+    def __init__(self, channel: Channel, node: LocalNode, stop_request: StopRequest, beat_s: float) -> None:
         self._channel = channel
         self._node = node
         self._stop_request = stop_request
-        self._told: set[str] = set()
+        self._beat_s = beat_s
+        self._told: set[Child] = set()
         self._lock = threading.Lock()
+        self._telling = threading.Lock()
 
     def run(self) -> int:
         threading.Thread(target=self._watch, daemon=True).start()
@@ -92,7 +99,9 @@ class _Agent:
                 case "signal":
                     if (child := self._node.children.get(message["name"])) is not None:
                         child.signal(int(message["number"]))
-                case "stop":  # takes seconds, in which the head may have more to say
+                case "note":
+                    self._node.note(message["name"])
+                case "stop" | "accounts":  # takes seconds, in which the head may have more to say
                     threading.Thread(target=self._answer, args=(message,), daemon=True).start()
                 case "start" | "ports" | "run_dir":
                     self._answer(message)  # here: what a thread starts would end with that thread (PR_SET_PDEATHSIG)
@@ -108,13 +117,14 @@ class _Agent:
         if message["do"] == "start":
             spec = Spec(**{**message["spec"], "argv": tuple(message["spec"]["argv"])})
             with self._lock:
-                self._told.discard(spec.name)
                 self._node.start(replace(spec, echo=False))
             return {}
         if message["do"] == "ports":
             return {"ports": self._node.free_ports(int(message["count"]))}
         if message["do"] == "run_dir":
             return {"fault": health.run_dir_fault(Path(message["path"]), message["token"])}
+        if message["do"] == "accounts":
+            return {"accounts": self._node.accounts(message["names"])}
         with self._lock:
             ending = [child for name, child in self._node.children.items() if name in message["names"]]
         self._node.stop(message["names"], float(message["grace_s"]))
@@ -123,9 +133,10 @@ class _Agent:
         return {}
 
     def _tell_end(self, child: Child) -> None:
-        if child.name not in self._told and (status := child.poll()) is not None:
-            self._told.add(child.name)
-            self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
+        with self._telling:  # who asked for a stop has heard of all ends when it is answered: later ones are a successor's
+            if child not in self._told and (status := child.poll()) is not None:
+                self._told.add(child)
+                self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
 
     def _watch(self) -> None:
         beat, wished = 0.0, 0
@@ -137,9 +148,9 @@ class _Agent:
             if self._stop_request.count > wished:
                 wished = self._stop_request.count
                 self._say(news="stop")
-            if time.monotonic() - beat > self._channel.silence_s / 4:
+            if time.monotonic() - beat > self._beat_s:
                 beat = time.monotonic()
-                self._say(news="beat")
+                self._say(news="beat", signs={child.name: child.sign() for child in children if child.poll() is None})
             time.sleep(WATCH_S)
 
     def _say(self, **message: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +17,10 @@ from megarl.launch.inputs import check_held_out, check_lengths, check_rewards, j
 from megarl.launch.model_checks import check_model
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, set_aside_damaged
-from megarl.launch.role_checks import check_role_models, check_role_settings
+from megarl.launch.role_checks import check_role_models, check_role_settings, roles_of
 from megarl.launch.rows import SPLITS, needs_expert_rows, read_split
 from megarl.launch.vision_checks import check_images
+from megarl.parallel.grid import check_roles
 from megarl.report.doctor import available_memory
 from megarl.schema import Task
 from megarl.store import check_url
@@ -58,9 +61,7 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, li
     prepare_model(config)
     hf_config = read_hf_config(Path(config.model.path))
     check_images(config, hf_config, rows)
-    scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
-    check_model(config, hf_config, engines=not offline, head="score" if scores else "lm")
-    check_role_models(config, algorithm, hf_config)
+    _check_models(config, hf_config)
     tasks = {} if offline else {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
     if tasks:
         check_rewards(config, tasks)
@@ -73,6 +74,19 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, li
         else:
             check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]))
     return tasks
+
+
+def check_sizes(config: Config) -> None:
+    """What ``check`` says of the sizes of grids and engines, where all else has been checked before. Raises as it does."""
+    check_roles(config, roles_of(config, algorithms.get(config.algorithm.name)))
+    _check_models(config, read_hf_config(Path(config.model.path)))
+
+
+def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
+    algorithm = algorithms.get(config.algorithm.name)
+    scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
+    check_model(config, hf_config, engines=not algorithm.offline, head="score" if scores else "lm")
+    check_role_models(config, algorithm, hf_config)
 
 
 def _check_settings(config: Config, offline: bool, nodes: int) -> None:
@@ -130,7 +144,7 @@ def _check_memory(config: Config, offline: bool, nodes: int) -> None:
     rollout = config.rollout
     engines = 0 if offline else rollout.replicas * rollout.tp * rollout.pp
     least = engines * (rollout.kv_cache_bytes + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
-    least //= nodes
+    least //= max(1, nodes - config.cluster.spare_nodes)
     if least > (available := available_memory()):
         what = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and " if engines else ""
         raise ConfigError(

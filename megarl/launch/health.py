@@ -8,13 +8,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megarl.config import Config
+from megarl.launch import devices
 from megarl.report.doctor import available_memory
 
 GIB = 2**30
@@ -38,6 +39,10 @@ class Facts:
     """Free for temporary files."""
     clock: float
     """Unix seconds, when this was sent."""
+    devices: list[dict[str, str]] = field(default_factory=list)
+    """Of each GPU what ``devices.gpus`` says."""
+    fabric: dict[str, str] = field(default_factory=dict)
+    """Port of the fabric -> its state and rate, as ``devices.fabric`` says."""
 
 
 def interface_of(address: str) -> str:
@@ -58,6 +63,8 @@ def facts(name: str, address: str) -> Facts:
         available_memory(),
         shutil.disk_usage(tempfile.gettempdir()).free,
         time.time(),
+        devices.gpus(),
+        devices.fabric(),
     )
 
 
@@ -87,14 +94,15 @@ def faults(head: Facts, others: Sequence[tuple[Facts, float]], config: Config) -
         reasons += _differences(head, node)
         if node.gpus != head.gpus:
             reasons.append(f"it has {node.gpus} GPUs, {head.name} has {head.gpus}")
+        reasons += devices.differences(head.name, (head.devices, head.fabric), (node.devices, node.fabric))
     return {name: reasons for name, reasons in found.items() if reasons}
 
 
 def _of_one(node: Facts, config: Config) -> list[str]:
     least = config.cluster.min_free_disk_bytes
-    if node.disk_bytes < least:
-        return [f"{node.disk_bytes / GIB:.1f} GiB free for temporary files (cluster.min_free_disk_bytes={least})"]
-    return []
+    small = node.disk_bytes < least
+    disk = [f"{node.disk_bytes / GIB:.1f} GiB free for temporary files (cluster.min_free_disk_bytes={least})"] if small else []
+    return disk + devices.faults(node.devices)
 
 
 def _differences(head: Facts, node: Facts) -> list[str]:

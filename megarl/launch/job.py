@@ -15,10 +15,12 @@ from megarl.config import Config
 from megarl.errors import FencedError, JobError
 from megarl.launch import agent, health
 from megarl.launch.allocation import Allocation, find
-from megarl.launch.checks import check
+from megarl.launch.checks import check, check_sizes
+from megarl.launch.fit import Fit, changes, fit
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import INTERRUPT, StopRequest
 from megarl.launch.node import LocalNode, Node
+from megarl.launch.placement import Place
 from megarl.launch.postgres import Server, job_store
 from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_store_of_run, is_finished, set_aside_damaged
@@ -73,6 +75,7 @@ def _run_attempts(
     with StopRequest() as stop_request, ExitStack() as stack:
         INTERRUPT.check()
         others = gathering.wait(config.cluster.connect_timeout_s) if allocation.nodes > 1 else []
+        everybody = [*others]
         others = _healthy(config, allocation, others)
         for node in others:
             node.stop_request = stop_request
@@ -81,11 +84,12 @@ def _run_attempts(
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         for left in reversed(range(config.cluster.restarts + 1)):
-            nodes: list[Node] = [here, *(node for node in others if node.fault() is None)]
+            fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
             attempt = next_attempt(run_dir)
             _fill_store(config, tasks, attempt)
             try:
-                watch(start_attempt(config, nodes, attempt, key), stop_request, config, attempt, server)
+                started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
+                watch(started, stop_request, fitted.config, attempt, server)
                 return
             except FencedError:
                 raise
@@ -97,11 +101,36 @@ def _run_attempts(
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 
+def _fitted(config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]) -> tuple[Fit, list[Node]]:
+    """The job as large as the nodes that are left can have it, and those that it uses; says what is not as it was asked for.
+
+    Raises as ``fit``.
+    """
+    nodes: list[Node] = [here, *left]
+    there = [Place(node.rank, node.name, node.role) for node in nodes]
+    allocated = there[:1] + [Place(node.rank, node.name, node.role) for node in others]
+    fitted = fit(config, allocated, there, check_sizes)
+    used = {node.rank for node in fitted.nodes}
+    missing = [node for node in others if node not in left]
+    for node in missing:
+        log.warning("node %d %s is %s", node.rank, node.name, "left out" if node.fault() is None else f"lost: {node.fault()}")
+    spares = [f"node {node.rank} {node.name}" for node in there if node.rank not in used]
+    if config.cluster.spare_nodes:
+        log.info("spare nodes: %s", ", ".join(spares) or "none is left")
+    if smaller := changes(config, fitted.config):
+        log.warning(
+            "THE JOB GOES ON SMALLER, %d of %d nodes are left: %s. A step has the same rows, and the trainer's results are equal up to the "
+            "order of summation. Started again with all nodes it has its full size.",
+            len(there), len(allocated), ", ".join(f"{c.setting} {c.old} -> {c.new}" for c in smaller),
+        )  # fmt: skip
+    return fitted, [node for node in nodes if node.rank in used]
+
+
 def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
     """The nodes that fit together.
 
     Raises:
-        JobError: some do not, and cluster.exclude_unhealthy is off, or one of them is the head.
+        JobError: more do not than there are spares, and cluster.exclude_unhealthy is off; or one of them is the head.
     """
     if not others:
         return []
@@ -115,8 +144,8 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
     if not faults:
         return list(others)
     text = health.described(faults)
-    if not config.cluster.exclude_unhealthy or head.name in faults:
-        raise JobError(f"{text}; mend it, or leave the node out (sbatch --exclude, cluster.exclude_unhealthy=true)")
+    if head.name in faults or not (config.cluster.exclude_unhealthy or len(faults) <= config.cluster.spare_nodes):
+        raise JobError(f"{text}; mend it, or leave the node out (sbatch --exclude, cluster.exclude_unhealthy=true, cluster.spare_nodes)")
     log.warning("left out: %s", text)
     return [node for node in others if node.name not in faults]
 

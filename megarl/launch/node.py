@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -10,11 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from megarl.launch import ports
+from megarl.launch import ports, stacks
 from megarl.launch.allocation import Role
 from megarl.launch.guard import Guard
+from megarl.launch.probe import Probe
 from megarl.launch.process import Child
-from megarl.rollout.engine import shared_memory
+from megarl.launch.stacks import Account, Sign
+from megarl.rollout.auth import KEY_VARIABLE
+from megarl.rollout.engine import group_members, shared_memory
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Spec:
     """Path; shared folders have the same one on every node."""
     echo: bool = False
     """Show what it prints on the head's terminal; only for processes of the head's node."""
+    listens: str = ""
+    """HOST:PORT of a server: it is up once somebody listens there."""
 
 
 class Process(Protocol):
@@ -47,6 +53,9 @@ class Process(Protocol):
     def last_words_at(self) -> float:
         """When it last printed; tells which of several died first."""
 
+    def sign(self) -> Sign:
+        """Where it is now; of a process elsewhere, when its node last told."""
+
 
 class Node(Protocol):
     """Where processes are started."""
@@ -65,8 +74,14 @@ class Node(Protocol):
     def stop(self, names: Sequence[str], grace_s: float) -> None:
         """SIGTERM to processes by name, SIGKILL to what is left after ``grace_s``; returns when they are gone."""
 
+    def note(self, name: str) -> None:
+        """Remember a process' shared memory: when it dies nobody knows any more which was its."""
+
     def fault(self) -> str | None:
         """Why nothing more can be started here; None while it can."""
+
+    def accounts(self, names: Sequence[str]) -> dict[str, Account]:
+        """What processes do now, by name, with their stacks; takes seconds. Those of a lost node are left out."""
 
 
 @dataclass
@@ -88,6 +103,9 @@ class LocalNode:
         child = Child(spec.name, [sys.executable, *spec.argv], spec.env, Path(spec.log), echo=spec.echo, keep=self.keep)
         self.guard.add(child.pid)
         self.children[spec.name] = child
+        if spec.name.startswith("engine"):
+            key = spec.env.get(KEY_VARIABLE) or os.environ.get(KEY_VARIABLE, "")
+            child.probe = Probe(spec.listens and f"http://{spec.listens}", key, child.pid, lambda: child.poll() is None)
         return child
 
     def free_ports(self, count: int) -> list[int]:
@@ -96,13 +114,21 @@ class LocalNode:
     def stop(self, names: Sequence[str], grace_s: float) -> None:
         stop([self.children.pop(name) for name in names if name in self.children], grace_s)
 
+    def note(self, name: str) -> None:
+        if (child := self.children.get(name)) is not None:
+            child.segments |= shared_memory(child.pid)
+
     def fault(self) -> str | None:
         return None
+
+    def accounts(self, names: Sequence[str]) -> dict[str, Account]:
+        found = {name: self.children[name] for name in names if name in self.children}
+        return stacks.ask({name: (child.pid, child.memory) for name, child in found.items()})
 
 
 def stop(children: Sequence[Child], grace_s: float) -> None:
     """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory too."""
-    segments = {path for child in children for path in shared_memory(child.pid)}
+    segments = {path for child in children for path in child.segments | shared_memory(child.pid)}
     for child in children:
         child.signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -112,5 +138,8 @@ def stop(children: Sequence[Child], grace_s: float) -> None:
     for child in children:
         child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
         child.wait(5)
+    deadline = time.monotonic() + 5
+    while any(group_members(child.pid) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.02)  # a socket that they listen on is free when the last of them is gone
     for path in segments:
         path.unlink(missing_ok=True)

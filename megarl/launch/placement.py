@@ -35,25 +35,36 @@ class Placement:
         return self.trainer[:rank].count(self.trainer[rank])
 
 
-def place(config: Config, nodes: Sequence[Place]) -> Placement:
+def trainer_nodes(nodes: Sequence[Place]) -> list[int]:
+    """Ranks of the nodes that may have trainer ranks."""
+    return [node.rank for node in nodes if node.role != "rollout"]
+
+
+def engine_nodes(nodes: Sequence[Place]) -> list[int]:
+    """Ranks of the nodes that may have engines."""
+    return [node.rank for node in nodes if node.role != "trainer"]
+
+
+def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None) -> Placement:
     """Trainer ranks in equal blocks, one node after the other, so that tensor-parallel ranks are neighbours; engines in turn.
+
+    ``trainers``: only so many of the nodes that may have trainer ranks get some, the first ones; None is all.
 
     Raises:
         ConfigError: the ranks or engines do not spread evenly over the nodes that may have them.
     """
-    trainers = [node.rank for node in nodes if node.role != "rollout"]
-    rollouts = [node.rank for node in nodes if node.role != "trainer"]
+    chosen, rollouts = trainer_nodes(nodes)[:trainers], engine_nodes(nodes)
     offline = algorithms.get(config.algorithm.name).offline
     world = config.parallel.world_size
-    if not trainers or nodes[0].role == "rollout":
+    if not chosen or nodes[0].role == "rollout":
         raise ConfigError("node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there")
-    if world % len(trainers):
+    if world % len(chosen):
         raise ConfigError(
-            f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(trainers)} trainer nodes; change parallel.dp or the "
+            f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change parallel.dp or the "
             "number of nodes"
         )
     if offline:
-        return Placement(_blocks(trainers, world), (), None, ())
+        return Placement(_blocks(chosen, world), (), None, ())
     span, replicas = config.rollout.nodes, config.rollout.replicas
     workers = config.rollout.tp * config.rollout.pp
     if not rollouts or span > len(rollouts):
@@ -62,7 +73,7 @@ def place(config: Config, nodes: Sequence[Place]) -> Placement:
         raise ConfigError(f"rollout.nodes={span} must divide the {workers} workers of an engine (rollout.tp * rollout.pp)")
     groups = [tuple(rollouts[i : i + span]) for i in range(0, len(rollouts) - span + 1, span)]
     engines = tuple(groups[i % len(groups)] for i in range(replicas))
-    return Placement(_blocks(trainers, world), engines, nodes[0].rank, tuple(node.rank for node in nodes[1:]))
+    return Placement(_blocks(chosen, world), engines, nodes[0].rank, tuple(node.rank for node in nodes[1:]))
 
 
 def _blocks(nodes: Sequence[int], world: int) -> tuple[int, ...]:

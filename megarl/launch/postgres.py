@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from sqlalchemy.engine import URL
+from sqlalchemy.engine import URL, make_url
 
 from megarl.errors import ConfigError, JobError
 from megarl.launch import ports
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 DEBIAN = Path("/usr/lib/postgresql")
 NAME = "megarl"
 """Of role and database."""
+ADDRESS = "address"
+"""File with HOST:PORT of the server that was started last."""
 SETTINGS = {
     "unix_socket_directories": "",
     "dynamic_shared_memory_type": "mmap",  # files of its own instead of /dev/shm, where a killed server leaves them
@@ -87,6 +89,47 @@ def job_store(url: str, run_dir: Path, key: str, *, host: str, port: int | None 
         server.stop()
 
 
+def live_url(run_dir: Path, key: str | None) -> str | None:
+    """The URL at which the server of the job that is running in ``run_dir`` now can be read; None when none is running.
+
+    Args:
+        key: The job's, where it is known here.
+
+    Raises:
+        ConfigError: one is running, and cannot be reached from here or with this key.
+    """
+    lock = run_dir / "postgres" / "lock"
+    try:
+        with lock.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        pass
+    address = run_dir / "postgres" / ADDRESS
+    where = address.read_text() if address.is_file() else "it is starting"
+    mend = (
+        f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its report when it ends, and its "
+        "metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key that the job was started with, on a node that "
+        "reaches that address"
+    )
+    host, _, port = where.rpartition(":")
+    if not key or not host:
+        raise ConfigError(mend)
+    url = _url(key, host, int(port))
+    try:
+        check_url(url)
+    except ConfigError as error:
+        raise ConfigError(f"{mend} ({error})") from error
+    return url
+
+
+def _url(key: str, host: str, port: int | None) -> str:
+    password = hmac.new(key.encode(), b"megarl postgres", hashlib.sha256).hexdigest()
+    return URL.create("postgresql+psycopg", NAME, password, host, port, NAME).render_as_string(hide_password=False)
+
+
 class Server:
     """``folder`` holds the data, the server's log, and a lock that the server itself keeps: no second one starts there, on
     whichever node, while any process of the first is alive.
@@ -111,15 +154,18 @@ class Server:
         self.data = self.folder / "data"
         self.log = self.folder / "server.log"
         self.host, self.port = host, port
-        self._password = hmac.new(key.encode(), b"megarl postgres", hashlib.sha256).hexdigest()
+        self._key = key
         self._settings = {"max_connections": str(connections + 5), **SETTINGS, **(settings or {})}  # 3 are the superuser's
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """For ``Store``, with the password: for environments, not for files."""
-        url = URL.create("postgresql+psycopg", NAME, self._password, self.host, self.port, NAME)
-        return url.render_as_string(hide_password=False)
+        return _url(self._key, self.host, self.port)
+
+    @property
+    def _password(self) -> str:
+        return str(make_url(self.url).password)
 
     @property
     def pid(self) -> int:
@@ -173,6 +219,7 @@ class Server:
         except BaseException:
             self.stop()
             raise
+        (self.folder / ADDRESS).write_text(f"{self.host}:{self.port}")
         log.info("PostgreSQL on %s:%d (pid %d, as %s), data in %s", self.host, self.port, self.pid, identity.name, self.data)
 
     def stop(self) -> None:

@@ -14,6 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from megarl import pulse
+from megarl.launch.probe import Probe
+from megarl.launch.stacks import Sign, state_of
+
 PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 65536
 TAIL_LINES = 20
@@ -36,7 +40,7 @@ class Child:
     """A running process that prints into ``log``; with ``echo`` that is shown on this terminal as well.
 
     It holds the file itself, not a pipe to us: it can go on printing, and its last words are kept, when we are gone.
-    The descriptors ``keep`` stay open in it.
+    The descriptors ``keep`` stay open in it. ``memory`` is where it shows what it does, if it is one of ours.
     """
 
     def __init__(
@@ -51,18 +55,23 @@ class Child:
     ) -> None:
         self.name = name
         self.log = log
+        self.segments: set[Path] = set()
+        """Shared memory that it is known to have made, for ``Node.note``."""
+        self.memory = pulse.Memory()
+        self.probe: Probe | None = None
+        """Of an engine, which marks nothing by itself."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._start = output.tell()
             self._process = subprocess.Popen(
                 list(argv),
-                env={**os.environ, **env},
+                env={**os.environ, **env, pulse.VARIABLE: str(self.memory.descriptor)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=partial(_die_with, os.getpid()),
-                pass_fds=keep,
+                pass_fds=[*keep, self.memory.descriptor],
             )
         self._echo = threading.Thread(target=self._show, daemon=True) if echo else None
         if self._echo is not None:
@@ -101,6 +110,13 @@ class Child:
     def last_words_at(self) -> float:
         """When it last printed, in Unix seconds."""
         return self.log.stat().st_mtime
+
+    def sign(self) -> Sign:
+        """Where it is now."""
+        if self.probe is not None:
+            return Sign(self.probe.count, 0, 0, 0.0, "serving" if self.probe.count else pulse.START, self.probe.state)
+        found = self.memory.read()
+        return Sign(found.marks, found.work, found.step, found.patience_s, found.phase, state_of(self.pid))
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself; SIGKILL goes to its whole group."""

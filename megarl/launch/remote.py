@@ -20,6 +20,8 @@ from megarl.launch.allocation import Allocation, Role
 from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Spec
+from megarl.launch.stacks import ANSWER_S, Account, Sign
+from megarl.pulse import START
 from megarl.rollout.auth import KEY_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ LATE_S = 20.0
 """How long a head that ends early waits for the other supervisors, to tell them."""
 END_S = 10.0
 """How long the head waits for the other supervisors to be gone."""
+ACCOUNTS_S = 10.0
+"""How long a node may take to tell what its processes do, beyond what they take to say it."""
 STARTED_S = 60.0
 """How long a node may take to start a process, or to find free ports."""
 
@@ -40,6 +44,13 @@ class RemoteProcess:
         self.log = Path(spec.log)
         self._node = node
         self._ending: dict[str, Any] | None = None
+        self._sign = Sign(0, 0, 0, 0.0, START, "S")
+
+    def sign(self) -> Sign:
+        return self._sign
+
+    def showed(self, sign: Sequence[Any]) -> None:
+        self._sign = Sign(*sign)
 
     def ended(self, message: dict[str, Any]) -> None:
         self._ending = message
@@ -95,6 +106,10 @@ class RemoteNode:
                 case "ended":
                     if (process := self._processes.get(message["name"])) is not None:
                         process.ended(message)
+                case "beat":
+                    for name, sign in message.get("signs", {}).items():
+                        if (process := self._processes.get(name)) is not None:
+                            process.showed(sign)
                 case "stop":
                     self.stop_request.count = max(1, self.stop_request.count)  # all nodes are told by the same stop
                 case "answer":
@@ -140,9 +155,24 @@ class RemoteNode:
         fault: str | None = self._ask(STARTED_S, do="run_dir", path=run_dir, token=token)["fault"]
         return fault
 
+    def is_there(self) -> bool:
+        """Whether it answers; a node that is cut off is silent for ``cluster.heartbeat_s`` before it counts as lost."""
+        with suppress(JobError):
+            self._ask(2 * self._channel.silence_s, do="ports", count=0)
+        return self.fault() is None
+
     def stop(self, names: Sequence[str], grace_s: float) -> None:
         with suppress(JobError):  # lost: it ends its processes by itself
             self._ask(grace_s + STARTED_S, do="stop", names=list(names), grace_s=grace_s)
+
+    def note(self, name: str) -> None:
+        self.tell(do="note", name=name)
+
+    def accounts(self, names: Sequence[str]) -> dict[str, Account]:
+        with suppress(JobError):
+            answer = self._ask(ANSWER_S + ACCOUNTS_S, do="accounts", names=list(names))
+            return {name: Account(*account) for name, account in answer["accounts"].items()}
+        return {}
 
     def fault(self) -> str | None:
         return self._fault

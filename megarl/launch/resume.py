@@ -14,10 +14,13 @@ from megarl.checkpoint.manifest import fault_of_files, finished, latest, read_st
 from megarl.config import Config
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints
+from megarl.parallel.grid import ROLES
 from megarl.store import Store
 
 log = logging.getLogger(__name__)
 
+SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in ROLES))
+"""What an attempt on fewer nodes has less of (``launch/fit.py``): no other settings."""
 FIXED = ("model", "taskset")
 """Groups of settings that a run keeps; see also ``_needs_another_past``. All others may change between its starts."""
 
@@ -54,7 +57,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
     mend = "take another run.name, or remove the directory"
     if fixed:
         raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {mend}")
-    if changed and is_finished(config, run_dir):
+    if any(change.setting not in SIZES for change in changed) and is_finished(config, run_dir):
         raise ConfigError(
             f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {mend} "
             "(or raise trainer.steps to train that run further)"

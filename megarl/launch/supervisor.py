@@ -1,4 +1,4 @@
-"""Starts the processes of one attempt of a job on its nodes and watches them; a dead one ends the attempt with its last lines."""
+"""Starts the processes of one attempt of a job on its nodes and watches them; a dead one is replaced, or ends the attempt with its last lines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Node, Process, Spec
 from megarl.launch.placement import Place, Placement, place, table
 from megarl.launch.postgres import Server
+from megarl.launch.replace import SETTLE_S, Replacements, ending, failed
 from megarl.launch.run_dir import current_attempt
+from megarl.launch.sentinel import Sentinel
 from megarl.rollout.auth import KEY_VARIABLE
-from megarl.rollout.engine import engine_process
+from megarl.rollout.engine import UNTIL_PUBLISHED, engine_process
 from megarl.store import VARIABLE
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ STOP_S = 10.0
 class Started(NamedTuple):
     process: Process
     node: Node
+    spec: Spec | None = None
+    """What it is started again by; without one it cannot be."""
 
 
 class Addresses(NamedTuple):
@@ -48,8 +52,10 @@ class Addresses(NamedTuple):
     reward_hosts: tuple[str, ...]
 
 
-def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str) -> list[Started]:
+def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str, *, trainers: int | None = None) -> list[Started]:
     """Start engines, trainer ranks, reward hosts and the explorer, each on its node. An offline job has trainer ranks alone.
+
+    ``trainers``: as ``place`` takes it.
 
     Raises:
         ConfigError: they do not fit the nodes, or a port is taken; nothing was started.
@@ -57,7 +63,7 @@ def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str)
     """
     by_rank = {node.rank: node for node in nodes}
     places = [Place(node.rank, node.name, node.role) for node in nodes]
-    placement = place(config, places)
+    placement = place(config, places, trainers=trainers)
     if len(nodes) > 1:
         log.info("%s", table(placement, places))
     addresses = _addresses(config, placement, by_rank)
@@ -67,8 +73,8 @@ def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str)
     try:
         for rank, spec in _specs(config, placement, addresses, attempt, key, resolved):
             node = by_rank[rank]
-            spec.env.update(_node_environment(node, alone=len(nodes) == 1))
-            started.append(Started(node.start(spec), node))
+            spec.env.update(_node_environment(node))
+            started.append(Started(node.start(spec), node, spec))
     except BaseException:
         stop(started, STOP_S)
         raise
@@ -101,14 +107,12 @@ def _logs(config: Config, attempt: int) -> Path:
     return Path(config.run.dir) / "logs" / f"attempt_{attempt}"
 
 
-def _node_environment(node: Node, *, alone: bool) -> dict[str, str]:
-    """On which of its networks a node's processes listen; one machine alone has loopback."""
-    if alone:
+def _node_environment(node: Node) -> dict[str, str]:
+    """On which of its networks a node's processes listen; the machine of a job without others has loopback, and no interface."""
+    if not node.interface:
         return {}
-    interfaces = {"MEGARL_NODE_ADDRESS": node.address, "VLLM_HOST_IP": node.address}
-    if node.interface:
-        interfaces |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), node.interface)
-    return interfaces
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), node.interface)
+    return {"MEGARL_NODE_ADDRESS": node.address, "VLLM_HOST_IP": node.address, **interfaces}
 
 
 def _specs(
@@ -129,8 +133,10 @@ def _specs(
         env[VARIABLE] = os.environ[VARIABLE]
     found: list[tuple[int, Spec]] = []
 
-    def add(rank: int, name: str, argv: Sequence[str], more: dict[str, str], log_name: str, echo: bool = False) -> None:
-        found.append((rank, Spec(name, tuple(argv), {**env, **more}, str(logs / log_name), echo)))
+    def add(
+        rank: int, name: str, argv: Sequence[str], more: dict[str, str], log_name: str, echo: bool = False, listens: str = ""
+    ) -> None:
+        found.append((rank, Spec(name, tuple(argv), {**env, **more}, str(logs / log_name), echo, listens)))
 
     for i, span in enumerate(placement.engines):
         host, _, port = addresses.engines[i].rpartition(":")
@@ -138,7 +144,8 @@ def _specs(
             group = (part, addresses.engine_groups[i]) if len(span) > 1 else None
             argv, engine_env = engine_process(config.model.path, config.rollout, config.model, host=host, port=int(port), group=group)
             suffix = "" if part == 0 else f"_part_{part + 1}"
-            add(rank, f"engine {i}{suffix.replace('_', ' ')}", argv[1:], engine_env, f"engine_{i}{suffix}.log")
+            name, listens = f"engine {i}{suffix.replace('_', ' ')}", addresses.engines[i] if part == 0 else ""
+            add(rank, name, argv[1:], {**engine_env, UNTIL_PUBLISHED: "1"}, f"engine_{i}{suffix}.log", listens=listens)
     host, _, port = addresses.rendezvous.rpartition(":")
     for rank, node in enumerate(placement.trainer):
         rank_env = {
@@ -155,7 +162,7 @@ def _specs(
     for node, address in zip(placement.reward_hosts, addresses.reward_hosts, strict=True):
         host, _, port = address.rpartition(":")
         argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port, "--workers", str(config.reward.workers)]
-        add(node, f"reward host {node}", argv, {"OMP_NUM_THREADS": "1"}, f"reward_host_{node}.log")
+        add(node, f"reward host {node}", argv, {"OMP_NUM_THREADS": "1"}, f"reward_host_{node}.log", listens=address)
     if placement.explorer is not None:
         argv = ["-m", "megarl.loop", "explorer", "--config", str(resolved)]
         add(placement.explorer, "explorer", argv, {"OMP_NUM_THREADS": "1"}, "explorer.log")
@@ -165,7 +172,7 @@ def _specs(
 def stop(started: Sequence[Started], grace_s: float) -> None:
     """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, on every node at once."""
     by_node: dict[int, tuple[Node, list[str]]] = {}
-    for process, node in started:
+    for process, node, _ in started:
         by_node.setdefault(node.rank, (node, []))[1].append(process.name)
     with ThreadPoolExecutor(max(1, len(by_node))) as pool:
         list(pool.map(lambda found: found[0].stop(found[1], grace_s), by_node.values()))
@@ -174,20 +181,23 @@ def stop(started: Sequence[Started], grace_s: float) -> None:
 def watch(
     started: Sequence[Started], stop_request: StopRequest, config: Config, attempt: int | None = None, server: Server | None = None
 ) -> None:
-    """Wait until the trainer has ended, finished or stopped on request, then end the rest.
+    """Wait until the trainer has ended, finished or stopped on request, then end the rest. Meanwhile replace what has died and can be.
 
     Args:
         attempt: Number of this one; a later one in the run's directory ends it.
         server: The job's own database: started again when it has ended, be it by the signal with which Slurm stops a whole step.
 
     Raises:
-        JobError: a process died; carries its name, exit status and last lines. All others are gone by then.
+        JobError: a process died and was not replaced; carries its name, exit status and last lines. Or the trainer does not move: who is
+            where. All others are gone by then.
         FencedError: a later attempt has begun.
     """
-    processes = [s.process for s in started]
-    trainers = [p for p in processes if p.name.startswith("trainer")]
+    started = list(started)
+    replacements = Replacements(started, config.cluster.replacements)
+    trainers = [s.process for s in started if s.process.name.startswith("trainer")]
     asked_at: float | None = None
     looked_at = 0.0
+    sentinel = Sentinel(config, _logs(config, attempt or 0))
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
@@ -208,13 +218,19 @@ def watch(
                 log.warning("ended without a new checkpoint; the run resumes from the last one")
                 return
             # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is news.
-            _raise_for_dead(processes if asked_at is None else trainers)
+            if asked_at is None:
+                replacements.replace_dead()
+                if stop_request.count:
+                    continue  # who asked may have ended the others as well
+            _raise_for_dead([s.process for s in started] if asked_at is None else trainers)
             if all(p.poll() == 0 for p in trainers):
                 return
+            if asked_at is None:
+                sentinel.look(started)
             time.sleep(WATCH_S)
     except FencedError:
-        for process in processes:
-            process.signal(signal.SIGKILL)
+        for s in started:
+            s.process.signal(signal.SIGKILL)
         raise
     finally:
         stop(started, STOP_S)
@@ -222,20 +238,11 @@ def watch(
 
 def _raise_for_dead(processes: Sequence[Process]) -> None:
     if _failed(processes):
-        # A peer often fails because another died first: give the first cause a moment to show.
-        time.sleep(0.5)
+        time.sleep(SETTLE_S)
         first, *others = sorted(_failed(processes), key=lambda p: p.last_words_at())
-        also = "".join(f"\nthen {_ending(process)} ({process.log})" for process in others)
-        raise JobError(f"{_ending(first)}; its last lines ({first.log}):\n{first.tail()}{also}")
-
-
-def _ending(process: Process) -> str:
-    status = process.poll()
-    how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-    return f"{process.name} {how}"
+        also = "".join(f"\nthen {ending(process)} ({process.log})" for process in others)
+        raise JobError(f"{ending(first)}; its last lines ({first.log}):\n{first.tail()}{also}")
 
 
 def _failed(processes: Sequence[Process]) -> list[Process]:
-    dead = [p for p in processes if p.poll() is not None]
-    # An explorer ends with 0 when the trainer has closed the job; an engine or a reward host never ends by itself.
-    return [p for p in dead if p.poll() != 0 or p.name.startswith(("engine", "reward host"))]
+    return [process for process in processes if failed(process)]

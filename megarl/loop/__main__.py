@@ -5,14 +5,14 @@ Imports nothing heavy at the top: the explorer needs no torch.
 
 from __future__ import annotations
 
-import faulthandler
-import signal
 import sys
+
+from megarl import pulse
 
 
 def main() -> int:
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
-    faulthandler.register(signal.SIGUSR1)  # `kill -USR1 <pid>` writes into its log where a process is blocked
+    pulse.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
     if role == "trainer":
         from megarl.loop.trainer import main as run
     elif role == "explorer":

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megarl import pulse
 from megarl.config import Config, load_resolved
 from megarl.config.schema import RewardConfig
-from megarl.errors import EngineError, JobError
+from megarl.errors import EngineError, JobError, RequestRefused
 from megarl.metrics import Timeline
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import Judging
@@ -38,8 +39,8 @@ from megarl.tasksets import ChatTokenizer, chat_messages
 
 log = logging.getLogger(__name__)
 
-RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
-"""Waits before asking again for samples that an engine failed to give: it may be paused or replaced meanwhile."""
+RETRY_S, LONGEST_RETRY_S = 0.5, 4.0
+"""Waits before asking again for samples that an engine failed to give, each twice as long as the one before: it may be replaced meanwhile."""
 
 STOPPED = 128 + signal.SIGTERM
 """Exit status of an explorer that was told to stop before the job was closed."""
@@ -130,6 +131,7 @@ class Explorer:
         capacity: Samples kept in generation at once; greedy answers are not counted.
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
         calls: Calls over which newly claimed groups are spread (one for each engine).
+        patience_s: How long samples are asked for again while engines give none of them.
     """
 
     def __init__(
@@ -144,7 +146,8 @@ class Explorer:
         backlog: int = 8192,
         calls: int = 1,
         poll_s: float = 0.02,
-        retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
+        patience_s: float = 7.5,
+        retry_s: float = RETRY_S,
         timeline: Timeline | None = None,
     ) -> None:
         self._timeline = timeline
@@ -157,7 +160,8 @@ class Explorer:
         self._backlog = backlog
         self._calls = calls
         self._poll_s = poll_s
-        self._retry_delays_s = retry_delays_s
+        self._patience_s = patience_s
+        self._retry_s = retry_s
         self._generating = 0
         self._scoring = 0
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
@@ -174,6 +178,7 @@ class Explorer:
         try:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             async with asyncio.TaskGroup() as tasks:
+                ticking = tasks.create_task(pulse.ticking(self._at))
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
                     for batch in self._batches(claims):
@@ -182,8 +187,8 @@ class Explorer:
                         flight.add_done_callback(flights.discard)
                     if not claims:
                         await asyncio.sleep(self._poll_s)
-                for flight in flights:
-                    flight.cancel()
+                for task in (ticking, *flights):
+                    task.cancel()
         except BaseExceptionGroup as failures:
             if (failure := _first(failures)) is None:
                 raise
@@ -191,6 +196,9 @@ class Explorer:
         finally:
             await self._call(self._store.release_claims, self._worker)
             self._store_thread.shutdown()
+
+    def _at(self) -> str:
+        return f"{self._generating} samples being generated, {self._scoring} scored"
 
     async def _claim(self) -> list[Claim]:
         free = self._capacity - self._generating
@@ -221,17 +229,23 @@ class Explorer:
     async def _fly(self, groups: Sequence[_Group]) -> None:
         """Sample and score some groups of one rollout, asking again for what an engine failed to give."""
         async with asyncio.TaskGroup() as scoring:
-            for delay_s in (*self._retry_delays_s, None):
+            since, missing, delay_s = time.monotonic(), -1, self._retry_s
+            while True:
                 try:
                     await self._generate(groups, scoring)
                     return
+                except RequestRefused:
+                    raise
                 except EngineError as error:
-                    if delay_s is None:
+                    if (left := sum(len(group.missing) for group in groups)) != missing:
+                        since, missing, delay_s = time.monotonic(), left, self._retry_s
+                    if time.monotonic() - since > self._patience_s:
                         raise
                     log.warning("%s; asking again in %g s", error, delay_s)
                     groups[0].clock.counts["retries"] += 1
                     await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
                     await asyncio.sleep(delay_s)
+                    delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))
 
     async def _generate(self, groups: Sequence[_Group], scoring: asyncio.TaskGroup) -> None:
         """One call for all that is missing; each answer is scored from the moment it ends."""
@@ -244,6 +258,7 @@ class Explorer:
             async with aclosing(self._engine.generate([ask.prompt for ask in asks], sampling)) as completions:
                 async for completion in completions:
                     outstanding -= 1
+                    pulse.worked()
                     clock.change("generation", -1)
                     _, group, first = asks[completion.request]
                     if completion.finish_reason == "abort":
@@ -265,6 +280,7 @@ class Explorer:
             text = self._tokenizer.decode(completion.token_ids)
             verdict = await self._scorer.score(group.claim.task, text, opened=group.opened)
         finally:
+            pulse.worked()
             self._scoring -= 1
             group.clock.change("reward", -1)
         if verdict.message is not None:
@@ -358,11 +374,12 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobErro
 async def explore(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
     """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go on."""
     tokenizer = ChatTokenizer.open(config.model.path)
+    patience_s = config.rollout.start_timeout_s + config.sync.timeout_s  # an engine is replaced, and given the weights
     store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
     try:
         async with (
             EngineClient(engines, key, config.rollout.request_timeout_s) as engine,
-            _judge(config, engines, key) as judge,
+            _judge(config, engines, key, patience_s) as judge,
             RewardPool(await _with_hosts_of_nodes(config.reward), judge, key) as scorer,
         ):
             explorer = Explorer(
@@ -374,6 +391,7 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 backlog=config.reward.backlog,
                 calls=len(engines),
+                patience_s=patience_s,
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
             )
@@ -390,13 +408,13 @@ async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:
 
 
 @asynccontextmanager
-async def _judge(config: Config, engines: Sequence[str], key: str) -> AsyncIterator[Judging | None]:
+async def _judge(config: Config, engines: Sequence[str], key: str, patience_s: float) -> AsyncIterator[Judging | None]:
     if config.reward.judge.url is None:
         yield None
         return
     from megarl.rewards.judge import Judge  # 0.3 s
 
-    async with Judge(config.reward.judge, engines, key) as judge:
+    async with Judge(config.reward.judge, engines, key, patience_s) as judge:
         yield judge
 
 

@@ -6,6 +6,7 @@ Reads top to bottom: batch, inference, update, commit; evaluation on the held-ou
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from megarl import algorithms
 from megarl.batching import Sequences, of_demonstrations
 from megarl.config import Config
-from megarl.loop.rollouts import numbers_of_step
+from megarl.loop.guard import RollBack, roll_back
+from megarl.loop.rollouts import data_seed, numbers_of_step
 from megarl.loop.scoring import ScoringSession
 from megarl.loop.session import Session
 from megarl.loop.step import StepBatch, infer, update, updates_of
@@ -61,7 +63,7 @@ def train(config: Config) -> None:
         if not warm_start(s):
             return
         s.begin_reinforcement_learning()
-        with s.timeline.phase("load"):
+        with s.timeline.phase("load"), s.starting():
             rows, held_out = read(s, config.taskset.train), read(s, config.taskset.eval)
             test = batch_of(s, held_out, range(len(held_out)))
         while s.state.step < config.trainer.steps:
@@ -69,7 +71,10 @@ def train(config: Config) -> None:
                 s.commit()
                 return
             evaluate_when_due(s, test)
-            step(s, rows)
+            try:
+                step(s, rows)
+            except RollBack as bad:
+                roll_back(s, bad)
         evaluate(s, test, "eval-after")
         s.commit()
         s.export_hf(s.run_dir / "hf")
@@ -113,7 +118,7 @@ def step(s: Session, rows: Rows) -> None:
     s.timeline.reset()
     with s.timeline.phase("step", step=number):
         with s.timeline.phase("batch", step=number):
-            chosen = numbers_of_step(len(rows), number, config.trainer.tasks_per_step, config.trainer.seed)
+            chosen = numbers_of_step(len(rows), number, config.trainer.tasks_per_step, data_seed(s))
             found = batch_of(s, rows, chosen)
             batch = StepBatch([], found.sequences, updates_of(found.units, config.trainer.updates_per_step))
         with s.timeline.phase("inference", step=number):
@@ -141,7 +146,8 @@ def evaluate(s: Session, test: Batch, name: str) -> None:
         answers = s.actor.answers(sequences, [s.actor.micro_batches(sequences, test.units)])
         metrics = measured(objective_of(s, test), sequences, answers)
     if s.position.rank == 0:
-        s.store.record_event("trainer", "evaluation", {"rollout_id": name, "step": s.state.step, "rows": len(test.units), **metrics})
+        known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
+        s.store.record_event("trainer", "evaluation", {"rollout_id": name, "step": s.state.step, "rows": len(test.units), **known})
         s.write(s.state.step, {f"val/{name}": value for name, value in metrics.items()})
         accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
         s.say(f"held-out loss at step {s.state.step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")

@@ -5,6 +5,7 @@ All roles share the job's ranks, each on a grid of its own (``<role>.parallel``;
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,25 +33,29 @@ class Roles:
         self._grids: dict[ParallelConfig, groups.Grid] = {}
 
     def build(self) -> None:
-        """Build them, with the weights that they have at the session's step: at step 0 the actor's own."""
+        """Build them, with the weights that they have at the session's step: at step 0 the actor's own. Those that are there are kept
+        and given these weights."""
         s, config = self.session, self.session.config
         if s.algorithm.has_reference(config.algorithm):
-            parallel, grid = self._grid(config.reference)
-            self.reference = FrozenModel(
-                s.hf_config, self._model(config.reference), parallel, s.head, cut_for(parallel, config.trainer), grid
-            )
+            if self.reference is None:
+                parallel, grid = self._grid(config.reference)
+                self.reference = FrozenModel(
+                    s.hf_config, self._model(config.reference), parallel, s.head, cut_for(parallel, config.trainer), grid
+                )
             if s.state.step and config.reference.refresh == "never":
                 self.reference.load_hf(s.run_dir / "reference")
             else:
                 self.refresh_reference()
-        if config.reward_model.path is not None:
+        if config.reward_model.path is not None and self.reward_model is None:
             path = Path(config.reward_model.path)
             parallel, grid = self._grid(config.reward_model)
             self.reward_model = FrozenModel(
                 hf.read_hf_config(path), self._model(config.reward_model), parallel, None, cut_for(parallel, config.trainer), grid
             )
             self.reward_model.load_hf(path)
-        if "critic" in s.algorithm.roles:
+        if "critic" in s.algorithm.roles and (self.critic is None or not s.state.step):
+            self.critic = None  # before the next one takes its room
+            gc.collect()
             self.critic = self._critic()
         if s.state.step and (found := s.newest_checkpoint()) is not None and (parts := self.parts()):
             s.load_parts(found, parts)
@@ -102,5 +107,7 @@ class Roles:
         if settings.parallel is None or settings.parallel == own:
             return own, nullcontext
         if settings.parallel not in self._grids:
-            self._grids[settings.parallel] = groups.Grid(settings.parallel, seed=self.session.config.trainer.seed)
+            config = self.session.config
+            timeout_s = groups.patience_s(config.cluster.stall_s)
+            self._grids[settings.parallel] = groups.Grid(settings.parallel, seed=config.trainer.seed, timeout_s=timeout_s)
         return settings.parallel, self._grids[settings.parallel].active

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from megarl import pulse
 from megarl.errors import JobError
 from megarl.experience import (
     Report,
@@ -25,6 +26,8 @@ from megarl.experience import (
     verifier_metrics,
     verify,
 )
+from megarl.loop import engines
+from megarl.rollout.watch import EngineWatch
 from megarl.schema import Experience
 from megarl.tasksets import ChatTokenizer, encode_demonstrations, read_rows
 
@@ -37,7 +40,7 @@ SETTLE_S = 1.0
 """The same while a checkpoint is being written, which counts only when they have met."""
 
 
-EXTRA, EXPERT = 1, 2
+EXTRA, EXPERT, ROLLBACK = 1, 2, 3
 """Streams of random numbers beside that of the tasks, so that one's choices say nothing about another's."""
 
 Demonstration = tuple[np.ndarray, np.ndarray]
@@ -55,6 +58,13 @@ class StepGroups:
     report: Report
     """What became of the groups of all these rollouts, dynamic sampling aside."""
     metrics: dict[str, float]
+
+
+def data_seed(s: Session) -> int:
+    """What tasks and seeds of a step are made from: ``trainer.seed``, and after a rollback another number, so that the step which
+    went wrong is not done again as it was."""
+    seed, rollbacks = s.config.trainer.seed, s.state.rollbacks
+    return int(np.random.SeedSequence([seed, rollbacks, ROLLBACK]).generate_state(1)[0] >> 1) if rollbacks else seed
 
 
 def tasks_of_step(task_ids: list[str], step: int, count: int, seed: int) -> list[str]:
@@ -135,14 +145,14 @@ def training_groups(s: Session) -> StepGroups | None:
         )
     metrics |= part_metrics(experiences) | verifier_metrics(raw)
     if config.reward.shuffle:
-        experiences = shuffle_rewards(experiences, seed=config.trainer.seed * 1_000_003 + step)
+        experiences = shuffle_rewards(experiences, seed=data_seed(s) * 1_000_003 + step)
     return StepGroups(experiences, tuple(ids), report, metrics)
 
 
 def request_training_rollout(s: Session, extra: int = 0) -> str:
     """Rollout number ``extra`` of this step beyond its first; returns its id."""
     config, step = s.config, s.state.step
-    count, seed = config.trainer.tasks_per_step, config.trainer.seed
+    count, seed = config.trainer.tasks_per_step, data_seed(s)
     rollout_id = f"train-{step:06d}" + (f"-{extra}" if extra else "")
     if s.position.rank == 0:
         tasks = extra_tasks(s.train_tasks, step, extra, count, seed) if extra else tasks_of_step(s.train_tasks, step, count, seed)
@@ -168,39 +178,51 @@ def num_expert_rows(usual: int, ratio: float) -> int:
 class ExpertRows:
     """The demonstrations of ``taskset.expert``; which of them a step takes depends on seed and step alone."""
 
-    def __init__(self, demonstrations: Sequence[Demonstration], seed: int) -> None:
+    def __init__(self, demonstrations: Sequence[Demonstration]) -> None:
         self._demonstrations = demonstrations
-        self._seed = seed
 
     @classmethod
-    def read(cls, path: str, tokenizer: ChatTokenizer, seed: int) -> Self:
+    def read(cls, path: str, tokenizer: ChatTokenizer) -> Self:
         """Raises DataError naming the row that cannot be used."""
-        return cls(encode_demonstrations(read_rows(Path(path), require_response=True), tokenizer, path=path), seed)
+        return cls(encode_demonstrations(read_rows(Path(path), require_response=True), tokenizer, path=path))
 
-    def of_step(self, step: int, count: int) -> list[Demonstration]:
+    def of_step(self, step: int, count: int, seed: int) -> list[Demonstration]:
         """``count`` rows for a step, each row as often as any other over the epochs of steps with this count."""
-        return [self._demonstrations[i] for i in numbers_of_step(len(self._demonstrations), step, count, self._seed, EXPERT)]
+        return [self._demonstrations[i] for i in numbers_of_step(len(self._demonstrations), step, count, seed, EXPERT)]
 
 
 def wait_for_rollout(s: Session, rollout_id: str, label: str) -> bool:
     """Wait on every rank until all groups are done, with a progress bar; False when the job is asked to stop."""
     with s.progress(None, label, "group") as bar:
         while True:
-            done = s.position.rank != 0 or _follow(s, rollout_id, bar)
-            s.settle()
-            if s.agree(done):
-                return True
-            if s.stop_requested():
-                return False
+            with engines.watch(s) as watch:
+                done = _wait(s, rollout_id, bar, watch)
+            if done is not None:
+                return done
+            engines.publish_again(s, watch.lost)
 
 
-def _follow(s: Session, rollout_id: str, bar: Any) -> bool:
-    """Show the progress until ranks meet; True when all groups are done, False early when asked to stop."""
-    until = time.monotonic() + (SETTLE_S if s.settling else MEET_S)
+def _wait(s: Session, rollout_id: str, bar: Any, watch: EngineWatch) -> bool | None:
+    """As ``wait_for_rollout``; None, on every rank, when an engine needs the weights that another had in its place."""
     while True:
+        done = s.position.rank != 0 or _follow(s, rollout_id, bar, watch)
+        s.settle()
+        if s.agree(done):
+            return True
+        if s.stop_requested():
+            return False
+        if not s.agree(watch.lost is None):
+            return None
+
+
+def _follow(s: Session, rollout_id: str, bar: Any, watch: EngineWatch) -> bool:
+    """Show the progress until ranks meet; True when all groups are done, False early when asked to stop or when an engine needs weights."""
+    until = time.monotonic() + (SETTLE_S if s.settling else min(MEET_S, s.config.cluster.stall_s / 3))
+    while True:
+        pulse.mark()  # the explorer shows whether it moves
         done, bar.total = s.store.progress(rollout_id)
         bar.update(done - bar.n)
-        if done == bar.total or s.stop_flag or time.monotonic() > until:
+        if done == bar.total or s.stop_flag or watch.lost is not None or time.monotonic() > until:
             return done == bar.total
         time.sleep(s.config.store.poll_s)
 

@@ -17,14 +17,16 @@ class ScoringSession(Session):
     on with a sequence-classification checkpoint.
     """
 
-    def _resume(self) -> State:
+    def resume(self) -> State:
         found = self.newest_checkpoint()
-        if self.config.trainer.warm_start.steps and (found is None or state.read_state(found)["step"] == 0 or found.parent.name == "warm_start"):
-            return super()._resume()
-        del self.actor  # before the next one takes its room
-        self.actor = self._reward_model()
-        if found is not None:
-            return super()._resume()
+        language = bool(self.config.trainer.warm_start.steps) and (
+            found is None or state.read_state(found)["step"] == 0 or found.parent.name == "warm_start"
+        )
+        if language is (self.actor.head is None):
+            del self.actor  # before the next one takes its room
+            self.actor = self._language_model() if language else self._reward_model()
+        if language or found is not None:
+            return super().resume()
         path = Path(self.config.model.path)
         self.actor.load_hf(path, score="stored" if has_score(path) else "zeros")
         return State()

@@ -10,9 +10,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,16 +21,18 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from tqdm import tqdm
 
-from megarl import algorithms
+from megarl import algorithms, pulse
 from megarl.batching import Sequences
 from megarl.checkpoint import hf, state
+from megarl.checkpoint.room import make_room, writing
 from megarl.config import Config, to_dict
-from megarl.errors import CheckpointError, FencedError, JobError
+from megarl.errors import CheckpointError, DiskFullError, FencedError, JobError
+from megarl.loop import engines
+from megarl.loop.guard import Guard
 from megarl.loop.roles import Roles
-from megarl.loop.rollouts import Demonstration, ExpertRows, num_expert_rows
+from megarl.loop.rollouts import Demonstration, ExpertRows, data_seed, num_expert_rows
 from megarl.metrics import CONSOLE, MetricWriter, Sums, Timeline, console_line
 from megarl.parallel import groups
 from megarl.reshard.layouts import hf_layout
@@ -58,19 +60,15 @@ class State:
     """Completed steps of the phase."""
     kl_coef: float | None = None
     """Of the step to come, where it adapts; None is ``algorithm.kl.coef``."""
+    rollbacks: int = 0
+    """How often the run went back to a checkpoint because of a bad update; the tasks of a step and its seeds depend on it."""
+    grad_norms: Mapping[str, list[float]] = field(default_factory=dict)
+    """Model -> norms of its last updates, where spikes are looked for."""
 
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A full disk is named with what was being written. Raises JobError."""
-    try:
-        yield
-    except JobError:
-        raise  # it says so itself
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if not isinstance(error, OSError) and "No space left" not in str(error):
-            raise
-        raise JobError(f"{path} cannot be written ({error}); make room there") from error
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> State:
+        """From a manifest; an earlier megarl's has less."""
+        return cls(**{name.name: saved[name.name] for name in fields(cls) if name.name in saved})
 
 
 class Session:
@@ -83,7 +81,7 @@ class Session:
         self.stop_flag = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
-        self.position = groups.initialize(config.parallel, seed=config.trainer.seed)  # seeds torch's generators too
+        self.position = groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=groups.patience_s(config.cluster.stall_s))  # seeds torch's generators too
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
         self.timeline = Timeline(self.run_dir / "timeline", f"trainer_{self.position.rank}")
@@ -100,33 +98,54 @@ class Session:
         self._expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
             assert config.taskset.expert is not None, "checked before launch"
-            self._expert = ExpertRows.read(config.taskset.expert, ChatTokenizer.open(config.model.path), config.trainer.seed)
+            self._expert = ExpertRows.read(config.taskset.expert, ChatTokenizer.open(config.model.path))
         self.publisher: WeightPublisher | None = None
         self._saved: State | None = None
         """What the newest checkpoint holds, be it finished or pending."""
         self._pending: state.Save | None = None
-        with self.timeline.phase("load"):
-            cut = cut_for(config.parallel, config.trainer)
-            self.actor = TrainedModel(
-                self.hf_config, config.model, config.parallel, self.head, cut, config.trainer.optimizer
-            )
-            self.state = self._resume()
+        self._failed_saves = 0
+        """In a row, for want of room."""
+        self.guard = Guard(self)
+        pulse.become("between steps")
+        with self.timeline.phase("load"), self.starting():
+            self.actor = self._language_model()
+            self.state = self.resume()
         self.writer = None
         if self.position.rank == 0:
-            warming_up = self.state.phase == "warm_start"
+            warm_start_step, step = self._recorded()
             self.writer = MetricWriter(
                 self.run_dir,
-                warm_start_step=self.state.step if warming_up else ALL_STEPS,
-                step=-1 if warming_up else self.state.step,
+                warm_start_step=warm_start_step,
+                step=step,
                 tensorboard="tensorboard" in config.trainer.trackers,
                 trackers=open_trackers(config.trainer.trackers, Run(config.run.name, self.run_dir, to_dict(config))),
             )
+
+    def starting(self) -> AbstractContextManager[None]:
+        """What a start waits for may take its time."""
+        return pulse.patience(self.config.rollout.start_timeout_s)
+
+    def _recorded(self) -> tuple[int, int]:
+        """Up to which step of the warm start, and of what follows it, metrics count."""
+        warming_up = self.state.phase == "warm_start"
+        return self.state.step if warming_up else ALL_STEPS, -1 if warming_up else self.state.step
+
+    def drop_later_metrics(self) -> None:
+        """Those of steps that the run has gone back behind."""
+        if self.writer is not None:
+            self.writer.rewind(*self._recorded())
 
     def _folder(self, phase: str) -> Path:
         """Of a phase's checkpoints: apart, because a higher step of the warm start comes before step 0 of what follows."""
         return self.run_dir / "checkpoints" / ("warm_start" if phase == "warm_start" else "")
 
-    def _resume(self) -> State:
+    def _language_model(self) -> TrainedModel:
+        config = self.config
+        cut = cut_for(config.parallel, config.trainer)
+        return TrainedModel(self.hf_config, config.model, config.parallel, self.head, cut, config.trainer.optimizer)
+
+    def resume(self) -> State:
+        """The actor as the newest checkpoint has it, or as the run begins; returns what goes with it."""
         found = self.newest_checkpoint()
         if found is None:
             self.actor.load_hf(Path(self.config.model.path))
@@ -138,7 +157,7 @@ class Session:
         if cursor is not None and cursor != self._data_cursor(saved["phase"], saved["step"]):
             self.say(f"the order of the data is another than before: {found} was at {cursor}, with these settings it is at "
                 f"{self._data_cursor(saved['phase'], saved['step'])}")
-        resumed = self._saved = State(saved["phase"], saved["step"], saved.get("kl_coef"))
+        resumed = self._saved = State.of(saved)
         self.say(f"resumed from {found}")
         return resumed
 
@@ -169,12 +188,12 @@ class Session:
         self.store.close()
 
     def begin_reinforcement_learning(self) -> None:
-        """Optimizer fresh at step 0; the other roles, which begin with the weights that the warm start left."""
+        """Optimizer fresh at step 0; the other roles, which begin with the weights that the warm start left. Again after a rollback."""
         if self.state.step == 0:
             self.actor.optimizer.restart(self.config.trainer.optimizer)
             self.export_hf(self.run_dir / "reference")
         self.actor.head = self.head
-        with self.timeline.phase("load"):
+        with self.timeline.phase("load"), self.starting():
             self.roles.build()
         if self.state.step:
             self.put_random_states()
@@ -189,7 +208,7 @@ class Session:
         if self._expert is None:
             return []
         ratio = self.config.algorithm.expert_ratio
-        return self._expert.of_step(self.state.step, num_expert_rows(usual, ratio))
+        return self._expert.of_step(self.state.step, num_expert_rows(usual, ratio), data_seed(self))
 
     # ---------------------------------------------------------------- ranks agree
 
@@ -202,6 +221,7 @@ class Session:
 
     def agree(self, yes: bool) -> bool:
         """True on all ranks when it is True on all ranks."""
+        pulse.mark()
         flag = torch.tensor([int(yes)])
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
@@ -218,16 +238,14 @@ class Session:
         """Wait for the engines, and join them for weight syncs."""
         with self.timeline.phase("wait_for_engine"):
             self.publisher = WeightPublisher(self.config, self.actor.layout, self.hf_config, self.position.rank)
-            self.publisher.connect()
+            engines.connect(self)
 
     def sync(self) -> dict[str, float]:
         """Publish the actor's weights to every engine under a new version, proven equal; returns sync metrics."""
-        assert self.publisher is not None, "connect first"
         self.version = WeightsVersion(self.attempt, self.version.n + 1)
-        report = self.publisher.publish(self.actor.tensors, self.version)
-        return report.metrics() | {"sync/probe_diff_max": self._probe()}
+        return engines.publish(self)
 
-    def _probe(self) -> float:
+    def probe(self) -> float:
         """Largest log-prob difference between this trainer and the engines on a short fixed text."""
         assert self.publisher is not None
         length = min(self.config.sync.probe_tokens, self.config.rollout.max_prompt_tokens)
@@ -237,10 +255,12 @@ class Session:
         logp = self.actor.answers(text, [self.actor.micro_batches(text)], temperature=1.0)
         return self.publisher.probe(tokens.tolist(), logp[:-1].tolist())
 
-    def commit(self, *, background: bool = False, **labels: int) -> None:
+    def commit(self, *, interval: bool = False, **labels: int) -> None:
         """Checkpoint model, optimizer and state under the current step; nothing to do when that is what the newest holds.
 
-        In the ``background`` it counts once ``settle`` has found it written; otherwise it does when this returns.
+        ``interval``: one of those between which a job can go on without. With ``trainer.async_checkpoint`` it counts once
+        ``settle`` has found it written; on a full disk it is left out, ``trainer.max_failed_checkpoints`` - 1 times in a row.
+        Any other counts when this returns.
 
         Raises:
             JobError: it cannot be written, or another attempt has taken over.
@@ -253,27 +273,56 @@ class Session:
                 return
             folder = self._folder(self.state.phase)
             manifest = state.Manifest(asdict(self.state), self.attempt, self._made())
-            with _writing(folder):
-                self._pending = state.begin(
-                    folder, self.state.step, self._parts(), manifest, model=Path(self.config.model.path), background=background,
-                    fence=self._fence,
-                )  # fmt: skip
+            config = self.config.trainer
+            background = interval and config.async_checkpoint
+            try:
+                with writing(folder):
+                    self._pending = state.begin(
+                        folder, self.state.step, self._parts(), manifest, model=Path(self.config.model.path), background=background,
+                        fence=self._fence, room=lambda needed: make_room(folder, needed, config.keep_checkpoints, refuse=interval),
+                    )  # fmt: skip
+            except DiskFullError as error:
+                if not interval:
+                    raise
+                self._do_without(error)
+                return
             self._saved = self.state
             if not background:
-                self.settle(wait=True)
+                self.settle(wait=True, needed=not interval)
 
-    def settle(self, *, wait: bool = False) -> None:
+    def settle(self, *, wait: bool = False, needed: bool = False) -> None:
         """Make a checkpoint count that is being written in the background, once all ranks have written it or after waiting for that.
+
+        Args:
+            needed: The job cannot go on without it, were the disk full.
 
         Raises: as ``commit``.
         """
         if self._pending is None or not (wait or self.agree(self._pending.written)):
             return
         pending, self._pending = self._pending, None
-        with _writing(pending.folder):
-            pending.finish(self.config.trainer.keep_checkpoints)
+        try:
+            with writing(pending.folder):
+                pending.finish(self.config.trainer.keep_checkpoints)
+        except DiskFullError as error:
+            self._saved = None
+            if needed:
+                raise
+            self._do_without(error)
+            return
+        self._failed_saves = 0
         if pending.folder == self._folder("rl") and self.position.rank == 0:
             shutil.rmtree(self._folder("warm_start"), ignore_errors=True)  # there is a later one now
+
+    def _do_without(self, error: DiskFullError) -> None:
+        """A checkpoint that had no room. The store is told by the step's metrics alone: it may lie on the same disk."""
+        self._failed_saves += 1
+        if self._failed_saves >= (limit := self.config.trainer.max_failed_checkpoints):
+            raise JobError(
+                f"{error}; {self._failed_saves} checkpoints in a row had no room (trainer.max_failed_checkpoints={limit})"
+            ) from error
+        self.say(f"WARNING: {error}. Training goes on without this checkpoint ({self._failed_saves} of at most {limit - 1} in a row); "
+            f"the newest is {self.newest_checkpoint() or 'none'}")
 
     @property
     def settling(self) -> bool:
@@ -314,7 +363,7 @@ class Session:
     def export_hf(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""
         plan = build_plan(self.actor.layout, hf_layout(self.hf_config, head="score" if self.actor.head is None else "lm"))
-        with self.timeline.phase("export"), _writing(target):
+        with self.timeline.phase("export"), writing(target):
             hf.export_hf(plan, self.position.rank, self.actor.tensors, Path(self.config.model.path), target)
             dist.barrier()  # rank 0 writes; the others may read it next
 
@@ -328,7 +377,8 @@ class Session:
     def say(self, text: str) -> None:
         """A line for a person, from rank 0."""
         if self.position.rank == 0:
-            tqdm.write(text, file=sys.stderr)
+            with suppress(OSError):  # the log may lie on a full disk
+                tqdm.write(text, file=sys.stderr)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.writer is not None:
@@ -350,10 +400,12 @@ class Session:
         self.settle()
         self.state = replace(self.state, step=number + 1)
         metrics |= {"training/global_step": float(self.state.step), "training/attempt": float(self.attempt)}
+        metrics["checkpoint/failed"] = float(self._failed_saves)
         if self.state.step % config.checkpoint_interval == 0 and self.state.step < config.steps:
             # A job that is killed after its checkpoint resumes behind this step: its metrics must be there by then.
             self.keep(self.state.step, metrics)
-            self.commit(background=config.async_checkpoint, step=number)
+            self.commit(interval=True, step=number)
+            metrics["checkpoint/failed"] = float(self._failed_saves)
 
     def record_step(self, metrics: dict[str, float], *, tokens: int, console: Iterable[tuple[str, str, str]] = CONSOLE) -> None:
         """The metrics of the step that has ended, with what its phases took, and a line for a person."""

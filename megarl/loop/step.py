@@ -20,7 +20,7 @@ from megarl.loop.rollouts import Demonstration
 from megarl.metrics import Sums, mean_of_sums, spread
 from megarl.schema import Experience, GroupStats
 from megarl.training import objectives
-from megarl.training.model import FrozenModel
+from megarl.training.model import FrozenModel, TrainedModel
 from megarl.training.objectives import Objective
 from megarl.training.optimizer import learning_rate
 
@@ -176,19 +176,24 @@ def update(s: Session, batch: StepBatch, policy: Objective, settings: AlgorithmC
     actor_step = number if critic is None else number - config.critic.warmup_steps
     sums: list[Sums] = []
     updates: list[Sums] = []
+
+    def learn(update: int, model: TrainedModel, objective: Objective, units: list[list[int]], lr: float) -> None:
+        found = model.backward(sequences, model.micro_batches(sequences, units), objective)
+        norm = model.gradient_norm()
+        if s.guard.admits(objective.name, found, norm, update):
+            model.step(lr)
+            sums.append(found)
+            updates.append({f"{objective.name}/grad_norm": (norm, 1.0), f"{objective.name}/lr": (lr, 1.0)})
+
+    s.guard.begin()
     if s.algorithm.restarts_optimizer:
         s.actor.optimizer.restart(config.trainer.optimizer)
-    for units in batch.updates:
+    for i, units in enumerate(batch.updates):
         if critic is not None:
-            returns = objectives.returns(settings, sequences)
-            sums.append(critic.backward(sequences, critic.micro_batches(sequences, units), returns))
-            lr = learning_rate(config.critic.optimizer, number)
-            updates.append({"critic/grad_norm": (critic.step(lr), 1.0), "critic/lr": (lr, 1.0)})
+            learn(i, critic, objectives.returns(settings, sequences), units, learning_rate(config.critic.optimizer, number))
         if not alone:
-            sums.append(s.actor.backward(sequences, s.actor.micro_batches(sequences, units), policy))
-            lr = learning_rate(config.trainer.optimizer, actor_step)
-            updates.append({"actor/grad_norm": (s.actor.step(lr), 1.0), "actor/lr": (lr, 1.0)})
-    return mean_of_sums(s.gather(sums)) | mean_of_sums(updates)
+            learn(i, s.actor, policy, units, learning_rate(config.trainer.optimizer, actor_step))
+    return mean_of_sums(s.gather(sums)) | mean_of_sums(updates) | s.guard.end()
 
 
 def mismatch(sequences: Sequences) -> dict[str, float]:

@@ -17,6 +17,7 @@ from megarl import algorithms, ops
 from megarl.config import Config, load_resolved
 from megarl.errors import JobError
 from megarl.experience import Report
+from megarl.loop.guard import RollBack, roll_back
 from megarl.loop.rollouts import evaluate, training_groups
 from megarl.loop.session import Session
 from megarl.loop.step import estimate, gather, infer, kl_coef, mismatch, score, update
@@ -36,7 +37,12 @@ def train(config: Config) -> None:
         s.begin_reinforcement_learning()
         s.connect()
         while s.state.step < config.trainer.steps:
-            if s.stop_requested() or not evaluate_when_due(s) or not step(s):
+            try:
+                going = not s.stop_requested() and evaluate_when_due(s) and step(s)
+            except RollBack as bad:
+                roll_back(s, bad)
+                continue
+            if not going:
                 s.commit()
                 return
         s.sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 from megarl import algorithms
 from megarl.batching import of_demonstrations
 from megarl.config.schema import AlgorithmConfig
-from megarl.loop.rollouts import numbers_of_step
+from megarl.loop.guard import RollBack, roll_back
+from megarl.loop.rollouts import data_seed, numbers_of_step
 from megarl.metrics import mean_of_sums
 from megarl.tasksets import ChatTokenizer, encode_demonstrations, read_rows
 from megarl.training import objectives
@@ -24,8 +26,13 @@ SAID_EVERY = 100
 
 def warm_start(s: Session) -> bool:
     """Bring the session to step 0 of what follows the warm start; False when the job is asked to stop before that, and saved."""
-    if s.state.phase == "warm_start":
-        if not _run(s):
+    while s.state.phase == "warm_start":
+        try:
+            ended = _run(s)
+        except RollBack as bad:
+            roll_back(s, bad)
+            continue
+        if not ended:
             if s.state.step:
                 s.commit()
             return False
@@ -54,16 +61,22 @@ def _run(s: Session) -> bool:
         for step in range(s.state.step, config.steps):
             if s.stop_requested():
                 return False
-            chosen = numbers_of_step(len(pairs), step, config.batch_size, s.config.trainer.seed)
+            chosen = numbers_of_step(len(pairs), step, config.batch_size, data_seed(s))
             batch = of_demonstrations([pairs[i] for i in chosen])
             sums = s.actor.backward(batch, s.actor.micro_batches(batch), objectives.policy(sft, settings, batch))
             lr = learning_rate(config.optimizer, step)
-            optimizer_metrics = {"actor/grad_norm": s.actor.step(lr), "actor/lr": lr}
-            metrics = mean_of_sums(s.gather([sums])) | optimizer_metrics
+            norm = s.actor.gradient_norm()
+            s.guard.begin()
+            metrics = {}
+            if s.guard.admits("actor", sums, norm):
+                s.actor.step(lr)
+                metrics = mean_of_sums(s.gather([sums])) | {"actor/grad_norm": norm, "actor/lr": lr}
+            metrics |= {name.replace("training/", "actor/"): value for name, value in s.guard.end().items()}
             s.state = replace(s.state, step=step + 1)
             s.write(step + 1, {name.replace("actor/", "sft/"): value for name, value in metrics.items()})
-            bar.set_postfix_str(f"loss {metrics['actor/loss']:.3f}")
+            loss = metrics.get("actor/loss", math.nan)  # of an update that was left out
+            bar.set_postfix_str(f"loss {loss:.3f}")
             bar.update(1)
             if bar.disable and (step + 1) % SAID_EVERY == 0:
-                s.say(f"warm start {step + 1}/{config.steps} | loss {metrics['actor/loss']:.3f}")
+                s.say(f"warm start {step + 1}/{config.steps} | loss {loss:.3f}")
     return True

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import ceil
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megarl.parallel.grid import check_parallel
 
 LOOPBACK = "lo"
 """Linux' name of the interface."""
+USUAL_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,12 @@ class Position:
     is_last_stage: bool
 
 
-def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0) -> Position:
+def patience_s(stall_s: float) -> float:
+    """How long collectives wait for a rank: torch's usual time, and longer than the supervisor, who can say for which (``cluster.stall_s``)."""
+    return max(USUAL_S, 2 * stall_s)
+
+
+def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_S) -> Position:
     """Join the job's world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and set up Megatron-Core's groups.
 
     Raises:
@@ -76,6 +83,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0)
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
+        distributed_timeout_minutes=ceil(timeout_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return position()
@@ -115,7 +123,7 @@ class Grid:
     One place that was missed would compute on another model's groups without a word, so all of them are exchanged together.
     """
 
-    def __init__(self, parallel: ParallelConfig, *, seed: int, timeout_s: float = 600.0) -> None:
+    def __init__(self, parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_S) -> None:
         """Makes the groups of ``parallel`` (in the world as it is, or joining it; see ``initialize`` for what it raises) and leaves
         what was in place as it was."""
         cpu.install()

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megarl.errors import ConfigError, PlanError, WeightSyncError
+from megarl import pulse
+from megarl.errors import ConfigError, PlanError, WeightsDiffer
 from megarl.ops import slice_digest
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
@@ -288,6 +289,7 @@ class _Outgoing:
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's elements in the next free buffer."""
+        pulse.mark()
         self.turn = (self.turn + 1) % len(self.buffers)
         self._wait(self.turn)
         flat = self.buffers[self.turn][: bucket.nbytes]
@@ -348,6 +350,7 @@ class _Incoming:
         self._expect()
         arrival = self.expected.popleft()
         self.unpack(bucket, arrival.wait())
+        pulse.mark()
         arrival.release()
 
     @torch.no_grad()
@@ -424,7 +427,7 @@ def merge(parts: Iterable[Digests]) -> Digests:
 
 
 def compare(plan: ReshardPlan, sent: Digests, got: Digests, failure: str = _SYNC_FAILURE) -> None:
-    """Raise WeightSyncError naming every (logical tensor, destination tensor, ranks) whose two digests differ or lack one side.
+    """Raise WeightsDiffer naming every (logical tensor, destination tensor, ranks) whose two digests differ or lack one side.
 
     ``failure``: what the message begins with.
     """
@@ -442,4 +445,4 @@ def compare(plan: ReshardPlan, sent: Digests, got: Digests, failure: str = _SYNC
         )
         lines.append(f"{tensor} in {local} on destination rank {dst}, from source ranks {sources}: digest {values}")
     more = f"\n... and {len(wrong) - len(lines)} more" if len(wrong) > len(lines) else ""
-    raise WeightSyncError(f"{failure}:\n" + "\n".join(lines) + more)
+    raise WeightsDiffer(f"{failure}:\n" + "\n".join(lines) + more)

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable
 
+from megarl import pulse
 from megarl.rewards.process import CONNECT_S, MAX_LINE_BYTES, start_worker
 
 log = logging.getLogger(__name__)
@@ -110,4 +111,4 @@ async def serve(host: str, port: int, key: str, workers: int, started: Callable[
     """Until cancelled; calls ``started`` with the port."""
     async with RewardHost(host, port, key, workers) as service:
         started(service.port)
-        await asyncio.Event().wait()
+        await pulse.ticking()

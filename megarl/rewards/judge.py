@@ -54,11 +54,15 @@ class _Reply(NamedTuple):
 class _RequestFailed(RuntimeError):
     """A request got no usable answer, after all retries."""
 
-    def __init__(self, message: str, status: Literal["error", "timeout"] = "error", wait_s: float | None = 0.0) -> None:
+    def __init__(
+        self, message: str, status: Literal["error", "timeout"] = "error", wait_s: float | None = 0.0, *, away: bool = False
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.wait_s = wait_s
         """How long the server wants us to stay away; None where a repetition is useless."""
+        self.away = away
+        """One of the job's own engines is gone or has no weights yet: it is being replaced."""
 
 
 class Judge:
@@ -67,14 +71,16 @@ class Judge:
     Args:
         engines: The job's own engines, for ``url: rollout``; they take turns.
         key: The job's key, sent to these engines only; other servers get that of MEGARL_JUDGE_KEY.
+        patience_s: How long one of these engines is waited for that is being replaced.
 
     Raises:
         ConfigError: a setting is missing or wrong; on entering: the cache cannot be opened, or the server does not tell its model.
     """
 
-    def __init__(self, config: JudgeConfig, engines: Sequence[str] = (), key: str | None = None) -> None:
+    def __init__(self, config: JudgeConfig, engines: Sequence[str] = (), key: str | None = None, patience_s: float = 0.0) -> None:
         _check_settings(config)
         self._config = config
+        self._patience_s = patience_s if config.url == ROLLOUT else 0.0
         self._rubric = read_rubric(config.rubric)
         if config.url == ROLLOUT:
             if not engines:
@@ -199,6 +205,8 @@ class Judge:
         choice = answer["choices"][0]
         for name in ("prompt_tokens", "completion_tokens"):
             self.counts[name] += int((answer.get("usage") or {}).get(name) or 0)
+        if choice.get("finish_reason") == "abort":
+            raise ValueError("the engine gave it up, to be given weights")
         text = choice["message"].get("content")  # null where a server puts all of it into reasoning_content
         return _Reply("" if text is None else str(text), choice.get("finish_reason"))
 
@@ -214,18 +222,20 @@ class Judge:
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         """``read`` of the answer's JSON. Asked again, at the next engine, when the connection or the server fails. Raises _RequestFailed."""
-        for attempt in itertools.count():
+        attempt, until = 0, time.monotonic() + self._patience_s
+        while True:
             self.counts["requests"] += 1
             self.counts["retries"] += attempt > 0
             try:
                 async with self._slots:
                     return await self._request_once(method, next(self._bases) + path, body, read)
             except _RequestFailed as failure:
-                if failure.wait_s is None or attempt >= self._config.retries:
+                waiting = failure.away and time.monotonic() < until
+                if failure.wait_s is None or (attempt >= self._config.retries and not waiting):
                     raise
-                backoff = BACKOFF_S * 2.0**attempt * random.uniform(0.5, 1.5)
+                backoff = BACKOFF_S * 2.0 ** min(attempt, 3 if waiting else attempt) * random.uniform(0.5, 1.5)
+                attempt += 1
                 await asyncio.sleep(min(MAX_WAIT_S, max(backoff, failure.wait_s)))
-        raise AssertionError("unreachable")
 
     async def _request_once(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         assert self._session is not None, "Judge is used as an async context manager"
@@ -237,10 +247,12 @@ class Judge:
         except TimeoutError:
             raise _RequestFailed(f"the judge at {url} gave no answer within {self._config.timeout_s:g} s", "timeout") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _RequestFailed(self._hide(f"the judge at {url} cannot be reached: {type(error).__name__}: {error}")) from None
+            raise _RequestFailed(self._hide(f"the judge at {url} cannot be reached: {type(error).__name__}: {error}"), away=True) from None
         if status != 200:
             again = status in (408, 429) or status >= 500
-            raise _RequestFailed(self._hide(f"the judge at {url} answered {status}: {text[:300]}"), wait_s=wait_s if again else None)
+            raise _RequestFailed(
+                self._hide(f"the judge at {url} answered {status}: {text[:300]}"), wait_s=wait_s if again else None, away=status == 503
+            )
         try:
             return read(json.loads(text))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -11,9 +12,12 @@ from typing import Any, NamedTuple, Self
 import aiohttp
 import numpy as np
 
-from megarl.errors import EngineError
+from megarl.errors import EngineError, RequestRefused
 from megarl.rollout.auth import bearer
 from megarl.schema import FinishReason
+
+LEFT_OUT_S = 5.0
+"""How long an engine that failed is asked nothing while others live: one that is dead has the fewest unfinished samples of all."""
 
 
 class VersionSpan(NamedTuple):
@@ -81,7 +85,8 @@ class Completion:
 
 
 class EngineClient:
-    """Sends each call to the engine with the fewest unfinished samples. Use as an async context manager.
+    """Sends each call to the engine with the fewest unfinished samples, of those that have not just failed. Use as an async context
+    manager.
 
     Args:
         urls: Engine servers, all with the same weights.
@@ -91,6 +96,8 @@ class EngineClient:
 
     def __init__(self, urls: Sequence[str], key: str, timeout_s: float = 300.0) -> None:
         self._outstanding = dict.fromkeys(urls, 0)
+        self._left_out = dict.fromkeys(urls, 0.0)
+        """Until when."""
         self._headers = bearer(key)
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
         self._session: aiohttp.ClientSession | None = None
@@ -108,10 +115,12 @@ class EngineClient:
         """Yields every sample of every prompt once, in the order in which they end. Leaving early aborts the others.
 
         Raises:
-            EngineError: the engine refused the call or a prompt, or is gone; samples already yielded stay good.
+            EngineError: the engine refuses all calls, or is gone; samples already yielded stay good.
+            RequestRefused: it refused this call, or a prompt of it, for what is in it.
         """
         total = sum(prompt.n for prompt in prompts)
-        url = min(self._outstanding, key=self._outstanding.__getitem__)
+        now = time.monotonic()
+        url = min(self._outstanding, key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
         self._outstanding[url] += total
         left = total
         try:
@@ -119,10 +128,15 @@ class EngineClient:
                 left -= 1
                 self._outstanding[url] -= 1
                 yield completion
+            if left:
+                raise EngineError(f"the engine at {url} ended its answer with {left} of {total} samples missing")
+        except RequestRefused:
+            raise
+        except EngineError:
+            self._left_out[url] = time.monotonic() + LEFT_OUT_S
+            raise
         finally:
             self._outstanding[url] -= left
-        if left:
-            raise EngineError(f"the engine at {url} ended its answer with {left} of {total} samples missing")
 
     async def _stream(self, url: str, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
         assert self._session is not None, "EngineClient is used as an async context manager"
@@ -134,7 +148,8 @@ class EngineClient:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
                 if answer.status != 200:
                     said = (await answer.text()).strip()
-                    raise EngineError(f"the engine at {url} answered {answer.status} to /megarl/generate: {said}")
+                    kind = RequestRefused if 400 <= answer.status < 500 else EngineError
+                    raise kind(f"the engine at {url} answered {answer.status} to /megarl/generate: {said}")
                 async for line in answer.content:
                     yield _completion(url, json.loads(line))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -153,7 +168,8 @@ def _body(prompt: Prompt) -> dict[str, Any]:
 def _completion(url: str, record: dict[str, Any]) -> Completion:
     if "error" in record or record["finish_reason"] == "error":
         place = f"prompt {record['request']}, sample {record['index']}"
-        raise EngineError(f"the engine at {url} failed at {place}: {record.get('error', 'finish reason error')}")
+        kind = RequestRefused if record.get("refused") else EngineError
+        raise kind(f"the engine at {url} failed at {place}: {record.get('error', 'finish reason error')}")
     prompt_ids = record.get("prompt_ids")
     return Completion(
         request=record["request"],

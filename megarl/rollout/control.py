@@ -28,6 +28,8 @@ class EngineState:
     version: str
     paused: bool
     refusing: str | None
+    process: str
+    """Another one for every start of a server."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class EngineControl:
             ) from error
         return time.monotonic() - start
 
-    def state(self) -> EngineState:
-        return EngineState(**self._call("GET", "/megarl/state"))
+    def state(self, timeout_s: float | None = None) -> EngineState:
+        return EngineState(**self._call("GET", "/megarl/state", timeout_s=timeout_s))
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
         """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first."""
@@ -117,9 +119,13 @@ class EngineControl:
         entries = answer["prompt_logprobs"][1:]
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
 
+    def health(self, timeout_s: float) -> None:
+        """Returns when the server says that it is well."""
+        self._call("GET", "/health", timeout_s=timeout_s)
+
     def _healthy(self) -> bool:
         try:
-            self._call("GET", "/health", timeout_s=5.0)
+            self.health(5.0)
         except EngineError:
             return False
         return True

@@ -13,6 +13,8 @@ import asyncio
 import copy
 import io
 import itertools
+import os
+import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from typing import Any
@@ -23,13 +25,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import VLLMError
+from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.inputs import EngineInput, TokensPrompt, tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from megarl.rollout.auth import App, Receive, Scope, Send
 from megarl.rollout.control import failures
+from megarl.rollout.engine import UNTIL_PUBLISHED
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
 _JOIN_PATH = "/init_weight_transfer_engine"
@@ -70,11 +73,13 @@ class Endpoints:
         app.add_middleware(Gate, state=app.state)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        state.megarl_refusing = None
+        state.megarl_process = secrets.token_hex(8)
+        state.megarl_refusing = "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None
 
 
 class Gate:
-    """ASGI middleware: 503 with the reason for every generation request while ``state.megarl_refusing`` is set.
+    """ASGI middleware: 503 with the reason for every generation request while ``state.megarl_refusing`` is set; an engine of a job
+    is born so.
 
     It sets the reason itself when a step of a weight update fails, so that an engine refuses even when the trainer is
     gone. Only ``POST /megarl/refuse`` with ``reason: null`` opens it again.
@@ -131,7 +136,8 @@ async def _refuse(request: Request) -> JSONResponse:
 async def _state(request: Request) -> JSONResponse:
     engine: EngineClient = request.app.state.engine_client
     version, paused = await asyncio.gather(engine.get_weight_version(), engine.is_paused())
-    return JSONResponse({"version": version, "paused": paused, "refusing": request.app.state.megarl_refusing})
+    own = request.app.state
+    return JSONResponse({"version": version, "paused": paused, "refusing": own.megarl_refusing, "process": own.megarl_process})
 
 
 async def _generate(request: Request) -> Response:
@@ -200,7 +206,8 @@ async def _sample(
             expanded = {} if seen is None else {"prompt_ids": list(output.prompt_token_ids)}
             lines.put_nowait(_line(place_fields | _sampled(output.outputs[0]) | expanded))
     except Exception as error:
-        lines.put_nowait(_line(place_fields | {"error": f"{type(error).__name__}: {error}"}))
+        refused = isinstance(error, VLLMClientError | ValueError)
+        lines.put_nowait(_line(place_fields | {"error": f"{type(error).__name__}: {error}", "refused": refused}))
         if not isinstance(error, VLLMError | ValueError):
             raise  # for the log: the client has its line, without which it would wait for ever
 

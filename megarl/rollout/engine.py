@@ -13,6 +13,10 @@ from megarl.config.schema import ModelConfig, RolloutConfig
 PLUGIN = "megarl"
 """Entry point of the groups ``vllm.general_plugins`` and ``vllm.endpoint_plugins``, and name of the weight backend."""
 
+UNTIL_PUBLISHED = "MEGARL_UNTIL_PUBLISHED"
+"""Variable that makes a server refuse generation until a publication has succeeded: one that was replaced in the middle of a job
+must not answer with the weights of the model's files."""
+
 _PREFILL_TOKENS = 8192
 _CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for 19 s

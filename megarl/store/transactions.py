@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Table, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from megarl import pulse
 from megarl.errors import FencedError, JobError
 from megarl.store.database import open_engine, reason, shown
 from megarl.store.tables import JOB, METADATA
@@ -32,6 +33,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 _INSERT: dict[str, Callable[[Table], Any]] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _PASSING = ("08", "40", "53", "57")
 """Classes of PostgreSQL's error codes that pass by themselves: connection, serialization (deadlock), resources, shutdown."""
+_SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
 _ATTEMPT = "attempt"
 _JITTER = random.Random()  # not the generator that a run's results depend on
@@ -154,8 +156,9 @@ class Transactions:
                 if now - began >= self._outage_s:
                     raise JobError(
                         f"the store {self.shown} could not be used for {self._outage_s:g} s (store.outage_s): {reason(error)}; "
-                        "bring the database back, then run the same command again"
+                        f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same command again"
                     ) from error
+                pulse.mark()  # a database that is away is no stall
                 time.sleep(min(wait_s * _JITTER.uniform(0.5, 1.0), max(0.0, began + self._outage_s - now)))
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
                 continue
@@ -184,14 +187,19 @@ def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Non
     connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=others), rows)
 
 
+def _is_full(error: DBAPIError) -> bool:
+    """SQLite's word, or PostgreSQL's disk_full."""
+    return getattr(error.orig, "sqlite_errorname", "") in _SQLITE_FULL or getattr(error.orig, "sqlstate", None) == "53100"
+
+
 def passes(error: DBAPIError) -> bool:
-    """Whether the same transaction may well succeed later: the connection broke or could not be made, or SQLite's file is
-    locked."""
+    """Whether the same transaction may well succeed later: the connection broke or could not be made, SQLite's file is
+    locked, or the disk is full."""
     if error.connection_invalidated:
         return True
     if not isinstance(error, OperationalError):
         return False
     if (name := getattr(error.orig, "sqlite_errorname", None)) is not None:
-        return name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+        return name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", *_SQLITE_FULL))
     state = getattr(error.orig, "sqlstate", None)  # None: it was not the server that spoke
     return state is None or state.startswith(_PASSING)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from megarl import pulse
+
 BACKEND = "megarl"
 
 
@@ -15,6 +17,7 @@ def register() -> None:
     # register_engine raises on a second call and offers no question of its own.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.sync.receiver", "Receiver")
+    pulse.listen()
     _fork_on_cpu()
 
 

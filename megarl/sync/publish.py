@@ -13,17 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import pairwise
 from traceback import clear_frames
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from megarl import pulse
 from megarl.config.schema import Config
-from megarl.errors import EngineError, WeightSyncError
+from megarl.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.parallel.grid import megatron_grid
 from megarl.reshard.execute import Digests, Transport, bytes_of, compare, merge, send
 from megarl.reshard.layout import Layout
@@ -31,11 +32,15 @@ from megarl.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
 from megarl.reshard.plan import build_plan
 from megarl.rollout.addresses import JobAddresses
 from megarl.rollout.control import EngineControl
+from megarl.rollout.watch import EngineWatch
 from megarl.schema import WeightsVersion
 from megarl.sync.link import Link, LinkAddress, join, open_store
 from megarl.sync.shared import Lender, Places, machine, memory_file
 
+P = ParamSpec("P")
 T = TypeVar("T")
+_STATE_S = 10.0
+"""How long a living engine may take to say how it is."""
 _WORDS_S = 5.0
 """How long ranks wait for each other's account of a failure."""
 
@@ -73,19 +78,35 @@ def check_probe(engine: Sequence[float], trainer: Sequence[float], tolerance: fl
     """Compares log-probs of the same fixed tokens, as the engine and the trainer compute them with the same weights.
 
     Raises:
-        WeightSyncError: they differ by more than ``tolerance`` or are not numbers; equal stored weights that compute
+        WeightsDiffer: they differ by more than ``tolerance`` or are not numbers; equal stored weights that compute
             something else (an old packed copy, stale keys and values, another rope) show here.
     """
     differences = [abs(e - t) for e, t in zip(engine, trainer, strict=True)]
     position = max(range(len(differences)), key=lambda i: (differences[i] != differences[i], differences[i]))
     largest = differences[position]
     if not largest <= tolerance:
-        raise WeightSyncError(
+        raise WeightsDiffer(
             f"after a sync the engine's log-prob of token {position + 1} of the probe text is {engine[position]:.6f}, the "
             f"trainer's {trainer[position]:.6f}: {largest:.2e} apart, more than sync.probe_tolerance={tolerance:g}; the "
             "stored weights agree, so the engine computes from other ones or computes another function"
         )
     return ProbeResult(largest, position)
+
+
+def _patient(seconds: Callable[[Config], float]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Of a method in which all ranks may wait for the engines, and so be silent, for as long as that."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def patient(*args: P.args, **kwargs: P.kwargs) -> T:
+            publisher = args[0]
+            assert isinstance(publisher, WeightPublisher)
+            with pulse.patience(seconds(publisher._config)):
+                return method(*args, **kwargs)
+
+        return patient
+
+    return decorate
 
 
 class WeightPublisher:
@@ -130,6 +151,8 @@ class WeightPublisher:
             world_size=world_size,
             timeout_s=config.sync.timeout_s,
         )
+        self._processes: list[str] = []
+        """Of the engines, as the last ``connect`` found them."""
         self._patience_s = config.rollout.start_timeout_s + config.sync.timeout_s
         self._store: TCPStore | None = None
         self._count = 0
@@ -141,6 +164,7 @@ class WeightPublisher:
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
 
+    @_patient(lambda config: config.rollout.start_timeout_s)
     def connect(self) -> None:
         """Waits for the engines and joins them in one group; again after a failure, to replace the broken group.
 
@@ -148,6 +172,7 @@ class WeightPublisher:
             EngineError, WeightSyncError: an engine is not ready in time, or refuses; every rank raises.
         """
         self._disconnect()
+        self._processes = []
         if self._store is None:
             self._store = open_store(replace(self._address, timeout_s=self._patience_s), master=self._rank == 0)
         self._address = replace(self._address, generation=self._address.generation + 1)
@@ -155,6 +180,7 @@ class WeightPublisher:
         if self._rank == 0:
             with self._deciding(topic) as told:
                 self._each(lambda i, engine: engine.wait_ready(self._config.rollout.start_timeout_s))
+                self._processes = [state.process for state in self._each(lambda i, engine: engine.state())]
                 answers = self._each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
                 machines = [worker["machine"] for engine in answers for worker in engine]
                 told["places"] = asdict(Places(machines, [self._lent_by(topic, rank) for rank in range(self._num_trainers)]))
@@ -184,17 +210,22 @@ class WeightPublisher:
         where, pid, descriptor = json.loads(self._store.get(key))
         return where, pid, descriptor
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+    @_patient(lambda config: config.sync.timeout_s)
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion, *, abort: bool = False) -> SyncReport:
         """Sends this rank's local tensors (Megatron names, any float dtype); returns when every engine has proven to
         have all weights and generates again.
 
+        Args:
+            abort: End the requests under way instead of waiting for them, which may take longer than an engine's answer.
+
         Raises:
             WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and ``publish``
-                bring them back.
+                bring them back. A WeightsDiffer on rank 0 when all were sent and proven to be others.
         """
         if self.transport is None:
             raise WeightSyncError(f"weights {version} cannot be published without a link: call connect() first")
         self._count += 1
+        self._pause: Literal["wait", "abort"] = "abort" if abort else "wait"
         topic = f"publish/{self._address.generation}.{self._count}"
         try:
             return self._lead(topic, tensors, version) if self._rank == 0 else self._follow(topic, tensors, version)
@@ -202,6 +233,7 @@ class WeightPublisher:
             self._disconnect()
             raise
 
+    @_patient(lambda config: config.sync.timeout_s)
     def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float:
         """Largest difference of the log-probs of ``token_ids[1:]`` between this trainer and any engine.
 
@@ -225,6 +257,23 @@ class WeightPublisher:
                 raise
         return told["max_difference"]
 
+    def died(self) -> list[str]:
+        """What became of engines that have ended since ``connect`` found them, be it that others are in their place by now. Empty on
+        ranks other than 0, and when ``connect`` never found them: it has waited for them long enough."""
+
+        def fate(i: int, engine: EngineControl) -> str | None:
+            try:
+                replaced = engine.state(timeout_s=_STATE_S).process != self._processes[i]
+            except EngineError as error:
+                return str(error)
+            return f"the engine at {engine.url} has been replaced" if replaced else None
+
+        return [found for found in self._each(fate) if found is not None] if self._processes else []
+
+    def watch(self, version: WeightsVersion) -> EngineWatch:
+        """Of the engines, which have this version (on rank 0; nobody's on others)."""
+        return EngineWatch(self._engines if self._rank == 0 else [], str(version))
+
     # ---------------------------------------------------------------- one publication
 
     def _lead(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
@@ -238,7 +287,7 @@ class WeightPublisher:
                     [f"weights {version} did not reach the engines whole: {error}", *self._others(topic)]
                 )
                 self._close_engines(failure)
-                raise WeightSyncError(failure) from error
+                raise (WeightsDiffer if isinstance(error, WeightsDiffer) else WeightSyncError)(failure) from error
             told.update(asdict(report))
         for key in heard_by_all:  # every rank has sent since, and so has heard what was told before
             self._store.delete_key(key)
@@ -247,7 +296,7 @@ class WeightPublisher:
     def _drive(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
         clock = [time.monotonic()]
         with self._deciding(f"{topic}/go"):
-            self._each(lambda i, engine: engine.pause())
+            self._each(lambda i, engine: engine.pause(self._pause))
             self._each(lambda i, engine: engine.start())
         clock.append(time.monotonic())
         sent = [self._transfer(tensors, version)]

@@ -158,7 +158,7 @@ class TrainedModel(FrozenModel):
 
         super().__init__(hf_config, model, parallel, head, cut, grid)
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=True
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True  # no check_for_nan_in_grad: it ends one rank, the others wait for it
         )
         config: Any = unwrap(self.chunks[0]).config
         with grid():
@@ -209,8 +209,13 @@ class TrainedModel(FrozenModel):
                 sums[name] = (before[0] + float(total), before[1] + float(number))
         return sums
 
+    def gradient_norm(self) -> float:
+        """Of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a step starts from."""
+        with self.grid():
+            return self.optimizer.gradient_norm()
+
     def step(self, lr: float) -> float:
-        """One optimizer step on the gradients in the buffers (``backward`` has raised already if one is not finite); their norm."""
+        """One optimizer step on the gradients in the buffers, whatever they are (``loop/guard.py`` has looked); their norm."""
         with self.grid():
             return self.optimizer.step(lr)
 

@@ -72,6 +72,11 @@ class Optimizer:
             outer.config.clip_grad = config.clip_grad
         self.inner.config.clip_grad = config.clip_grad
 
+    def gradient_norm(self) -> float:
+        """Of the gradients in the model's buffers, over the whole grid, before clipping; weights, masters and moments stay."""
+        assert not self.inner.prepare_grads(), "there is no loss scaler"
+        return float(self.inner.get_grad_norm())
+
     def step(self, lr: float) -> float:
         """One step on the gradients in the model's buffers; their norm before clipping."""
         for inner in inner_optimizers(self.inner):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megarl import pulse
 from megarl.batching import MicroBatch, Sequences
 from megarl.models.gpt import unwrap
 from megarl.parallel.context import gather_answers
@@ -53,6 +54,7 @@ def run(
     targets = sequences.targets
 
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        pulse.mark()
         batch: MicroBatch = next(iterator)
         shares = batch.shares(context.size())
         mine = shares[context.rank()]

@@ -1,4 +1,4 @@
-"""One engine server for all tests of this folder that can share it: a start costs 15 to 40 s."""
+"""One engine server and one finished job for all tests of this folder that can share them: a start costs 15 to 40 s."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.rollout.engine import engine_process
 from tests.loop.engines import HOST, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote
+from tests.system.jobs import TINY, Job
+
+WHOLE = (*TINY, "taskset.eval_size=200", "trainer.steps=3", "algorithm.group_size=8")
+"""Settings of ``whole_job``."""
 
 TINY_ROLLOUT = RolloutConfig(
     max_prompt_tokens=128, max_response_tokens=64, max_num_seqs=64, kv_cache_bytes=2**26, start_timeout_s=240.0
@@ -42,3 +46,16 @@ def zygote() -> Iterator[Zygote]:
         yield process
     finally:
         process.stop()
+
+
+@pytest.fixture(scope="session")
+def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Run once to its end, undisturbed."""
+    job = Job(tmp_path_factory.mktemp("job") / "run", WHOLE).start()
+    try:
+        job.until(lambda: bool(job.steps()), "the first step")
+        job.processes()  # remembers their sessions
+        job.wait(120)
+        yield job
+    finally:
+        job.clean_up()

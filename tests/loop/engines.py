@@ -112,6 +112,8 @@ class RunningEngine:
     """Forks the server from there, instead of starting it as a job does."""
     options: Sequence[str] = ()
     """More of vLLM's."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More of it."""
     _child: Child | Forked | None = None
     _url: str = ""
     _last_pid: int = -1
@@ -131,7 +133,7 @@ class RunningEngine:
         return self
 
     def _start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child | Forked:
-        environment = {**environment, "MEGARL_JOB_KEY": KEY}
+        environment = {**environment, **self.environment, "MEGARL_JOB_KEY": KEY}
         return (
             Child("engine", argv, environment, log)
             if self.zygote is None

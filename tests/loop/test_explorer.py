@@ -20,8 +20,16 @@ import pytest
 from aiohttp import web
 
 from megarl.config import Config, save_resolved
-from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, RunConfig, StoreConfig, TasksetConfig
-from megarl.errors import EngineError
+from megarl.config.schema import (
+    FromScratchConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    StoreConfig,
+    SyncConfig,
+    TasksetConfig,
+)
+from megarl.errors import EngineError, RequestRefused
 from megarl.loop.explorer import Explorer, RolloutClock
 from megarl.rewards import Verdict
 from megarl.rollout.client import Completion, Prompt, Sampling, VersionSpan
@@ -110,7 +118,7 @@ class FakeScorer:
 
 def explore(store: Store, engine: FakeEngine, scorer: FakeScorer, tokenizer: ChatTokenizer, **changes: Any) -> None:
     """Run an explorer until everything asked for is done, then close the job."""
-    settings: dict[str, Any] = {"worker": "e0", "capacity": 1000, "poll_s": 0.005, "retry_delays_s": (0.0, 0.0)}
+    settings: dict[str, Any] = {"worker": "e0", "capacity": 1000, "poll_s": 0.005, "retry_s": 0.0}
 
     async def main() -> None:
         explorer = Explorer(store, engine, scorer, tokenizer, **(settings | changes))
@@ -212,8 +220,22 @@ def test_an_engine_that_stays_dead_ends_the_explorer_and_frees_its_claims(
 ) -> None:
     request(store)
     with pytest.raises(EngineError, match="the engine is gone"):
-        explore(store, FakeEngine(tokenizer, fail_after=[5, 1, 0]), FakeScorer(), tokenizer)
+        explore(store, FakeEngine(tokenizer, fail_after=[5, 1, *[0] * 10_000]), FakeScorer(), tokenizer, patience_s=0.2)
     assert len(store.claim_groups("next", 10)) == 3 - store.progress("r0")[0]
+
+
+def test_a_request_that_would_be_refused_again_fails_at_once(store: Store, tokenizer: ChatTokenizer) -> None:
+    class Refusing(FakeEngine):
+        async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
+            self.calls.append(list(prompts))
+            raise RequestRefused("no such image")
+            yield
+
+    request(store)
+    engine = Refusing(tokenizer)
+    with pytest.raises(RequestRefused, match="no such image"):
+        explore(store, engine, FakeScorer(), tokenizer, patience_s=60)
+    assert len(engine.calls) == 1
 
 
 def test_another_fault_is_not_disguised(store: Store, tokenizer: ChatTokenizer) -> None:
@@ -347,7 +369,8 @@ def process(tmp_path: Path, model_path: Path, engines: str, **env: str) -> Itera
         run=RunConfig(dir=str(tmp_path)),
         model=ModelConfig(path=str(model_path)),
         taskset=TasksetConfig(train="-", eval="-"),
-        rollout=RolloutConfig(request_timeout_s=5),
+        rollout=RolloutConfig(request_timeout_s=5, start_timeout_s=2),
+        sync=SyncConfig(timeout_s=1),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
     )
     save_resolved(config, tmp_path / "resolved.json")

@@ -21,7 +21,7 @@ from megarl.rewards.verdict import to_verdict
 from megarl.schema import Experience, Task
 from megarl.store import Store
 from tests.loop.engines import transformers_logp
-from tests.system.jobs import TINY, Job
+from tests.system.jobs import Job
 
 STEPS = 3
 GROUP_SIZE = 8
@@ -54,17 +54,8 @@ VERL_METRICS = (
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Run once to its end."""
-    overrides = [*TINY, "taskset.eval_size=200", f"trainer.steps={STEPS}", f"algorithm.group_size={GROUP_SIZE}"]
-    job = Job(tmp_path_factory.mktemp("job") / "run", overrides).start()
-    try:
-        job.until(lambda: bool(job.steps()), "the first step")
-        job.processes()  # remembers their sessions
-        job.wait(120)
-        yield job
-    finally:
-        job.clean_up()
+def job(whole_job: Job) -> Job:
+    return whole_job
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from megarl.loop import rollouts
 from megarl.loop.explorer import Explorer
 from megarl.rewards import Verdict
 from megarl.rollout.client import EngineClient, Prompt, Sampling
+from megarl.rollout.watch import EngineWatch
 from megarl.schema import Experience, Reward, Task, WeightsVersion
 from megarl.store import Store
 from tests.loop.engines import KEY, VOCAB, RunningEngine
@@ -84,9 +85,10 @@ def session(store: Store) -> Any:
             rollout=RolloutConfig(max_response_tokens=MAX_TOKENS),
             store=StoreConfig(poll_s=0.01),
         ),
-        state=SimpleNamespace(step=2),
+        state=SimpleNamespace(step=2, rollbacks=0),
         version=WeightsVersion(0, 1),
         position=SimpleNamespace(rank=0),
+        publisher=SimpleNamespace(watch=lambda version: EngineWatch([], str(version))),
         settling=False,
         settle=lambda: None,
         train_tasks=store.task_ids("train"),

@@ -11,8 +11,9 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from megarl.config.schema import ParallelConfig, RolloutConfig
-from megarl.errors import EngineError, WeightSyncError
+from megarl.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.rollout.client import Prompt, Sampling
+from megarl.rollout.engine import UNTIL_PUBLISHED
 from megarl.schema import WeightsVersion
 from megarl.sync.publish import check_probe
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
@@ -125,6 +126,7 @@ def test_one_flipped_bit_names_its_tensor_and_a_retry_mends_it(
     publisher.transport = Flipping(publisher.transport, nth=0)
     new = perturbed(model, 5)
     failures = ranks.publish(new, next(versions))
+    assert isinstance(failures[0], WeightsDiffer) and ranks.publishers[0].died() == []  # for a job the end, whatever it may replace
     for failure in failures:
         assert isinstance(failure, WeightSyncError)
         assert "model.embed_tokens.weight" in str(failure)
@@ -145,6 +147,7 @@ def test_an_update_cut_midway_refuses_and_a_retry_mends_it(
     failures = ranks.publish(new, next(versions))
     assert all(isinstance(failure, WeightSyncError) for failure in failures)
     assert all("the cable was cut" in str(failure) for failure in failures)
+    assert not isinstance(failures[0], WeightsDiffer) and ranks.publishers[0].died() == []
     refusing(engine)
     ranks.publish_whole(new)
     assert difference(engine, new) < FP32_TOLERANCE
@@ -190,7 +193,9 @@ def test_the_probe_compares_both_sides(engine: RunningEngine, ranks: Ranks, mode
     first, second = ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else []))
     assert isinstance(first, float) and first == second and first < FP32_TOLERANCE
     logp[3] += 0.01
-    for failure in ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else [])):
+    failures = ranks.call(lambda rank, p: p.probe(tokens, logp if rank == 0 else []))
+    assert isinstance(failures[0], WeightsDiffer)
+    for failure in failures:
         assert isinstance(failure, WeightSyncError) and "token 4 of the probe text" in str(failure)
     assert "token 4 of the probe text" in refusing(engine)
     ranks.publish_whole(model)
@@ -201,6 +206,28 @@ def test_check_probe_takes_no_nan_for_agreement() -> None:
     for engine_logp in ([-1.0, float("nan")], [float("nan"), -2.0]):
         with pytest.raises(WeightSyncError):
             check_probe(engine_logp, [-1.0, -2.0], 1e-3)
+
+
+def test_an_engine_of_a_job_answers_nothing_before_it_has_the_jobs_weights(
+    tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, model: Qwen3ForCausalLM, shared_engine: RunningEngine
+) -> None:
+    """One that comes up in the middle of a job has the weights of the model's files. And one that has died is known to have."""
+    engine = tiny_engine(tmp_path_factory.mktemp("engine"), rollout=shared_engine.config.rollout)
+    engine.zygote, engine.environment = zygote, {UNTIL_PUBLISHED: "1"}
+    try:
+        engine.ready()
+        assert "have not been published" in refusing(engine)
+        ranks = ranks_of(engine)
+        new = perturbed(model, 11)
+        ranks.publish_whole(new)
+        assert difference(engine, new) < FP32_TOLERANCE
+        assert ranks.publishers[0].died() == []
+    finally:
+        engine.stop()
+    [fate] = ranks.publishers[0].died()
+    assert "did not answer" in fate
+    failures = ranks.publish(new, next(versions))
+    assert all(isinstance(failure, WeightSyncError) and not isinstance(failure, WeightsDiffer) for failure in failures)
 
 
 OTHER_ENGINES: dict[str, dict[str, Any]] = {

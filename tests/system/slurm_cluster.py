@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.system.jobs import end_with_the_tests
+from tests.system.networks import Networks, possible
 
 NODES = ("node1", "node2")
 CONF = """
@@ -39,6 +41,7 @@ SlurmctldPort={port}
 TaskProlog={root}/prolog
 SlurmdTimeout=10
 InactiveLimit=0
+MinJobAge=7200
 KillWait=20
 OverTimeLimit=0
 MessageTimeout=10
@@ -64,20 +67,13 @@ def missing() -> str | None:
     return f"{', '.join(lacking)} not installed (apt-get install slurm-wlm munge iproute2)" if lacking else None
 
 
-def _networks() -> bool:
-    """Whether each node can have a network namespace of its own."""
-    probe = subprocess.run(["unshare", "--net", "ip", "link", "add", "type", "veth"], capture_output=True)
-    return probe.returncode == 0
-
-
 class SlurmCluster:
     """Use as a context manager; ends all that it started, by process id."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._number = random.SystemRandom().randrange(1, 250)  # others may be up on this machine
-        self._subnet = f"10.213.{self._number}"
-        self.networks = _networks()
+        self._networks = Networks(self._number, NODES) if possible() else None
         self.env = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
         for name in [name for name in self.env if name.startswith("SLURM_") and name != "SLURM_CONF"]:
             del self.env[name]
@@ -88,15 +84,15 @@ class SlurmCluster:
             (self.root / folder).mkdir(parents=True)
         (self.root / "prolog").write_text(f'#!/bin/sh\necho "export TMPDIR={self.root}/scratch-$SLURMD_NODENAME"\n')
         (self.root / "prolog").chmod(0o755)
-        host, controller = os.uname().nodename, f"{self._subnet}.1" if self.networks else "127.0.0.1"
+        host, controller = os.uname().nodename, self._networks.controller if self._networks else "127.0.0.1"
         lines = [
             f"NodeName={name} NodeHostname={host} NodeAddr={self.address(i)} Port={17000 + 2 * self._number + i} CPUs=8 RealMemory=16000"
             for i, name in enumerate(NODES)
         ]
         (self.root / "slurm.conf").write_text(CONF.format(host=host, port=16000 + self._number, controller=controller, root=self.root, nodes="\n".join(lines)))
         try:
-            if self.networks:
-                self._make_networks()
+            if self._networks is not None:
+                self._networks.make()
             self._start_munge()
             self._daemon("slurmctld", ["slurmctld", "-D"])
             for name in NODES:
@@ -111,30 +107,7 @@ class SlurmCluster:
         self.close()
 
     def address(self, node: int) -> str:
-        return f"{self._subnet}.{11 + node}" if self.networks else "127.0.0.1"
-
-    @property
-    def _bridge(self) -> str:
-        return f"mgr{self._number}br"
-
-    def _network(self, name: str) -> str:
-        return f"mgr{self._number}-{name}"
-
-    def _make_networks(self) -> None:
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("addr", "add", f"{self._subnet}.1/24", "dev", self._bridge)
-        _ip("link", "set", self._bridge, "up")
-        for i, name in enumerate(NODES):
-            _ip("netns", "add", self._network(name))
-            _ip("link", "add", f"mgr{self._number}v{i}", "type", "veth", "peer", "name", "eth0", "netns", self._network(name))
-            _ip("link", "set", f"mgr{self._number}v{i}", "master", self._bridge, "up")
-            _ip("-n", self._network(name), "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
-            for link in ("eth0", "lo"):
-                _ip("-n", self._network(name), "link", "set", link, "up")
-
-    def _remove_networks(self) -> None:
-        for command in (*(("netns", "del", self._network(name)) for name in NODES), ("link", "del", self._bridge)):
-            subprocess.run(["ip", *command], capture_output=True)
+        return self._networks.address(node) if self._networks else "127.0.0.1"
 
     def _start_munge(self) -> None:
         key, run = self.root / "munge.key", self.root / "run"
@@ -149,9 +122,7 @@ class SlurmCluster:
         self._until((run / "munge.sock").exists, 10, "munged")
 
     def start_node(self, name: str) -> None:
-        # nsenter, not `ip netns exec`: that mounts another /sys, where slurmd misses its cgroups.
-        inside = ["nsenter", f"--net=/run/netns/{self._network(name)}"] if self.networks else []
-        self._daemon(name, [*inside, "slurmd", "-D", "-N", name])
+        self._daemon(name, [*(self._networks.inside(name) if self._networks else []), "slurmd", "-D", "-N", name])
 
     def kill_node(self, name: str) -> None:
         """kill -9 of a node's daemon; the job's processes on it live on."""
@@ -177,6 +148,11 @@ class SlurmCluster:
         """PENDING, RUNNING, COMPLETED, ..."""
         shown = self.run("scontrol", "show", "job", str(job))
         return shown.partition("JobState=")[2].split()[0]
+
+    def states(self, array: int) -> dict[int, str]:
+        """State of each task of an array that is a job by now."""
+        shown = self.run("scontrol", "-o", "show", "job", str(array))
+        return {int(task): state for task, state in re.findall(r"ArrayTaskId=(\d+) .*?JobState=(\w+)", shown)}
 
     def wait(self, job: int, timeout_s: float) -> str:
         """Final state of a job."""
@@ -206,18 +182,14 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
         self._daemons.clear()
-        if self.networks:
-            self._remove_networks()
+        if self._networks is not None:
+            self._networks.remove()
 
 
 def _ready_to_end() -> None:
     """A daemon ends with the tests, and has no signals blocked."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     end_with_the_tests()
-
-
-def _ip(*argv: str) -> None:
-    subprocess.run(["ip", *argv], check=True, capture_output=True)
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ NOT_COMPARED = re.compile(r"(timing_s|perf|rollout|sync|training/attempt)|reward
 """What depends on the machine or counts attempts."""
 
 
-def run_to_its_end(run_dir: Path, overrides: list[str]) -> None:
-    job = Job(run_dir, [*SETTINGS, *overrides]).start()
+def run_to_its_end(run_dir: Path, settings: list[str]) -> None:
+    job = Job(run_dir, settings).start()
     try:
         if job.wait(END_S) != 0:
             raise SystemExit(f"{run_dir}: the job ended with {job.poll()}; see {job.output}")
@@ -88,8 +88,8 @@ def kill_at_random(run_dir: Path, overrides: list[str], dice: random.Random, ste
         job.clean_up()
 
 
-def found_in(run_dir: Path) -> dict[str, Any]:
-    """What two runs must have alike: name -> value."""
+def checkpoints_and_metrics(run_dir: Path) -> dict[str, Any]:
+    """Parameters, moments, random states; what was written of each step: name -> value."""
     found: dict[str, Any] = {}
     for path in (run_dir / "checkpoints").glob("global_step_*"):
         for file, digest in read_manifest(path)["files"].items():
@@ -102,8 +102,14 @@ def found_in(run_dir: Path) -> dict[str, Any]:
         kept = {name: value for name, value in record.items() if not NOT_COMPARED.match(name)}
         if found.setdefault(key, kept) != kept:  # an evaluation is done again where a job resumes that was at it
             found[f"{key}, again"] = kept
+    return found
+
+
+def found_in(run_dir: Path, steps: int = STEPS) -> dict[str, Any]:
+    """What two runs of so many steps must have alike: name -> value."""
+    found = checkpoints_and_metrics(run_dir)
     store = Store(f"sqlite:///{run_dir}/store.db")
-    for rollout in ["eval-before", *(f"train-{step:06d}" for step in range(STEPS)), "eval-after"]:
+    for rollout in ["eval-before", *(f"train-{step:06d}" for step in range(steps)), "eval-after"]:
         for e in store.experiences(rollout):
             said = [e.task_id, e.response_ids.tolist(), np.asarray(e.engine_logp).tobytes().hex(), e.reward.score, e.finish_reason]
             found[f"{rollout}, answer {e.group_id}/{e.index}"] = said
@@ -111,8 +117,8 @@ def found_in(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def differences(run_dir: Path, reference: dict[str, Any]) -> list[str]:
-    found = found_in(run_dir)
+def differences(run_dir: Path, reference: dict[str, Any], steps: int = STEPS) -> list[str]:
+    found = found_in(run_dir, steps)
     return sorted(name for name in reference.keys() | found.keys() if reference.get(name) != found.get(name))
 
 
@@ -125,7 +131,7 @@ def main() -> None:
     root = arguments.dir.resolve()
     whole = root / "whole"
     if not (whole / "hf" / "config.json").is_file():
-        run_to_its_end(whole, overrides)
+        run_to_its_end(whole, [*SETTINGS, *overrides])
     reference = found_in(whole)
     steps = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     step_s = statistics.median(record["timing_s/step"] for record in steps if "timing_s/step" in record)
@@ -140,7 +146,7 @@ def main() -> None:
             dice, reached = random.Random(seed), []
             for _ in range(KILLS):
                 reached.append(kill_at_random(run_dir, overrides, dice, step_s, STEPS // KILLS))
-            run_to_its_end(run_dir, overrides)
+            run_to_its_end(run_dir, [*SETTINGS, *overrides])
             verdict.write_text(json.dumps({"seed": seed, "killed_behind": reached, "differences": differences(run_dir, reference)}))
         result = json.loads(verdict.read_text())
         moments += len(result["killed_behind"])

@@ -83,7 +83,8 @@ def test_interrupted_warm_start_is_saved(start: Start, run_dir: Path) -> None:
     job.until_gone(1.0)
     found = latest(run_dir / "checkpoints" / "warm_start")
     assert found is not None
-    assert read_state(found) == {"phase": "warm_start", "step": len(warm_start_steps(run_dir)), "kl_coef": None}
+    saved = read_state(found)
+    assert (saved["phase"], saved["step"], saved["kl_coef"]) == ("warm_start", len(warm_start_steps(run_dir)), None)
 
 
 def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> None:
@@ -161,6 +162,6 @@ def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) ->
     dies(again, "trainer 1", "trainer rank 1")
 
 
-def test_death_of_the_engine_ends_the_job(start: Start) -> None:
+def test_death_of_an_engine_that_may_not_be_replaced_ends_the_job(start: Start) -> None:
     """It also shows that a start after a killed supervisor, and after a dead process, works."""
-    dies(training(start(*ENDLESS)), "engine", "engine 0")
+    dies(training(start(*ENDLESS, "cluster.replacements=0")), "engine", "engine 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -24,9 +25,11 @@ import psycopg
 import pytest
 from sqlalchemy.engine import make_url
 
+from megarl.cli import main
+from megarl.config import compose, to_dict
 from megarl.errors import ConfigError, FencedError, JobError
 from megarl.launch import postgres
-from megarl.launch.postgres import Server, find_server, job_store
+from megarl.launch.postgres import Server, find_server, job_store, live_url
 from megarl.store import OWN_SERVER, VARIABLE, Store, check_url, database
 from megarl.store.claims import finish as finish_in
 from megarl.store.codec import experience_to_row
@@ -423,6 +426,25 @@ def test_a_jobs_own_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> N
     assert own.poll() == 0 and VARIABLE not in os.environ
     with pytest.raises(ConfigError, match="MEGARL_STORE_URL is not in the environment; the job's server is not up"):
         Store(OWN_SERVER)
+
+
+def test_the_report_of_a_job_that_is_running(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It reads the job's server with the job's key, and says without it what to do; the server is not disturbed."""
+    run_dir = server.folder.parent
+    resolved = to_dict(compose(["experiment=quickstart", f"run.dir={run_dir}", f"store.url={OWN_SERVER}"]))
+    (run_dir / "resolved.json").write_text(json.dumps(resolved))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for key in (None, "another key"):
+        with pytest.raises(ConfigError, match=rf"running, with a PostgreSQL .*127.0.0.1:{server.port}.* export MEGARL_JOB_KEY"):
+            live_url(run_dir, key)
+    monkeypatch.setenv("MEGARL_JOB_KEY", "key of the tests")
+    assert live_url(run_dir, "key of the tests") == server.url
+    monkeypatch.setenv(VARIABLE, "for the end of the test")
+    monkeypatch.delenv(VARIABLE)
+    assert main(["report", str(run_dir)]) == 0
+    assert (run_dir / "report" / "report.html").is_file() and server.poll() is None
+    server.stop()
+    assert live_url(run_dir, None) is None and live_url(tmp_path, None) is None
 
 
 def test_a_missing_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

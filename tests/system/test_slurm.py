@@ -1,4 +1,7 @@
-"""The job scripts on a real Slurm of two nodes: jobs over both, and what ends them before their end."""
+"""The job scripts on a real Slurm of two nodes: jobs over both, and what ends them before their end.
+
+Jobs run side by side where they can: most of their time is imports and Slurm's waiting.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,36 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from megarl.errors import ConfigError
+from megarl.launch.postgres import job_store, live_url
 from megarl.launch.run_dir import current_attempt
+from megarl.loop.rollouts import tasks_of_step
+from megarl.store import OWN_SERVER, Store
 from tests.system.jobs import TINY
 from tests.system.slurm_cluster import NODES, SlurmCluster, missing
+from tests.system.soak import NOT_COMPARED
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 HOME = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (HOME / "slurm").glob("*.sh") if path.name != "common.sh")
-ENV = {"MEGARL_SETUP": f"venv:{sys.prefix}"}
+KEY = "the key of the jobs of these tests"
+ENV = {"MEGARL_SETUP": f"venv:{sys.prefix}", "MEGARL_JOB_KEY": KEY, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
 STEPS = 24
 DPO = (
     *("experiment=dpo", "parallel=dp2", f"trainer.steps={STEPS}", "trainer.tasks_per_step=16", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"),
     *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
 )
+GRPO = (*TINY, "parallel.tp=2", "parallel.dp=2", "rollout.tp=2", "rollout.nodes=2", "trainer.steps=3", "trainer.checkpoint_interval=1")
+TASKS = 8
+"""Of a rollout of the quickstart made TINY."""
+Answer = tuple[str, int, list[int], float | None]
 PATIENCE_S = 400.0
 
 
@@ -43,7 +58,9 @@ class Submitted:
     def __init__(self, cluster: SlurmCluster, script: str, run_dir: Path, *overrides: str, options: Sequence[str] = ()) -> None:
         self.cluster, self.run_dir = cluster, run_dir
         self.output = run_dir.with_suffix(".log")
-        self.number = cluster.submit(*options, f"--output={self.output}", f"slurm/{script}", f"run.dir={run_dir}", *overrides, cwd=HOME, env=ENV)
+        self._still = 0
+        overrides = (f"run.dir={run_dir}", "cluster.stall_s=3600", *overrides)  # it is not to end what a test holds
+        self.number = cluster.submit(*options, f"--output={self.output}", f"slurm/{script}", *overrides, cwd=HOME, env=ENV)
 
     def metrics(self) -> list[dict[str, float]]:
         path = self.run_dir / "metrics.jsonl"
@@ -52,26 +69,32 @@ class Submitted:
     def steps(self) -> int:
         return max((int(record["step"]) for record in self.metrics() if "actor/loss" in record), default=0)
 
-    def until(self, what: Callable[[], bool], name: str) -> None:
+    def until(self, what: Callable[[], bool], name: str, every_s: float = 0.2) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not what():
             assert time.monotonic() < deadline, f"no {name}: {self.said()}"
             assert self.cluster.state(self.number) not in ("FAILED", "COMPLETED", "CANCELLED"), self.said()
-            time.sleep(0.2)
+            time.sleep(every_s)
 
     def said(self) -> str:
         return self.output.read_text() if self.output.is_file() else "(nothing)"
 
+    def stand_still(self) -> None:
+        """Rank 1 does, and so does the training: Slurm looks at limits and nodes a few times a minute only."""
+        (self._still,) = [pid for pid in self._pids() if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+        os.kill(self._still, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._still, signal.SIGCONT)
+
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Rank 1 stands still, and so does the training: Slurm looks at limits and nodes a few times a minute only."""
-        (pid,) = [pid for pid in self._pids() if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
-        os.kill(pid, signal.SIGSTOP)
+        self.stand_still()
         try:
             yield
         finally:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            self.go_on()
 
     def _pids(self) -> Iterator[int]:
         """Trainer ranks: the processes themselves, not those that write a checkpoint for them."""
@@ -90,64 +113,145 @@ class Submitted:
         return int(self.cluster.run("scontrol", "show", "job", str(self.number)).partition("Restarts=")[2].split()[0])
 
 
+class Beside(NamedTuple):
+    """Jobs that nothing stops."""
+
+    components: Submitted
+    sweep: tuple[Path, int]
+    """Its directory, and the number of its array."""
+    dpo: Submitted
+
+
+@pytest.fixture(scope="module")
+def beside(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Beside:
+    """All of them are submitted at once."""
+    folder = tmp_path_factory.mktemp("beside")
+    components = Submitted(cluster, "train_async.sh", folder / "components", *TINY, "parallel=tp2", "trainer.steps=2")
+    dpo = Submitted(cluster, "train_dpo.sh", folder / "whole", *DPO, options=["--nodes=1", f"--nodelist={NODES[1]}"])
+    sweep = folder / "sweep"
+    settings = [setting for setting in DPO if not setting.startswith(("parallel", "trainer.steps"))]
+    argv = ["slurm/array_sweep.sh", *settings, "parallel=tp1", "trainer.steps=1", "trainer.seed=1,2", f"run.dir={sweep}"]
+    said = cluster.run(*argv, cwd=HOME, env={**ENV, "SBATCH_ARGS": f"--parsable --output={folder}/task_%a.log", "PARALLEL": "2"})
+    return Beside(components, (sweep, int(said.split()[-1])), dpo)
+
+
 def test_scripts_are_accepted(cluster: SlurmCluster) -> None:
     assert len(SCRIPTS) >= 7
     for script in SCRIPTS:
         cluster.run("sbatch", "--test-only", str(script), cwd=HOME)
 
 
-def test_quickstart_over_both_nodes_with_an_engine_over_both(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """TP2 x DP2 trainer ranks, an engine of TP2 with a worker on each node, every sync proven by digests."""
-    job = Submitted(
-        cluster, "train_grpo.sh", tmp_path / "run", *TINY, "parallel.tp=2", "parallel.dp=2", "rollout.tp=2", "rollout.nodes=2", "trainer.steps=2"
-    )  # fmt: skip
-    job.completed()
-    assert "node 1 node2: trainer ranks 2-3, engine 0 (part 2 of 2), reward workers" in job.said()
-    trained = [record for record in job.metrics() if "actor/loss" in record]
-    assert [record["step"] for record in trained] == [1, 2]
-    assert all(record["sync/digests"] > 0 for record in trained)
-
-
-def test_trainer_and_engines_in_components_of_their_own(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = Submitted(cluster, "train_async.sh", tmp_path / "run", *TINY, "parallel=tp2", "trainer.steps=2")
+def test_trainer_and_engines_in_components_of_their_own(beside: Beside) -> None:
+    job = beside.components
     job.completed()
     said = job.output.read_text()
     assert "node 0 node1: trainer ranks 0-1, explorer and reward workers" in said
     assert "node 1 node2: engine 0, reward workers" in said
 
 
-def test_stopped_in_three_ways_and_the_same_in_the_end(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """``scancel --signal``, the time limit and a killed node daemon each put the job into the queue again. A trainer alone computes the
-    same bits every time, so the model is that of a run that nothing stopped, which has its ranks on one node."""
-    whole = Submitted(cluster, "train_dpo.sh", tmp_path / "whole", *DPO, options=["--nodes=1", f"--nodelist={NODES[1]}"])
+def test_a_sweep_as_an_array(cluster: SlurmCluster, beside: Beside) -> None:
+    """Each task runs one combination, in a directory of its own, to its end."""
+    folder, array = beside.sweep
+    deadline = time.monotonic() + PATIENCE_S
+    while (states := cluster.states(array)).keys() != {0, 1} or not set(states.values()) <= {"COMPLETED", "FAILED"}:
+        assert time.monotonic() < deadline, states
+        time.sleep(0.5)
+    logs = [(folder.parent / f"task_{task}.log").read_text() for task in range(2)]
+    assert states == {0: "COMPLETED", 1: "COMPLETED"}, "\n".join(logs)
+    for seed, log in enumerate(logs, start=1):
+        run_dir = folder / f"trainer.seed={seed}"
+        assert f"combination {seed - 1}: trainer.seed={seed}" in log
+        assert (run_dir / "hf" / "config.json").is_file()
+        assert json.loads((run_dir / "resolved.json").read_text())["trainer"]["seed"] == seed
+
+
+def test_stopped_in_three_ways_and_the_same_in_the_end(cluster: SlurmCluster, beside: Beside, tmp_path: Path) -> None:
+    """``scancel --signal``, the time limit and a killed node daemon each put a job into the queue again.
+
+    Offline: a trainer alone computes the same bits every time, so the model is that of a run that nothing stopped, which has its
+    ranks on one node. Online: TP2 x DP2 trainer ranks and an engine with a worker on each node; the rollout of the step that the kill
+    interrupts was there before, and the answers of the one that takes its place are the same.
+    """
+    beside.dpo.completed()
+    grpo = Submitted(cluster, "train_grpo.sh", tmp_path / "grpo", *GRPO)
     job = Submitted(cluster, "train_dpo.sh", tmp_path / "run", *DPO)
-    job.until(lambda: job.steps() >= 3, "third step")
-    cluster.run("scancel", "--signal=TERM", str(job.number))
-    job.until(lambda: job.said().count("queued again") == 1, "requeue after scancel --signal")
+    with ThreadPoolExecutor(1) as pool:
+        interrupted = pool.submit(stand_still_behind_second_rollout, grpo)
+        job.until(lambda: job.steps() >= 3, "third step")
+        cluster.run("scancel", "--signal=TERM", str(job.number))
+        job.until(lambda: job.said().count("queued again") == 1, "requeue after scancel --signal")
 
-    stopped_at = job.steps()
-    job.until(lambda: job.steps() > stopped_at, "step after the first stop")
-    stops = job.said().count("stopping: saving")
-    with job.held():
-        cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=3")  # the scripts' signal comes 180 s before the limit
-        job.until(lambda: job.said().count("stopping: saving") > stops, "signal before the time limit")
-    job.until(lambda: job.said().count("queued again") == 2, "requeue at the time limit")
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
+        stopped_at = job.steps()
+        job.until(lambda: job.steps() > stopped_at, "step after the first stop")
+        stops = job.said().count("stopping: saving")
+        with job.held():
+            cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=3")  # the scripts' signal comes 180 s before the limit
+            job.until(lambda: job.said().count("stopping: saving") > stops, "signal before the time limit")
+        job.until(lambda: job.said().count("queued again") == 2, "requeue at the time limit")
+        cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
 
-    stopped_at = job.steps()
-    job.until(lambda: job.steps() > stopped_at, "step after the second stop")
-    attempt = current_attempt(job.run_dir)
-    with job.held():
-        cluster.kill_node(NODES[0])  # the head's: what the job has there lives on, and must not go on
-        try:
-            job.until(lambda: cluster.state(job.number) == "PENDING", "requeue after the node's end")
-        finally:
-            cluster.start_node(NODES[0])
+        stopped_at = job.steps()
+        job.until(lambda: job.steps() > stopped_at, "step after the second stop")
+        attempt = current_attempt(job.run_dir)
+        with job.held():
+            before = interrupted.result()
+            metrics = grpo.metrics()
+            cluster.kill_node(NODES[0])  # the heads': what the jobs have there lives on, and must not go on
+            try:
+                for stopped in (job, grpo):
+                    stopped.until(lambda: cluster.state(stopped.number) == "PENDING", "requeue after the node's end")  # noqa: B023 - at once
+            finally:
+                cluster.start_node(NODES[0])
+            grpo.go_on()
     job.completed()
-    whole.completed()
-    assert (job.restarts(), whole.restarts()) == (3, 0)
+    grpo.completed()
+    assert (job.restarts(), grpo.restarts(), beside.dpo.restarts()) == (3, 1, 0)
     assert current_attempt(job.run_dir) > attempt
-    models = [(run.run_dir / "hf" / "model.safetensors").read_bytes() for run in (whole, job)]
+    models = [(run.run_dir / "hf" / "model.safetensors").read_bytes() for run in (beside.dpo, job)]
     assert models[0] == models[1]
-    steps = [record["step"] for record in job.metrics() if "actor/loss" in record]
-    assert steps == list(range(1, STEPS + 1))
+    assert [record["step"] for record in job.metrics() if "actor/loss" in record] == list(range(1, STEPS + 1))
+
+    assert "node 1 node2: trainer ranks 2-3, engine 0 (part 2 of 2), reward workers" in grpo.said()
+    trained = [record for record in grpo.metrics() if "actor/loss" in record]
+    assert [record["step"] for record in trained] == [1, 2, 3]
+    assert all(record["sync/digests"] > 0 for record in trained)
+    assert [compared(record) for record in metrics if "actor/loss" in record] == [compared(trained[0])]
+    with job_store(OWN_SERVER, grpo.run_dir, KEY, host="127.0.0.1"):
+        store = Store(OWN_SERVER)
+        assert answers(store, 1) == before
+        tasks = store.task_ids("train")
+        for step in range(3):
+            assert [task for task, index, *_ in answers(store, step) if index == 0] == tasks_of_step(tasks, step, TASKS, 1)
+            assert store.progress(rollout(step)) == (TASKS, TASKS)
+        store.close()
+
+
+def stand_still_behind_second_rollout(job: Submitted) -> list[Answer]:
+    """The answers of the rollout that the second step is trained with, while rank 1 stands still and the step is not trained."""
+    job.until(lambda: live(job) is not None, "store")
+    store = Store(str(live(job)))
+    job.until(lambda: store.progress(rollout(1))[1] > 0, "second rollout", every_s=0.02)
+    job.stand_still()
+    job.until(lambda: store.progress(rollout(1)) == (TASKS, TASKS), "its answers")
+    assert job.steps() == 1, "it was too late to interrupt the second step"
+    found = answers(store, 1)
+    store.close()
+    return found
+
+
+def live(job: Submitted) -> str | None:
+    with suppress(ConfigError):  # it is starting
+        return live_url(job.run_dir, KEY)
+    return None
+
+
+def rollout(step: int) -> str:
+    return f"train-{step:06d}"
+
+
+def answers(store: Store, step: int) -> list[Answer]:
+    return [(e.task_id, e.index, e.response_ids.tolist(), e.reward.score) for e in store.experiences(rollout(step))]
+
+
+def compared(record: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if not NOT_COMPARED.match(name)}

@@ -132,6 +132,13 @@ def test_missing_verdicts_drop_the_group_or_count_as_zero() -> None:
     assert verified[1].group_stats.mean == 0.5
 
 
+def test_a_score_that_is_no_number_drops_its_group_alone() -> None:
+    raw = [*group("a", math.inf, 0.0), *group("b", 1.0, 0.0)]
+    verified, report = verify(raw, RewardConfig(), vocab_size=VOCAB)
+    assert [e.group_id for e in verified] == ["b", "b"] and report.dropped == {"invalid": 1}
+    assert report.messages == ("group a[0]: its reward is inf",)
+
+
 def test_shuffling_permutes_rewards_over_the_rollout_and_redoes_statistics() -> None:
     raw = [e for i in range(8) for e in group(f"g{i}", *([1.0] * 4 if i < 4 else [0.0] * 4))]
     verified = verify(raw, RewardConfig(), vocab_size=VOCAB).experiences
@@ -166,6 +173,7 @@ def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
     [
         ({"reward": Reward(math.nan, "error"), "metadata": {"reward_message": "Zero"}}, "reward_error", "a[greedy]: Zero"),
         ({"reward": Reward(math.nan, "timeout")}, "reward_timeout", "a[greedy]: no verdict"),
+        ({"reward": Reward(math.nan, "ok")}, "invalid", "a[greedy]: its reward is nan"),
         ({"prompt_ids": np.array([VOCAB], dtype=np.int32)}, "invalid", "a[greedy]: prompt_ids has ids"),
     ],
 )

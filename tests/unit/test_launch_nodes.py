@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import threading
 import time
@@ -191,7 +193,7 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
     code = (
         "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.launch import agent\n"
         "from megarl.launch.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
-        f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r})), {KEY!r}))"
+        f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), 'cluster.stall_s=2'), {KEY!r}))"
     )
     with Guard() as guard, Gathering(allocation, KEY, config.cluster.heartbeat_s) as gathering:
         here = LocalNode(guard, name="n0")
@@ -229,6 +231,23 @@ def test_processes_of_another_node(joined: Any) -> None:
         failing.name = "engine 0"
         watch([Started(failing, node), Started(lasting, node)], node.stop_request, config_of(folder))
     until(lambda: lasting.poll() is not None)  # all of it is ended
+
+
+def test_a_rank_of_another_node_that_is_stopped_is_named(joined: Any) -> None:
+    """Its node tells that it does not move, and its stacks; those of one that sleeps are told too."""
+    node, here, folder = joined
+    code = "import time\nfrom megarl import pulse\npulse.begin()\nwith pulse.phase('update', 6):\n    time.sleep(600)\n"
+    stopped, asleep = (node.start(spec(f"trainer rank {i}", code, folder)) for i in range(2))
+    until(lambda: stopped.sign().phase == asleep.sign().phase == "update")
+    stopped.signal(signal.SIGSTOP)
+    config = config_of(folder, "cluster.stall_s=2")
+    with pytest.raises(JobError) as raised:
+        watch([Started(stopped, node), Started(asleep, node)], StopRequest(), config, None)
+    said = str(raised.value)
+    assert re.search(r"trainer rank 0 \| update, step 7 \| \d+ s +\| stopped by a signal \(state T\)", said), said
+    assert re.search(r"trainer rank 1 \| update, step 7 \| \d+ s +\| in no collective: .*<string>:5", said), said
+    assert "likely: trainer rank 0 is to blame: stopped by a signal" in said
+    until(lambda: stopped.poll() == asleep.poll() == -signal.SIGKILL)
 
 
 def test_a_lost_node_is_named_and_ends_what_it_runs(tmp_path: Path) -> None:

@@ -161,6 +161,16 @@ def test_a_finished_run_of_other_settings_is_not_passed_off_as_theirs(tmp_path: 
         check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "parallel=pp2"), tmp_path)
 
 
+def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its last attempt had smaller sizes (``cluster.shrink``); who repeats the command has not asked for another run."""
+    begun(tmp_path, finished=True)
+    whole = config_of(tmp_path, "trainer.steps=2", "parallel.dp=2", "rollout.replicas=2")
+    check_settings_of_run(whole, tmp_path)
+    assert "goes on with other settings: parallel.dp was 1, now 2, rollout.replicas was 1, now 2" in caplog.text
+    with pytest.raises(ConfigError, match="finished run"):
+        check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "parallel.dp=2", "algorithm.kl.coef=0"), tmp_path)
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_run_that_goes_on_names_what_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool) -> None:
     begun(tmp_path, finished=finished)

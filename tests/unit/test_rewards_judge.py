@@ -472,3 +472,22 @@ def test_a_direct_call_of_compute_score() -> None:
     }
     with pytest.raises(ConfigError, match=r"reward\.judge\.url is not set"):
         compute_score("judge", "7", "7", {"question": QUESTION})
+
+
+def test_an_engine_of_the_job_is_waited_for_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than ``reward.judge.retries`` last; another server is not. What the engine gave up to be given weights is asked for again."""
+    monkeypatch.setattr(judge, "BACKOFF_S", 0.001)
+
+    async def given_up(request: web.Request) -> web.StreamResponse:
+        return chat("It is", "abort")
+
+    async def main(patience_s: float, *answers: Any) -> dict[str, Any]:
+        async with Server(answers).test_server() as running:
+            engines = [str(running.make_url("")).rstrip("/")]
+            async with Judge(JudgeConfig(url="rollout", cache=None, retries=1), engines, "k", patience_s) as subject:
+                return await subject.score("7", "7", {"question": QUESTION})
+
+    away = [drop, status(503, "the job's weights have not been published"), drop, status(503)]
+    assert asyncio.run(main(60, *away, CORRECT))["status"] == "ok"
+    assert asyncio.run(main(60, given_up, CORRECT))["status"] == "ok"
+    assert asyncio.run(main(0, *away, CORRECT))["status"] == "error"

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.errors import EngineError
+from megarl.errors import EngineError, RequestRefused
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling, VersionSpan
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
@@ -154,3 +154,60 @@ def test_calls_go_to_the_engine_with_the_fewest_unfinished_samples() -> None:
 
     asyncio.run(scenario())
     assert calls == ["a", "b", "b", "b", "a"]
+
+
+def test_an_engine_that_failed_is_left_out_while_others_live() -> None:
+    """It has the fewest unfinished samples of all, always; where no other lives it is asked again."""
+    calls: list[str] = []
+    broken = {"a"}
+
+    def engine(name: str) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            calls.append(name)
+            return await (refused if name in broken else streaming(sample(0, 0)))(request)
+
+        return handler
+
+    async def scenario() -> None:
+        async def both(first: str) -> None:
+            async def inner(second: str) -> None:
+                async with EngineClient([first, second], "k") as client:
+
+                    async def ask() -> int:
+                        return len([c async for c in client.generate([Prompt([1])], Sampling(max_tokens=1))])
+
+                    with pytest.raises(EngineError):
+                        await ask()
+                    assert [await ask() for _ in range(3)] == [1, 1, 1]
+                    broken.add("b")
+                    for _ in range(2):
+                        with pytest.raises(EngineError):
+                            await ask()
+                    broken.clear()
+                    assert await ask() == 1
+
+            await served(engine("b"), inner)
+
+        await served(engine("a"), both)
+
+    asyncio.run(scenario())
+    assert calls == ["a", "b", "b", "b", "b", "a", "b"]
+
+
+async def too_long(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": "the prompt is too long"}, status=400)
+
+
+@pytest.mark.parametrize(
+    ("handler", "for_itself"),
+    [
+        (too_long, True),
+        (streaming({"request": 0, "index": 0, "error": "ValueError: no image", "refused": True}), True),
+        (streaming({"request": 0, "index": 0, "error": "EngineDeadError: gone", "refused": False}), False),
+        (refused, False),
+    ],
+)
+def test_what_would_be_refused_again_is_told_apart(handler: Handler, for_itself: bool) -> None:
+    with pytest.raises(EngineError) as failed:
+        collect(handler)
+    assert isinstance(failed.value, RequestRefused) == for_itself

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from megarl.config.schema import AlgorithmConfig, Config, RewardConfig, TrainerConfig
 from megarl.errors import DataError, JobError
 from megarl.loop import rollouts
+from megarl.rollout.watch import EngineWatch
 from megarl.schema import GREEDY, Experience, Reward, Segment, Task, WeightsVersion
 from megarl.store import Claim, Store
 from megarl.tasksets import ChatTokenizer, write_rows
@@ -31,8 +32,10 @@ class FakeSession:
 
     def __init__(self, rank: int, progress: list[tuple[int, int]], stop_at: int | None = None) -> None:
         self.position = SimpleNamespace(rank=rank)
-        self.config = SimpleNamespace(store=SimpleNamespace(poll_s=0.001))
+        self.config = SimpleNamespace(store=SimpleNamespace(poll_s=0.001), cluster=SimpleNamespace(stall_s=300.0))
         self.store = SimpleNamespace(progress=lambda rollout_id: progress.pop(0) if len(progress) > 1 else progress[0])
+        self.publisher = SimpleNamespace(watch=lambda version: EngineWatch([], version))
+        self.version = "1.1"
         self.settling = False  # no checkpoint is being written
         self.settle = lambda: None
         self.answers: list[bool] = []
@@ -73,7 +76,7 @@ def test_other_ranks_wait_for_the_first() -> None:
 def test_a_stop_ends_the_wait() -> None:
     s: Any = FakeSession(0, [(0, 2)], stop_at=2)
     assert not rollouts.wait_for_rollout(s, "r", "rollout")
-    assert s.answers == [False, False]
+    assert s.answers == [False, True, False]  # the second: no engine is lost
 
 
 def test_tasks_of_a_step_go_on_over_epochs() -> None:
@@ -130,32 +133,32 @@ def demonstrations(size: int) -> list[rollouts.Demonstration]:
 @settings(deadline=None)
 @given(size=sizes, count=counts, seed=seeds)
 def test_expert_rows_of_a_step_are_fixed_and_all_come_up(size: int, count: int, seed: int) -> None:
-    experts, again = (rollouts.ExpertRows(demonstrations(size), seed) for _ in range(2))
-    chosen = [[int(prompt[0]) for prompt, _ in experts.of_step(step, count)] for step in range(size)]
+    experts, again = (rollouts.ExpertRows(demonstrations(size)) for _ in range(2))
+    chosen = [[int(prompt[0]) for prompt, _ in experts.of_step(step, count, seed)] for step in range(size)]
     assert all(len(rows) == count for rows in chosen)
-    assert chosen[-1] == [int(prompt[0]) for prompt, _ in again.of_step(size - 1, count)], "earlier steps had an influence"
+    assert chosen[-1] == [int(prompt[0]) for prompt, _ in again.of_step(size - 1, count, seed)], "earlier steps had an influence"
     assert set(Counter(i for rows in chosen for i in rows).values()) == {count}, "`size` steps are `count` whole epochs"
 
 
 def test_expert_rows_are_not_chosen_as_tasks_are() -> None:
-    experts = rollouts.ExpertRows(demonstrations(64), seed=1)
+    experts = rollouts.ExpertRows(demonstrations(64))
     tasks = rollouts.tasks_of_step([str(i) for i in range(64)], 0, 16, 1)
-    assert [str(prompt[0]) for prompt, _ in experts.of_step(0, 16)] != tasks
+    assert [str(prompt[0]) for prompt, _ in experts.of_step(0, 16, 1)] != tasks
 
 
 def test_expert_rows_are_read_and_encoded(prepared: Path, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer.open(prepared / "model")
     rows = [task_of(i, response=str(i + 1)) for i in range(5)]
     write_rows(tmp_path / "expert.parquet", rows)
-    experts = rollouts.ExpertRows.read(str(tmp_path / "expert.parquet"), tokenizer, seed=3)
-    for prompt, response in experts.of_step(0, 5):
+    experts = rollouts.ExpertRows.read(str(tmp_path / "expert.parquet"), tokenizer)
+    for prompt, response in experts.of_step(0, 5, 3):
         question = tokenizer.decode(prompt)
         i = next(i for i in range(5) if f"{i} + 1 =" in question)
         np.testing.assert_array_equal(prompt, tokenizer.prompt_ids(rows[i].prompt))
         np.testing.assert_array_equal(response, tokenizer.response_ids(str(i + 1)))
     write_rows(tmp_path / "none.parquet", [task_of(0)])
     with pytest.raises(DataError, match="column 'response' is missing"):
-        rollouts.ExpertRows.read(str(tmp_path / "none.parquet"), tokenizer, seed=3)
+        rollouts.ExpertRows.read(str(tmp_path / "none.parquet"), tokenizer)
 
 
 def task_of(i: int, response: str | None = None) -> Task:
@@ -205,7 +208,7 @@ class StoreSession(FakeSession):
             trainer=TrainerConfig(tasks_per_step=4, seed=5),
             reward=RewardConfig(overlong_buffer=1, overlong_penalty=0.5),
         )
-        self.state = SimpleNamespace(step=step)
+        self.state = SimpleNamespace(step=step, rollbacks=0)
         self.version = WeightsVersion(1, 2)
         self.hf_config = {"vocab_size": 64}
         self.algorithm = SimpleNamespace(needs=frozenset(needs))

@@ -205,3 +205,12 @@ def test_a_task_of_the_array_runs_its_own_combination(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "MEGARL_HOME": str(ROOT), "MEGARL_SETUP": "none"}
     done = script(tmp_path, *SWEEP, **job, SLURM_ARRAY_TASK_ID="9")
     assert done.returncode == 2 and "--index 9: the combinations are 0 to 1" in done.stderr
+
+
+def test_the_heads_status_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another node was lost on the way, srun ends with that one's; without a word from the head its own counts."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "MEGARL_HOME": str(ROOT), "MEGARL_SETUP": "none", "TMPDIR": str(tmp_path)}
+    monkeypatch.setitem(STAND_INS, "srun", 'while [ "$1" != megarl ]; do shift; done; SLURM_PROCID=$RANK "$@"; exit 137')
+    statuses = [script(tmp_path, *SWEEP, **job, SLURM_ARRAY_TASK_ID="9", RANK=rank).returncode for rank in ("0", "1")]
+    assert statuses == [2, 137]
+    assert not list(tmp_path.glob("megarl-status-*"))

@@ -1,0 +1,48 @@
+"""Whether an engine lives, asked by its node's supervisor: its server answers, and none of its processes is stopped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from megarl.errors import EngineError
+from megarl.launch.stacks import STOPPED, group_state
+from megarl.rollout.control import EngineControl
+
+EVERY_S = 1.0
+ANSWER_S = 10.0
+
+
+class Probe:
+    """Asks until ``alive`` says that there is nobody to ask any more.
+
+    Args:
+        url: "" for the part of an engine that is no server: only its processes' states are looked at.
+    """
+
+    def __init__(self, url: str, key: str, group: int, alive: Callable[[], bool]) -> None:
+        self.count = 0
+        """How often all was well."""
+        self.state = "S"
+        """Linux' letter of its leader, T when any process of the group is stopped."""
+        self._engine = EngineControl(url, key) if url else None
+        self._group = group
+        self._alive = alive
+        threading.Thread(target=self._run, daemon=True, name=f"probe of {url or group}").start()
+
+    def _run(self) -> None:
+        while self._alive():
+            self.state = group_state(self._group)
+            if self.state != STOPPED and self._answers():
+                self.count += 1
+            time.sleep(EVERY_S)
+
+    def _answers(self) -> bool:
+        if self._engine is None:
+            return True
+        try:
+            self._engine.health(ANSWER_S)
+        except EngineError:
+            return False
+        return True

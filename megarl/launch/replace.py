@@ -1,0 +1,141 @@
+"""Engines, the explorer and reward hosts of an attempt that have died are started again, while the trainer waits for them."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.launch.process import ERROR
+
+if TYPE_CHECKING:
+    from megarl.launch.node import Process
+    from megarl.launch.supervisor import Started
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 0.5
+"""A peer often fails because another died first: the first cause gets a moment to show."""
+LOOK_S = 1.0
+"""How often it is looked whether servers listen."""
+CONNECT_S = 0.3
+CLOSED_S = 5.0
+"""How long a server may live on that listens no more: vLLM's waits for ever for its last answers when a worker has died."""
+
+
+class Replacements:
+    """Replaces what has died of ``started``, in place, at most ``left`` times.
+
+    Not a trainer rank, nothing on a lost node, and nothing whose successor would fail alike: an engine or a reward host that ended
+    by itself before it ever listened, an explorer that said why it cannot go on (status 1). Those stay dead, for ``watch`` to tell.
+    """
+
+    def __init__(self, started: list[Started], left: int) -> None:
+        self._started = started
+        self._left = left
+        self._up: set[str] = set()
+        """Units that have listened."""
+        self._closed: dict[str, float] = {}
+        """Since when they do not any more."""
+        self._looked_at = 0.0
+
+    def replace_dead(self) -> None:
+        """Raises JobError when one cannot be started again."""
+        self._look()
+        if not self._dead():
+            return
+        time.sleep(SETTLE_S)
+        units = list(dict.fromkeys(_unit(s) for s in self._dead()))
+        if len(units) <= self._left and all(self._replaceable(unit) for unit in units):
+            for unit in units:
+                self._replace(unit)
+
+    def _look(self) -> None:
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now = time.monotonic()
+        for s in self._started:
+            if s.spec is None or not s.spec.listens or s.process.poll() is not None:
+                continue
+            listens = _listens(s.spec.listens)
+            if listens and _unit(s) not in self._up:
+                self._up.add(_unit(s))
+                for member in self._members(_unit(s)):
+                    member.node.note(member.process.name)
+            if listens is not False or _unit(s) not in self._up:
+                self._closed.pop(_unit(s), None)
+            elif now - self._closed.setdefault(_unit(s), now) > CLOSED_S:
+                self._closed[_unit(s)] = now
+                log.error("%s lives but listens at %s no more (%s); killing it", s.process.name, s.spec.listens, s.process.log)
+                s.process.signal(signal.SIGKILL)
+
+    def _dead(self) -> list[Started]:
+        return [s for s in self._started if failed(s.process)]
+
+    def _members(self, unit: str) -> list[Started]:
+        return [s for s in self._started if _unit(s) == unit]
+
+    def _replaceable(self, unit: str) -> bool:
+        members = self._members(unit)
+        if unit.startswith("trainer") or any(s.spec is None or s.node.fault() is not None for s in members):
+            return False
+        return unit in self._up or any(_by_signal(s.process) for s in members)
+
+    def _replace(self, unit: str) -> None:
+        """All parts of an engine that spans nodes, once nothing of it is left: what a server forked holds its port as well."""
+        members = self._members(unit)
+        self._left -= 1
+        for s in members:
+            if failed(s.process):
+                left = f"cluster.replacements: {self._left} left"
+                log.error("%s, its last word %r (%s); starting it again (%s)", ending(s.process), _cause(s.process), s.process.log, left)
+        self._up.discard(unit)
+        self._closed.pop(unit, None)
+        for s in members:
+            s.node.stop([s.process.name], 0.0)
+        for s in members:
+            assert s.spec is not None
+            self._started[self._started.index(s)] = s._replace(process=s.node.start(s.spec))
+
+
+def _listens(address: str) -> bool | None:
+    """None when that cannot be told: a machine that is busy answers late."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def failed(process: Process) -> bool:
+    """It has ended and should not have: an explorer ends with 0 when the trainer has closed the job, an engine or a reward host never."""
+    status = process.poll()
+    return status is not None and (status != 0 or process.name.startswith(("engine", "reward host")))
+
+
+def ending(process: Process) -> str:
+    status = process.poll()
+    how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
+    return f"{process.name} {how}"
+
+
+def _unit(s: Started) -> str:
+    """What is replaced together: the parts of an engine are ``engine 0``, ``engine 0 part 2``, …"""
+    return s.process.name.partition(" part ")[0]
+
+
+def _by_signal(process: Process) -> bool:
+    """128 and the signal's number are what processes say that end in order when one comes."""
+    status = process.poll()
+    return status is not None and (status < 0 or status > 128)
+
+
+def _cause(process: Process) -> str:
+    lines: Sequence[str] = process.tail().splitlines() or [""]
+    return next((line for line in lines if ERROR.search(line)), lines[-1]).strip()

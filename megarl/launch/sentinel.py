@@ -1,0 +1,172 @@
+"""Notices that a job does not move although all its processes live; says who is where, and ends whom the others wait for."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config import Config
+from megarl.errors import JobError
+from megarl.launch import stacks
+from megarl.launch.node import Node, Process
+from megarl.launch.stacks import STOPPED, Account, Row, Sign
+from megarl.pulse import START
+
+if TYPE_CHECKING:
+    from megarl.launch.supervisor import Started
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+WAITING = ("rollout", "evaluation")
+"""Phases in which trainer ranks wait for the explorer."""
+
+
+@dataclass
+class _Seen:
+    """A process as the last look found it."""
+
+    sign: Sign
+    silent_s: float = 0.0
+    """Since its last mark, as far as this process was there to see."""
+
+
+class Sentinel:
+    """Of one attempt. ``logs`` is where stacks are written: ``stall_<k>.txt``.
+
+    Trainer ranks wait for each other, so they stall together: while any of them moves, all are left alone, unless one is stopped by a
+    signal. A process of another kind is ended when it is silent by itself.
+    """
+
+    def __init__(self, config: Config, logs: Path) -> None:
+        self._config = config
+        self._stall_s = config.cluster.stall_s
+        self._every_s = min(LOOK_S, self._stall_s / 5)
+        self._logs = logs
+        self._looked = time.monotonic()
+        self._seen: dict[Process, _Seen] = {}
+        self._work = -1
+        self._idle_s = 0.0
+        """How long the trainer has waited for an explorer that had no sample end."""
+
+    def look(self, started: Sequence[Started]) -> None:
+        """Call often; at most once a second it costs something.
+
+        Raises:
+            JobError: the trainer ranks stall, or their rollout does: who is where. The trainer ranks are killed.
+        """
+        now = time.monotonic()
+        passed, alive = now - self._looked, [s for s in started if s.process.poll() is None]
+        if passed < self._every_s:
+            return
+        self._looked = now
+        # Who was stopped together with the whole job (scontrol suspend) has seen nobody be silent meanwhile.
+        passed = min(passed, 2 * self._every_s)
+        self._seen = {s.process: self._glance(s.process, passed) for s in alive}
+        trainers = [s.process for s in alive if s.process.name.startswith("trainer")]
+        late = {process for process in self._seen if self._seen[process].silent_s > self._limit(process)}
+        helpers = late.difference(trainers)
+        if self._stalled(trainers, late):  # what is stopped is to blame, also when it is not late yet
+            helpers |= {process for process in self._seen if self._is_stopped(process) and process not in trainers}
+        if helpers:
+            self._end(helpers, alive)
+        elif self._stalled(trainers, late):
+            still = [process for process in trainers if process in late]
+            who = "no trainer rank has" if still == trainers else f"{', '.join(p.name for p in still)} has not"
+            silent_s = max(self._seen[process].silent_s for process in still)
+            self._give_up(f"{who} moved for {silent_s:.0f} s (cluster.stall_s={self._stall_s:g})", alive)
+        elif (idle := self._idle(passed)) is not None:
+            self._give_up(idle, alive)
+
+    def _glance(self, process: Process, passed: float) -> _Seen:
+        sign, before = process.sign(), self._seen.get(process)
+        moved = before is None or before.sign.marks != sign.marks
+        return _Seen(sign, 0.0 if moved or before is None else before.silent_s + passed)
+
+    def _limit(self, process: Process) -> float:
+        sign, config = self._seen[process].sign, self._config
+        if sign.state == STOPPED:
+            return self._stall_s
+        if sign.phase == START:
+            return max(self._stall_s, config.rollout.start_timeout_s)
+        if process.name.startswith("engine"):  # a server may not answer while its workers take weights
+            return max(self._stall_s, config.sync.timeout_s)
+        return max(self._stall_s, sign.patience_s)
+
+    def _is_stopped(self, process: Process) -> bool:
+        return self._seen[process].sign.state == STOPPED
+
+    def _stalled(self, trainers: Sequence[Process], late: set[Process]) -> bool:
+        return bool(trainers) and (late.issuperset(trainers) or any(p in late and self._is_stopped(p) for p in trainers))
+
+    def _idle(self, passed: float) -> str | None:
+        """What is to be said when a rollout has stood still for too long."""
+        waiting = any(s.sign.phase in WAITING for p, s in self._seen.items() if p.name == "trainer rank 0")
+        explorers = [s.sign for p, s in self._seen.items() if p.name.startswith("explorer")]
+        work = sum(sign.work for sign in explorers)
+        self._idle_s = self._idle_s + passed if waiting and explorers and work == self._work else 0.0
+        self._work = work
+        # An engine that says nothing for request_timeout_s is the explorer's to complain of.
+        if self._idle_s <= self._stall_s + self._config.rollout.request_timeout_s:
+            return None
+        return (
+            f"the trainer waits for a rollout of which no sample has ended for {self._idle_s:.0f} s (cluster.stall_s={self._stall_s:g} beyond "
+            f"rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); the explorer: {explorers[0].phase}"
+        )
+
+    def _end(self, helpers: set[Process], alive: Sequence[Started]) -> None:
+        """SIGKILL, which makes a death of a stall."""
+        names = ", ".join(sorted(p.name for p in helpers))
+        log.error("%s", self._account(f"{names} gave no sign of life (cluster.stall_s={self._stall_s:g}) and will be killed", alive))
+        for process in helpers:
+            process.signal(signal.SIGKILL)
+        self._seen.clear()  # whoever waited for them gets time again
+
+    def _give_up(self, what: str, alive: Sequence[Started]) -> None:
+        text = self._account(what, alive)
+        for s in alive:
+            if s.process.name.startswith("trainer"):  # blocked, they would only use up the grace that others get to end
+                s.process.signal(signal.SIGKILL)
+        raise JobError(text)
+
+    def _account(self, what: str, alive: Sequence[Started]) -> str:
+        accounts = _accounts(alive)
+        rows = [
+            Row(p.name, s.sign.phase, s.sign.step, s.silent_s, accounts.get(p.name, Account(s.sign.state, "", 0, "")))
+            for p, s in self._seen.items()
+        ]
+        text = f"{stacks.table(rows)}\n{stacks.verdict(rows)}"
+        path = self._write(f"{what}\n{text}\n\n" + "\n".join(f"--- {r.name}\n{r.account.stacks or 'no stacks'}" for r in rows))
+        return f"{what}; {path}\n{text}"
+
+    def _write(self, text: str) -> str:
+        for k in range(1, 1000):
+            path = self._logs / f"stall_{k}.txt"
+            with suppress(FileExistsError):
+                try:
+                    self._logs.mkdir(parents=True, exist_ok=True)
+                    with path.open("x") as file:
+                        file.write(text)
+                    return f"stacks of all processes: {path}"
+                except FileExistsError:
+                    raise
+                except OSError as error:  # a full disk, say
+                    return f"stacks of all processes cannot be written to {path} ({error})"
+        return "stacks are in none of a thousand files"
+
+
+def _accounts(alive: Sequence[Started]) -> dict[str, Account]:
+    """Of all processes, by name; on every node at once."""
+    by_node: dict[int, tuple[Node, list[str]]] = {}
+    for s in alive:
+        by_node.setdefault(s.node.rank, (s.node, []))[1].append(s.process.name)
+    with ThreadPoolExecutor(max(1, len(by_node))) as pool:
+        found = pool.map(lambda item: item[0].accounts(item[1]), by_node.values())
+        return {name: account for node in found for name, account in node.items()}

@@ -1,0 +1,190 @@
+"""Signs of life: where a process is now, in a page of memory that it shares with its supervisor.
+
+A process that waits in C for a peer cannot be asked. So its main thread marks its progress here (half a µs a mark), and on
+SIGUSR2 the stacks of all its threads are written behind the page, even while it is blocked. Without a supervisor nothing happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+VARIABLE = "MEGARL_PULSE"
+"""Number of the memory's descriptor, which a child inherits."""
+ASK = signal.SIGUSR2
+"""Makes a process write its stacks. SIGUSR1 is a person's: they go into its log then."""
+PAGE = 4096
+"""Bytes in front of the stacks."""
+START = "start"
+"""Phase of a process that is not yet at its work: imports, models, connections."""
+_MEMORY = "megarl-pulse"
+_RECORD = struct.Struct("<QQQqd80s")
+_CHECK = struct.Struct("<I")
+
+
+class Pulse(NamedTuple):
+    """The last sign of life of a process."""
+
+    thread: int = 0
+    """Its main thread, as its stacks name it."""
+    marks: int = 0
+    """Marks so far; one that stays the same for long is a stall."""
+    work: int = 0
+    """Answers that ended and were scored, of an explorer: it marks time without any as well."""
+    step: int = 0
+    """Of the loop, from 1; 0 outside of steps."""
+    patience_s: float = 0.0
+    """How long its phase may well be silent, where that is more than usual."""
+    phase: str = START
+
+
+class Memory:
+    """The supervisor's end. ``descriptor`` is handed to the child, with its number under ``VARIABLE``."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create(_MEMORY)
+        os.ftruncate(self.descriptor, PAGE)
+        os.lseek(self.descriptor, PAGE, os.SEEK_SET)  # the position is the child's too: stacks are appended
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+    def read(self) -> Pulse:
+        """The newest whole record; that of a process at its start when there is none."""
+        for _ in range(100):
+            raw = os.pread(self.descriptor, _RECORD.size + _CHECK.size, 0)
+            body = raw[: _RECORD.size]
+            if not any(raw):
+                return Pulse()
+            if _CHECK.unpack_from(raw, _RECORD.size)[0] == zlib.crc32(body):
+                thread, marks, work, step, patience_s, phase = _RECORD.unpack(body)
+                return Pulse(thread, marks, work, step, patience_s, phase.rstrip(b"\0").decode(errors="replace"))
+        return Pulse()  # only where the writer was stopped in the middle of a record
+
+    def size(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def stacks(self, start: int) -> str:
+        """What was written from ``start`` on, a ``size`` of before."""
+        return os.pread(self.descriptor, self.size() - start, start).decode(errors="replace")
+
+
+class _Mine:
+    """This process's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.map = mmap.mmap(descriptor, PAGE)
+        self.thread = threading.main_thread().ident or 0
+        self.count = self.work = self.step = 0
+        self.patience_s = 0.0
+        self.phase = START.encode()
+
+    def mark(self) -> None:
+        if threading.get_ident() != self.thread:  # what other threads do says nothing of the one that others wait for
+            return
+        self.count += 1
+        body = _RECORD.pack(self.thread, self.count, self.work, self.step, self.patience_s, self.phase)
+        # One copy, and a sum that tells a reader in the middle of it to look again.
+        self.map[: len(body) + _CHECK.size] = body + _CHECK.pack(zlib.crc32(body))
+
+
+_mine: _Mine | None = None
+
+
+def begin() -> None:
+    """Show this process to its supervisor, if it has one that looks (``VARIABLE``); its stacks on SIGUSR1 go to stderr either way."""
+    global _mine
+    faulthandler.register(signal.SIGUSR1)
+    if (descriptor := listen()) is not None:
+        _mine = _Mine(descriptor)
+        _mine.mark()
+
+
+def listen() -> int | None:
+    """Only write stacks when asked to; returns the memory's descriptor, None without a supervisor that looks."""
+    number = os.environ.get(VARIABLE, "")
+    try:
+        known = _MEMORY in os.readlink(f"/proc/self/fd/{int(number)}")  # of a child's child the number may be another file's
+    except (OSError, ValueError):
+        return None
+    if not known:
+        return None
+    faulthandler.register(ASK, file=int(number), all_threads=True)
+    return int(number)
+
+
+def _forget() -> None:
+    global _mine
+    _mine = None
+
+
+os.register_at_fork(after_in_child=_forget)  # the page is the parent's
+
+
+def mark() -> None:
+    """Something went on: a micro-batch, a tensor, a round of waiting in which others were seen to be well."""
+    if _mine is not None:
+        _mine.mark()
+
+
+def worked() -> None:
+    """A sample has ended, or has its score."""
+    if _mine is not None:
+        _mine.work += 1
+
+
+def become(phase: str) -> None:
+    """The phase that this process is in when it is in no other; ends its start."""
+    if _mine is not None:
+        _mine.phase = phase.encode()[:80]
+        _mine.mark()
+
+
+@contextmanager
+def phase(name: str, step: int | None = None) -> Iterator[None]:
+    """Within, the process is in this phase (of a step counted from 0); of nested ones the innermost counts."""
+    mine = _mine
+    if mine is None or threading.get_ident() != mine.thread:
+        yield
+        return
+    before = mine.phase, mine.step
+    mine.phase = name.encode()[:80]
+    mine.step = mine.step if step is None else step + 1
+    mine.mark()
+    try:
+        yield
+    finally:
+        mine.phase, mine.step = before
+        mine.mark()
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Within, silence of up to ``seconds`` is nothing unusual."""
+    mine = _mine
+    if mine is None or threading.get_ident() != mine.thread:
+        yield
+        return
+    before, mine.patience_s = mine.patience_s, max(mine.patience_s, seconds)
+    mine.mark()
+    try:
+        yield
+    finally:
+        mine.patience_s = before
+        mine.mark()
+
+
+async def ticking(describe: Callable[[], str] = lambda: "serving", period_s: float = 1.0) -> None:
+    """Marks for an event loop until cancelled, with a phase that says what it is at."""
+    while True:
+        become(describe())
+        await asyncio.sleep(period_s)

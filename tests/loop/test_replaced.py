@@ -1,0 +1,117 @@
+"""One job loses its explorer in a rollout, its engine in the next one, and the engine that replaced it in a sync: it goes on, in its
+first attempt, and everything that it has sampled and trained is what a job has that lost nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.store import Store
+from tests.loop.conftest import WHOLE
+from tests.system.jobs import START_S, Job
+
+pytestmark = pytest.mark.timeout(3 * START_S)
+ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
+SCORER = """
+import time
+from megarl.rewards import compute_score as score
+def compute_score(*args, **more):
+    time.sleep(0.02)  # a rollout lasts long enough to be broken in its middle
+    return score(*args, **more)
+"""
+NOT_COMPARED = re.compile(r"timing_s|perf|rollout|sync|reward/")
+"""What depends on the machine, or on where rewards are computed."""
+
+
+def kill(job: Job, role: str, pid: int) -> None:
+    """Of a process known before: to look for it takes longer than what it is to be killed in."""
+    os.kill(pid, signal.SIGKILL)
+    job.until(lambda: f"{role} was ended by signal 9" in job.output.read_text(), f"the end of {role} noticed")
+
+
+def groups(job: Job, rollout: str, state: str) -> int:
+    return len(job.query(f"select 1 from groups where rollout_id = '{rollout}' and state = '{state}'"))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    folder = tmp_path_factory.mktemp("replaced")
+    scorer = folder / "scorer.py"
+    scorer.write_text(SCORER)
+    job = Job(folder / "run", [*WHOLE, f"reward.path={scorer}"]).start()
+    try:
+        job.until(lambda: groups(job, "eval-before", "done") > 0, "the first rollout")
+        pid = job.pid_of("explorer")
+        job.until(lambda: groups(job, "train-000000", "done") > 0, "a group that is done", poll_s=0.002)
+        kill(job, "explorer", pid)
+        engine = job.pid_of("engine")
+        job.until(lambda: groups(job, "train-000001", "claimed") > 0, "a rollout", poll_s=0.002)
+        kill(job, "engine 0", engine)
+        log = job.run_dir / "logs" / "attempt_1" / "engine_0.log"
+        job.until(lambda: groups(job, "train-000001", "done") > 0, "an engine that generates again")
+        engine, syncs = job.pid_of("engine"), log.read_text().count("PAUSED_NEW")
+        job.until(lambda: log.read_text().count("PAUSED_NEW") > syncs, "a sync", poll_s=0.002)
+        kill(job, "engine 0", engine)
+        job.wait(START_S)
+        yield job
+    finally:
+        job.clean_up()
+
+
+def test_it_ends_in_its_first_attempt(job: Job) -> None:
+    said = job.output.read_text()
+    assert job.poll() == 0, said
+    assert (job.run_dir / "attempt").read_text() == "1"
+    assert "cluster.replacements: 0 left" in said and "published 1.3 again" in said and "an engine died in a weight sync" in said
+    assert job.processes() == {}
+
+
+def test_the_engine_was_lost_while_it_was_asked(job: Job) -> None:
+    store = Store(f"sqlite:///{job.run_dir}/store.db")
+    asked_again = store.events("engine_retry")
+    store.close()
+    assert asked_again
+
+
+def items(run_dir: Path) -> dict[str, Any]:
+    """Every answer of every rollout: what was sampled, by which weights, and what it got."""
+    store = Store(f"sqlite:///{run_dir}/store.db")
+    found: dict[str, Any] = {}
+    for rollout in ROLLOUTS:
+        for e in store.experiences(rollout):
+            key = f"{rollout} {e.group_id} {e.index}"
+            assert key not in found
+            logp = np.asarray(e.engine_logp).tobytes().hex()
+            versions = [(s.start, s.end, str(s.version)) for s in e.segments]
+            found[key] = (e.task_id, e.response_ids.tolist(), logp, versions, e.reward.score, e.reward.status, e.finish_reason)
+    store.close()
+    return found
+
+
+def test_no_experience_is_lost_doubled_or_another(job: Job, whole_job: Job) -> None:
+    assert whole_job.poll() == 0
+    mine, others = items(job.run_dir), items(whole_job.run_dir)
+    assert len(others) == 2 * 200 + 3 * 64
+    assert mine.keys() == others.keys()
+    assert [key for key in mine if mine[key] != others[key]] == []
+
+
+def test_the_same_was_learned(job: Job, whole_job: Job) -> None:
+    metrics = []
+    for run_dir in (job.run_dir, whole_job.run_dir):
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        metrics.append([{name: value for name, value in record.items() if not NOT_COMPARED.match(name)} for record in records])
+    assert metrics[0] == metrics[1]
+    weights = [load_file(run.run_dir / "hf" / "model.safetensors") for run in (job, whole_job)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

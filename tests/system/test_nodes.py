@@ -1,0 +1,125 @@
+"""Jobs over several nodes without Slurm: under torchrun, and with nodes that are cut off one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megarl.launch import ports
+from tests.system.jobs import START_S, TINY, end_with_the_tests
+from tests.system.networks import Networks, possible
+
+pytestmark = [pytest.mark.postgres, pytest.mark.timeout(3 * START_S)]
+KEY = {"MEGARL_JOB_KEY": "a key of the tests, long enough"}
+DPO = (
+    *("experiment=dpo", "parallel=dp2", "store=postgres", "trainer.tasks_per_step=16", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"),
+    *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
+)
+
+
+class Nodes:
+    """A supervisor on each node, as processes of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, argv: Sequence[str], env: dict[str, str], *settings: str) -> None:
+        command = [*argv, "train", *DPO, *settings, f"run.dir={self.run_dir}"]
+        with self._output(len(self._processes)).open("wb") as output:
+            self._processes.append(
+                subprocess.Popen(command, env={**os.environ, **KEY, **env}, stdout=output, stderr=output, preexec_fn=end_with_the_tests)
+            )
+
+    def wait(self, node: int) -> int:
+        return self._processes[node].wait(START_S)
+
+    def said(self, node: int = 0) -> str:
+        return self._output(node).read_text()
+
+    def steps(self) -> list[int]:
+        path = self.run_dir / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [record["step"] for record in records if "actor/loss" in record]
+
+    def until(self, what: Callable[[], bool], name: str) -> None:
+        deadline = time.monotonic() + START_S
+        while not what():
+            assert self._processes[0].poll() is None and time.monotonic() < deadline, f"no {name}: {self.said()}"
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+
+    def _output(self, node: int) -> Path:
+        return self._folder / f"node{node}.log"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    made.end()
+
+
+def test_torchrun_starts_the_supervisors(nodes: Nodes) -> None:
+    port = ports.choose("127.0.0.1", 1, None)[0]
+    for rank in range(2):
+        where = ["--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        nodes.start([sys.executable, "-m", "torch.distributed.run", *where, "--no-python", sys.executable, "-m", "megarl"], {}, "trainer.steps=2")
+    assert [nodes.wait(0), nodes.wait(1)] == [0, 0], nodes.said()
+    assert nodes.steps() == [1, 2]
+    assert all(f"node {rank} {os.uname().nodename}: trainer rank {rank}" in nodes.said() for rank in range(2))
+
+
+@pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
+def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes) -> None:
+    """A link goes down and nobody is told: a spare takes the node's place; then its link too, and the job ends on the head alone."""
+    names, steps = ["n0", "n1", "n2"], 16
+    networks = Networks(random.SystemRandom().randrange(1, 250), names)
+    try:
+        networks.make()
+        for rank, name in enumerate(names):
+            env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
+            more = (f"trainer.steps={steps}", "cluster.restarts=2", "cluster.spare_nodes=1", "cluster.heartbeat_s=3")
+            nodes.start([*networks.inside(name), sys.executable, "-m", "megarl"], env, *more)
+        nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
+        assert "spare nodes: node 2" in nodes.said()
+        networks.cut("n1")
+        nodes.until(lambda: "spare nodes: none is left" in nodes.said(), "start with the spare")
+        before = max(nodes.steps())
+        nodes.until(lambda: max(nodes.steps()) > before, "step with the spare")
+        networks.cut("n2")
+        assert [nodes.wait(rank) for rank in range(3)] == [0, 1, 1], nodes.said()
+    finally:
+        nodes.end()
+        networks.remove()
+    said = nodes.said()
+    assert said.count("lost: silent for 3 s") >= 2
+    assert "THE JOB GOES ON SMALLER, 1 of 3 nodes are left: parallel.dp 2 -> 1" in said
+    assert all("node 0 is lost" in nodes.said(rank) for rank in (1, 2))
+    assert nodes.steps() == list(range(1, steps + 1))  # none twice, none missing
+    assert json.loads((nodes.run_dir / "resolved.json").read_text())["parallel"]["dp"] == 1
+    left = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if str(nodes.run_dir).encode() in _read(path)]
+    assert not left
+
+
+def _read(path: Path) -> bytes:
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""

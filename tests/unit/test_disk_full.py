@@ -1,0 +1,189 @@
+"""A disk that is really full: what may be lost on it, what waits for room, and what stays whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.checkpoint import manifest
+from megarl.checkpoint.room import make_room, writing
+from megarl.errors import DiskFullError, JobError
+from megarl.metrics import MetricWriter, Timeline
+from megarl.store import Store
+from tests import disks
+from tests.parallel.grid import run_grid
+from tests.parallel.models import save_tiny_qwen3
+from tests.stores import make_task
+from tests.unit.test_checkpoint_state import checkpoint, names
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    with disks.small_disk(tmp_path / "small", "4m") as place:
+        yield place
+
+
+def fill(place: Path, leave: int = 0) -> Path:
+    """Take all but ``leave`` bytes; returns the file that has them."""
+    free = os.statvfs(place)
+    ballast = place / "ballast"
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - leave)
+    return ballast
+
+
+def test_records_are_left_out_whole_and_come_again_with_room(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    timeline = Timeline(small, "trainer_0")
+    timeline.add("first", 1.0, 2.0)
+    ballast = fill(small)
+    for i in range(300):
+        timeline.add("x" * 100, float(i), 1.0)
+    lines = [json.loads(line) for line in (small / "trainer_0.jsonl").read_text().splitlines()]
+    assert 1 < len(lines) < 301, "the last page is filled"
+    assert timeline.seconds["x" * 100] == 300.0
+    assert caplog.text.count("cannot be written: [Errno 28] No space left on device") == 1
+    ballast.unlink()
+    timeline.add("last", 3.0, 4.0)
+    assert json.loads((small / "trainer_0.jsonl").read_text().splitlines()[-1])["phase"] == "last"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own
+def test_metrics_stop_no_training(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = MetricWriter(small)
+    writer.write(1, {"actor/loss": 1.0})
+    ballast = fill(small)
+    for step in range(2, 300):
+        writer.write(step, {f"actor/{'x' * 50}": 1.0})
+    assert "TensorBoard is left out from here on" in caplog.text and "metrics.jsonl cannot be written" in caplog.text
+    ballast.unlink()
+    writer.write(300, {"actor/loss": 2.0})
+    writer.close()
+    steps = [json.loads(line)["step"] for line in (small / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0] == 1 and steps[-1] == 300 and len(steps) < 300
+
+
+def test_going_back_drops_later_metrics(tmp_path: Path) -> None:
+    writer = MetricWriter(tmp_path)
+    for step in range(1, 6):
+        writer.write(step, {"actor/loss": 1.0})
+    writer.rewind(0, 3)
+    writer.write(4, {"actor/loss": 2.0})
+    writer.close()
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["actor/loss"]) for r in found] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
+def store_on(place: Path, outage_s: float) -> Store:
+    store = Store(f"sqlite:///{place}/store.db", outage_s=outage_s)
+    store.add_tasks("train", [make_task(i) for i in range(3)])
+    return store
+
+
+def many(store: Store) -> None:
+    for i in range(20):
+        store.record_event("trainer", "note", {"i": i, "text": "x" * 8192})
+
+
+def test_the_store_waits_for_room(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = store_on(small, outage_s=60.0)
+    ballast = fill(small, leave=8192)
+
+    def make_some() -> None:
+        deadline = time.monotonic() + 50
+        while "trying again" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ballast.unlink()
+
+    with caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=make_some)
+        thread.start()
+        many(store)
+        thread.join()
+    assert "database or disk is full; trying again" in caplog.text and "back after" in caplog.text
+    assert [event["data"]["i"] for event in store.events("note")] == list(range(20)), "each once"
+    store.close()
+
+
+def test_a_store_without_room_ends_the_job_and_says_so(small: Path) -> None:
+    store = store_on(small, outage_s=0.2)
+    ballast = fill(small, leave=8192)
+    with pytest.raises(JobError, match=r"store\.outage_s\): database or disk is full; make room on its disk"):
+        many(store)
+    ballast.unlink()
+    again = Store(f"sqlite:///{small}/store.db")
+    assert len(again.task_ids("train")) == 3
+    again.close()
+    store.close()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, ["global_step_3"]), (2, ["global_step_3"]), (3, ["global_step_2", "global_step_3"])])
+def test_what_retention_would_remove_may_go_first_but_never_the_last(tmp_path: Path, keep: int, left: list[str]) -> None:
+    for step in (1, 2, 3):
+        checkpoint(tmp_path, step)
+    (tmp_path / "global_step_4.attempt_1").mkdir()
+    make_room(tmp_path, 1, keep, refuse=True)
+    assert len(names(tmp_path)) == 4, "there is room"
+    with pytest.raises(DiskFullError, match=r"global_step|no room for a checkpoint: .* are to be written, .* are free; make room"):
+        make_room(tmp_path, 2**62, keep, refuse=True)
+    assert names(tmp_path) == [*left, "global_step_4.attempt_1"]
+    make_room(tmp_path, 2**62, keep, refuse=False)
+
+
+def test_a_full_disk_and_a_quota_are_told_from_other_faults(tmp_path: Path) -> None:
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        with pytest.raises(DiskFullError, match="make room there"), writing(tmp_path):
+            raise OSError(number, os.strerror(number))
+        with pytest.raises(DiskFullError), writing(tmp_path):
+            raise RuntimeError(f"safetensors: {os.strerror(number)} (os error {number})")
+    with pytest.raises(JobError, match="Permission denied") as raised, writing(tmp_path):
+        raise OSError(errno.EACCES, "Permission denied")
+    assert not isinstance(raised.value, DiskFullError)
+
+
+def saves(rank: int, model: str, folder: str) -> list[str]:
+    """Runs in each rank: a checkpoint, the disk filled, one in the background and one at once; what the others said."""
+    import torch.distributed as dist
+
+    from megarl.checkpoint import state
+    from megarl.config.schema import ParallelConfig
+    from tests.parallel.test_megatron_on_cpu import make_actor, parts
+
+    root, actor = Path(folder), make_actor(model, ParallelConfig(dp=2))
+    state.save(root, 1, parts(actor), {"phase": "rl"}, keep=2)
+    said = []
+    for leave, background in ((2**18, True), (2**18, False), (0, True)):
+        if rank == 0:
+            fill(root, leave)
+        dist.barrier()
+        try:
+            with writing(root):
+                state.begin(root, 2, parts(actor), state.Manifest({"phase": "rl"}, 1), background=background).finish(2)
+        except DiskFullError as error:
+            said.append(str(error))
+        dist.barrier()
+        assert sorted(p.name for p in root.iterdir()) == ["ballast", "global_step_1", "latest_checkpointed_iteration.txt"]
+        dist.barrier()
+        if rank == 0:
+            (root / "ballast").unlink()
+    dist.barrier()
+    state.save(root, 2, parts(actor), {"phase": "rl"}, keep=2)
+    return said
+
+
+def test_a_checkpoint_without_room_leaves_the_others_whole(small: Path, tmp_path: Path) -> None:
+    model = save_tiny_qwen3(tmp_path / "qwen3", layers=2)
+    found: list[Any] = run_grid(2, saves, str(model), str(small))
+    assert found[0] == found[1] and len(found[0]) == 3
+    for said in found[0][:2]:
+        assert "global_step_2.attempt_1 cannot be written (rank " in said and "No space left on device" in said
+        assert "were to be written" in said and "are free without them; make room there" in said
+    assert all(manifest.fault_of_files(small / f"global_step_{step}") is None for step in (1, 2))

@@ -1,0 +1,179 @@
+"""A dead engine, explorer or reward host is started again, on this node and on another; what must not be replaced ends the attempt."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import JobError
+from megarl.launch import ports, replace
+from megarl.launch.guard import Guard
+from megarl.launch.interrupt import StopRequest
+from megarl.launch.node import LocalNode, Spec
+from megarl.launch.supervisor import Started, watch
+from megarl.rollout.engine import group_members
+from tests.unit.small_job import config_of
+from tests.unit.test_launch_nodes import two_nodes
+
+SERVER = """
+import mmap, os, socket, sys, time
+name, port, folder, end = sys.argv[1:]
+shared = open(f"/dev/shm/megarl-test-{os.getpid()}", "w+b")
+shared.truncate(4096)
+held = mmap.mmap(shared.fileno(), 4096)
+server = socket.create_server(("127.0.0.1", int(port)))
+if end != "closes" and os.fork() == 0:
+    time.sleep(600)  # as an engine's core does, which holds the port too
+with open(f"{folder}/{name}.pids", "a") as pids:
+    pids.write(f"{os.getpid()}\\n")
+first = len(open(f"{folder}/{name}.pids").readlines()) == 1
+print("up", flush=True)
+while first and end in ("itself", "closes") and server.accept()[0].recv(1):
+    pass  # a request, of the sentinel: who looks whether it listens says nothing
+if end == "itself" and first:
+    time.sleep(0.1)
+    sys.exit(3)
+if end == "closes" and first:
+    server.close()
+time.sleep(600)
+"""
+"""Ends by itself or listens no more, the first time, once somebody has looked whether it listens."""
+PLAIN = """
+import os, sys, time
+name, folder, code = sys.argv[1:]
+with open(f"{folder}/{name}.pids", "a") as pids:
+    pids.write(f"{os.getpid()}\\n")
+exec(code)
+time.sleep(600)
+"""
+TRAINER = """
+import os, sys, time
+folder, *plan = sys.argv[1:]
+def pids(name):
+    path = f"{folder}/{name}.pids"
+    return [line for line in open(path)] if os.path.exists(path) else []
+for step in plan:
+    name, count, number = step.split(":")
+    while len(pids(name)) < int(count):
+        time.sleep(0.02)
+    if int(number):
+        os.kill(int(pids(name)[-1]), int(number))
+"""
+"""Ends with 0 when every NAME:STARTS:SIGNAL of its plan has come to pass: so many starts were seen, and the last one was sent the signal."""
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replace, "LOOK_S", 0.0)
+    monkeypatch.setattr(replace, "CLOSED_S", 0.2)
+
+
+def server(name: str, port: int, folder: Path, end: str = "never") -> Spec:
+    return Spec(name, ("-c", SERVER, name, str(port), str(folder), end), {}, str(folder / f"{name}.log"), listens=f"127.0.0.1:{port}")
+
+
+def plain(name: str, folder: Path, code: str = "") -> Spec:
+    return Spec(name, ("-c", PLAIN, name, str(folder), code), {}, str(folder / f"{name}.log"))
+
+
+def trainer(folder: Path, *plan: str) -> Spec:
+    return Spec("trainer rank 0", ("-c", TRAINER, str(folder), *plan), {}, str(folder / "trainer.log"))
+
+
+def starts(folder: Path, name: str) -> list[int]:
+    return [int(line) for line in (folder / f"{name}.pids").read_text().split()]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., LocalNode]]:
+    """Watches an attempt of these processes until the trainer has ended."""
+    with Guard() as guard:
+
+        def run(*specs: Spec, replacements: int = 3) -> LocalNode:
+            node = LocalNode(guard)
+            started = [Started(node.start(spec), node, spec) for spec in specs]
+            watch(started, StopRequest(), config_of(tmp_path, f"cluster.replacements={replacements}"))
+            return node
+
+        yield run
+
+
+def test_what_dies_is_started_again(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine killed, one that ends by itself once it was up, one of two parts, one that lives but listens no more, an explorer that is
+    told to end; each on its own port again, which a process that the dead one forked had held."""
+    caplog.set_level(logging.WARNING)
+    one, two, three, four, five = ports.choose("127.0.0.1", 5, None)
+    part = server("engine 2 part 2", four, tmp_path)
+    run(
+        server("engine 0", one, tmp_path),
+        server("engine 1", two, tmp_path, "itself"),
+        server("engine 2", three, tmp_path),
+        Spec(part.name, part.argv, part.env, part.log),
+        server("engine 3", five, tmp_path, "closes"),
+        plain("explorer", tmp_path, "import signal; signal.signal(15, lambda *_: sys.exit(143))"),
+        trainer(tmp_path, "engine 0:1:9", "engine 0:2:0", "engine 1:2:0", "engine 2 part 2:1:9", "engine 2:2:0", "engine 3:2:0", "explorer:1:15", "explorer:2:0"),
+        replacements=5,
+    )
+    for name in ("engine 0", "engine 1", "engine 2", "engine 2 part 2", "engine 3", "explorer"):
+        first, second = starts(tmp_path, name)
+        for pid in (first, second):
+            assert not group_members(pid) and not Path(f"/dev/shm/megarl-test-{pid}").exists(), name
+    assert (tmp_path / "engine 0.log").read_text() == "up\nup\n"
+    said = caplog.text
+    assert f"engine 0 was ended by signal 9, its last word 'up' ({tmp_path}/engine 0.log); starting it again (cluster.replacements: 4 left)" in said
+    assert "engine 1 ended with status 3" in said and "explorer ended with status 143" in said
+    assert f"engine 3 lives but listens at 127.0.0.1:{five} no more" in said and "engine 3 was ended by signal 9" in said
+    assert "engine 2 part 2 was ended by signal 9" in said and "cluster.replacements: 0 left" in said
+
+
+def test_when_they_are_used_up_a_death_ends_the_attempt(run: Callable[..., LocalNode], tmp_path: Path) -> None:
+    [port] = ports.choose("127.0.0.1", 1, None)
+    plan = ("engine 0:1:9", "engine 0:2:9", "engine 0:3:0")
+    with pytest.raises(JobError, match="engine 0 was ended by signal 9; its last lines"):
+        run(server("engine 0", port, tmp_path), trainer(tmp_path, *plan), replacements=1)
+    assert len(starts(tmp_path, "engine 0")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("engine 0", "sys.exit('ValueError: no such model')"),
+        ("explorer", "sys.exit('the store is gone for good')"),
+        ("trainer rank 1", "os.kill(os.getpid(), 9)"),
+    ],
+)
+def test_what_its_successor_would_not_mend_ends_the_attempt(run: Callable[..., LocalNode], tmp_path: Path, name: str, code: str) -> None:
+    with pytest.raises(JobError, match=name):
+        run(plain(name, tmp_path, code), trainer(tmp_path, f"{name}:2:0"))
+    assert len(starts(tmp_path, name)) == 1
+
+
+def test_an_engine_of_another_node(tmp_path: Path) -> None:
+    """Its end is told once: not of its successor, which has its name."""
+    with two_nodes(tmp_path) as (node, here, folder):
+        [port] = node.free_ports(1)
+        specs = [(node, server("engine 0", port, folder)), (here, trainer(folder, "engine 0:1:9", "engine 0:2:9", "engine 0:3:0"))]
+        started = [Started(n.start(spec), n, spec) for n, spec in specs]
+        watch(started, StopRequest(), config_of(tmp_path))
+        assert len(starts(folder, "engine 0")) == 3
+        assert not any(group_members(pid) for pid in starts(folder, "engine 0"))
+
+
+def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., LocalNode], tmp_path: Path) -> None:
+    request = StopRequest()
+    with Guard() as guard:
+        node = LocalNode(guard)
+        waiting = "import signal; signal.signal(15, lambda *_: (time.sleep(1), sys.exit(0))); print('up', flush=True)"
+        started = [Started(node.start(spec), node, spec) for spec in (plain("explorer", tmp_path), plain("trainer rank 0", tmp_path, waiting))]
+        while "up" not in (tmp_path / "trainer rank 0.log").read_text():
+            time.sleep(0.02)
+        request.count = 1
+        os.kill(started[0].process.pid, signal.SIGKILL)
+        watch(started, request, config_of(tmp_path))
+    assert len(starts(tmp_path, "explorer")) <= 1

@@ -1,0 +1,95 @@
+"""A watch tells an engine that has lost its weights from one that is busy, against a server that answers as told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megarl.rollout.control import EngineControl
+from megarl.rollout.watch import EngineWatch
+
+STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "process": "a"}
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    state = STATE
+    asked = 0
+    delay_s = 0.0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        time.sleep(self.server.delay_s)
+        text = json.dumps(self.server.state).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def watched() -> Iterator[tuple[Server, EngineWatch]]:
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    engine = EngineControl(f"http://127.0.0.1:{server.server_port}", "k")
+    try:
+        with EngineWatch([engine], "1.4", every_s=0.02, answer_s=0.1) as watch:
+            until(lambda: server.asked > 2)
+            assert watch.lost is None
+            yield server, watch
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def until(what: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": "default", "refusing": "not published yet", "process": "b"}, "has weights default instead of 1.4"),
+        ({"refusing": "the transfer failed"}, "refuses: the transfer failed"),
+    ],
+)
+def test_another_process_in_its_place_is_a_loss(change: dict[str, Any], words: str) -> None:
+    with watched() as (server, watch):
+        server.state = STATE | change
+        until(lambda: watch.lost is not None)
+        assert words in str(watch.lost)
+
+
+def test_one_that_is_silent_or_gone_may_be_busy_or_come_back() -> None:
+    with watched() as (server, watch):
+        server.delay_s, asked = 0.5, server.asked
+        until(lambda: server.asked > asked + 2)
+        assert watch.lost is None
+        server.shutdown()
+        server.server_close()
+        time.sleep(0.2)  # it looks some times
+        assert watch.lost is None
+        again = Server(server.server_address, Handler)
+        again.state = STATE | {"version": "default", "process": "b"}
+        threading.Thread(target=again.serve_forever, args=(0.01,), daemon=True).start()
+        until(lambda: watch.lost is not None)
+        again.shutdown()
+        again.server_close()

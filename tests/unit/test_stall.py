@@ -1,0 +1,321 @@
+"""Signs of life, and what a supervisor says and does when there are none: of real processes, stopped and blocked."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl import pulse
+from megarl.errors import JobError
+from megarl.launch import ports, stacks
+from megarl.launch.guard import Guard
+from megarl.launch.node import LocalNode, Spec
+from megarl.launch.process import Child
+from megarl.launch.sentinel import Sentinel
+from megarl.launch.stacks import Account, Row
+from megarl.launch.supervisor import Started
+from tests.unit.small_job import config_of
+
+MARKING = (
+    "import time\nfrom megarl import pulse\npulse.begin()\n"
+    "with pulse.phase({phase!r}, 6):\n    while True:\n        pulse.mark()\n        time.sleep(0.02)\n"
+)
+SILENT = "import time\nfrom megarl import pulse\npulse.begin()\nwith pulse.phase('update', 6):\n    time.sleep(600)\n"
+TICKING = "import asyncio\nfrom megarl import pulse\npulse.begin()\nasyncio.run(pulse.ticking(lambda: '3 samples being generated', 0.02))\n"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[LocalNode]:
+    with Guard() as guard:
+        node = LocalNode(guard)
+        yield node
+        node.stop(list(node.children), 0.0)
+
+
+def start(node: LocalNode, name: str, code: str, folder: Path, *arguments: str, **env: str) -> Child:
+    """A child that has made its first mark."""
+    child = node.start(Spec(name, ("-c", code, *arguments), env, str(folder / f"{name}.log")))
+    until(lambda: child.sign().marks > 0, child)
+    return child
+
+
+def until(what: Callable[[], bool], child: Child) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline and child.poll() is None, child.tail()
+        time.sleep(0.02)
+
+
+def sentinel_of(folder: Path, stall_s: float = 0.4, *overrides: str) -> Sentinel:
+    config = config_of(folder, *overrides)
+    return Sentinel(replace(config, cluster=replace(config.cluster, stall_s=stall_s)), folder / "logs")
+
+
+def watched(sentinel: Sentinel, children: Sequence[Child], node: LocalNode, end: Callable[[], bool] = lambda: False) -> str:
+    """What the sentinel says when it gives up; "" when ``end`` was first."""
+    deadline = time.monotonic() + 60
+    while not end():
+        assert time.monotonic() < deadline, "it says nothing"
+        try:
+            sentinel.look([Started(child, node) for child in children])
+        except JobError as error:
+            return str(error)
+        time.sleep(0.02)
+    return ""
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
+    """While they are written at full speed."""
+    code = (
+        "from megarl import pulse\npulse.begin()\n"
+        "for i in range(100_000):\n    with pulse.phase(f'phase {i}' * (1 + i % 7), i):\n        pass\n"
+    )
+    child = Child("c", [sys.executable, "-c", code], {}, tmp_path / "c.log")
+    before, phases = 0, 0
+    while child.poll() is None:
+        found = child.memory.read()
+        assert found.marks >= before
+        before = found.marks
+        if found.step:
+            i = found.step - 1
+            assert found.phase == (f"phase {i}" * (1 + i % 7))[:80]
+            phases += 1
+    assert child.poll() == 0, child.tail()
+    assert (child.memory.read().marks, child.memory.read().phase) == (200_001, pulse.START)
+    assert phases > 100
+
+
+def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Path) -> None:
+    code = (
+        "import os, sys, threading\nfrom megarl import pulse\npulse.begin()\npulse.become('between steps')\n"
+        "def stop(): print('at', flush=True); sys.stdin.readline()\n"
+        "with pulse.phase('step', 1):\n    with pulse.phase('update'), pulse.patience(77):\n        {}\n    {}\n{}\n"
+    )
+    wanted = {0: ("update", 2, 77.0), 1: ("step", 2, 0.0), 2: ("between steps", 0, 0.0)}
+    for place, found in wanted.items():
+        at = ["import time; print('at', flush=True); time.sleep(60)" if i == place else "pass" for i in range(3)]
+        child = start(node, f"c{place}", code.format(*at), tmp_path)
+        until(lambda child=child: "at" in child.log.read_text(), child)  # type: ignore[misc]
+        sign = child.sign()
+        assert (sign.phase, sign.step, sign.patience_s) == found
+
+
+def test_marks_of_forks_and_threads_do_not_count(node: LocalNode, tmp_path: Path) -> None:
+    code = (
+        "import os, threading, time\nfrom megarl import pulse\npulse.begin()\n"
+        "def many():\n    for _ in range(100):\n        pulse.mark()\n"
+        "thread = threading.Thread(target=many); thread.start(); thread.join()\n"
+        "pid = os.fork()\nmany() if pid == 0 else os.waitpid(pid, 0)\n"
+        "pid or os._exit(0)\nprint('at', flush=True)\ntime.sleep(60)\n"
+    )
+    child = start(node, "c", code, tmp_path)
+    until(lambda: "at" in child.log.read_text(), child)
+    assert child.sign().marks == 1
+
+
+def test_without_a_supervisor_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "other").open("wb") as file:  # the number may be another file's
+        for number in ("", "9999", str(file.fileno())):
+            monkeypatch.setenv(pulse.VARIABLE, number)
+            assert pulse.listen() is None
+
+
+# ---------------------------------------------------------------- who is where
+
+RANK = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from megarl import pulse
+
+def late(folder):
+    while not (folder / 'go').exists():
+        time.sleep(0.01)
+
+rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+store = dist.TCPStore('127.0.0.1', port, 2, rank == 0, timedelta(seconds=60))
+dist.init_process_group('gloo', store=store, world_size=2, rank=rank, timeout=timedelta(seconds=300))
+pulse.begin()
+with pulse.phase('update', 6):
+    print('up', flush=True)
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+    late(folder)
+    dist.recv(torch.ones(1), 0)
+"""
+
+
+def rows_of(children: Sequence[Child], node: LocalNode) -> list[Row]:
+    accounts = node.accounts([child.name for child in children])
+    return [Row(c.name, c.sign().phase, c.sign().step, 3.0, accounts[c.name]) for c in children]
+
+
+def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
+    """One sleeps outside of the collective in which the other waits; then it is in another one; then it is stopped."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    (port,) = ports.choose("127.0.0.1", 1, None)
+    env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    specs = (Spec(f"trainer rank {r}", (str(script), str(r), str(port), str(tmp_path)), env, str(tmp_path / f"{r}.log")) for r in range(2))
+    ranks = [node.start(spec) for spec in specs]
+    for rank in ranks:
+        until(lambda rank=rank: "up" in rank.log.read_text(), rank)  # type: ignore[misc]
+
+    def shown() -> tuple[list[Row], str]:
+        rows = rows_of(ranks, node)
+        return rows, f"{stacks.table(rows)}\n{stacks.verdict(rows)}"
+
+    until(lambda: rows_of(ranks, node)[0].place.collective == "all_reduce", ranks[0])
+    rows, text = shown()
+    assert f"trainer rank 0 | update, step 7 | 3 s    | in all_reduce from {script}:" in text
+    assert re.search(r"trainer rank 1 \| update, step 7 \| 3 s    \| in no collective: .*/rank.py:1[12] \(late\): (time|while)", text)
+    assert text.endswith("likely: trainer rank 1 is to blame: in no collective, while trainer rank 0 is in all_reduce")
+
+    (tmp_path / "go").touch()
+    until(lambda: rows_of(ranks, node)[1].place.collective == "recv", ranks[1])
+    assert re.search(r"to blame: in (recv|all_reduce), while the others are in (recv|all_reduce)$", shown()[1])
+
+    ranks[1].signal(signal.SIGSTOP)
+    said = watched(sentinel_of(tmp_path), ranks, node)
+    assert "no trainer rank has moved for" in said and "cluster.stall_s=0.4" in said
+    assert "likely: trainer rank 1 is to blame: stopped by a signal" in said
+    kept = (tmp_path / "logs" / "stall_1.txt").read_text()
+    assert str(tmp_path / "logs" / "stall_1.txt") in said
+    assert "--- trainer rank 0\n" in kept and "distributed_c10d.py" in kept
+    assert all(rank.wait(30) and rank.poll() == -signal.SIGKILL for rank in ranks)  # the stopped one too
+
+
+def account(*frames: str, state: str = "S") -> Account:
+    lines = [f'  File "{frame.split(":")[0]}", line {frame.split(":")[1]} in {frame.split(":")[2]}' for frame in frames]
+    return Account(state, "", 0x10, "\n".join(["Current thread 0x00000010 (most recent call first):", *lines]) if frames else "")
+
+
+C10D, LOGGER = "/x/site-packages/torch/distributed/distributed_c10d.py", "/x/site-packages/torch/distributed/c10d_logger.py:83:wrapper"
+
+
+def test_the_call_is_named_that_a_person_knows() -> None:
+    """A collective within a collective, torch's wrapper around it, and the code that called it."""
+    mappings = "/x/site-packages/megatron/core/tensor_parallel/mappings.py:88:_reduce"
+    inner = account(f"{C10D}:2810:all_gather", LOGGER, f"{C10D}:3000:all_gather_object", LOGGER, mappings)
+    assert str(stacks.place_of(inner)) == "in all_gather_object from megatron/core/tensor_parallel/mappings.py:88 (_reduce)"
+
+
+def test_a_collective_in_a_thread_of_autograd_counts() -> None:
+    main = account("/x/site-packages/torch/autograd/graph.py:823:_engine_run_backward")
+    other = account(f"{C10D}:2810:all_reduce", LOGGER, "/x/m.py:5:backward").stacks.replace("Current thread 0x00000010", "Thread 0x00000020")
+    both = main._replace(stacks=f"{other}\n\n{main.stacks}")
+    assert stacks.place_of(both).collective == "all_reduce"
+
+
+def test_who_gives_no_stacks_is_described_by_its_state(node: LocalNode, tmp_path: Path) -> None:
+    """And is not signalled without a handler: that would end it."""
+    child = node.start(Spec("engine 0", ("-c", "import time; print('up', flush=True); time.sleep(600)"), {}, str(tmp_path / "e.log")))
+    until(lambda: "up" in child.log.read_text(), child)
+    found = node.accounts(["engine 0"])["engine 0"]
+    assert (found.stacks, found.state, child.poll()) == ("", "S", None)
+    child.signal(signal.SIGSTOP)
+    row = Row("engine 0", "serving", 0, 3.0, node.accounts(["engine 0"])["engine 0"])
+    assert row.cells()[3].startswith("stopped by a signal (state T)")
+    assert child.poll() is None
+
+
+# ---------------------------------------------------------------- what is done
+
+
+def test_a_stopped_explorer_is_killed_and_nobody_else(node: LocalNode, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that waits for another one that moves is left alone, however long it is silent."""
+    codes = {"trainer rank 0": MARKING.format(phase="rollout"), "trainer rank 1": SILENT, "explorer": TICKING}
+    children = [start(node, name, code, tmp_path) for name, code in codes.items()]
+    sentinel = sentinel_of(tmp_path, 1.0)
+    children[2].signal(signal.SIGSTOP)
+    assert watched(sentinel, children, node, lambda: children[2].poll() is not None) == ""
+    assert children[2].poll() == -signal.SIGKILL
+    assert "explorer gave no sign of life" in caplog.text and "likely: explorer is to blame: stopped by a signal" in caplog.text
+    assert [child.poll() for child in children[:2]] == [None, None]
+
+
+def test_a_stopped_engine_is_to_blame_for_silent_ranks(node: LocalNode, tmp_path: Path) -> None:
+    """Any process of its group: the server may go on answering."""
+    trainer = start(node, "trainer rank 0", SILENT, tmp_path)
+    code = "import subprocess, sys\nworker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nprint(worker.pid, flush=True)\nworker.wait()"
+    engine = node.start(Spec("engine 0", ("-c", code), {}, str(tmp_path / "e.log")))
+    until(lambda: engine.sign().marks > 0 and engine.log.read_text() != "", engine)
+    os.kill(int(engine.log.read_text()), signal.SIGSTOP)
+    until(lambda: engine.sign().state == "T", engine)
+    assert watched(sentinel_of(tmp_path), [trainer, engine], node, lambda: engine.poll() is not None) == ""
+    assert (engine.poll(), trainer.poll()) == (-signal.SIGKILL, None)
+
+
+SERVER = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    left = 2
+    def do_GET(self):
+        Handler.left -= 1
+        if Handler.left < 0:
+            time.sleep(600)
+        self.send_response(200 if self.headers["Authorization"] == "Bearer the key" else 401)
+        self.end_headers()
+    def log_message(self, *args): pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_an_engine_that_no_longer_answers_is_killed(node: LocalNode, tmp_path: Path) -> None:
+    (port,) = ports.choose("127.0.0.1", 1, None)
+    trainer = start(node, "trainer rank 0", MARKING.format(phase="rollout"), tmp_path)
+    env = {"MEGARL_JOB_KEY": "the key"}
+    engine = node.start(Spec("engine 0", ("-c", SERVER, str(port)), env, str(tmp_path / "e.log"), listens=f"127.0.0.1:{port}"))
+    sentinel = sentinel_of(tmp_path, 1.5, "sync.timeout_s=1")
+    assert watched(sentinel, [trainer, engine], node, lambda: engine.poll() is not None) == ""
+    assert (engine.poll(), trainer.poll()) == (-signal.SIGKILL, None)
+    assert engine.probe is not None and engine.probe.count == 2
+
+
+def test_a_stopped_rank_is_found_while_another_one_moves(node: LocalNode, tmp_path: Path) -> None:
+    """Rank 0 goes on looking for groups of a rollout for a while."""
+    ranks = [start(node, f"trainer rank {i}", MARKING.format(phase="rollout"), tmp_path) for i in range(2)]
+    ranks[1].signal(signal.SIGSTOP)
+    assert "trainer rank 1 has not moved for" in watched(sentinel_of(tmp_path, 1.0), ranks, node)
+
+
+def test_a_rollout_that_stands_still_is_said(node: LocalNode, tmp_path: Path) -> None:
+    codes = {"trainer rank 0": MARKING.format(phase="rollout"), "explorer": TICKING}
+    children = [start(node, name, code, tmp_path) for name, code in codes.items()]
+    said = watched(sentinel_of(tmp_path, 1.0, "rollout.request_timeout_s=1"), children, node)
+    assert "waits for a rollout of which no sample has ended" in said and "the explorer: 3 samples being generated" in said
+
+
+def test_who_was_stopped_together_with_the_job_blames_nobody(node: LocalNode, tmp_path: Path) -> None:
+    """``scontrol suspend`` stops the supervisor as well: what it did not see was no silence."""
+    trainer = start(node, "trainer rank 0", SILENT, tmp_path)
+    sentinel = sentinel_of(tmp_path)
+    started = [Started(trainer, node)]
+    sentinel.look(started)
+    for _ in range(2):
+        time.sleep(0.5)
+        sentinel.look(started)
+    assert trainer.poll() is None
+
+
+def test_a_start_and_a_patient_phase_have_time(node: LocalNode, tmp_path: Path) -> None:
+    starting = node.start(Spec("trainer rank 0", ("-c", "import time; time.sleep(600)"), {}, str(tmp_path / "t.log")))
+    patient = start(node, "trainer rank 1", SILENT.replace("with ", "with pulse.patience(600), "), tmp_path)
+    late = time.monotonic() + 1
+    assert watched(sentinel_of(tmp_path), [starting, patient], node, lambda: time.monotonic() > late) == ""
