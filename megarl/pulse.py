@@ -29,6 +29,8 @@ START = "start"
 _MEMORY = "megarl-pulse"
 _RECORD = struct.Struct("<QQQqd80s")
 _CHECK = struct.Struct("<I")
+_SLOT = 256
+"""Bytes from the place of even records to that of odd ones."""
 
 
 class Pulse(NamedTuple):
@@ -47,6 +49,16 @@ class Pulse(NamedTuple):
     phase: str = START
 
 
+def _record(slot: bytes) -> Pulse | None:
+    """None where the writer is in the middle of it."""
+    if not any(slot):
+        return Pulse()
+    if _CHECK.unpack_from(slot, _RECORD.size)[0] != zlib.crc32(slot[: _RECORD.size]):
+        return None
+    thread, marks, work, step, patience_s, phase = _RECORD.unpack_from(slot)
+    return Pulse(thread, marks, work, step, patience_s, phase.rstrip(b"\0").decode(errors="replace"))
+
+
 class Memory:
     """The supervisor's end. ``descriptor`` is handed to the child, with its number under ``VARIABLE``."""
 
@@ -60,15 +72,13 @@ class Memory:
 
     def read(self) -> Pulse:
         """The newest whole record; that of a process at its start when there is none."""
-        for _ in range(100):
-            raw = os.pread(self.descriptor, _RECORD.size + _CHECK.size, 0)
-            body = raw[: _RECORD.size]
-            if not any(raw):
-                return Pulse()
-            if _CHECK.unpack_from(raw, _RECORD.size)[0] == zlib.crc32(body):
-                thread, marks, work, step, patience_s, phase = _RECORD.unpack(body)
-                return Pulse(thread, marks, work, step, patience_s, phase.rstrip(b"\0").decode(errors="replace"))
-        return Pulse()  # only where the writer was stopped in the middle of a record
+        for _ in range(1000):
+            raw = os.pread(self.descriptor, 2 * _SLOT, 0)
+            found = [_record(raw[place : place + _SLOT]) for place in (0, _SLOT)]
+            # The writer may have been stopped in the middle of one record; both are torn only while it writes faster than we read.
+            if whole := [record for record in found if record is not None]:
+                return max(whole, key=lambda record: record.marks)
+        return Pulse()
 
     def size(self) -> int:
         return os.fstat(self.descriptor).st_size
@@ -93,8 +103,9 @@ class _Mine:
             return
         self.count += 1
         body = _RECORD.pack(self.thread, self.count, self.work, self.step, self.patience_s, self.phase)
-        # One copy, and a sum that tells a reader in the middle of it to look again.
-        self.map[: len(body) + _CHECK.size] = body + _CHECK.pack(zlib.crc32(body))
+        # The record before this one stays whole meanwhile; a sum tells a reader which of the two is.
+        start = self.count % 2 * _SLOT
+        self.map[start : start + len(body) + _CHECK.size] = body + _CHECK.pack(zlib.crc32(body))
 
 
 _mine: _Mine | None = None

@@ -128,7 +128,8 @@ def test_checkpoints(run_dir: Path) -> None:
     assert kept == ["global_step_2", "global_step_3"]
     newest = latest(run_dir / "checkpoints")
     assert newest is not None and newest.name == "global_step_3"
-    assert read_state(newest) == {"phase": "rl", "step": STEPS, "kl_coef": None}
+    state = read_state(newest)
+    assert (state["phase"], state["step"], state["kl_coef"], state["rollbacks"]) == ("rl", STEPS, None, 0)
     assert (run_dir / "checkpoints" / LATEST).read_text() == "3"
 
 
