@@ -51,7 +51,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
 
     from megarl import algorithms
     from megarl.batching import Cut, of_demonstrations
-    from megarl.checkpoint import state
+    from megarl.checkpoint import state, writer
     from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
     from megarl.loop.step import updates_of
     from megarl.parallel import groups
@@ -59,6 +59,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     from megarl.training.model import FrozenModel, TrainedModel
     from megarl.training.schedule import Head
 
+    writer.of_process()  # as a job does, before there are models
     parallel = ParallelConfig(tp=2)
     groups.initialize(parallel, seed=1)
     from megarl.checkpoint import hf

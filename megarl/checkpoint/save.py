@@ -6,6 +6,7 @@ nothing is there that a resuming job would take for a checkpoint.
 
 from __future__ import annotations
 
+import gc
 import json
 import queue
 import shutil
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import pulse
-from megarl.checkpoint import rng
+from megarl.checkpoint import rng, writer
 from megarl.checkpoint import room as disk
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
 from megarl.checkpoint.manifest import (
@@ -33,7 +34,7 @@ from megarl.checkpoint.manifest import (
     write_manifest,
     write_text,
 )
-from megarl.checkpoint.writer import Writer
+from megarl.checkpoint.writer import Task
 from megarl.errors import DiskFullError, JobError
 
 
@@ -65,8 +66,28 @@ def rng_file(rank: int) -> str:
 class _Request(NamedTuple):
     """What Megatron-Core hands out for one part: files to write, and what remains to be done when all ranks have written theirs."""
 
-    buckets: list[Any]
+    files: list[_File]
+    tensors: list[torch.Tensor]
+    """Of all files in turn."""
     transforms: list[Any]
+    results: queue.SimpleQueue[Any]
+    finalize: list[Callable[[], None]]
+
+
+class _File(NamedTuple):
+    """To write: torch's names for it, and what it holds."""
+
+    path: str
+    key: str
+    objects: list[Any]
+    items: list[Any]
+    """torch's record of each tensor."""
+
+
+class _End(NamedTuple):
+    """What a ``_Request`` leaves to do, without its tensors: their copies take the memory of a snapshot."""
+
+    wrote: bool
     results: queue.SimpleQueue[Any]
     finalize: list[Callable[[], None]]
 
@@ -101,7 +122,7 @@ def begin(
     Args:
         parts: Folder -> what goes there.
         model: An HF directory whose config.json and tokenizer go with the first part, so that it can be converted by itself.
-        background: A forked process writes; otherwise this one does, before this returns.
+        background: Another process writes (``writer.of_process``); otherwise this one does, before this returns.
         fence: Asked on rank 0 now and before the manifest is written: raises when another attempt has taken over.
         room: Told on rank 0 how many bytes all ranks will write, before they do: raises when there is no room for them.
 
@@ -138,19 +159,33 @@ def begin(
     dist.all_reduce(needed)
     with _undone_by(clean_up):
         on_rank_0(lambda: room(int(needed)))
-    own = [target / rng_file(rank), *(Path(name) for r in requests for name, _, _ in r.buckets)]
+    tensors = [tensor for request in requests for tensor in request.tensors]
+    bare_requests = [(request.files, request.transforms) for request in requests]
+    work = (target, rng_file(rank), random_states, bare_requests)
+    task = writer.of_process().begin(_write, tensors, *work) if background else _Now(_write, tensors, *work)
+    ends = [_End(bool(request.files), request.results, request.finalize) for request in requests]
+    return Save(folder, step, target, manifest, ends, fence, task, int(needed))
+
+
+def _write(
+    tensors: Sequence[torch.Tensor], target: Path, rng_name: str, random_states: str, requests: Sequence[tuple[list[_File], list[Any]]]
+) -> _Written:
+    """A rank's files into ``target``; ``tensors`` are those of all requests in turn.
+
+    Raises:
+        OSError, RuntimeError: they cannot be written; none of them is left then.
+    """
+    own = [target / rng_name, *(Path(file.path) for files, _ in requests for file in files)]
 
     def discard() -> None:
         for path in own:  # at once: what else is on this disk waits for room
             path.unlink(missing_ok=True)
 
-    def write() -> _Written:
-        with _undone_by(discard):
-            results = [_write_buckets(request) for request in requests]
-            write_text(own[0], random_states)
-            return _Written(results, fingerprints(target, own))
-
-    return Save(folder, step, target, manifest, requests, fence, Writer(write) if background else _Now(write), int(needed))
+    left = iter(tensors)
+    with _undone_by(discard):
+        results = [_write_files(files, left, transforms) for files, transforms in requests]
+        write_text(own[0], random_states)
+        return _Written(results, fingerprints(target, own))
 
 
 @contextmanager
@@ -164,14 +199,14 @@ def _undone_by(action: Callable[[], None]) -> Iterator[None]:
 
 
 class _Now:
-    """``Writer`` without a process: what it raises is kept for ``result``, so that all ranks learn of it together."""
+    """``writer.Task`` without a process: what it raises is kept for ``result``, so that all ranks learn of it together."""
 
     done = True
 
-    def __init__(self, work: Callable[[], _Written]) -> None:
+    def __init__(self, work: Callable[..., _Written], *rest: Any) -> None:
         self._error: Exception | None = None
         try:
-            self._result = work()
+            self._result = work(*rest)
         except (OSError, RuntimeError) as error:
             self._error = error
 
@@ -192,16 +227,16 @@ class Save:
     step: int
     _target: Path
     _manifest: Manifest
-    _requests: list[_Request]
+    _ends: list[_End]
     _fence: Callable[[], None]
-    _writer: Writer[_Written] | _Now
+    _task: Task[_Written] | _Now
     needed: int
     """Bytes that all ranks write, small files left out."""
 
     @property
     def written(self) -> bool:
         """Whether this rank's files are there, or will never be: ``finish`` then waits only for other ranks."""
-        return self._writer.done
+        return self._task.done
 
     def finish(self, keep: int) -> Path:
         """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones are removed.
@@ -214,7 +249,7 @@ class Save:
         mine: _Written | None = None
         fault = _Fault("", False)
         try:
-            mine = self._writer.result()
+            mine = self._task.result()
         except (OSError, RuntimeError) as error:
             fault = _Fault(f"rank {dist.get_rank()}: {error}", disk.is_full(error))
         everyone: list[tuple[_Fault, dict[str, Fingerprint]]] = [(fault, {})] * dist.get_world_size()
@@ -227,10 +262,10 @@ class Save:
             raise JobError(failed)
         assert mine is not None
         disk.use_reserve(self._target, 2)
-        for request, results in zip(self._requests, mine.results, strict=True):
-            if request.buckets:
-                request.results.put(results)
-            for finalize in request.finalize:
+        for part, results in zip(self._ends, mine.results, strict=True):
+            if part.wrote:
+                part.results.put(results)
+            for finalize in part.finalize:
                 finalize()
         files = {name: found for _, theirs in everyone for name, found in theirs.items()}
         final = self.folder / f"{PREFIX}{self.step}"
@@ -255,7 +290,7 @@ class Save:
 
     def give_up(self) -> None:
         """End this rank's writer; what it has written does not count."""
-        self._writer.kill()
+        self._task.kill()
 
 
 def save(folder: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], keep: int, model: Path | None = None) -> Path:
@@ -293,39 +328,52 @@ def _request(folder: Path, part: Part) -> _Request:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         True,
     )
-    found = dist_checkpointing.save(sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True)
+    with _quick_collections():
+        found = dist_checkpointing.save(sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True)
     assert found is not None, "an asynchronous save returns what is to be done"
     if found.async_fn is None:
-        return _Request([], [], results, found.finalize_fns)
+        return _Request([], [], [], results, found.finalize_fns)
     # The function is Megatron's way to many processes; what it gives each of them to do is done in one here.
     transforms, _ = found.async_fn.args
-    return _Request(found.preload_fn(), transforms, results, found.finalize_fns)
+    buckets = found.preload_fn()
+    files = [_File(path, key, objects, [item for item, _ in pairs]) for path, key, (objects, pairs) in buckets]
+    tensors = [tensor for _, _, (_, pairs) in buckets for _, tensor in pairs]
+    return _Request(files, tensors, transforms, results, found.finalize_fns)
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Megatron-Core collects garbage after it has gathered an optimizer's state: only what is made within is looked through."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _size(request: _Request) -> int:
     """Bytes of its tensors and objects."""
-    return sum(
-        sum(len(data.getbuffer()) for _, data in objects) + sum(tensor.nbytes for _, tensor in tensors)
-        for _, _, (objects, tensors) in request.buckets
-    )
+    objects = sum(len(data.getbuffer()) for file in request.files for _, data in file.objects)
+    return objects + sum(tensor.nbytes for tensor in request.tensors)
 
 
-def _write_buckets(request: _Request) -> dict[int, Any]:
-    """One file for each; number -> torch's record of it. Raises OSError or RuntimeError."""
+def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transforms: list[Any]) -> dict[int, Any]:
+    """Each with the next of ``tensors``; its number -> torch's record of it. Raises OSError or RuntimeError."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     found: dict[int, Any] = {}
-    for number, bucket in enumerate(request.buckets):
+    for number, file in enumerate(files):
         pulse.mark()
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         counted: queue.Queue[int] = queue.Queue()
         counted.put(number)
+        bucket = file.path, file.key, (file.objects, [(item, next(tensors)) for item in file.items])
         FileSystemWriterAsync.write_preloaded_data(
-            request.transforms, local_proc_idx=number, write_bucket=bucket, results_queue=results, count_queue=counted, use_fsync=True
+            transforms, local_proc_idx=number, write_bucket=bucket, results_queue=results, count_queue=counted, use_fsync=True
         )
         _, outcome = results.get()
         if isinstance(outcome, Exception):
-            raise _cause(outcome) or RuntimeError(f"{bucket[0]}: {type(outcome).__name__}: {outcome}")
+            raise _cause(outcome) or RuntimeError(f"{file.path}: {type(outcome).__name__}: {outcome}")
         found[number] = outcome
     return found
 

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from megarl import algorithms, pulse
 from megarl.batching import Sequences
 from megarl.checkpoint import hf, state
+from megarl.checkpoint import writer as checkpoint_writer
 from megarl.checkpoint.room import make_room, writing
 from megarl.config import Config, to_dict
 from megarl.errors import CheckpointError, DiskFullError, FencedError, JobError
@@ -81,6 +82,8 @@ class Session:
         self.stop_flag = False
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+        if config.trainer.async_checkpoint:
+            checkpoint_writer.of_process()  # before models and a GPU: it is a fork of this process
         self.position = groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=groups.patience_s(config.cluster.stall_s))  # seeds torch's generators too
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
