@@ -87,6 +87,7 @@ class Writer:
     """
 
     def __init__(self) -> None:
+        self._busy = False
         self._descriptor = os.memfd_create("megarl-checkpoint")
         self._memory: mmap.mmap | None = None
         context = multiprocessing.get_context("fork")
@@ -105,6 +106,7 @@ class Writer:
 
         ``work`` must touch no GPU and no process group. Where the child cannot begin, the task says so.
         """
+        assert not self._busy, "the one before it has not been asked for its result"
         places, start = [], 0
         for tensor in tensors:
             places.append(_Place(start, tuple(tensor.shape), tensor.dtype))
@@ -121,6 +123,7 @@ class Writer:
             self._pipe.send((work, rest, places))
         except OSError:
             return Task(self, RuntimeError(self._death()))
+        self._busy = True
         return Task(self)
 
     def _grow(self, size: int) -> None:
@@ -136,6 +139,7 @@ class Writer:
 
     def answer(self) -> Any:
         """What the child's work returned, or raised. Raises RuntimeError where it died."""
+        self._busy = False
         written = self._written()
         while not self._pipe.poll(1.0) and self.alive:
             before, written = written, self._written()

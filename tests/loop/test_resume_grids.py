@@ -123,7 +123,7 @@ def failures(rank: int, model: str, folder: str) -> dict[str, str]:
     import resource
     import signal
 
-    from megarl.checkpoint import state
+    from megarl.checkpoint import state, writer
     from megarl.errors import FencedError, JobError
 
     root, actor = Path(folder), make_actor(model, ParallelConfig())
@@ -148,11 +148,12 @@ def failures(rank: int, model: str, folder: str) -> dict[str, str]:
     attempt("fenced at the beginning", 1, lambda pending: None, fence=taken_over)
     asked = iter([lambda: None, taken_over])
     attempt("fenced at the end", 2, lambda pending: None, fence=lambda: next(asked)())
-    attempt("killed", 2, lambda pending: os.kill(pending._writer._process.pid, signal.SIGKILL))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the model's file has more bytes, none of rank 0's own has
+    attempt("killed", 2, lambda pending: os.kill(pending._task._writer._process.pid, signal.SIGKILL))
+    pid = writer.of_process()._process.pid
+    assert pid is not None
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, -1))  # the model's file has more bytes
     attempt("no room", 2, lambda pending: None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
     found = state.save(root, 2, parts(actor), {"phase": "rl"}, keep=1)
     assert sorted(path.name for path in root.iterdir()) == [found.name, "latest_checkpointed_iteration.txt"]
     return said
