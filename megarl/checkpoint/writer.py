@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import gc
 import mmap
@@ -19,14 +18,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from megarl import pulse
+from megarl.parent import die_with
 
 T = TypeVar("T")
 NICENESS = 10
 """The writer has until the next checkpoint, the trainer waits for nobody."""
 ALIGNMENT = 64
 """Bytes between the beginnings of tensors."""
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 class _Place(NamedTuple):
@@ -198,9 +196,7 @@ def _serve(pipe: Connection, descriptor: int, parent: int) -> None:
     faulthandler.unregister(pulse.ASK)
     for number in (signal.SIGTERM, signal.SIGINT, pulse.ASK):
         signal.signal(number, signal.SIG_IGN)
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the call above
-        os._exit(1)
+    die_with(parent, signal.SIGKILL)
     os.nice(NICENESS)
     kept = sorted({0, 1, 2, pipe.fileno(), descriptor})
     for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):

@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from megarl.launch import ports, stacks
 from megarl.launch.allocation import Role
@@ -19,6 +20,8 @@ from megarl.launch.process import Child
 from megarl.launch.stacks import Account, Sign
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.rollout.engine import group_members, shared_memory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,24 @@ class Node(Protocol):
 
     def accounts(self, names: Sequence[str]) -> dict[str, Account]:
         """What processes do now, by name, with their stacks; takes seconds. Those of a lost node are left out."""
+
+
+class Started(NamedTuple):
+    """A process of an attempt, and where it runs."""
+
+    process: Process
+    node: Node
+    spec: Spec | None = None
+    """What it is started again by; without one it cannot be."""
+
+
+def on_every_node(started: Sequence[Started], action: Callable[[Node, list[str]], T]) -> list[T]:
+    """``action`` with the names of a node's processes, on all nodes at once."""
+    by_node: dict[int, tuple[Node, list[str]]] = {}
+    for process, node, _ in started:
+        by_node.setdefault(node.rank, (node, []))[1].append(process.name)
+    with ThreadPoolExecutor(max(1, len(by_node))) as pool:
+        return list(pool.map(lambda found: action(*found), by_node.values()))
 
 
 @dataclass

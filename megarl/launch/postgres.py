@@ -29,6 +29,7 @@ from sqlalchemy.engine import URL, make_url
 
 from megarl.errors import ConfigError, JobError
 from megarl.launch import ports
+from megarl.parent import die_with
 from megarl.store import OWN_SERVER, VARIABLE, check_url
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,6 @@ LOCK_S = 60.0
 STOP_S = 60.0
 TAIL_LINES = 15
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 _CLONE_NEWUSER = 0x10000000
 _NOBODY = 65534
 
@@ -373,9 +373,7 @@ def _ending_with_us(options: dict[str, Any]) -> dict[str, Any]:
     def prepare() -> None:
         if before is not None:
             before()
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)  # last: a change of user would undo it
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with(parent, signal.SIGINT)  # last: a change of user would undo it
 
     return {**options, "preexec_fn": prepare}
 

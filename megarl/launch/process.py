@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -17,23 +16,13 @@ from pathlib import Path
 from megarl import pulse
 from megarl.launch.probe import Probe
 from megarl.launch.stacks import Sign, state_of
+from megarl.parent import die_with
 
-PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 65536
 TAIL_LINES = 20
 ECHO_S = 0.1
 ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): \S")
 """The last line of a traceback, whatever a logger puts before it."""
-
-
-_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call itself is safe
-
-
-def _die_with(parent: int) -> None:
-    """Ask Linux for SIGTERM when the supervisor is gone, however it went: no orphans after kill -9."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it was gone before the call above
-        os._exit(1)
 
 
 class Child:
@@ -70,7 +59,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(_die_with, os.getpid()),
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
                 pass_fds=[*keep, self.memory.descriptor],
             )
         self._echo = threading.Thread(target=self._show, daemon=True) if echo else None

@@ -7,13 +7,9 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from megarl.launch.node import Process, Started
 from megarl.launch.process import ERROR
-
-if TYPE_CHECKING:
-    from megarl.launch.node import Process
-    from megarl.launch.supervisor import Started
 
 log = logging.getLogger(__name__)
 

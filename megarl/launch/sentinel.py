@@ -6,21 +6,16 @@ import logging
 import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.config import Config
 from megarl.errors import JobError
 from megarl.launch import stacks
-from megarl.launch.node import Node, Process
+from megarl.launch.node import Process, Started, on_every_node
 from megarl.launch.stacks import STOPPED, Account, Row, Sign
 from megarl.pulse import START
-
-if TYPE_CHECKING:
-    from megarl.launch.supervisor import Started
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +159,5 @@ class Sentinel:
 
 def _accounts(alive: Sequence[Started]) -> dict[str, Account]:
     """Of all processes, by name; on every node at once."""
-    by_node: dict[int, tuple[Node, list[str]]] = {}
-    for s in alive:
-        by_node.setdefault(s.node.rank, (s.node, []))[1].append(s.process.name)
-    with ThreadPoolExecutor(max(1, len(by_node))) as pool:
-        found = pool.map(lambda item: item[0].accounts(item[1]), by_node.values())
-        return {name: account for node in found for name, account in node.items()}
+    found = on_every_node(alive, lambda node, names: node.accounts(names))
+    return {name: account for node in found for name, account in node.items()}

@@ -8,14 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config import Config, save_resolved
 from megarl.errors import FencedError, JobError
 from megarl.launch.interrupt import StopRequest
-from megarl.launch.node import Node, Process, Spec
+from megarl.launch.node import Node, Process, Spec, Started, on_every_node
 from megarl.launch.placement import Place, Placement, place, table
 from megarl.launch.postgres import Server
 from megarl.launch.replace import SETTLE_S, Replacements, ending, failed
@@ -32,13 +31,6 @@ FENCE_S = 1.0
 """How often an attempt looks whether a later one has begun."""
 STOP_S = 10.0
 """How long processes get to end after SIGTERM once one of them has died."""
-
-
-class Started(NamedTuple):
-    process: Process
-    node: Node
-    spec: Spec | None = None
-    """What it is started again by; without one it cannot be."""
 
 
 class Addresses(NamedTuple):
@@ -171,11 +163,7 @@ def _specs(
 
 def stop(started: Sequence[Started], grace_s: float) -> None:
     """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, on every node at once."""
-    by_node: dict[int, tuple[Node, list[str]]] = {}
-    for process, node, _ in started:
-        by_node.setdefault(node.rank, (node, []))[1].append(process.name)
-    with ThreadPoolExecutor(max(1, len(by_node))) as pool:
-        list(pool.map(lambda found: found[0].stop(found[1], grace_s), by_node.values()))
+    on_every_node(started, lambda node, names: node.stop(names, grace_s))
 
 
 def watch(

@@ -7,7 +7,6 @@ into the protocol.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib.util
 import inspect
 import json
@@ -22,11 +21,11 @@ from typing import IO, Any
 from megarl.config.load import from_dict
 from megarl.config.schema import RewardConfig
 from megarl.errors import ConfigError, DataError, describe
+from megarl.parent import die_with
 from megarl.rewards.router import Scorer, scorer_for
 from megarl.rewards.shape import as_written
 from megarl.rewards.verdict import weighed, with_question
 
-PR_SET_PDEATHSIG = 1
 ADDRESS_SPACE_BYTES = 8 * 2**30
 """Of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not the machine's."""
 
@@ -115,15 +114,8 @@ def _reply(replies: IO[str], reply: dict[str, Any]) -> None:
     replies.flush()
 
 
-def _die_with(parent: int) -> None:
-    """End with the explorer even in the middle of a user's endless loop, and however the explorer ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the call above
-        os._exit(1)
-
-
 def main(arguments: list[str]) -> None:
-    _die_with(int(arguments[0]))
+    die_with(int(arguments[0]), signal.SIGKILL)  # even in the middle of a user's endless loop
     requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

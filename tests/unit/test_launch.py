@@ -18,10 +18,10 @@ from megarl.errors import ConfigError, JobError
 from megarl.launch import job, ports
 from megarl.launch.guard import Guard, end
 from megarl.launch.interrupt import StopRequest
-from megarl.launch.node import LocalNode, stop
+from megarl.launch.node import LocalNode, Started, stop
 from megarl.launch.process import Child
 from megarl.launch.run_dir import next_attempt, own_run_dir
-from megarl.launch.supervisor import Started, start_attempt, watch
+from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.engine import group_members
 from tests.unit.small_job import config_of, refused
 

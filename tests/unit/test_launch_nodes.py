@@ -27,11 +27,11 @@ from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.job import _healthy
-from megarl.launch.node import LocalNode, Spec
+from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.placement import Place, place, table
 from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import current_attempt, next_attempt
-from megarl.launch.supervisor import Started, watch
+from megarl.launch.supervisor import watch
 from tests.unit.small_job import config_of
 
 KEY = "a secret of enough characters"

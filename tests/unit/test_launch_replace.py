@@ -15,8 +15,8 @@ from megarl.errors import JobError
 from megarl.launch import ports, replace
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
-from megarl.launch.node import LocalNode, Spec
-from megarl.launch.supervisor import Started, watch
+from megarl.launch.node import LocalNode, Spec, Started
+from megarl.launch.supervisor import watch
 from megarl.rollout.engine import group_members
 from tests.unit.small_job import config_of
 from tests.unit.test_launch_nodes import two_nodes

@@ -17,11 +17,10 @@ from megarl import pulse
 from megarl.errors import JobError
 from megarl.launch import ports, stacks
 from megarl.launch.guard import Guard
-from megarl.launch.node import LocalNode, Spec
+from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.process import Child
 from megarl.launch.sentinel import Sentinel
 from megarl.launch.stacks import Account, Row
-from megarl.launch.supervisor import Started
 from tests.unit.small_job import config_of
 
 MARKING = (
