@@ -60,6 +60,13 @@ class DiskFullError(JobError):
     """No room, on a disk or in a quota, for what was to be written."""
 
 
+class LastingError(JobError):
+    """The job ends of something that would come again however often it were started."""
+
+    STATUS = 4
+    """Exit status of a process that ends of it."""
+
+
 class FencedError(JobError):
     """This attempt of a run is over, because a later one has begun: nothing that it still does may count."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.checkpoint.state import latest, read_state
 from megarl.config import Config
-from megarl.errors import FencedError, JobError
+from megarl.errors import FencedError, JobError, LastingError
 from megarl.launch import agent, health
 from megarl.launch.allocation import Allocation, find
 from megarl.launch.checks import check, check_sizes
@@ -91,7 +91,7 @@ def _run_attempts(
                 started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
                 watch(started, stop_request, fitted.config, attempt, server)
                 return
-            except FencedError:
+            except (FencedError, LastingError):
                 raise
             except JobError as error:
                 if not left or stop_request.count:

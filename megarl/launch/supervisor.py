@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config import Config, save_resolved
-from megarl.errors import FencedError, JobError
+from megarl.errors import FencedError, JobError, LastingError
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Node, Process, Spec, Started, on_every_node
 from megarl.launch.placement import Place, Placement, place, table
@@ -178,6 +178,7 @@ def watch(
     Raises:
         JobError: a process died and was not replaced; carries its name, exit status and last lines. Or the trainer does not move: who is
             where. All others are gone by then.
+        LastingError: it was of something that would come again.
         FencedError: a later attempt has begun.
     """
     started = list(started)
@@ -229,7 +230,8 @@ def _raise_for_dead(processes: Sequence[Process]) -> None:
         time.sleep(SETTLE_S)
         first, *others = sorted(_failed(processes), key=lambda p: p.last_words_at())
         also = "".join(f"\nthen {ending(process)} ({process.log})" for process in others)
-        raise JobError(f"{ending(first)}; its last lines ({first.log}):\n{first.tail()}{also}")
+        lasting = any(process.poll() == LastingError.STATUS for process in processes)
+        raise (LastingError if lasting else JobError)(f"{ending(first)}; its last lines ({first.log}):\n{first.tail()}{also}")
 
 
 def _failed(processes: Sequence[Process]) -> list[Process]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.errors import JobError
+from megarl.errors import LastingError
 from megarl.metrics import Sums
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Guard:
 
         Raises:
             RollBack: the setting says so.
-            JobError: the setting says stop, or ``max_bad_steps`` steps in a row were bad.
+            LastingError: the setting says stop, or ``max_bad_steps`` steps in a row were bad.
         """
         s, config = self._session, self._session.config.trainer.guard
         losses = [total for name, (total, _) in sums.items() if name.endswith("/loss")]
@@ -91,10 +91,10 @@ class Guard:
         return False
 
     def _refuse(self, what: str, action: str, setting: str) -> None:
-        """Count a bad step. Raises JobError where the job is to end."""
+        """Count a bad step. Raises LastingError where the job is to end."""
         config = self._session.config.trainer.guard
         if action == "stop":
-            raise JobError(
+            raise LastingError(
                 f"{what} (trainer.guard.{setting}=stop); look at the data and the learning rate of that step, or set it to skip or "
                 "rollback to go on without it"
             )
@@ -102,7 +102,7 @@ class Guard:
             self._bad, self._last_bad = True, max(self._last_bad, self._place())
             self._in_a_row += 1
         if self._in_a_row >= config.max_bad_steps:
-            raise JobError(
+            raise LastingError(
                 f"{what}; {self._in_a_row} steps in a row had such updates (trainer.guard.max_bad_steps={config.max_bad_steps}), so "
                 "it is no passing fault: lower the learning rate, look at rewards and data, or go on from an earlier checkpoint by "
                 "removing the later ones"

@@ -15,7 +15,7 @@ import torch
 
 from megarl import algorithms, ops
 from megarl.config import Config, load_resolved
-from megarl.errors import JobError
+from megarl.errors import LastingError
 from megarl.experience import Report
 from megarl.loop.guard import RollBack, roll_back
 from megarl.loop.rollouts import evaluate, training_groups
@@ -80,7 +80,7 @@ def step(s: Session) -> bool:
             return False
         if not groups.experiences:
             verified = groups.report
-            raise JobError(
+            raise LastingError(
                 f"rollout {groups.rollout_ids[-1]} left nothing to train on: {verified.dropped}; {'; '.join(verified.messages)}"
             )
         for message in groups.report.messages:
@@ -140,6 +140,6 @@ def main(argv: list[str] | None = None) -> int:
         if type(error).__module__ != "megarl.errors":
             raise
         log.error("trainer: %s", error)
-        return 1
+        return LastingError.STATUS if isinstance(error, LastingError) else 1
     return 0
 

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import ConfigError, JobError
+from megarl.config import Config
+from megarl.errors import ConfigError, JobError, LastingError
 from megarl.launch import job, ports
+from megarl.launch.allocation import Allocation
 from megarl.launch.guard import Guard, end
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Started, stop
 from megarl.launch.process import Child
+from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.engine import group_members
@@ -154,6 +157,31 @@ def test_stop_before_a_trainer_listens_is_a_stop(tmp_path: Path) -> None:
 def test_trainer_that_fails_while_it_stops_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="trainer rank 0 ended with status 3"):
         watch_stopping(tmp_path, TRAINER.format(status=3))
+
+
+def test_what_would_come_again_is_told_from_what_may_pass(tmp_path: Path) -> None:
+    with pytest.raises(LastingError, match="trainer rank 0 ended with status 4"):
+        watch_stopping(tmp_path, TRAINER.format(status=LastingError.STATUS))
+
+
+@pytest.mark.parametrize(("error", "starts"), [(JobError, 3), (LastingError, 1)])
+def test_only_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[JobError], starts: int) -> None:
+    config = config_of(tmp_path, "cluster.restarts=2")
+    attempts: list[int] = []
+
+    def start(config: Config, nodes: object, attempt: int, *_: object, **__: object) -> list[Started]:
+        attempts.append(attempt)
+        return []
+
+    def end(*_: object) -> None:
+        raise error("it ended")
+
+    monkeypatch.setattr(job, "start_attempt", start)
+    monkeypatch.setattr(job, "watch", end)
+    monkeypatch.setattr(job, "_fill_store", lambda *_: None)
+    with (tmp_path / "lock").open("w") as lock, pytest.raises(error, match="it ended"):
+        job._run_attempts(config, {}, Allocation(), Gathering(Allocation(), "", 1.0), lock.fileno(), None, "")
+    assert attempts == list(range(1, starts + 1))
 
 
 def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
