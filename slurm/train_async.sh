@@ -14,4 +14,4 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=TERM@180
 source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/common.sh"
-megarl_train store=postgres cluster.restarts=3 -- "$@"
+megarl_train store=postgres cluster.restarts=3 run.shutdown_grace_s=150 -- "$@"

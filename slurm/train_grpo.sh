@@ -11,4 +11,4 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/common.sh"
-megarl_train store=postgres cluster.restarts=3 -- "$@"
+megarl_train store=postgres cluster.restarts=3 run.shutdown_grace_s=150 -- "$@"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl import pulse
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, JobError
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
@@ -50,9 +50,23 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk is told of without one
         raise
+
+
+def current_attempt(run_dir: Path) -> int:
+    """Number of the newest start of the run; 0 before the first. Raises JobError where the file is not megarl's."""
+    path = run_dir / "attempt"
+    if not path.is_file():
+        return 0
+    if not (text := path.read_text().strip()).isdigit():
+        raise JobError(
+            f"{path} has no number but {text[:40]!r}, which megarl has not written; write the largest number there that a line of "
+            "metrics.jsonl has as training/attempt, or a larger one"
+        )
+    return int(text)
 
 
 def unfinished_name(step: int, attempt: int) -> str:

@@ -119,6 +119,7 @@ BOUNDS: dict[str, Bound] = {
     **{f"trainer.optimizer.{name}": bound for name, bound in _OPTIMIZER.items()},
     "trainer.warm_start.steps": NUMBER,
     "trainer.warm_start.batch_size": COUNT,
+    "trainer.warm_start.checkpoint_interval": COUNT,
     **{f"trainer.warm_start.optimizer.{name}": bound for name, bound in _OPTIMIZER.items()},
     "rollout.tp": RANKS,
     "rollout.pp": RANKS,

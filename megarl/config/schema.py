@@ -171,6 +171,8 @@ class WarmStartConfig:
 
     steps: int = 0
     batch_size: int = 128
+    checkpoint_interval: int = 100
+    """Steps between two checkpoints; those of the warm start are removed once a later one counts."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -453,6 +455,8 @@ class RunConfig:
     port: int | None = None
     """First of the job's ports (engines, rendezvous); None lets the machine choose free ones."""
     shutdown_grace_s: float = 20.0
+    """From a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take. The scripts of
+    slurm/ set 150; their signal comes 180 s before the time limit."""
 
 
 @dataclass(frozen=True)

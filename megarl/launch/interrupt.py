@@ -1,4 +1,4 @@
-"""Signals to a supervisor: Ctrl-C before a job's processes run, and requests to stop while they do. Imports nothing heavy."""
+"""Signals to a supervisor: those before a job's processes run, and requests to stop while they do. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import signal
 from types import FrameType
 from typing import Self
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class Interrupt:
-    """While active, SIGINT raises KeyboardInterrupt and is remembered: an import that is interrupted may raise
-    ModuleNotFoundError instead, or go on."""
+    """While active, SIGINT and SIGTERM raise KeyboardInterrupt and are remembered: an import that is interrupted may raise
+    ModuleNotFoundError instead, or go on. So a job that Slurm stops at its very start ends as one that it stops later."""
 
     def __init__(self) -> None:
         self.seen = False
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
@@ -42,7 +45,7 @@ class StopRequest:
         self.count = 0
 
     def __enter__(self) -> Self:
-        self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from megarl.checkpoint.room import writing
 from megarl.checkpoint.state import latest, read_state
 from megarl.config import Config
-from megarl.errors import FencedError, JobError, LastingError
+from megarl.errors import DiskFullError, FencedError, JobError, LastingError
 from megarl.launch import agent, health
 from megarl.launch.allocation import Allocation, find
 from megarl.launch.checks import check, check_sizes
@@ -85,7 +86,7 @@ def _run_attempts(
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         for left in reversed(range(config.cluster.restarts + 1)):
             fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
-            attempt = next_attempt(run_dir)
+            attempt = _counted(config, stop_request)
             _fill_store(config, tasks, attempt)
             try:
                 started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
@@ -99,6 +100,27 @@ def _run_attempts(
                 log.error("%s", error)
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
+
+
+def _counted(config: Config, stop_request: StopRequest) -> int:
+    """The number of the attempt that begins; a full disk is waited for as the store's is.
+
+    Raises:
+        JobError: it cannot be written down.
+    """
+    run_dir, end = Path(config.run.dir), time.monotonic() + config.store.outage_s
+    warned = False
+    while True:
+        try:
+            with writing(run_dir / "attempt"):
+                return next_attempt(run_dir)
+        except DiskFullError as error:
+            if stop_request.count or time.monotonic() > end:
+                raise
+            if not warned:
+                log.warning("%s; waiting for it (store.outage_s=%g)", error, config.store.outage_s)
+            warned = True
+            time.sleep(1.0)
 
 
 def _fitted(config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]) -> tuple[Fit, list[Node]]:

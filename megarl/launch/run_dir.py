@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megarl.checkpoint.state import write_text
+from megarl.checkpoint.manifest import current_attempt, write_text
 from megarl.errors import ConfigError
 
 WAIT_S = 0.1
@@ -79,12 +79,6 @@ def _is_alive(pid: str) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"  # dead, and its parent has not asked yet
-
-
-def current_attempt(run_dir: Path) -> int:
-    """Number of the newest start of the run; 0 before the first."""
-    path = run_dir / "attempt"
-    return int(path.read_text()) if path.is_file() else 0
 
 
 def next_attempt(run_dir: Path) -> int:

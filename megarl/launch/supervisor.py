@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config, save_resolved
 from megarl.errors import FencedError, JobError, LastingError
 from megarl.launch.interrupt import StopRequest
@@ -18,7 +19,6 @@ from megarl.launch.node import Node, Process, Spec, Started, on_every_node
 from megarl.launch.placement import Place, Placement, place, table
 from megarl.launch.postgres import Server
 from megarl.launch.replace import SETTLE_S, Replacements, ending, failed
-from megarl.launch.run_dir import current_attempt
 from megarl.launch.sentinel import Sentinel
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.rollout.engine import UNTIL_PUBLISHED, engine_process

@@ -145,7 +145,9 @@ def _run_all(found: Sequence[Combination]) -> int:
         log.info("combination %d of %d: %s, in %s", number, len(found), slug, config.run.dir)
         try:
             code = run(config)
-        except JobError as error:
+        except (JobError, ValueError, OSError) as error:
+            if isinstance(error, ValueError) and type(error).__module__ != "megarl.errors":
+                raise
             log.error("%s", error)
             code = 1
         results.append({0: "finished", STOPPED: "stopped"}.get(code, "failed") + f" (status {code})")

@@ -75,7 +75,8 @@ class Guard:
                 f"{len(before)} updates")  # fmt: skip
             action, setting = config.on_spike, "on_spike"
         else:
-            if config.spike_factor is not None:
+            # Without gradient an update says nothing of the usual size: all answers of its groups have the same reward.
+            if config.spike_factor is not None and shared[1] > 0:
                 norms = [*before, float(shared[1])][-config.spike_window :]
                 s.state = replace(s.state, grad_norms={**s.state.grad_norms, model: norms})
             return True
@@ -104,8 +105,9 @@ class Guard:
         if self._in_a_row >= config.max_bad_steps:
             raise LastingError(
                 f"{what}; {self._in_a_row} steps in a row had such updates (trainer.guard.max_bad_steps={config.max_bad_steps}), so "
-                "it is no passing fault: lower the learning rate, look at rewards and data, or go on from an earlier checkpoint by "
-                "removing the later ones"
+                "it is no passing fault: lower the learning rate, look at rewards and data"
+                + (", raise trainer.guard.spike_factor" if setting == "on_spike" else "")
+                + ", or go on from an earlier checkpoint by removing the later ones"
             )
 
     def _place(self) -> tuple[bool, int]:

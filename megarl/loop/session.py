@@ -27,9 +27,10 @@ from megarl import algorithms, pulse
 from megarl.batching import Sequences
 from megarl.checkpoint import hf, state
 from megarl.checkpoint import writer as checkpoint_writer
+from megarl.checkpoint.manifest import current_attempt
 from megarl.checkpoint.room import make_room, writing
 from megarl.config import Config, to_dict
-from megarl.errors import CheckpointError, DiskFullError, FencedError, JobError
+from megarl.errors import CheckpointError, DiskFullError, FencedError, LastingError
 from megarl.loop import engines
 from megarl.loop.guard import Guard
 from megarl.loop.roles import Roles
@@ -321,7 +322,7 @@ class Session:
         """A checkpoint that had no room. The store is told by the step's metrics alone: it may lie on the same disk."""
         self._failed_saves += 1
         if self._failed_saves >= (limit := self.config.trainer.max_failed_checkpoints):
-            raise JobError(
+            raise LastingError(
                 f"{error}; {self._failed_saves} checkpoints in a row had no room (trainer.max_failed_checkpoints={limit})"
             ) from error
         self.say(f"WARNING: {error}. Training goes on without this checkpoint ({self._failed_saves} of at most {limit - 1} in a row); "
@@ -355,9 +356,7 @@ class Session:
 
     def _fence(self) -> None:
         """Raises FencedError when a later attempt has started: what this one writes would overwrite what that one does."""
-        path = self.run_dir / "attempt"
-        newest = int(path.read_text()) if path.is_file() else self.attempt
-        if newest > self.attempt:
+        if (newest := current_attempt(self.run_dir)) > self.attempt:
             raise FencedError(
                 f"attempt {self.attempt} of the run in {self.run_dir} writes no checkpoint: attempt {newest} has taken over; end "
                 "what is left of the earlier one"

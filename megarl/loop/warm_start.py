@@ -36,7 +36,7 @@ def warm_start(s: Session) -> bool:
             if s.state.step:
                 s.commit()
             return False
-        s.state = replace(s.state, phase="rl", step=0)
+        s.state = replace(s.state, phase="rl", step=0, grad_norms={})  # of another loss
         s.commit()
     return True
 
@@ -56,11 +56,15 @@ def _run(s: Session) -> bool:
         s.put_random_states()
     else:
         s.actor.optimizer.restart(config.optimizer)
+    begins = s.state.step
     with s.progress(config.steps, "warm start", "step") as bar, s.timeline.phase("warm_start"):
         bar.update(s.state.step)
         for step in range(s.state.step, config.steps):
             if s.stop_requested():
                 return False
+            s.settle()
+            if step > begins and step % config.checkpoint_interval == 0:
+                s.commit(interval=True)
             chosen = numbers_of_step(len(pairs), step, config.batch_size, data_seed(s))
             batch = of_demonstrations([pairs[i] for i in chosen])
             sums = s.actor.backward(batch, s.actor.micro_batches(batch), objectives.policy(sft, settings, batch))

@@ -22,7 +22,7 @@ BOUND_S = 30.0
 pytestmark = pytest.mark.timeout(3 * START_S)
 MIX = ("algorithm=mix", "algorithm.group_size=8", "algorithm.expert_ratio=0.2", "parallel=cp2")
 """No other job has expert rows, or context parallelism."""
-COMMAND = (*MIX, "trainer.steps=8", "trainer.warm_start.steps=120")
+COMMAND = (*MIX, "trainer.steps=8", "trainer.warm_start.steps=120", "trainer.warm_start.checkpoint_interval=10")
 ENDLESS = (*MIX, "trainer.steps=100000")
 Start = Callable[..., Job]
 
@@ -77,7 +77,7 @@ def warm_start_steps(run_dir: Path) -> list[int]:
 
 def test_interrupted_warm_start_is_saved(start: Start, run_dir: Path) -> None:
     job = start(*COMMAND)
-    job.until(lambda: len(warm_start_steps(run_dir)) > 10, "the warm start")
+    job.until(lambda: latest(run_dir / "checkpoints" / "warm_start"), "a checkpoint of the warm start")
     job.signal(signal.SIGINT)
     assert job.wait(START_S) == 130, job.output.read_text()
     job.until_gone(1.0)

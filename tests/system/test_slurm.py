@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import pytest
 
+from megarl.checkpoint.manifest import current_attempt
 from megarl.errors import ConfigError
 from megarl.launch.postgres import job_store, live_url
-from megarl.launch.run_dir import current_attempt
 from megarl.loop.rollouts import tasks_of_step
 from megarl.store import OWN_SERVER, Store
 from tests.system.jobs import TINY

@@ -102,7 +102,7 @@ import os, signal, sys
 import megarl.cli as cli
 def command(arguments):
     try:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.{name})
     except BaseException:
         {reaction}
     return 0
@@ -112,9 +112,10 @@ sys.exit(cli.main(["doctor"]))
 
 
 @pytest.mark.parametrize("reaction", ["raise", "raise ModuleNotFoundError('Could not import module')", "pass"])
-def test_interrupt_is_one_line_and_status_130(reaction: str) -> None:
-    """Also where an import that it hits swallows it or raises another error in its place."""
-    code = INTERRUPTED.format(reaction=reaction)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_interrupt_is_one_line_and_status_130(name: str, reaction: str) -> None:
+    """Also where an import that it hits swallows it or raises another error in its place; Slurm's, too, before a job has processes."""
+    code = INTERRUPTED.format(name=name, reaction=reaction)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130
     assert done.stderr == "megarl doctor: interrupted\n"

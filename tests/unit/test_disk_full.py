@@ -16,7 +16,10 @@ import pytest
 
 from megarl.checkpoint import manifest
 from megarl.checkpoint.room import make_room, writing
+from megarl.config import compose
 from megarl.errors import DiskFullError, JobError
+from megarl.launch.interrupt import StopRequest
+from megarl.launch.job import _counted
 from megarl.metrics import MetricWriter, Timeline
 from megarl.store import Store
 from tests import disks
@@ -54,6 +57,27 @@ def test_records_are_left_out_whole_and_come_again_with_room(small: Path, caplog
     ballast.unlink()
     timeline.add("last", 3.0, 4.0)
     assert json.loads((small / "trainer_0.jsonl").read_text().splitlines()[-1])["phase"] == "last"
+
+
+def test_a_start_waits_for_room_for_its_number(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each restart writes one; and it says so where there is none in time."""
+    config = compose(["experiment=quickstart", f"run.dir={small}", "store.outage_s=60"])
+    assert _counted(config, StopRequest()) == 1
+    ballast = fill(small)
+    asked = StopRequest()
+    asked.count = 1
+    with pytest.raises(DiskFullError, match=f"{small}/attempt cannot be written .*make room there"):
+        _counted(config, asked)
+    assert manifest.current_attempt(small) == 1
+    threading.Timer(1.5, ballast.unlink).start()
+    assert _counted(config, StopRequest()) == 2
+    assert "waiting for it (store.outage_s=60)" in caplog.text
+
+
+def test_a_number_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "attempt").write_text("")
+    with pytest.raises(JobError, match=f"{tmp_path}/attempt has no number but ''"):
+        manifest.current_attempt(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own

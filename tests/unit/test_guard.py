@@ -71,6 +71,15 @@ def test_a_spike_is_measured_by_the_median_of_a_full_window() -> None:
     assert s.step(100.0, model="critic") == [True], "each model has a window of its own"
 
 
+def test_updates_without_gradient_are_no_measure() -> None:
+    """Of tasks that are hardly ever solved, most groups have one reward and no gradient; what is learnt comes with the others."""
+    s = Steps(spike_factor=3.0, spike_window=2)
+    for _ in range(4):
+        assert s.step(0.0, 1.0, 0.0, 0.0) == [True] * 4
+    assert s.state.grad_norms["actor"] == [1.0, 1.0]
+    assert s.step(3.5) == [False]
+
+
 def test_the_windows_go_with_a_checkpoint() -> None:
     s = Steps(spike_factor=3.0, spike_window=2)
     s.step(0.1, 1 / 3)

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config
 from megarl.errors import ConfigError, FencedError, JobError
 from megarl.launch import agent, health
@@ -30,7 +31,7 @@ from megarl.launch.job import _healthy
 from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.placement import Place, place, table
 from megarl.launch.remote import Gathering
-from megarl.launch.run_dir import current_attempt, next_attempt
+from megarl.launch.run_dir import next_attempt
 from megarl.launch.supervisor import watch
 from tests.unit.small_job import config_of
 

@@ -121,10 +121,13 @@ def test_one_after_another(ran: list[str], caplog: pytest.LogCaptureFixture) -> 
     assert caplog.messages[-2:] == [f"{n} {slug}: finished (status 0)" for n, slug in enumerate(ran)]
 
 
-def test_a_failed_one_does_not_stop_the_others(ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [JobError("engine 0 ended with status 1"), ConfigError("in use"), OSError(28, "No space", "attempt")])
+def test_a_failed_one_does_not_stop_the_others(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
     def decide(config: Config) -> int:
         if config.trainer.seed == 1:
-            raise JobError("engine 0 ended with status 1")
+            raise error
         return 0
 
     outcome(monkeypatch, ran, decide)
@@ -132,7 +135,7 @@ def test_a_failed_one_does_not_stop_the_others(ran: list[str], monkeypatch: pyte
         assert main(["train", "-m", *SWEEP]) == 1
     assert ran == ["trainer.seed=1", "trainer.seed=2"]
     assert caplog.messages[-2:] == ["0 trainer.seed=1: failed (status 1)", "1 trainer.seed=2: finished (status 0)"]
-    assert "engine 0 ended with status 1" in caplog.messages
+    assert str(error) in caplog.messages
 
 
 def test_a_stop_ends_the_sweep(ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
