@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DPO on a file of preferences: trainer ranks alone.
-#   sbatch slurm/train_dpo.sh experiment=quickstart trainer.steps=100     (arguments are hydra overrides; docs/cluster.md)
+#   sbatch slurm/train_dpo.sh trainer.steps=100                           (experiment=dpo; arguments are hydra overrides; docs/cluster.md)
 #   sbatch --dependency=singleton slurm/train_dpo.sh ...                   (a chain: each job goes on where the one before ended)
 #SBATCH --job-name=megarl-dpo
 #SBATCH --nodes=2
