@@ -22,6 +22,8 @@ from megarl.rollout.auth import KEY_VARIABLE
 from megarl.rollout.engine import group_members, shared_memory
 
 T = TypeVar("T")
+GONE_S = 20.0
+"""How long a killed process is waited for: it gives back all its memory first."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def stop(children: Sequence[Child], grace_s: float) -> None:
     for child in children:
         child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
         child.wait(5)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + GONE_S
     while any(group_members(child.pid) for child in children) and time.monotonic() < deadline:
         time.sleep(0.02)  # a socket that they listen on is free when the last of them is gone
     for path in segments:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 
+from megarl.errors import JobError
 from megarl.launch.node import Process, Started
 from megarl.launch.process import ERROR
 
@@ -18,8 +19,11 @@ SETTLE_S = 0.5
 LOOK_S = 1.0
 """How often it is looked whether servers listen."""
 CONNECT_S = 0.3
+LOOK_AGAIN_S = 0.05
 CLOSED_S = 5.0
 """How long a server may live on that listens no more: vLLM's waits for ever for its last answers when a worker has died."""
+FREE_S = 10.0
+"""How long a port may be held by what a dead server has left, before its successor is given up."""
 
 
 class Replacements:
@@ -94,6 +98,9 @@ class Replacements:
             s.node.stop([s.process.name], 0.0)
         for s in members:
             assert s.spec is not None
+            _until_free(s.process.name, s.spec.listens)
+        for s in members:
+            assert s.spec is not None
             self._started[self._started.index(s)] = s._replace(process=s.node.start(s.spec))
 
 
@@ -107,6 +114,21 @@ def _listens(address: str) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def _until_free(name: str, address: str) -> None:
+    """Wait until nobody listens there: whoever does would be taken for the successor.
+
+    Raises:
+        JobError: somebody does after FREE_S.
+    """
+    deadline = time.monotonic() + FREE_S
+    while address and (listens := _listens(address)) is not False:
+        if time.monotonic() > deadline:
+            if listens is None:  # that cannot be told: the successor itself will find out
+                return
+            raise JobError(f"{name} cannot be started again: somebody else listens at {address}, {FREE_S:g} s after it was ended")
+        time.sleep(LOOK_AGAIN_S)
 
 
 def failed(process: Process) -> bool:

@@ -125,13 +125,15 @@ def shared_memory(group: int) -> set[Path]:
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids of a process group, zombies left out (Linux)."""
+    """Process ids of a process group; left out are those of which only a zombie is left (Linux)."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 # The command in parentheses may hold spaces: state, parent and group follow the last ")".
                 state, _, process_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(process_group) == group and state != "Z":
+                # Of a process that is killed the first thread is a zombie at once; the last one gives back its memory, and only then
+                # closes the sockets on which others of the group may have listened.
+                if int(process_group) == group and (state != "Z" or len(list((entry / "task").iterdir())) > 1):
                     members.append(int(entry.name))
     return members

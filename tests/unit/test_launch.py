@@ -184,6 +184,25 @@ def test_only_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     assert attempts == list(range(1, starts + 1))
 
 
+def test_a_process_is_gone_with_its_last_thread(tmp_path: Path) -> None:
+    """When a process is killed its first thread is a zombie at once, while another may hold its sockets for long."""
+    code = (
+        "import os, socket, threading, time, ctypes; server = socket.create_server(('127.0.0.1', 0))\n"
+        "if os.fork(): time.sleep(600)\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start(); print(os.getpid(), server.getsockname()[1], flush=True)\n"
+        "ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone\n"
+    )
+    process = child(tmp_path, code)
+    while len(process.log.read_text().split()) < 2:
+        time.sleep(0.02)
+    forked, port = map(int, process.log.read_text().split())
+    while " Z " not in Path(f"/proc/{forked}/stat").read_text():
+        time.sleep(0.02)
+    assert forked in group_members(process.pid)
+    stop([process], 0.0)
+    assert ports.is_free("127.0.0.1", port)
+
+
 def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
     """A whole group, whatever its leader does; one that has ended already is no trouble."""
     code = (

@@ -28,7 +28,19 @@ shared = open(f"/dev/shm/megarl-test-{os.getpid()}", "w+b")
 shared.truncate(4096)
 held = mmap.mmap(shared.fileno(), 4096)
 server = socket.create_server(("127.0.0.1", int(port)))
+parent = os.getpid()
 if end != "closes" and os.fork() == 0:
+    if end.startswith("held"):
+        import signal
+        signal.alarm(60)
+        os.setsid()  # where nobody kills it
+        with open(f"{folder}/holder.pid", "w") as pid:
+            pid.write(str(os.getpid()))
+        while os.getppid() == parent:
+            time.sleep(0.02)
+        for _ in range(int(end.removeprefix("held "))):
+            server.accept()
+        sys.exit()
     time.sleep(600)  # as an engine's core does, which holds the port too
 with open(f"{folder}/{name}.pids", "a") as pids:
     pids.write(f"{os.getpid()}\\n")
@@ -43,7 +55,8 @@ if end == "closes" and first:
     server.close()
 time.sleep(600)
 """
-"""Ends by itself or listens no more, the first time, once somebody has looked whether it listens."""
+"""Ends by itself or listens no more, the first time, once somebody has looked whether it listens. ``held N``: what it has forked lives on, and
+holds the port until so many have looked."""
 PLAIN = """
 import os, sys, time
 name, folder, code = sys.argv[1:]
@@ -130,6 +143,24 @@ def test_what_dies_is_started_again(run: Callable[..., LocalNode], tmp_path: Pat
     assert "engine 1 ended with status 3" in said and "explorer ended with status 143" in said
     assert f"engine 3 lives but listens at 127.0.0.1:{five} no more" in said and "engine 3 was ended by signal 9" in said
     assert "engine 2 part 2 was ended by signal 9" in said and "cluster.replacements: 0 left" in said
+
+
+def test_a_port_that_is_still_held_is_waited_for(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who looked whether the successor listens would find what is left of the dead one, and kill the successor when that is gone."""
+    [port] = ports.choose("127.0.0.1", 1, None)
+    run(server("engine 0", port, tmp_path, "held 20"), trainer(tmp_path, "engine 0:1:9", "engine 0:2:0"))
+    assert len(starts(tmp_path, "engine 0")) == 2
+    assert caplog.text.count("starting it again") == 1 and "no more" not in caplog.text
+
+
+def test_a_port_that_is_held_for_ever_is_named(run: Callable[..., LocalNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replace, "FREE_S", 0.3)
+    [port] = ports.choose("127.0.0.1", 1, None)
+    try:
+        with pytest.raises(JobError, match=f"engine 0 cannot be started again: somebody else listens at 127.0.0.1:{port}"):
+            run(server("engine 0", port, tmp_path, "held 100000"), trainer(tmp_path, "engine 0:1:9", "engine 0:2:0"))
+    finally:
+        os.kill(int((tmp_path / "holder.pid").read_text()), signal.SIGKILL)
 
 
 def test_when_they_are_used_up_a_death_ends_the_attempt(run: Callable[..., LocalNode], tmp_path: Path) -> None:
