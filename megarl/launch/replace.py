@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from megarl.errors import JobError
@@ -35,12 +36,15 @@ class Replacements:
 
     def __init__(self, started: list[Started], left: int) -> None:
         self._started = started
-        self._left = left
+        self._all = self._left = left
+        self._replaced: Counter[str] = Counter()
         self._up: set[str] = set()
         """Units that have listened."""
         self._closed: dict[str, float] = {}
         """Since when they do not any more."""
         self._looked_at = 0.0
+        self.used_up = ""
+        """Why what is dead was not replaced, where it could have been."""
 
     def replace_dead(self) -> None:
         """Raises JobError when one cannot be started again."""
@@ -49,9 +53,21 @@ class Replacements:
             return
         time.sleep(SETTLE_S)
         units = list(dict.fromkeys(_unit(s) for s in self._dead()))
-        if len(units) <= self._left and all(self._replaceable(unit) for unit in units):
-            for unit in units:
-                self._replace(unit)
+        if not all(self._replaceable(unit) for unit in units):
+            return
+        if len(units) > self._left:
+            self.used_up = self._what_they_were_used_for()
+            return
+        for unit in units:
+            self._replace(unit)
+
+    def _what_they_were_used_for(self) -> str:
+        used = ", ".join(f"{unit} {count}x" for unit, count in self._replaced.items())
+        left = f", {self._left} left" if self._left else " used up" if self._all else ""
+        return (
+            f"not started again: cluster.replacements={self._all}{left}{f' ({used})' if used else ''}; "
+            "mend what its log tells, raise cluster.replacements, or have cluster.restarts start the job again from its newest checkpoint"
+        )
 
     def _look(self) -> None:
         if time.monotonic() - self._looked_at < LOOK_S:
@@ -88,6 +104,7 @@ class Replacements:
         """All parts of an engine that spans nodes, once nothing of it is left: what a server forked holds its port as well."""
         members = self._members(unit)
         self._left -= 1
+        self._replaced[unit] += 1
         for s in members:
             if failed(s.process):
                 left = f"cluster.replacements: {self._left} left"
