@@ -166,7 +166,8 @@ def test_a_port_that_is_held_for_ever_is_named(run: Callable[..., LocalNode], tm
 def test_when_they_are_used_up_a_death_ends_the_attempt(run: Callable[..., LocalNode], tmp_path: Path) -> None:
     [port] = ports.choose("127.0.0.1", 1, None)
     plan = ("engine 0:1:9", "engine 0:2:9", "engine 0:3:0")
-    with pytest.raises(JobError, match="engine 0 was ended by signal 9; its last lines"):
+    said = r"engine 0 was ended by signal 9, not started again: cluster.replacements=1 used up \(engine 0 1x\); .*; its last lines"
+    with pytest.raises(JobError, match=said):
         run(server("engine 0", port, tmp_path), trainer(tmp_path, *plan), replacements=1)
     assert len(starts(tmp_path, "engine 0")) == 2
 
@@ -194,6 +195,18 @@ def test_an_engine_of_another_node(tmp_path: Path) -> None:
         watch(started, StopRequest(), config_of(tmp_path))
         assert len(starts(folder, "engine 0")) == 3
         assert not any(group_members(pid) for pid in starts(folder, "engine 0"))
+
+
+def test_a_deleted_log_ends_nothing(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    [port] = ports.choose("127.0.0.1", 1, None)
+    spec = server("engine 0", port, tmp_path)
+    log = tmp_path / "logs" / "engine 0.log"
+    delete = f"import shutil; shutil.rmtree({str(log.parent)!r})\n"
+    ranks = trainer(tmp_path, "engine 0:1:9", "engine 0:2:0")
+    code = TRAINER.replace("    if int(number):\n", f"    if int(number):\n        {delete}")
+    run(Spec(spec.name, spec.argv, spec.env, str(log), listens=spec.listens), Spec(ranks.name, ("-c", code, *ranks.argv[2:]), {}, ranks.log))
+    assert "its last word '(its log is gone: No such file or directory)'" in caplog.text
+    assert log.read_text() == "up\n"
 
 
 def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., LocalNode], tmp_path: Path) -> None:
