@@ -29,8 +29,9 @@ shared.truncate(4096)
 held = mmap.mmap(shared.fileno(), 4096)
 server = socket.create_server(("127.0.0.1", int(port)))
 parent = os.getpid()
+begun = os.path.exists(f"{folder}/{name}.pids")
 if end != "closes" and os.fork() == 0:
-    if end.startswith("held"):
+    if end.startswith("held") and not begun:
         import signal
         signal.alarm(60)
         os.setsid()  # where nobody kills it
@@ -38,6 +39,7 @@ if end != "closes" and os.fork() == 0:
             pid.write(str(os.getpid()))
         while os.getppid() == parent:
             time.sleep(0.02)
+        os.remove(shared.name)
         for _ in range(int(end.removeprefix("held "))):
             server.accept()
         sys.exit()
