@@ -46,20 +46,21 @@ class Replacements:
         self.used_up = ""
         """Why what is dead was not replaced, where it could have been."""
 
-    def replace_dead(self) -> None:
-        """Raises JobError when one cannot be started again."""
+    def replace_dead(self) -> bool:
+        """Whether all that had died was replaced, what dies meanwhile left to the next call. Raises JobError when one cannot be started again."""
         self._look()
         if not self._dead():
-            return
+            return True
         time.sleep(SETTLE_S)
         units = list(dict.fromkeys(_unit(s) for s in self._dead()))
         if not all(self._replaceable(unit) for unit in units):
-            return
+            return False
         if len(units) > self._left:
             self.used_up = self._what_they_were_used_for()
-            return
+            return False
         for unit in units:
             self._replace(unit)
+        return True
 
     def _what_they_were_used_for(self) -> str:
         used = ", ".join(f"{unit} {count}x" for unit, count in self._replaced.items())

@@ -208,10 +208,13 @@ def watch(
                 return
             # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is news.
             if asked_at is None:
-                replacements.replace_dead()
+                replaced = replacements.replace_dead()
                 if stop_request.count:
                     continue  # who asked may have ended the others as well
-            _raise_for_dead([s.process for s in started] if asked_at is None else trainers, replacements.used_up)
+                if not replaced:
+                    _raise_for_dead([s.process for s in started], replacements.used_up)
+            else:
+                _raise_for_dead(trainers, "")
             if all(p.poll() == 0 for p in trainers):
                 return
             if asked_at is None:

@@ -16,6 +16,7 @@ from megarl.launch import ports, replace
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Spec, Started
+from megarl.launch.process import Child
 from megarl.launch.supervisor import watch
 from megarl.rollout.engine import group_members
 from tests.unit.small_job import config_of
@@ -145,6 +146,25 @@ def test_what_dies_is_started_again(run: Callable[..., LocalNode], tmp_path: Pat
     assert "engine 1 ended with status 3" in said and "explorer ended with status 143" in said
     assert f"engine 3 lives but listens at 127.0.0.1:{five} no more" in said and "engine 3 was ended by signal 9" in said
     assert "engine 2 part 2 was ended by signal 9" in said and "cluster.replacements: 0 left" in said
+
+
+def test_what_dies_while_another_is_replaced_is_replaced_next(tmp_path: Path) -> None:
+    class Unlucky(LocalNode):
+        def start(self, spec: Spec) -> Child:
+            again = (tmp_path / f"{spec.name}.pids").exists()
+            child = super().start(spec)
+            if again and spec.name == "engine 0":
+                self.children["explorer"].signal(signal.SIGKILL)
+                assert self.children["explorer"].wait(30)
+            return child
+
+    [port] = ports.choose("127.0.0.1", 1, None)
+    ranks = trainer(tmp_path, "explorer:1:0", "engine 0:1:9", "engine 0:2:0", "explorer:2:0")
+    with Guard() as guard:
+        node = Unlucky(guard)
+        started = [Started(node.start(spec), node, spec) for spec in (server("engine 0", port, tmp_path), plain("explorer", tmp_path), ranks)]
+        watch(started, StopRequest(), config_of(tmp_path))
+    assert len(starts(tmp_path, "explorer")) == 2
 
 
 def test_a_port_that_is_still_held_is_waited_for(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
