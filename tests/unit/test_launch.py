@@ -311,6 +311,7 @@ def test_an_engines_temporary_folder_ends_with_it(tmp_path: Path, monkeypatch: p
     code = "import os, tempfile; tempfile.mkdtemp(); print(os.environ['VLLM_RPC_BASE_PATH'], tempfile.gettempdir(), os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     shared = tempfile.mkdtemp()
     monkeypatch.setattr(tempfile, "tempdir", shared)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     with Guard() as guard:
         node = LocalNode(guard)
         process = node.start(Spec("engine 0", ("-c", code), {}, str(tmp_path / "engine_0.log")))
