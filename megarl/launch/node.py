@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from megarl.errors import JobError
 from megarl.launch import ports, stacks
 from megarl.launch.allocation import Role
 from megarl.launch.guard import Guard
@@ -19,9 +21,11 @@ from megarl.launch.probe import Probe
 from megarl.launch.process import Child
 from megarl.launch.stacks import Account, Sign
 from megarl.rollout.auth import KEY_VARIABLE
-from megarl.rollout.engine import group_members, shared_memory
+from megarl.rollout.engine import group_members, own_folder, shared_memory
 
 T = TypeVar("T")
+GONE_S = 20.0
+"""How long a killed process is waited for: it gives back all its memory first."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Node(Protocol):
     """Network interface that has ``address``; "" where it was not asked for."""
     role: Role
 
-    def start(self, spec: Spec) -> Process: ...
+    def start(self, spec: Spec) -> Process:
+        """Raises JobError. An engine gets a temporary folder of its own, which ends with it."""
 
     def free_ports(self, count: int) -> list[int]: ...
 
@@ -121,8 +126,18 @@ class LocalNode:
     children: dict[str, Child] = field(default_factory=dict)
 
     def start(self, spec: Spec) -> Child:
-        child = Child(spec.name, [sys.executable, *spec.argv], spec.env, Path(spec.log), echo=spec.echo, keep=self.keep)
-        self.guard.add(child.pid)
+        """Raises JobError."""
+        try:
+            folder, env = own_folder() if spec.name.startswith("engine") else (None, {})
+            try:
+                child = Child(spec.name, [sys.executable, *spec.argv], {**spec.env, **env}, Path(spec.log), echo=spec.echo, keep=self.keep)
+            except BaseException:
+                remove(folder)
+                raise
+        except OSError as error:
+            raise JobError(f"{spec.name} cannot be started on {self.name or 'this machine'}: {error}") from error
+        child.folder = folder
+        self.guard.add(child.pid, folder)
         self.children[spec.name] = child
         if spec.name.startswith("engine"):
             key = spec.env.get(KEY_VARIABLE) or os.environ.get(KEY_VARIABLE, "")
@@ -133,7 +148,11 @@ class LocalNode:
         return ports.choose(self.address, count, self.first_port)
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:
-        stop([self.children.pop(name) for name in names if name in self.children], grace_s)
+        children = [self.children.pop(name) for name in names if name in self.children]
+        stop(children, grace_s)
+        for child in children:
+            if not group_members(child.pid):
+                self.guard.forget(child.pid)
 
     def note(self, name: str) -> None:
         if (child := self.children.get(name)) is not None:
@@ -148,7 +167,7 @@ class LocalNode:
 
 
 def stop(children: Sequence[Child], grace_s: float) -> None:
-    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory too."""
+    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory and folders too."""
     segments = {path for child in children for path in child.segments | shared_memory(child.pid)}
     for child in children:
         child.signal(signal.SIGTERM)
@@ -159,8 +178,15 @@ def stop(children: Sequence[Child], grace_s: float) -> None:
     for child in children:
         child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
         child.wait(5)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + GONE_S
     while any(group_members(child.pid) for child in children) and time.monotonic() < deadline:
         time.sleep(0.02)  # a socket that they listen on is free when the last of them is gone
     for path in segments:
         path.unlink(missing_ok=True)
+    for child in children:
+        remove(child.folder)
+
+
+def remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

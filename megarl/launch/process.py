@@ -46,6 +46,8 @@ class Child:
         self.log = log
         self.segments: set[Path] = set()
         """Shared memory that it is known to have made, for ``Node.note``."""
+        self.folder: Path | None = None
+        """Its temporary one, to be removed when it is gone."""
         self.memory = pulse.Memory()
         self.probe: Probe | None = None
         """Of an engine, which marks nothing by itself."""
@@ -89,16 +91,22 @@ class Child:
 
     def tail(self) -> str:
         """Its last lines, as it printed them; before them the first exception of late, which an orderly end can follow."""
-        with self.log.open("rb") as log:
-            log.seek(max(self._start, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(self._start, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        except OSError as error:
+            return f"(its log is gone: {error.strerror})"
         first = next((i for i, line in enumerate(lines) if ERROR.search(line)), len(lines))
         cause = [lines[first], "..."] if first < len(lines) - TAIL_LINES else []
         return "\n".join([*cause, *lines[-TAIL_LINES:]]) or "(it printed nothing)"
 
     def last_words_at(self) -> float:
-        """When it last printed, in Unix seconds."""
-        return self.log.stat().st_mtime
+        """When it last printed, in Unix seconds; now, if its log is gone."""
+        try:
+            return self.log.stat().st_mtime
+        except OSError:
+            return time.time()
 
     def sign(self) -> Sign:
         """Where it is now."""

@@ -6,8 +6,10 @@ import logging
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 
+from megarl.errors import JobError
 from megarl.launch.node import Process, Started
 from megarl.launch.process import ERROR
 
@@ -18,8 +20,11 @@ SETTLE_S = 0.5
 LOOK_S = 1.0
 """How often it is looked whether servers listen."""
 CONNECT_S = 0.3
+LOOK_AGAIN_S = 0.05
 CLOSED_S = 5.0
 """How long a server may live on that listens no more: vLLM's waits for ever for its last answers when a worker has died."""
+FREE_S = 10.0
+"""How long a port may be held by what a dead server has left, before its successor is given up."""
 
 
 class Replacements:
@@ -31,23 +36,39 @@ class Replacements:
 
     def __init__(self, started: list[Started], left: int) -> None:
         self._started = started
-        self._left = left
+        self._all = self._left = left
+        self._replaced: Counter[str] = Counter()
         self._up: set[str] = set()
         """Units that have listened."""
         self._closed: dict[str, float] = {}
         """Since when they do not any more."""
         self._looked_at = 0.0
+        self.used_up = ""
+        """Why what is dead was not replaced, where it could have been."""
 
-    def replace_dead(self) -> None:
-        """Raises JobError when one cannot be started again."""
+    def replace_dead(self) -> bool:
+        """Whether all that had died was replaced, what dies meanwhile left to the next call. Raises JobError when one cannot be started again."""
         self._look()
         if not self._dead():
-            return
+            return True
         time.sleep(SETTLE_S)
         units = list(dict.fromkeys(_unit(s) for s in self._dead()))
-        if len(units) <= self._left and all(self._replaceable(unit) for unit in units):
-            for unit in units:
-                self._replace(unit)
+        if not all(self._replaceable(unit) for unit in units):
+            return False
+        if len(units) > self._left:
+            self.used_up = self._what_they_were_used_for()
+            return False
+        for unit in units:
+            self._replace(unit)
+        return True
+
+    def _what_they_were_used_for(self) -> str:
+        used = ", ".join(f"{unit} {count}x" for unit, count in self._replaced.items())
+        left = f", {self._left} left" if self._left else " used up" if self._all else ""
+        return (
+            f"not started again: cluster.replacements={self._all}{left}{f' ({used})' if used else ''}; "
+            "mend what its log tells, raise cluster.replacements, or have cluster.restarts start the job again from its newest checkpoint"
+        )
 
     def _look(self) -> None:
         if time.monotonic() - self._looked_at < LOOK_S:
@@ -84,6 +105,7 @@ class Replacements:
         """All parts of an engine that spans nodes, once nothing of it is left: what a server forked holds its port as well."""
         members = self._members(unit)
         self._left -= 1
+        self._replaced[unit] += 1
         for s in members:
             if failed(s.process):
                 left = f"cluster.replacements: {self._left} left"
@@ -92,6 +114,9 @@ class Replacements:
         self._closed.pop(unit, None)
         for s in members:
             s.node.stop([s.process.name], 0.0)
+        for s in members:
+            assert s.spec is not None
+            _until_free(s.process.name, s.spec.listens)
         for s in members:
             assert s.spec is not None
             self._started[self._started.index(s)] = s._replace(process=s.node.start(s.spec))
@@ -107,6 +132,21 @@ def _listens(address: str) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def _until_free(name: str, address: str) -> None:
+    """Wait until nobody listens there: whoever does would be taken for the successor.
+
+    Raises:
+        JobError: somebody does after FREE_S.
+    """
+    deadline = time.monotonic() + FREE_S
+    while address and (listens := _listens(address)) is not False:
+        if time.monotonic() > deadline:
+            if listens is None:  # that cannot be told: the successor itself will find out
+                return
+            raise JobError(f"{name} cannot be started again: somebody else listens at {address}, {FREE_S:g} s after it was ended")
+        time.sleep(LOOK_AGAIN_S)
 
 
 def failed(process: Process) -> bool:

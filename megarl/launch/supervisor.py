@@ -204,14 +204,17 @@ def watch(
             late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
             early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in trainers)  # had no handler yet
             if stop_request.count > 2 or late or early:
-                log.warning("ended without a new checkpoint; the run resumes from the last one")
+                log.warning("ending at once: what is not saved within %g s is lost; the run resumes from the newest checkpoint that is whole", STOP_S)
                 return
             # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is news.
             if asked_at is None:
-                replacements.replace_dead()
+                replaced = replacements.replace_dead()
                 if stop_request.count:
                     continue  # who asked may have ended the others as well
-            _raise_for_dead([s.process for s in started] if asked_at is None else trainers)
+                if not replaced:
+                    _raise_for_dead([s.process for s in started], replacements.used_up)
+            else:
+                _raise_for_dead(trainers, "")
             if all(p.poll() == 0 for p in trainers):
                 return
             if asked_at is None:
@@ -225,13 +228,15 @@ def watch(
         stop(started, STOP_S)
 
 
-def _raise_for_dead(processes: Sequence[Process]) -> None:
+def _raise_for_dead(processes: Sequence[Process], used_up: str) -> None:
     if _failed(processes):
         time.sleep(SETTLE_S)
         first, *others = sorted(_failed(processes), key=lambda p: p.last_words_at())
         also = "".join(f"\nthen {ending(process)} ({process.log})" for process in others)
         lasting = any(process.poll() == LastingError.STATUS for process in processes)
-        raise (LastingError if lasting else JobError)(f"{ending(first)}; its last lines ({first.log}):\n{first.tail()}{also}")
+        raise (LastingError if lasting else JobError)(
+            f"{ending(first)}{used_up and f', {used_up}'}; its last lines ({first.log}):\n{first.tail()}{also}"
+        )
 
 
 def _failed(processes: Sequence[Process]) -> list[Process]:

@@ -67,8 +67,11 @@ def _again_if_one_dies(s: Session, do: Callable[[], T], *, join: bool) -> T:
             return do()
         except (EngineError, WeightSyncError) as error:
             found = [] if isinstance(error, WeightsDiffer) else s.publisher.died()
-            if s.agree(not found) or not left:  # only rank 0 finds any
+            if s.agree(not found):  # only rank 0 finds any
                 raise
+            if not left:
+                died = "".join(f"; {fate}" for fate in found)
+                raise WeightSyncError(f"{error} (tried {TRIES} times, an engine died each time{died})") from error
             s.say(f"an engine died in a weight sync ({'; '.join(found)}); waiting for the one that replaces it")
             join = True
     raise AssertionError("unreachable")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +20,9 @@ UNTIL_PUBLISHED = "MEGARL_UNTIL_PUBLISHED"
 """Variable that makes a server refuse generation until a publication has succeeded: one that was replaced in the middle of a job
 must not answer with the weights of the model's files."""
 
+LONGEST_SOCKET = 107
+"""Bytes that the path of a Unix socket may have."""
+_SOCKET = len("/megarl-01234567/01234567-0123-0123-0123-0123456789ab")
 _PREFILL_TOKENS = 8192
 _CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for 19 s
@@ -80,6 +86,21 @@ def engine_process(
     return argv, environment
 
 
+def own_folder() -> tuple[Path, dict[str, str]]:
+    """A new folder for what one engine keeps in temporary files, and the environment that says so: vLLM leaves its sockets behind."""
+    shared = tempfile.gettempdir()
+    root = shared if len(os.fsencode(shared)) + _SOCKET <= LONGEST_SOCKET else "/tmp"
+    folder = tempfile.mkdtemp(prefix="megarl-", dir=root)
+    environment = {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # what torch has compiled is for later engines too: where it lies without us
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # one who has no name
+            user = f"uid_{os.getuid()}"
+        environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(shared, f"torchinductor_{user}")
+    return Path(folder), environment
+
+
 def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
     """What vLLM 0.32.0's CPU build needs to be told to compute the right thing."""
     compilation: dict[str, Any] = {}
@@ -104,11 +125,12 @@ def _is_mla(model_path: str) -> bool:
 
 def last_lines(log: Path, count: int = 25, limit: int = 65536) -> str:
     """The last ``count`` non-empty lines of a log, read from its last ``limit`` bytes; they go into error messages."""
-    if not log.exists():
-        return f"(no log at {log})"
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - limit))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError as error:
+        return f"(no log at {log}: {error.strerror})"
     return "\n".join(lines[-count:])
 
 
@@ -125,13 +147,15 @@ def shared_memory(group: int) -> set[Path]:
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids of a process group, zombies left out (Linux)."""
+    """Process ids of a process group; left out are those of which only a zombie is left (Linux)."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 # The command in parentheses may hold spaces: state, parent and group follow the last ")".
                 state, _, process_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(process_group) == group and state != "Z":
+                # Of a process that is killed the first thread is a zombie at once; the last one gives back its memory, and only then
+                # closes the sockets on which others of the group may have listened.
+                if int(process_group) == group and (state != "Z" or len(list((entry / "task").iterdir())) > 1):
                     members.append(int(entry.name))
     return members

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +19,17 @@ import pytest
 
 from megarl.config import Config
 from megarl.errors import ConfigError, JobError, LastingError
+from megarl.launch import guard as guards
 from megarl.launch import job, ports
 from megarl.launch.allocation import Allocation
 from megarl.launch.guard import Guard, end
 from megarl.launch.interrupt import StopRequest
-from megarl.launch.node import LocalNode, Started, stop
+from megarl.launch.node import LocalNode, Spec, Started, stop
 from megarl.launch.process import Child
 from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
-from megarl.rollout.engine import group_members
+from megarl.rollout.engine import group_members, own_folder
 from tests.unit.small_job import config_of, refused
 
 
@@ -95,6 +99,17 @@ def test_last_lines_are_of_this_process(tmp_path: Path) -> None:
     bar = child(tmp_path, "print('10%\\r20%', end='')")
     assert bar.wait(30)
     assert bar.tail().splitlines() == ["10%", "20%"]
+
+
+def test_a_log_that_is_gone_is_told(tmp_path: Path) -> None:
+    """Its folder was deleted; who comes next gets a new one."""
+    process = child(tmp_path / "logs", "")
+    assert process.wait(30)
+    shutil.rmtree(tmp_path / "logs")
+    assert process.tail() == "(its log is gone: No such file or directory)"
+    assert process.last_words_at() > time.time() - 60
+    again = child(tmp_path / "logs", "print('hello')")
+    assert again.wait(30) and again.tail() == "hello"
 
 
 def test_what_a_process_prints_is_shown_to_its_last_byte(
@@ -184,6 +199,25 @@ def test_only_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     assert attempts == list(range(1, starts + 1))
 
 
+def test_a_process_is_gone_with_its_last_thread(tmp_path: Path) -> None:
+    """When a process is killed its first thread is a zombie at once, while another may hold its sockets for long."""
+    code = (
+        "import os, socket, threading, time, ctypes; server = socket.create_server(('127.0.0.1', 0))\n"
+        "if os.fork(): time.sleep(600)\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start(); print(os.getpid(), server.getsockname()[1], flush=True)\n"
+        "ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone\n"
+    )
+    process = child(tmp_path, code)
+    while len(process.log.read_text().split()) < 2:
+        time.sleep(0.02)
+    forked, port = map(int, process.log.read_text().split())
+    while " Z " not in Path(f"/proc/{forked}/stat").read_text():
+        time.sleep(0.02)
+    assert forked in group_members(process.pid)
+    stop([process], 0.0)
+    assert ports.is_free("127.0.0.1", port)
+
+
 def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
     """A whole group, whatever its leader does; one that has ended already is no trouble."""
     code = (
@@ -202,6 +236,105 @@ def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
     while group_members(deaf.pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+SUPERVISOR = """
+import logging, sys, time
+from pathlib import Path
+from megarl.launch.guard import Guard
+from megarl.launch.node import LocalNode, Spec
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
+code = "import os, signal, time; signal.signal(15, signal.SIG_IGN); open(os.environ['TMPDIR'] + '/left', 'w'); print(os.environ['TMPDIR'], flush=True); time.sleep(600)"
+with Guard(alone_s=0.2) as guard:
+    child = LocalNode(guard).start(Spec("engine 0", ("-c", code), {}, sys.argv[1]))
+    while "\\n" not in child.log.read_text():
+        time.sleep(0.02)
+    print("guard", guard._process.pid, flush=True)
+    print("child", child.pid, flush=True)
+    first = guard._process.pid
+    while guard._process.pid == first:
+        time.sleep(0.02)
+    guard.add(child.pid, child.folder)  # returns when the new one has been told
+    print("told", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_guard_that_was_killed_has_a_successor(tmp_path: Path) -> None:
+    """Which ends what a supervisor that is killed then leaves, and removes an engine's temporary folder."""
+    log = tmp_path / "engine_0.log"
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(log)], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        guard, engine = (int(supervisor.stdout.readline().split()[1]) for _ in range(2))
+        folder = Path(log.read_text().strip())
+        assert (folder / "left").exists()
+        os.kill(guard, signal.SIGKILL)
+        assert "the guard of this job's processes has ended (status -9); starting another" in supervisor.stdout.readline()
+        assert supervisor.stdout.readline() == "told\n"
+        supervisor.kill()
+    deadline = time.monotonic() + 30
+    while group_members(engine) or folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_job_goes_on_and_ends_when_its_guard_is_killed(tmp_path: Path) -> None:
+    with Guard(alone_s=10) as guard:
+        guard._process.kill()
+        process = child(tmp_path, "import time; time.sleep(0.5)")
+        guard.add(process.pid)
+    assert not group_members(process.pid)
+
+
+def test_a_guard_that_is_stopped_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "END_S", 0.2)
+    process = child(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")
+    with Guard(alone_s=0.2) as guard:
+        guard.add(process.pid)
+        os.kill(guard._process.pid, signal.SIGSTOP)
+    assert guard._process.poll() == -signal.SIGKILL
+    assert process.wait(30) and process.poll() == -signal.SIGKILL  # what it would have done was done without it
+
+
+def test_a_guard_forgets_what_is_gone(tmp_path: Path) -> None:
+    """Another process may get its number."""
+    with Guard() as guard:
+        node = LocalNode(guard)
+        node.start(Spec("explorer", ("-c", "import time; time.sleep(600)"), {}, str(tmp_path / "explorer.log")))
+        assert guard._groups
+        node.stop(["explorer"], 0.0)
+        assert not guard._groups
+
+
+def test_an_engines_temporary_folder_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short enough for the names of sockets; what torch compiles stays where it was."""
+    code = "import os, tempfile; tempfile.mkdtemp(); print(os.environ['VLLM_RPC_BASE_PATH'], tempfile.gettempdir(), os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    shared = tempfile.mkdtemp()
+    monkeypatch.setattr(tempfile, "tempdir", shared)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with Guard() as guard:
+        node = LocalNode(guard)
+        process = node.start(Spec("engine 0", ("-c", code), {}, str(tmp_path / "engine_0.log")))
+        assert process.wait(30)
+        folder, same, compiled = process.tail().split()
+        assert folder == same and Path(folder).parent == Path(shared) and Path(folder).is_dir()
+        assert Path(compiled).parent == Path(shared)
+        node.stop(["engine 0"], 0.0)
+        assert not Path(folder).exists()
+        with pytest.raises(JobError, match="engine 1 cannot be started on this machine: .*engine_0.log"):
+            node.start(Spec("engine 1", ("-c", code), {}, str(tmp_path / "engine_0.log" / "engine_1.log")))
+    os.rmdir(shared)  # nothing is left in it
+
+
+def test_a_folder_of_sockets_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder, environment = own_folder()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{folder}/{uuid.uuid4()}")
+    assert environment["TMPDIR"] == environment["VLLM_RPC_BASE_PATH"] == str(folder)
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("ended_by", ["guard", "supervisor"])

@@ -234,6 +234,17 @@ def test_processes_of_another_node(joined: Any) -> None:
     until(lambda: lasting.poll() is not None)  # all of it is ended
 
 
+def test_an_engine_of_another_node_leaves_no_temporary_files(joined: Any) -> None:
+    node, here, folder = joined
+    code = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); time.sleep(600)"
+    process = node.start(spec("engine 7", code, folder))
+    until(lambda: "\n" in process.log.read_text())
+    own = Path(process.log.read_text().strip()).parent
+    assert own.is_dir() and own.name.startswith("megarl-")
+    node.stop([process.name], 0.0)
+    assert not own.exists()
+
+
 def test_a_rank_of_another_node_that_is_stopped_is_named(joined: Any) -> None:
     """Its node tells that it does not move, and its stacks; those of one that sleeps are told too."""
     node, here, folder = joined

@@ -16,6 +16,7 @@ from megarl.launch import ports, replace
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Spec, Started
+from megarl.launch.process import Child
 from megarl.launch.supervisor import watch
 from megarl.rollout.engine import group_members
 from tests.unit.small_job import config_of
@@ -28,7 +29,21 @@ shared = open(f"/dev/shm/megarl-test-{os.getpid()}", "w+b")
 shared.truncate(4096)
 held = mmap.mmap(shared.fileno(), 4096)
 server = socket.create_server(("127.0.0.1", int(port)))
+parent = os.getpid()
+begun = os.path.exists(f"{folder}/{name}.pids")
 if end != "closes" and os.fork() == 0:
+    if end.startswith("held") and not begun:
+        import signal
+        signal.alarm(60)
+        os.setsid()  # where nobody kills it
+        with open(f"{folder}/holder.pid", "w") as pid:
+            pid.write(str(os.getpid()))
+        while os.getppid() == parent:
+            time.sleep(0.02)
+        os.remove(shared.name)
+        for _ in range(int(end.removeprefix("held "))):
+            server.accept()
+        sys.exit()
     time.sleep(600)  # as an engine's core does, which holds the port too
 with open(f"{folder}/{name}.pids", "a") as pids:
     pids.write(f"{os.getpid()}\\n")
@@ -43,7 +58,8 @@ if end == "closes" and first:
     server.close()
 time.sleep(600)
 """
-"""Ends by itself or listens no more, the first time, once somebody has looked whether it listens."""
+"""Ends by itself or listens no more, the first time, once somebody has looked whether it listens. ``held N``: what it has forked lives on, and
+holds the port until so many have looked."""
 PLAIN = """
 import os, sys, time
 name, folder, code = sys.argv[1:]
@@ -132,10 +148,48 @@ def test_what_dies_is_started_again(run: Callable[..., LocalNode], tmp_path: Pat
     assert "engine 2 part 2 was ended by signal 9" in said and "cluster.replacements: 0 left" in said
 
 
+def test_what_dies_while_another_is_replaced_is_replaced_next(tmp_path: Path) -> None:
+    class Unlucky(LocalNode):
+        def start(self, spec: Spec) -> Child:
+            again = (tmp_path / f"{spec.name}.pids").exists()
+            child = super().start(spec)
+            if again and spec.name == "engine 0":
+                self.children["explorer"].signal(signal.SIGKILL)
+                assert self.children["explorer"].wait(30)
+            return child
+
+    [port] = ports.choose("127.0.0.1", 1, None)
+    ranks = trainer(tmp_path, "explorer:1:0", "engine 0:1:9", "engine 0:2:0", "explorer:2:0")
+    with Guard() as guard:
+        node = Unlucky(guard)
+        started = [Started(node.start(spec), node, spec) for spec in (server("engine 0", port, tmp_path), plain("explorer", tmp_path), ranks)]
+        watch(started, StopRequest(), config_of(tmp_path))
+    assert len(starts(tmp_path, "explorer")) == 2
+
+
+def test_a_port_that_is_still_held_is_waited_for(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who looked whether the successor listens would find what is left of the dead one, and kill the successor when that is gone."""
+    [port] = ports.choose("127.0.0.1", 1, None)
+    run(server("engine 0", port, tmp_path, "held 20"), trainer(tmp_path, "engine 0:1:9", "engine 0:2:0"))
+    assert len(starts(tmp_path, "engine 0")) == 2
+    assert caplog.text.count("starting it again") == 1 and "no more" not in caplog.text
+
+
+def test_a_port_that_is_held_for_ever_is_named(run: Callable[..., LocalNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replace, "FREE_S", 0.3)
+    [port] = ports.choose("127.0.0.1", 1, None)
+    try:
+        with pytest.raises(JobError, match=f"engine 0 cannot be started again: somebody else listens at 127.0.0.1:{port}"):
+            run(server("engine 0", port, tmp_path, "held 100000"), trainer(tmp_path, "engine 0:1:9", "engine 0:2:0"))
+    finally:
+        os.kill(int((tmp_path / "holder.pid").read_text()), signal.SIGKILL)
+
+
 def test_when_they_are_used_up_a_death_ends_the_attempt(run: Callable[..., LocalNode], tmp_path: Path) -> None:
     [port] = ports.choose("127.0.0.1", 1, None)
     plan = ("engine 0:1:9", "engine 0:2:9", "engine 0:3:0")
-    with pytest.raises(JobError, match="engine 0 was ended by signal 9; its last lines"):
+    said = r"engine 0 was ended by signal 9, not started again: cluster.replacements=1 used up \(engine 0 1x\); .*; its last lines"
+    with pytest.raises(JobError, match=said):
         run(server("engine 0", port, tmp_path), trainer(tmp_path, *plan), replacements=1)
     assert len(starts(tmp_path, "engine 0")) == 2
 
@@ -163,6 +217,18 @@ def test_an_engine_of_another_node(tmp_path: Path) -> None:
         watch(started, StopRequest(), config_of(tmp_path))
         assert len(starts(folder, "engine 0")) == 3
         assert not any(group_members(pid) for pid in starts(folder, "engine 0"))
+
+
+def test_a_deleted_log_ends_nothing(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    [port] = ports.choose("127.0.0.1", 1, None)
+    spec = server("engine 0", port, tmp_path)
+    log = tmp_path / "logs" / "engine 0.log"
+    delete = f"import shutil; shutil.rmtree({str(log.parent)!r})\n"
+    ranks = trainer(tmp_path, "engine 0:1:9", "engine 0:2:0")
+    code = TRAINER.replace("    if int(number):\n", f"    if int(number):\n        {delete}")
+    run(Spec(spec.name, spec.argv, spec.env, str(log), listens=spec.listens), Spec(ranks.name, ("-c", code, *ranks.argv[2:]), {}, ranks.log))
+    assert "its last word '(its log is gone: No such file or directory)'" in caplog.text
+    assert log.read_text() == "up\n"
 
 
 def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., LocalNode], tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""How often a publication is tried in which engines die."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.errors import WeightsDiffer, WeightSyncError
+from megarl.loop import engines
+
+
+class Syncs:
+    """As much of a session as joining engines looks at, on its only rank: each of ``failures`` ends one connection."""
+
+    def __init__(self, *failures: WeightSyncError, died: tuple[str, ...] = ("no answer from the engine",)) -> None:
+        self.failures = list(failures)
+        self.said: list[str] = []
+        self.publisher = SimpleNamespace(connect=self.connect, died=lambda: list(died))
+
+    def connect(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def agree(self, yes: bool) -> bool:
+        return yes
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def connect(s: Syncs) -> None:
+    engines.connect(s)  # type: ignore[arg-type]
+
+
+def test_what_died_is_waited_for() -> None:
+    s = Syncs(*[WeightSyncError("the link is down")] * 3)
+    connect(s)
+    assert s.said == ["an engine died in a weight sync (no answer from the engine); waiting for the one that replaces it"] * 3
+
+
+def test_the_last_failure_tells_how_often_it_was_tried() -> None:
+    s = Syncs(*[WeightSyncError("the link is down")] * 5)
+    with pytest.raises(WeightSyncError, match=r"the link is down \(tried 4 times, an engine died each time; no answer from the engine\)"):
+        connect(s)
+    assert len(s.failures) == 1
+
+
+@pytest.mark.parametrize(("failure", "died"), [(WeightSyncError("of the trainer"), ()), (WeightsDiffer("a tensor"), ("no answer",))])
+def test_what_another_engine_would_not_mend_is_raised_at_once(failure: WeightSyncError, died: tuple[str, ...]) -> None:
+    s = Syncs(failure, died=died)
+    with pytest.raises(type(failure)) as raised:
+        connect(s)
+    assert raised.value is failure
