@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.checkpoint.manifest import latest
 from tests.system.jobs import TINY, Job
@@ -333,8 +334,17 @@ def compared(hurt: Path, whole: Path, steps: int) -> tuple[str, list[str]]:
     reference = found_in(whole, steps)
     ours, theirs = ({path.name for path in (run / "checkpoints").glob("global_step_*")} for run in (hurt, whole))
     differing = [name for name in differences(hurt, reference, steps) if name.partition("/")[0] not in ours ^ theirs]
-    text = f"{len(reference)} things compared, {len(differing)} differ {differing or ''}"
+    found = found_in(hurt, steps)
+    named = "; ".join(f"{name}: {_difference(found.get(name), reference.get(name))}" for name in differing)
+    text = f"{len(reference)} things compared, {len(differing)} differ{named and f' ({named})'}"
     return f"{text}; checkpoints left out: {sorted(theirs - ours)}, more than usual: {sorted(ours - theirs)}", differing
+
+
+def _difference(found: Any, reference: Any) -> str:
+    """Of metrics, which."""
+    if isinstance(found, dict) and isinstance(reference, dict):
+        return ", ".join(sorted(key for key in found.keys() | reference.keys() if found.get(key) != reference.get(key)))
+    return "not there" if found is None else "only there" if reference is None else "another value"
 
 
 def compared_without_store(hurt: Path, whole: Path) -> tuple[str, list[str]]:
