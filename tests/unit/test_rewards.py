@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -359,7 +360,12 @@ KEY = "the key of this job"
 
 def worker_processes() -> list[psutil.Process]:
     """Of this process; other tests may have left children of other kinds."""
-    return [p for p in psutil.Process().children() if "megarl.rewards.worker" in " ".join(p.cmdline())]
+    found = []
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it ends just now: a zombie is one of them to psutil
+            if "megarl.rewards.worker" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_workers_of_another_host_score_and_are_replaced_like_our_own(flaky: Path) -> None:
