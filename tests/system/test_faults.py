@@ -160,8 +160,3 @@ def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) ->
     training(again)
     assert again.steps() == list(range(1, again.steps()[-1] + 1))
     dies(again, "trainer 1", "trainer rank 1")
-
-
-def test_death_of_an_engine_that_may_not_be_replaced_ends_the_job(start: Start) -> None:
-    """It also shows that a start after a killed supervisor, and after a dead process, works."""
-    dies(training(start(*ENDLESS, "cluster.replacements=0")), "engine", "engine 0")
