@@ -1,4 +1,8 @@
-"""Whether an engine lives, asked by its node's supervisor: its server answers, and none of its processes is stopped."""
+"""Whether an engine lives, asked by its node's supervisor: its core answers between two steps, and none of its processes is stopped.
+
+vLLM's ``/health`` is answered by the server alone, also when the core waits for ever for a worker. The core's answer may take as long as
+a step of it does.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from megarl.launch.stacks import STOPPED, group_state
 from megarl.rollout.control import EngineControl
 
 EVERY_S = 1.0
-ANSWER_S = 10.0
+ANSWER_S = 600.0
+"""Who asks waits, and is not counted meanwhile; the sentinel's patience is less."""
 
 
 class Probe:
@@ -42,7 +47,7 @@ class Probe:
         if self._engine is None:
             return True
         try:
-            self._engine.health(ANSWER_S)
+            self._engine.state(ANSWER_S)
         except EngineError:
             return False
         return True

@@ -30,7 +30,7 @@ class _Seen:
 
     sign: Sign
     silent_s: float = 0.0
-    """Since its last mark, as far as this process was there to see."""
+    """Since its last mark, as far as this process was there to see and it has patience for (``_pace``)."""
 
 
 class Sentinel:
@@ -64,8 +64,10 @@ class Sentinel:
         self._looked = now
         # Who was stopped together with the whole job (scontrol suspend) has seen nobody be silent meanwhile.
         passed = min(passed, 2 * self._every_s)
-        self._seen = {s.process: self._glance(s.process, passed) for s in alive}
-        trainers = [s.process for s in alive if s.process.name.startswith("trainer")]
+        signs = {s.process: s.process.sign() for s in alive}
+        trainers = [process for process in signs if process.name.startswith("trainer")]
+        syncing = any(signs[process].patience_s for process in trainers)
+        self._seen = {p: self._glance(p, sign, passed * self._pace(p, sign, syncing)) for p, sign in signs.items()}
         late = {process for process in self._seen if self._seen[process].silent_s > self._limit(process)}
         helpers = late.difference(trainers)
         if self._stalled(trainers, late):  # what is stopped is to blame, also when it is not late yet
@@ -80,8 +82,14 @@ class Sentinel:
         elif (idle := self._idle(passed)) is not None:
             self._give_up(idle, alive)
 
-    def _glance(self, process: Process, passed: float) -> _Seen:
-        sign, before = process.sign(), self._seen.get(process)
+    def _pace(self, process: Process, sign: Sign, syncing: bool) -> float:
+        """How much of a process's patience a second takes: an engine may not answer while its workers take weights."""
+        if not syncing or not process.name.startswith("engine") or sign.state == STOPPED:
+            return 1.0
+        return self._stall_s / max(self._stall_s, self._config.sync.timeout_s)
+
+    def _glance(self, process: Process, sign: Sign, passed: float) -> _Seen:
+        before = self._seen.get(process)
         moved = before is None or before.sign.marks != sign.marks
         return _Seen(sign, 0.0 if moved or before is None else before.silent_s + passed)
 
@@ -91,8 +99,6 @@ class Sentinel:
             return self._stall_s
         if sign.phase == START:
             return max(self._stall_s, config.rollout.start_timeout_s)
-        if process.name.startswith("engine"):  # a server may not answer while its workers take weights
-            return max(self._stall_s, config.sync.timeout_s)
         return max(self._stall_s, sign.patience_s)
 
     def _is_stopped(self, process: Process) -> bool:

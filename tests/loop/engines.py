@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 
 from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, SyncConfig
 from megarl.launch import ports
+from megarl.launch.node import remove
 from megarl.launch.process import Child
 from megarl.rollout.addresses import JobAddresses
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
-from megarl.rollout.engine import engine_process, group_members, shared_memory
+from megarl.rollout.engine import engine_process, group_members, own_folder, shared_memory
 from tests.loop.zygote import Forked, Zygote
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way
@@ -118,6 +119,8 @@ class RunningEngine:
     _url: str = ""
     _last_pid: int = -1
     _segments: set[Path] = field(default_factory=set)
+    _folder: Path | None = None
+    """Its temporary one."""
 
     def ready(self) -> RunningEngine:
         if self._child is None or self._child.poll() is not None:
@@ -126,7 +129,8 @@ class RunningEngine:
             argv, environment = engine_process(
                 self.config.model.path, self.config.rollout, self.config.model, HOST, port
             )
-            self._child = self._start([*argv, *self.options], environment, self.logs / f"engine_{port}.log")
+            self._folder, own = own_folder()
+            self._child = self._start([*argv, *self.options], {**environment, **own}, self.logs / f"engine_{port}.log")
             self._url = f"http://{HOST}:{port}"
             self.control.wait_ready(self.config.rollout.start_timeout_s, alive=lambda: self._child.poll() is None)
             self._segments = shared_memory(self._child.pid)
@@ -182,7 +186,8 @@ class RunningEngine:
             time.sleep(0.02)
         for segment in self._segments:
             segment.unlink(missing_ok=True)
-        self._child = None
+        remove(self._folder)
+        self._child = self._folder = None
 
     def leftovers(self) -> list[str]:
         """Processes and shared-memory files that outlived ``stop``."""

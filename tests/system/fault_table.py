@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.manifest import latest
+from megarl.rollout.engine import group_members
 from tests.system.jobs import TINY, Job
 from tests.system.soak import END_S, checkpoints_and_metrics, differences, found_in, kill, run_to_its_end
 
@@ -231,6 +232,25 @@ def damaged_checkpoint(injured: Injured) -> str:
     return said.replace("the newest checkpoint", "the one before")
 
 
+HOLD = """
+import ctypes, os, sys
+PTRACE_ATTACH, WALL = 16, 0x40000000
+libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
+if libc.ptrace(PTRACE_ATTACH, pid, None, None):
+    raise OSError(ctypes.get_errno(), "ptrace")
+while os.WIFSTOPPED(os.waitpid(pid, WALL)[1]):  # until it is killed
+    pass
+"""
+
+
+def core_hangs(injured: Injured) -> str:
+    """Its one thread that computes, held as by a debugger: to others the process looks busy."""
+    server = injured.job.pid_of("engine")
+    [core] = set(group_members(server)) - {server}
+    subprocess.Popen([sys.executable, "-c", HOLD, str(core)])
+    return "its server still answers `/health`; the sentinel kills it; as above"
+
+
 def asked_to_stop(injured: Injured) -> str:
     injured.job.signal(signal.SIGTERM)
     return stopped(injured, "a checkpoint is saved within the grace")
@@ -257,6 +277,7 @@ FAULTS = (
     Fault("engine: SIGKILL", Injured.in_a_rollout, process("engine", signal.SIGKILL, "the other engine goes on; a new one gets the weights, proven equal")),
     Fault("engine: SIGKILL", Injured.behind_a_step, process("engine", signal.SIGKILL, "a new engine gets the weights, proven equal")),
     Fault("engine: SIGSTOP", Injured.in_a_rollout, process("engine", signal.SIGSTOP, "the sentinel kills it; as above")),
+    Fault("engine: its core hangs (held by ptrace)", Injured.in_a_rollout, core_hangs),
     Fault("explorer: SIGKILL", Injured.in_a_rollout, process("explorer", signal.SIGKILL, "a new one takes over its groups")),
     Fault("explorer: SIGSTOP", Injured.in_a_rollout, process("explorer", signal.SIGSTOP, "the sentinel kills it; a new one takes over its groups")),
     Fault("reward workers: SIGKILL", Injured.in_a_rollout, reward_workers),
