@@ -40,7 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns from files); resumes when repeated.")
     train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
-    train.add_argument("--check", action="store_true", help="validate settings, data and model, start nothing")
+    train.add_argument("--check", action="store_true", help="validate settings, data and model, start nothing; say what would run where")
+    train.add_argument("--nodes", type=int, default=1, metavar="N", help="with --check: as on N machines like this one")
+    train.add_argument("--gpus-per-node", type=int, metavar="N", help="with --check: that a node has (default: as many as this one)")
     train.add_argument("-m", "--multirun", action="store_true", help="sweep: a job for each combination of values such as algorithm=grpo,rloo (docs/sweeps.md)")
     train.add_argument("--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)")
     train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
@@ -147,7 +149,16 @@ def _train(arguments: argparse.Namespace) -> int:
     from megarl.launch.job import run
 
     if arguments.check:
-        check(config)
+        from megarl.errors import ConfigError
+        from megarl.launch import devices
+        from megarl.launch.fit import planned
+        from megarl.launch.placement import Place
+
+        if arguments.nodes < 1:
+            raise ConfigError(f"--nodes={arguments.nodes}: a job has one or more")
+        gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
+        check(config, nodes=arguments.nodes)
+        logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(arguments.nodes)]))
         logging.info("the settings, data and model fit; nothing was started")
         return 0
     return run(config)

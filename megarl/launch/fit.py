@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megarl import algorithms
 from megarl.config import Config
 from megarl.errors import ArchitectureError, ConfigError, JobError, PlanError
-from megarl.launch.placement import Place, engine_nodes, place, trainer_nodes
+from megarl.launch.placement import Place, engine_nodes, place, table, trainer_nodes
 from megarl.parallel.grid import ROLES
 
 
@@ -73,6 +73,12 @@ def fit(config: Config, allocated: Sequence[Place], left: Sequence[Place], usabl
         f"trainer ranks where a node has room for {each}, an engine rollout.nodes={config.rollout.nodes} nodes; run it again with all "
         "nodes, or with cluster.shrink=false, which puts more ranks on each node that is left"
     )
+
+
+def planned(config: Config, nodes: Sequence[Place]) -> str:
+    """What would run where, a line for each node. Raises ConfigError where the whole job does not fit them."""
+    fitted = fit(config, nodes, nodes, lambda smaller: None)
+    return table(place(fitted.config, fitted.nodes, trainers=fitted.trainers), nodes)
 
 
 def changes(old: Config, new: Config) -> list[Change]:

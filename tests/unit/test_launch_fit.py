@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.config import Config
 from megarl.config.schema import ParallelConfig
 from megarl.errors import ConfigError, JobError
-from megarl.launch.fit import Change, changes, fit
+from megarl.launch.fit import Change, changes, fit, planned
 from megarl.launch.placement import Place, place
 from megarl.parallel.grid import check_parallel, check_roles, role_grids
 from tests.unit.small_job import config_of
@@ -179,3 +179,24 @@ def test_without_shrinking_a_node_gets_more() -> None:
 def test_an_offline_job_has_no_engines_to_lose() -> None:
     config = replace(job(3, replicas=3), algorithm=replace(base().algorithm, name="dpo"))
     assert changes(config, fit(config, nodes(3), nodes(2), grids).config) == [Change("parallel.dp", 3, 2)]
+
+
+def test_a_plan_says_who_would_run_where() -> None:
+    lines = planned(job(2, tp=2, replicas=2, spare=1), nodes(3)).splitlines()
+    assert lines == [
+        "node 0 n0: trainer ranks 0-1, engine 0, explorer and reward workers",
+        "node 1 n1: trainer ranks 2-3, engine 1, reward workers",
+        "node 2 n2: nothing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (job(1, spare=1), "cluster.spare_nodes=1 leaves none of the 1 nodes"),
+        (replace(job(1), rollout=replace(base().rollout, nodes=2, tp=2)), "rollout.nodes=2 for each engine, but 1 nodes may have engines"),
+    ],
+)
+def test_a_plan_that_does_not_fit_one_machine(config: Config, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        planned(config, nodes(1))
