@@ -80,6 +80,7 @@ class ParallelConfig(GridSizes):
 
     sequence_parallel: bool = False
     backend: Literal["gloo", "nccl"] = "gloo"
+    """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (never run on hardware: docs/hardware.md)."""
 
 
 @dataclass(frozen=True)

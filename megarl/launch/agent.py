@@ -115,7 +115,7 @@ class _Agent:
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["do"] == "start":
-            spec = Spec(**{**message["spec"], "argv": tuple(message["spec"]["argv"])})
+            spec = Spec(**{**message["spec"], "argv": tuple(message["spec"]["argv"]), "gpus": tuple(message["spec"]["gpus"])})
             with self._lock:
                 self._node.start(replace(spec, echo=False))
             return {}

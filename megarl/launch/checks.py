@@ -97,8 +97,11 @@ def _check_settings(config: Config, offline: bool, nodes: int) -> None:
             f"trainer.updates_per_step={config.trainer.updates_per_step} is more than the {rows} rows of a step "
             f"(trainer.tasks_per_step{'' if offline else ' * algorithm.group_size'})"
         )
-    if config.parallel.backend == "nccl":
-        raise ConfigError("parallel.backend=nccl is not finished: batches stay on the CPU; set parallel.backend to gloo")
+    if config.parallel.backend == "nccl" and torch.version.cuda is None:
+        raise ConfigError(
+            f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install megarl[gpu] in its place, "
+            "or set parallel.backend to gloo"
+        )
     optimizers = {"trainer": config.trainer.optimizer, "trainer.warm_start": config.trainer.warm_start.optimizer, "critic": config.critic.optimizer}
     for where, optimizer in optimizers.items():
         if (optimizer.decay_steps is None) != (optimizer.min_lr is None):
@@ -143,7 +146,8 @@ def _check_memory(config: Config, offline: bool, nodes: int) -> None:
     """Even the least that the processes can take is there, if they spread evenly over the nodes and those are like this one."""
     rollout = config.rollout
     engines = 0 if offline else rollout.replicas * rollout.tp * rollout.pp
-    least = engines * (rollout.kv_cache_bytes + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
+    cache = rollout.kv_cache_bytes if config.parallel.backend == "gloo" else 0  # else a GPU has it
+    least = engines * (cache + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
     least //= max(1, nodes - config.cluster.spare_nodes)
     if least > (available := available_memory()):
         what = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and " if engines else ""

@@ -6,6 +6,7 @@ Written from documentation; never run on a machine that has them.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 from collections import Counter
@@ -28,6 +29,16 @@ UNKNOWN_FIELD = re.compile(r'Field "([\w.]+)" is not a valid field')
 ANSWER_S = 60.0
 """nvidia-smi takes seconds on a node whose driver is not kept loaded, and for ever where a GPU hangs."""
 INFINIBAND = Path("/sys/class/infiniband")
+DRIVER = Path("/proc/driver/nvidia/gpus")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible(env: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> list[str]:
+    """This node's GPUs that the job may use, by the names that CUDA_VISIBLE_DEVICES has for them: what a launcher put there, else all."""
+    if VISIBLE in env:
+        words = [word.strip() for word in env[VISIBLE].split(",")]
+        return words[: next((i for i, word in enumerate(words) if word in ("", "-1")), len(words))]  # as CUDA reads it
+    return [str(number) for number in range(len(list(driver.glob("*"))))]
 
 
 def gpus() -> list[dict[str, str]]:

@@ -33,6 +33,7 @@ class Facts:
     versions: dict[str, str]
     """Python's and those of PACKAGES that are installed."""
     gpus: int
+    """That the job may use."""
     memory_bytes: int
     """Available."""
     disk_bytes: int
@@ -59,7 +60,7 @@ def facts(name: str, address: str) -> Facts:
         address,
         interface_of(address),
         _versions(),
-        len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        len(devices.visible()),
         available_memory(),
         shutil.disk_usage(tempfile.gettempdir()).free,
         time.time(),

@@ -129,8 +129,8 @@ def _fitted(config: Config, here: LocalNode, others: Sequence[RemoteNode], left:
     Raises as ``fit``.
     """
     nodes: list[Node] = [here, *left]
-    there = [Place(node.rank, node.name, node.role) for node in nodes]
-    allocated = there[:1] + [Place(node.rank, node.name, node.role) for node in others]
+    there = [Place(node.rank, node.name, node.role, node.gpus) for node in nodes]
+    allocated = there[:1] + [Place(node.rank, node.name, node.role, node.gpus) for node in others]
     fitted = fit(config, allocated, there, check_sizes)
     used = {node.rank for node in fitted.nodes}
     missing = [node for node in others if node not in left]

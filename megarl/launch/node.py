@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from megarl.errors import JobError
-from megarl.launch import ports, stacks
+from megarl.launch import devices, ports, stacks
 from megarl.launch.allocation import Role
 from megarl.launch.guard import Guard
 from megarl.launch.probe import Probe
@@ -41,6 +41,8 @@ class Spec:
     """Show what it prints on the head's terminal; only for processes of the head's node."""
     listens: str = ""
     """HOST:PORT of a server: it is up once somebody listens there."""
+    gpus: tuple[int, ...] = ()
+    """Which of the node's it may use, and no others."""
 
 
 class Process(Protocol):
@@ -73,6 +75,10 @@ class Node(Protocol):
     interface: str
     """Network interface that has ``address``; "" where it was not asked for."""
     role: Role
+
+    @property
+    def gpus(self) -> int:
+        """How many it has for the job."""
 
     def start(self, spec: Spec) -> Process:
         """Raises JobError. An engine gets a temporary folder of its own, which ends with it."""
@@ -123,14 +129,21 @@ class LocalNode:
     role: Role = "all"
     first_port: int | None = None
     """Ports from here on, where the setting gives one."""
+    visible: Sequence[str] = field(default_factory=devices.visible)
+    """Names of the GPUs that the job may use."""
     children: dict[str, Child] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        return len(self.visible)
 
     def start(self, spec: Spec) -> Child:
         """Raises JobError."""
+        own = {**spec.env, devices.VISIBLE: ",".join(self.visible[number] for number in spec.gpus)}
         try:
             folder, env = own_folder() if spec.name.startswith("engine") else (None, {})
             try:
-                child = Child(spec.name, [sys.executable, *spec.argv], {**spec.env, **env}, Path(spec.log), echo=spec.echo, keep=self.keep)
+                child = Child(spec.name, [sys.executable, *spec.argv], {**own, **env}, Path(spec.log), echo=spec.echo, keep=self.keep)
             except BaseException:
                 remove(folder)
                 raise

@@ -18,6 +18,7 @@ class Place(NamedTuple):
     rank: int
     name: str
     role: Role
+    gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,21 @@ class Placement:
     explorer: int | None
     reward_hosts: tuple[int, ...]
     """Nodes that have reward workers beside those of the explorer's."""
+    workers: int = 0
+    """Of an engine on each of its nodes."""
 
     def local_rank(self, rank: int) -> int:
         """Of a trainer rank among those of its node."""
         return self.trainer[:rank].count(self.trainer[rank])
+
+    def trainer_gpus(self, node: int) -> tuple[int, ...]:
+        """Numbers of a node's first GPUs, one for each of its trainer ranks."""
+        return tuple(range(self.trainer.count(node)))
+
+    def engine_gpus(self, engine: int, node: int) -> tuple[int, ...]:
+        """Those of an engine's workers on a node, behind the trainer's and the engines' before it."""
+        first = self.trainer.count(node) + self.workers * sum(node in span for span in self.engines[:engine])
+        return tuple(range(first, first + self.workers))
 
 
 def trainer_nodes(nodes: Sequence[Place]) -> list[int]:
@@ -51,7 +63,7 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
     ``trainers``: only so many of the nodes that may have trainer ranks get some, the first ones; None is all.
 
     Raises:
-        ConfigError: the ranks or engines do not spread evenly over the nodes that may have them.
+        ConfigError: the ranks or engines do not spread evenly over the nodes that may have them, or want more GPUs than a node has.
     """
     chosen, rollouts = trainer_nodes(nodes)[:trainers], engine_nodes(nodes)
     offline = algorithms.get(config.algorithm.name).offline
@@ -64,7 +76,7 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
             "number of nodes"
         )
     if offline:
-        return Placement(_blocks(chosen, world), (), None, ())
+        return _with_gpus(config, nodes, Placement(_blocks(chosen, world), (), None, ()))
     span, replicas = config.rollout.nodes, config.rollout.replicas
     workers = config.rollout.tp * config.rollout.pp
     if not rollouts or span > len(rollouts):
@@ -73,7 +85,22 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
         raise ConfigError(f"rollout.nodes={span} must divide the {workers} workers of an engine (rollout.tp * rollout.pp)")
     groups = [tuple(rollouts[i : i + span]) for i in range(0, len(rollouts) - span + 1, span)]
     engines = tuple(groups[i % len(groups)] for i in range(replicas))
-    return Placement(_blocks(chosen, world), engines, nodes[0].rank, tuple(node.rank for node in nodes[1:]))
+    hosts = tuple(node.rank for node in nodes[1:])
+    return _with_gpus(config, nodes, Placement(_blocks(chosen, world), engines, nodes[0].rank, hosts, workers // span))
+
+
+def _with_gpus(config: Config, nodes: Sequence[Place], placement: Placement) -> Placement:
+    """The placement, where each process that computes on a GPU has one of its own. Raises ConfigError."""
+    for node in nodes if config.parallel.backend == "nccl" else ():
+        ranks = placement.trainer.count(node.rank)
+        workers = placement.workers * sum(node.rank in span for span in placement.engines)
+        if ranks + workers > node.gpus:
+            raise ConfigError(
+                f"{f'node {node.rank} {node.name}'.strip()} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU of its own "
+                f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), or lower parallel.dp or "
+                "rollout.replicas"
+            )
+    return placement
 
 
 def _blocks(nodes: Sequence[int], world: int) -> tuple[int, ...]:
@@ -89,7 +116,7 @@ def table(placement: Placement, nodes: Sequence[Place]) -> str:
         parts += [f"engine {i}{_part(span, node.rank)}" for i, span in enumerate(placement.engines) if node.rank in span]
         parts += ["explorer and reward workers"] * (node.rank == placement.explorer)
         parts += ["reward workers"] * (node.rank in placement.reward_hosts)
-        lines.append(f"node {node.rank} {node.name}: {', '.join(part for part in parts if part) or 'nothing'}")
+        lines.append(f"{f'node {node.rank} {node.name}'.strip()}: {', '.join(part for part in parts if part) or 'nothing'}")
     return "\n".join(lines)
 
 

@@ -80,6 +80,7 @@ class RemoteNode:
         self.facts = health.from_message(hello["facts"])
         self.arrived = time.time()
         self.name, self.address, self.interface = self.facts.name, self.facts.address, self.facts.interface
+        self.gpus = self.facts.gpus
         self.stop_request = StopRequest()
         """Told when the node's supervisor was asked to stop, by Slurm or a person."""
         self.lost_at = 0.0

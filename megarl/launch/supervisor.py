@@ -54,7 +54,7 @@ def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str,
         JobError: a node failed to start one; what was started is ended.
     """
     by_rank = {node.rank: node for node in nodes}
-    places = [Place(node.rank, node.name, node.role) for node in nodes]
+    places = [Place(node.rank, node.name, node.role, node.gpus) for node in nodes]
     placement = place(config, places, trainers=trainers)
     if len(nodes) > 1:
         log.info("%s", table(placement, places))
@@ -124,20 +124,25 @@ def _specs(
     if VARIABLE in os.environ:  # other nodes do not inherit it
         env[VARIABLE] = os.environ[VARIABLE]
     found: list[tuple[int, Spec]] = []
+    on_gpus = config.parallel.backend == "nccl"
 
     def add(
-        rank: int, name: str, argv: Sequence[str], more: dict[str, str], log_name: str, echo: bool = False, listens: str = ""
-    ) -> None:
-        found.append((rank, Spec(name, tuple(argv), {**env, **more}, str(logs / log_name), echo, listens)))
+        rank: int, name: str, argv: Sequence[str], more: dict[str, str], log_name: str, *, echo: bool = False, listens: str = "",
+        gpus: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        found.append((rank, Spec(name, tuple(argv), {**env, **more}, str(logs / log_name), echo, listens, gpus if on_gpus else ())))
 
     for i, span in enumerate(placement.engines):
         host, _, port = addresses.engines[i].rpartition(":")
         for part, rank in enumerate(span):
             group = (part, addresses.engine_groups[i]) if len(span) > 1 else None
-            argv, engine_env = engine_process(config.model.path, config.rollout, config.model, host=host, port=int(port), group=group)
+            argv, engine_env = engine_process(
+                config.model.path, config.rollout, config.model, host, int(port), "cuda" if on_gpus else "cpu", group
+            )
             suffix = "" if part == 0 else f"_part_{part + 1}"
             name, listens = f"engine {i}{suffix.replace('_', ' ')}", addresses.engines[i] if part == 0 else ""
-            add(rank, name, argv[1:], {**engine_env, UNTIL_PUBLISHED: "1"}, f"engine_{i}{suffix}.log", listens=listens)
+            more, gpus = {**engine_env, UNTIL_PUBLISHED: "1"}, placement.engine_gpus(i, rank)
+            add(rank, name, argv[1:], more, f"engine_{i}{suffix}.log", listens=listens, gpus=gpus)
     host, _, port = addresses.rendezvous.rpartition(":")
     for rank, node in enumerate(placement.trainer):
         rank_env = {
@@ -150,7 +155,7 @@ def _specs(
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
         argv = ["-m", "megarl.loop", "trainer", "--config", str(resolved)]
-        add(node, f"trainer rank {rank}", argv, rank_env, f"trainer_{rank}.log", echo=rank == 0)
+        add(node, f"trainer rank {rank}", argv, rank_env, f"trainer_{rank}.log", echo=rank == 0, gpus=placement.trainer_gpus(node))
     for node, address in zip(placement.reward_hosts, addresses.reward_hosts, strict=True):
         host, _, port = address.rpartition(":")
         argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port, "--workers", str(config.reward.workers)]

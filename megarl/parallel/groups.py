@@ -20,6 +20,8 @@ from megarl.config.schema import ParallelConfig
 from megarl.parallel import cpu
 from megarl.parallel.grid import check_parallel
 
+BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+"""``parallel.backend`` in torch's words. What a step says of itself stays on the host, and goes by gloo there too."""
 LOOPBACK = "lo"
 """Linux' name of the interface."""
 USUAL_S = 600.0
@@ -66,7 +68,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
             f"{parallel.world_size}"
         )
     if parallel.backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))  # of those that the supervisor lets it see
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         rank = int(os.environ["RANK"])
@@ -74,7 +76,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
         if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # gloo would listen where the host's name points
         dist.init_process_group(
-            parallel.backend, store=_store(host, port, world, rank, timeout), world_size=world, rank=rank, timeout=timeout
+            BACKENDS[parallel.backend], store=_store(host, port, world, rank, timeout), world_size=world, rank=rank, timeout=timeout
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,

@@ -55,8 +55,6 @@ def engine_process(
     argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
     argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes)]
     argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
-    # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
-    argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
     argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     argv += ["--middleware", "megarl.rollout.auth.RequireKey"]
@@ -78,6 +76,8 @@ def engine_process(
     if device == "cpu":
         environment |= _CPU_ENVIRONMENT
         argv += _cpu_options(model_path, rollout)
+        # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
+        argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
         if rollout.tp * rollout.pp == 1:
             # One process fewer: 8 s of imports, 0.5 GB and a hop a step. vLLM keeps a worker process on CPU only to set
             # its OpenMP environment, which is set above; this variable is its way to be told so.

@@ -51,7 +51,7 @@ class Link:
         self._peers = peers
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         """Starts to send to the other side's ``rank``; the message must stay as it is until ``wait()`` returns."""

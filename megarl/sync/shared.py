@@ -2,7 +2,8 @@
 
 The sender's two buckets lie in an anonymous memory file (``memfd``): it has no name, so that nothing is left behind however the
 processes end. A receiver on the same machine opens it through ``/proc`` and unpacks straight from it; it needs no bucket of its
-own. Only "it is there" and "it is read" travel over the socket, a few bytes each, in the order of the messages.
+own. Only "it is there" and "it is read" travel over the socket, a few bytes each, in the order of the messages. All of it is host
+memory, whatever torch's default device is within an engine's worker: to and from a GPU slices are copied as they are packed and unpacked.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Lender:
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         if rank not in self._near:
             return self._link.isend(message, rank)
-        offset = torch.tensor([self._offsets[message.data_ptr()]]).view(torch.uint8)
+        offset = torch.tensor([self._offsets[message.data_ptr()]], device="cpu").view(torch.uint8)
         return _Lent(self._link, rank, self._link.isend(offset, rank), offset)
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
@@ -116,7 +117,7 @@ class _Lent:
 
     def wait(self) -> None:
         self.told.wait()
-        self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8)).wait()
+        self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, device="cpu")).wait()
 
 
 class Borrower:
@@ -137,7 +138,7 @@ class Borrower:
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
         if rank not in self._near:
             return self._link.irecv(nbytes, rank, spare)
-        offset = torch.empty(8, dtype=torch.uint8)
+        offset = torch.empty(8, dtype=torch.uint8, device="cpu")
         return _Borrowed(self, rank, nbytes, self._link.irecv(8, rank, lambda: offset))
 
     def finish(self) -> None:
@@ -160,7 +161,7 @@ class Borrower:
         return bucket[:nbytes]
 
     def answer(self, rank: int) -> None:
-        word = torch.zeros(1, dtype=torch.uint8)
+        word = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._answers.append((self._link.isend(word, rank), word))
 
 

@@ -128,7 +128,7 @@ class FrozenModel:
                 parts = run(self.chunks, sequences, batches, head, _first_answer, forward_only=True)
                 for batch, part in zip(batches, parts if self._speaks() else [], strict=False):
                     real = batch.index >= 0
-                    result[batch.index[real]] = part[real].float().cpu()
+                    result[batch.index[real]] = part.float().cpu()[real]
         # One rank answers for each position, the others have 0 there: the sum is exact.
         dist.all_reduce(result)
         return result
@@ -194,8 +194,8 @@ class TrainedModel(FrozenModel):
 
         def loss_function(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, Any]:
             kept = Kept.of(batch, sequences)
-            loss = objective.loss(kept, answer[kept.place])
-            total = (loss.totals * scale.to(loss.total.dtype)).sum()
+            loss = objective.loss(kept, answer[kept.place.to(answer.device)])
+            total = (loss.totals * scale.to(loss.total)).sum()
             return total, (total.detach(), loss.metrics)
 
         collected = run(self.chunks, sequences, batches, self.head, loss_function, forward_only=False)

@@ -1,5 +1,7 @@
 """What a model is trained for: algorithms from ``megarl.algorithms``, given the tokens of a micro-batch.
 
+A step lies on the host; of a micro-batch's tokens what a loss needs goes to where the answers are.
+
 Shape legend: T' tokens of a micro-batch that are in the loss, n its sequences, K parts of a loss with a denominator each.
 """
 
@@ -47,7 +49,7 @@ class Objective:
     count: Callable[[Kept], torch.Tensor]
     """This micro-batch's share of the global denominators, [K] or a scalar."""
     loss: Callable[[Kept, torch.Tensor], Loss]
-    """(tokens, answers [T', k] of the head) -> sums, never divided."""
+    """(tokens, answers [T', k] of the head) -> sums where the answers are, never divided."""
 
 
 def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences) -> Objective:
@@ -60,8 +62,10 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
         return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings, expert(kept))
 
     def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+        device, marks = answers.device, expert(kept)
+
         def picked(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[kept.index]
+            return None if values is None else values[kept.index].to(device)
 
         return algorithm.loss(
             LossInput(
@@ -70,11 +74,11 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
                 old_logp=picked(sequences.old_logp),
                 ref_logp=picked(sequences.ref_logp),
                 advantages=picked(sequences.advantages),
-                mask=kept.mask,
-                row=kept.row,
+                mask=kept.mask.to(device),
+                row=kept.row.to(device),
                 num_rows=kept.num_rows,
                 engine_logp=picked(sequences.engine_logp),
-                expert=expert(kept),
+                expert=None if marks is None else marks.to(device),
             ),
             settings,
         )
@@ -92,6 +96,7 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
         return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings)
 
     def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+        device = answers.device
         return algorithm.loss(
             LossInput(
                 logp=torch.zeros_like(answers[:, 0]),
@@ -99,11 +104,11 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
                 old_logp=None,
                 ref_logp=None,
                 advantages=None,
-                mask=kept.mask,
-                row=kept.row,
+                mask=kept.mask.to(device),
+                row=kept.row.to(device),
                 num_rows=kept.num_rows,
                 scores=answers[:, 0],
-                margin=margins[kept.numbers[::2] // 2],
+                margin=margins[kept.numbers[::2] // 2].to(device),
             ),
             settings,
         )
@@ -117,6 +122,7 @@ def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
     before, target = sequences.values, sequences.returns
 
     def loss(kept: Kept, answers: torch.Tensor) -> Loss:
-        return value.loss(answers[:, 0], before[kept.index], target[kept.index], settings)
+        old, wanted = (x[kept.index].to(answers.device) for x in (before, target))
+        return value.loss(answers[:, 0], old, wanted, settings)
 
     return Objective("critic", lambda kept: value.count(kept.mask), loss)

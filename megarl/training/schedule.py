@@ -39,6 +39,7 @@ def run(
 ) -> list[Any]:
     """Run ``batches`` through Megatron's schedule; gradients are left in the model's buffers.
 
+    Sequences and micro-batches lie on the host: what a model and its loss need of one goes to the model's device.
     ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
     Under context parallelism every rank is given the answers of whole sequences, and its gradient is that of its own share.
 
@@ -52,18 +53,19 @@ def run(
 
     context = parallel_state.get_context_parallel_group()
     targets = sequences.targets
+    device = next(chunks[0].parameters()).device
 
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         pulse.mark()
         batch: MicroBatch = next(iterator)
         shares = batch.shares(context.size())
         mine = shares[context.rank()]
-        tokens, positions = batch.take(sequences.tokens)[:, mine], batch.position[:, mine]
-        packed = None if batch.cu_seqlens is None else _packed_seq_params(batch)
+        tokens, positions = (x[:, mine].to(device) for x in (batch.take(sequences.tokens), batch.position))
+        packed = None if batch.cu_seqlens is None else _packed_seq_params(batch, device)
         if head is None:
             output = model(tokens, positions, None, packed_seq_params=packed)
         else:
-            wanted = batch.take(targets, -100)[:, mine]
+            wanted = batch.take(targets, -100)[:, mine].to(device)
             with asking(unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes)):
                 output = model(tokens, positions, None, packed_seq_params=packed)
 
@@ -88,13 +90,15 @@ def run(
     return collected
 
 
-def _packed_seq_params(batch: MicroBatch) -> Any:
+def _packed_seq_params(batch: MicroBatch, device: torch.device) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    assert batch.cu_seqlens is not None, "not packed"
+    cu_seqlens = batch.cu_seqlens.to(device)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
     )

@@ -26,8 +26,12 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _rank_main(function: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], results: Any) -> None:
+def _rank_main(
+    function: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], results: Any, gpus: bool
+) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if not gpus:  # as the supervisor does for parallel.backend=gloo
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     torch.set_num_threads(1)
@@ -43,12 +47,17 @@ def _rank_main(function: Callable[..., Any], rank: int, world: int, port: int, a
     os._exit(0)  # Megatron and gloo leave threads that an ordinary exit would wait for
 
 
-def run_grid(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
-    """``[function(rank, *args) for rank in range(world)]``, each in its own process; the first traceback is raised."""
+def run_grid(
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0, gpus: bool = False
+) -> list[Any]:
+    """``[function(rank, *args) for rank in range(world)]``, each in its own process; the first traceback is raised.
+
+    ``gpus``: they may see those that the machine has.
+    """
     results = _context.Queue()
     port = free_port()
     processes = [
-        _context.Process(target=_rank_main, args=(function, r, world, port, args, results)) for r in range(world)
+        _context.Process(target=_rank_main, args=(function, r, world, port, args, results, gpus)) for r in range(world)
     ]
     for p in processes:
         p.start()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -200,7 +200,7 @@ def whole_gradients(chunks: Iterable[Any], names: Iterable[dict[str, Any]]) -> d
                 size = bucket.grad_data.numel() // group.size()
                 mine = bucket.grad_data[group.rank() * size : (group.rank() + 1) * size].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-        found |= {name: p.main_grad.clone() for name, p in named.items()}
+        found |= {name: p.main_grad.cpu().clone() for name, p in named.items()}
     return found
 
 
@@ -223,7 +223,7 @@ def gradient_errors(rank: int, hf_config: Any, layout: Any, found: Any, expected
     return worst, where
 
 
-def on_grid(rank: int, root: str, cells: list[Cell]) -> dict[Cell, Errors]:
+def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "nccl"] = "gloo") -> dict[Cell, Errors]:
     """Runs in each rank: this rank's errors of every cell."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -241,7 +241,7 @@ def on_grid(rank: int, root: str, cells: list[Cell]) -> dict[Cell, Errors]:
 
     found = {}
     for grid in dict.fromkeys(cell.grid for cell in cells):
-        parallel = GRIDS[grid]
+        parallel = replace(GRIDS[grid], backend=backend)
         groups.initialize(parallel, seed=1)
         for model, recompute in dict.fromkeys((c.model, c.recompute) for c in cells if c.grid == grid):
             path = folder_of(Path(root), model)
@@ -282,13 +282,13 @@ def on_grid(rank: int, root: str, cells: list[Cell]) -> dict[Cell, Errors]:
     return found
 
 
-def measure(root: Path, cells: list[Cell] = CELLS) -> dict[Cell, Errors]:
-    """The worst errors of all ranks, cell by cell."""
+def measure(root: Path, cells: Sequence[Cell] = CELLS, backend: Literal["gloo", "nccl"] = "gloo") -> dict[Cell, Errors]:
+    """The worst errors of all ranks, cell by cell; with nccl each rank has a GPU."""
     prepare(root)
     found: dict[Cell, Errors] = {}
     for world in sorted({GRIDS[c.grid].world_size for c in cells}):
         mine = [c for c in cells if GRIDS[c.grid].world_size == world]
-        answers = run_grid(world, on_grid, str(root), mine, timeout_s=600.0)
+        answers = run_grid(world, on_grid, str(root), mine, backend, timeout_s=600.0, gpus=backend == "nccl")
         for cell in mine:
             parts = [a[cell] for a in answers]
             worst = max(parts, key=lambda e: e.gradient)

@@ -40,3 +40,12 @@ def test_the_batch_shows_faults(root: Path, errors: dict[Cell, Errors], model: s
     assert min(moves) > 100 * TOLERANCE * max(expected["sizes"])
     assert expected["norms"][0] > 2 * OPTIMIZER.clip_grad
     assert all(bool(gradient.abs().max() > 0) for gradient in expected["gradients"].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_updates_on_a_gpu_equal_plain_transformers_on_the_cpu(tmp_path: Path) -> None:
+    """Float32 on both, whose sums a GPU takes in another order. Never run on hardware."""
+    cells = [cell for cell in CELLS if cell.grid == "one process"]
+    for cell, found in measure(tmp_path, cells, "nccl").items():
+        assert found.worst < 10 * TOLERANCE, f"{cell}: {found}"

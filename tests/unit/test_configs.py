@@ -216,14 +216,16 @@ def test_documented_job(name: str) -> None:
 
 @pytest.mark.parametrize("name", NODES)
 def test_every_node_gets_eight_processes(name: str) -> None:
-    """On nodes that have both kinds; the largest is a heterogeneous job, since its engines span nodes."""
+    """Each with a GPU of its own, on nodes that have both kinds; the largest is a heterogeneous job, since its engines span nodes."""
     config, nodes = compose([f"experiment={name}"]), NODES[name]
     apart = config.rollout.nodes > 1
-    places = [Place(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all") for n in range(nodes)]
+    places = [Place(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all", 8) for n in range(nodes)]
     placement = place(config, places)
-    share = config.rollout.tp * config.rollout.pp // config.rollout.nodes
     for node in range(nodes):
-        assert placement.trainer.count(node) + share * sum(node in span for span in placement.engines) == 8
+        theirs = [placement.engine_gpus(i, node) for i, span in enumerate(placement.engines) if node in span]
+        assert [*placement.trainer_gpus(node), *(gpu for gpus in theirs for gpu in gpus)] == list(range(8))
+    with pytest.raises(ConfigError, match="but has 7 GPUs"):
+        place(config, [*places[:-1], places[-1]._replace(gpus=7)])
 
 
 def test_memory_by_hand() -> None:
@@ -330,8 +332,8 @@ def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) -> None:
     from megarl.launch.checks import check
 
-    with pytest.raises(ConfigError, match="parallel.backend=nccl is not finished"):
-        check(compose([f"experiment={name}"]))  # on the day that this is accepted, docs and files must say so
+    with pytest.raises(ConfigError, match="parallel.backend=nccl needs GPUs, but this torch"):
+        check(compose([f"experiment={name}"]))
     check(compose([f"experiment={name}", *CPU]), nodes=NODES[name])
 
 

@@ -85,6 +85,16 @@ def test_fields_that_a_driver_does_not_know_are_left_out(tmp_path: Path, monkeyp
     assert devices.gpus() == []
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, ["0", "1", "2"]), ("", []), ("-1", []), ("3,5", ["3", "5"]), (" GPU-8932 , 1", ["GPU-8932", "1"]), ("2,-1,3", ["2"])],
+)
+def test_gpus_that_the_job_may_use(tmp_path: Path, given: str | None, expected: list[str]) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (tmp_path / name).mkdir()
+    assert devices.visible({} if given is None else {"CUDA_VISIBLE_DEVICES": given}, tmp_path) == expected
+
+
 @pytest.mark.gpu
 def test_a_real_gpu_answers() -> None:
     found = devices.gpus()

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config
 from megarl.errors import ConfigError, FencedError, JobError
-from megarl.launch import agent, health
+from megarl.launch import agent, devices, health
 from megarl.launch.allocation import Allocation, find
 from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.guard import Guard
@@ -111,6 +111,16 @@ def test_every_process_has_its_node(count: int, each: int, replicas: int, span: 
     assert max(used) - min(used) <= 1
     text = table(placed, nodes(count))
     assert len(text.splitlines()) == count and "explorer" in text.splitlines()[0]
+
+
+def test_every_process_of_a_gpu_job_has_its_own() -> None:
+    config = config_of(Path("x"), "parallel=tp2", "rollout.replicas=2", "rollout.tp=2")
+    on_gpus = replace(config, parallel=replace(config.parallel, backend="nccl"))
+    placed = place(on_gpus, [Place(0, "n0", "all", 6)])
+    assert (placed.trainer_gpus(0), placed.engine_gpus(0, 0), placed.engine_gpus(1, 0)) == ((0, 1), (2, 3), (4, 5))
+    with pytest.raises(ConfigError, match="node 0 n0 would have 2 trainer ranks and 4 engine workers.* but has 5 GPUs"):
+        place(on_gpus, [Place(0, "n0", "all", 5)])
+    place(config, [Place(0, "n0", "all", 0)])
 
 
 def test_components_of_a_heterogeneous_job() -> None:
@@ -217,6 +227,23 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Loca
 
 def spec(name: str, code: str, folder: Path) -> Spec:
     return Spec(name, ("-c", code), {"GIVEN": "here"}, str(folder / f"{name}.log"))
+
+
+PRINT_GPUS = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_process_sees_its_gpus_alone(joined: Any, there: bool) -> None:
+    """Of this node's, which the launcher gave, by their names there."""
+    node, here, folder = joined
+    here.visible = ["3", "5", "GPU-8932"]
+    process = (node if there else here).start(replace(spec(f"gpus {there}", PRINT_GPUS, folder), gpus=() if there else (0, 2)))
+    deadline = time.monotonic() + 20
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert Path(process.log).read_text() == ("''\n" if there else "'3,GPU-8932'\n")
+    assert (here.gpus, node.gpus) == (3, len(devices.visible()))
 
 
 def test_processes_of_another_node(joined: Any) -> None:

@@ -37,7 +37,7 @@ def test_one_process_fewer_only_on_one_cpu_rank(tp: int, device: str, alone: boo
     argv, environment = engine_process("m", RolloutConfig(tp=tp), ModelConfig(), "127.0.0.1", 1, device)  # type: ignore[arg-type]
     assert ("--distributed-executor-backend" in argv) == alone
     assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in environment) == alone
-    assert ("--enforce-eager" in argv) == (device == "cpu")
+    assert ("--enforce-eager" in argv) == ("--no-enable-chunked-prefill" in argv) == (device == "cpu")
 
 
 @pytest.mark.parametrize(
