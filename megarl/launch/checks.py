@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from megarl.schema import Task
 from megarl.store import check_url
 from megarl.tasksets import ChatTokenizer, check_prompts
 from megarl.tracking import check_trackers
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 PROCESS_BYTES = 400 * 2**20
@@ -97,11 +100,13 @@ def _check_settings(config: Config, offline: bool, nodes: int) -> None:
             f"trainer.updates_per_step={config.trainer.updates_per_step} is more than the {rows} rows of a step "
             f"(trainer.tasks_per_step{'' if offline else ' * algorithm.group_size'})"
         )
-    if config.parallel.backend == "nccl" and torch.version.cuda is None:
-        raise ConfigError(
-            f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install megarl[gpu] in its place, "
-            "or set parallel.backend to gloo"
-        )
+    if config.parallel.backend == "nccl":
+        if torch.version.cuda is None:
+            raise ConfigError(
+                f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install megarl[gpu] in its "
+                "place, or set parallel.backend to gloo"
+            )
+        log.warning("parallel.backend=nccl: megarl has not run on GPUs yet; docs/hardware.md says what to run first")
     optimizers = {"trainer": config.trainer.optimizer, "trainer.warm_start": config.trainer.warm_start.optimizer, "critic": config.critic.optimizer}
     for where, optimizer in optimizers.items():
         if (optimizer.decay_steps is None) != (optimizer.min_lr is None):
