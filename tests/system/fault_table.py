@@ -150,7 +150,7 @@ def reward_workers(injured: Injured) -> str:
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return f"{len(children)} workers are started anew, their answers scored again"
+    return "they are started anew, their answers are scored again"
 
 
 def _parent(pid: int) -> int:
