@@ -158,16 +158,15 @@ def test_a_users_function_that_fails_costs_one_sample(user_config: RewardConfig,
 
 
 def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardConfig) -> None:
-    async def work(pool: RewardPool) -> tuple[float, Verdict]:
+    async def work(pool: RewardPool) -> tuple[bool, Verdict]:
         hanging = asyncio.create_task(pool.score(TASK, "loop"))
         await asyncio.sleep(0.05)
-        start = time.monotonic()
         await pool.score(TASK, "12")
-        return time.monotonic() - start, await hanging
+        return hanging.done(), await hanging
 
-    config = RewardConfig(path=user_config.path, timeout_s=2.0, workers=2)
-    seconds, verdict = run_pool(config, work)
-    assert seconds < 1.0 and verdict.reward.status == "timeout"
+    config = RewardConfig(path=user_config.path, timeout_s=5.0, workers=2)
+    held_up, verdict = run_pool(config, work)
+    assert not held_up and verdict.reward.status == "timeout"
 
 
 def test_a_cancelled_score_does_not_answer_the_next_one(user_config: RewardConfig) -> None:
