@@ -1,6 +1,6 @@
-"""``make test``: tests of whole jobs beside those of their parts, in two pytest processes, since jobs wait for something half of the time.
+"""``make test``: the unit tests beside all others, in two pytest processes, since most of the latter wait for something half of the time.
 
-``python -m tests.both [options of pytest]`` prints what the jobs' tests print, then the output of the parts', then one summary line of both.
+``python -m tests.both [options of pytest]`` prints what the others print, then the unit tests' output, then one summary line of both.
 Status 1 when either failed.
 """
 
@@ -13,8 +13,8 @@ import tempfile
 import time
 from collections import Counter
 
-PARTS = ["tests/parallel", "tests/unit"]
-JOBS = ["tests/loop", "tests/system"]
+UNIT = ["tests/unit"]
+OTHERS = ["tests/loop", "tests/parallel", "tests/system"]
 SUMMARY = re.compile(r"^=+ (.*) in [\d.]+s.* =+$")
 ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "warnings", "error", "errors")
 
@@ -38,24 +38,24 @@ def line(found: Counter[str], seconds: float) -> str:
 def main() -> int:
     start = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", *sys.argv[1:]]
-    with tempfile.TemporaryFile("w+") as output:
-        parts = subprocess.Popen([*pytest, *PARTS], stdout=output, stderr=subprocess.STDOUT)
-        jobs = subprocess.Popen([*pytest, *JOBS], stdout=subprocess.PIPE, text=True)
-        assert jobs.stdout is not None
+    with tempfile.TemporaryFile("w+") as unit_output:
+        unit = subprocess.Popen([*pytest, *UNIT], stdout=unit_output, stderr=subprocess.STDOUT)
+        others = subprocess.Popen([*pytest, *OTHERS], stdout=subprocess.PIPE, text=True)
+        assert others.stdout is not None
         said = []
         try:
-            while piece := jobs.stdout.read(1):
+            while piece := others.stdout.read(1):
                 said.append(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-            statuses = [jobs.wait(), parts.wait()]
+            statuses = [others.wait(), unit.wait()]
         finally:
-            for process in (jobs, parts):
+            for process in (others, unit):
                 process.terminate()  # after Ctrl-C; else both have ended
-        output.seek(0)
-        of_parts = output.read()
-    sys.stdout.write(of_parts)
-    found = counts("".join(said)) + counts(of_parts)
+        unit_output.seek(0)
+        unit_said = unit_output.read()
+    sys.stdout.write(unit_said)
+    found = counts("".join(said)) + counts(unit_said)
     sys.stdout.write(line(found, time.monotonic() - start) + "\n")
     return int(any(statuses))
 

@@ -8,6 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("tests", deadline=None)  # no time is a test: a machine may be busy
+settings.load_profile("tests")
 
 
 def _missing() -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl import _C, algorithms
@@ -330,7 +330,6 @@ def test_grpo_advantages_golden():
     assert a([1, 0, 0, 1], normalize_by_std=False) == [0.5, -0.5, -0.5, 0.5]
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=16), st.randoms())
 def test_group_stats(rewards, random):
     stats = group_stats(rewards)

@@ -140,7 +140,7 @@ def test_a_step_without_a_token(name: str) -> None:
     assert not got.advantages.any() and all(math.isfinite(v) for v in got.metrics.values())
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(NAMES), st.sampled_from(CASES), st.permutations(range(5)), st.integers(0, 20))
 def test_the_order_of_responses_does_not_matter(name: str, config: AlgorithmConfig, order: list[int], seed: int) -> None:
     step = make_step(seed)
@@ -334,7 +334,7 @@ def test_value_loss_golden() -> None:
     assert float(value.loss(one(2.0), one(0.0), one(2.0), AlgorithmConfig(value_clip=None)).total) == 0.0
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 50), st.sets(st.integers(1, 19)))
 def test_value_loss_of_any_split(seed: int, cuts: set[int]) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -390,7 +390,7 @@ def test_adaptive_coefficient() -> None:
         kl.adapted(0.2, 0.0, 5000, config)
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(-10, 10), max_size=200), st.floats(1e-4, 10), st.integers(1, 4999))
 def test_the_coefficient_stays_above_zero_and_follows_the_error(kls: list[float], coef: float, responses: int) -> None:
     config = KLConfig(coef, target=0.5, horizon=1000)

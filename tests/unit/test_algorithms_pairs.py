@@ -196,7 +196,7 @@ SPLITS = [*DPO, AlgorithmConfig(name="reward_model")]
 SPLITS += [dataclasses.replace(c, aggregation=mode, aggregation_length=9) for c in MIX for mode in AGGREGATIONS]
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(SPLITS), st.integers(0, 50), st.data())
 def test_any_split_is_the_same_batch(config: AlgorithmConfig, seed: int, data: st.DataObject) -> None:
     """Pairs (of mix: rows) in any order over any number of micro-batches; of mix also ones of a single kind."""

@@ -188,7 +188,7 @@ SPLITS += [
 ]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(SPLITS), st.integers(0, 50), st.data())
 def test_any_split_is_the_same_batch(config: AlgorithmConfig, seed: int, data: st.DataObject) -> None:
     """Rows in any order over any number of micro-batches (of any ranks): loss, gradient and metrics are the whole batch's."""
@@ -258,7 +258,7 @@ def test_whitening_leaves_out_rows_without_tokens() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 9)), min_size=1, max_size=12), st.randoms())
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whitening_knows_no_order(rows: list[tuple[float, int]], random: Any) -> None:
     finish = algorithms.get("reinforce_pp_baseline").finish_advantages
     order = list(range(len(rows)))

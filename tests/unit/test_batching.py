@@ -90,7 +90,6 @@ CUTS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(LENGTHS, CUTS, st.integers(1, 2))
 def test_every_position_once_and_all_shapes_equal(lengths: list[int], cut: Cut, each: int) -> None:
     lengths = lengths[: len(lengths) // each * each] or [3] * each
@@ -124,7 +123,6 @@ def test_every_position_once_and_all_shapes_equal(lengths: list[int], cut: Cut, 
         assert starts == ends[: len(starts)]
 
 
-@settings(deadline=None)
 @given(LENGTHS, CUTS)
 def test_context_parallel_shares_are_the_zigzag_of_every_sequence(lengths: list[int], cut: Cut) -> None:
     for batch in micro_batches(sequences(lengths), cut, 0):
@@ -144,7 +142,7 @@ def test_context_parallel_shares_are_the_zigzag_of_every_sequence(lengths: list[
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 8]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_long_tailed_lengths_fill_their_chunks(seed: int, dp: int) -> None:
     """Lengths as of R1's answers: a median of 2,000 tokens, a few up to the limit."""
     lengths = np.clip(np.random.default_rng(seed).lognormal(7.6, 1.0, 4096), 16, 32768).astype(int).tolist()

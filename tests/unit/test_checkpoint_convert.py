@@ -50,7 +50,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_by_another_grid(family: str) -> None:
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=6)
     @given(case=family_cases(family, "grid"), multiple=st.sampled_from([1, 8, 64]), file_bytes=st.sampled_from([1000, 1 << 20]))
     def run(case: FamilyCase, multiple: int, file_bytes: int) -> None:
         assert isinstance(case.source, Grid) and isinstance(case.target, Grid)

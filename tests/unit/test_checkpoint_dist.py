@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp
@@ -40,7 +40,6 @@ def shapes_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], boxes.Box]:
     return shape, tuple((lo, draw(st.integers(lo + 1, n))) for lo, n in zip(starts, shape, strict=True))
 
 
-@settings(deadline=None)
 @given(case=shapes_and_boxes())
 def test_any_box_of_a_file(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     shape, box = case
@@ -59,7 +58,6 @@ def test_a_short_file_is_told(tmp_path: Path) -> None:
         OpenFiles().read_box(tmp_path / "f", 0, torch.float32, (10, 10), ((0, 10), (0, 10)))
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_index_finds_every_overlap(data: st.DataObject) -> None:
     lead = data.draw(st.integers(0, 2))

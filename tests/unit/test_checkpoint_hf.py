@@ -33,7 +33,7 @@ from tests.unit.reshard_oracle import (
 )
 from tests.unit.test_checkpoint_convert import FP8, deepseek, quantised
 
-fast = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fast = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write_checkpoint(folder: Path, config: Config, tensors: Tensors, files: int = 1) -> Path:

@@ -79,7 +79,7 @@ def written(folder: Path) -> Path:
     return folder
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_flipped_bit_is_found(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -52,7 +52,7 @@ def save_each(tensors: list[torch.Tensor], folder: Path, wait_for: Path | None =
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shapes=st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES), st.booleans()), max_size=6))
 def test_it_gets_every_tensor_to_the_bit_and_alone(shared: Writer, tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[list[int], torch.dtype, bool]]) -> None:
     """Whatever its type, shape and strides; and not the storage of all others with it."""

@@ -39,13 +39,13 @@ def test_the_emulated_kernels_are_what_runs():
     assert native.library.CUDA_STATE == "emulated" and native.run.__name__ == "emulate"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases)
 def test_logprob_is_close_to_float64(case):
     kernels.close_to_float64(case, "cpu")
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases)
 def test_logprob_is_close_to_the_cpu_twin(case):
     emulated = by_shards(case)
@@ -55,13 +55,13 @@ def test_logprob_is_close_to_the_cpu_twin(case):
         assert ((got - want).abs() <= 2e-6 * want.abs().clamp(min=1)).all()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), width=st.sampled_from([1501, 2056, 5003]), row=st.integers(0, 39), dtype=st.sampled_from(DTYPES))
 def test_a_row_has_the_same_bits_whatever_surrounds_it(seed, width, row, dtype):
     kernels.same_bits_alone_and_again(make_case(seed, 40, width, 1, dtype=dtype), row, "cpu")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(case=cases, shift=st.integers(0, 9), gap=st.integers(0, 20))
 def test_misaligned_and_strided_rows(case, shift, gap):
     kernels.misaligned_and_strided_rows_change_no_bits(case, shift, gap, "cpu")
@@ -81,7 +81,7 @@ def test_a_million_columns_keep_their_accuracy():
     kernels.a_long_row("cpu")
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**31),
     dims=st.integers(1, 8),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.schema import LengthConfig, RewardConfig
@@ -224,7 +224,6 @@ def test_overlong_answers_lose_reward_before_the_statistics() -> None:
     assert all(e.reward.score == 1.0 and e.reward.parts == {} for e in unshaped)
 
 
-@settings(deadline=None)
 @given(rights=st.lists(st.lists(st.booleans(), min_size=2, max_size=4), max_size=8), on_error=st.booleans())
 def test_dynamic_sampling_keeps_groups_by_their_accuracy_alone(rights: list[list[bool]], on_error: bool) -> None:
     """Scores all differ, as after shaping; what has no verdict is not right."""

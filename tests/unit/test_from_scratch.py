@@ -106,7 +106,7 @@ def test_a_chain_sum_is_short_and_every_digit_a_token(tokenizer: ChatTokenizer) 
     assert [one, two] == [i for i in ids.tolist() if i in (one, two)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(alphabet="".join(sorted(set(ALPHABET).union(*CORPUS)))))
 def test_text_of_known_characters_round_trips(tokenizer: ChatTokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.prompt_ids(user(text))) == text

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -124,7 +124,6 @@ def test_an_image_too_large_to_decode_is_refused() -> None:
 
 
 @given(st.lists(st.sampled_from(["<image>", "a", " ", "<", "image>", "\n"]), max_size=12))
-@settings(deadline=None)
 def test_no_text_is_lost_around_placeholders(pieces: list[str]) -> None:
     content = "".join(pieces)
     task = Task("t/0", "s", ({"role": "user", "content": content},), "", {}, images=(RED,) * content.count("<image>"))

@@ -83,7 +83,7 @@ def load(config: Config, some: Sequence[Place], trainers: int | None = None) -> 
     return Counter(placed.trainer), Counter(placed.engines)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(jobs())
 def test_what_fits_is_a_part_of_the_job(found: tuple[Config, list[Place], list[Place]]) -> None:
     config, allocated, left = found
@@ -109,7 +109,7 @@ def test_what_fits_is_a_part_of_the_job(found: tuple[Config, list[Place], list[P
     assert sum(ranks.values()) == fitted.config.parallel.world_size
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(jobs(), st.data())
 def test_more_nodes_are_never_a_smaller_job(found: tuple[Config, list[Place], list[Place]], data: st.DataObject) -> None:
     config, allocated, left = found

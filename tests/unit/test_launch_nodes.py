@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.checkpoint.manifest import current_attempt
@@ -93,7 +93,6 @@ def base() -> Config:
     return config_of(Path("x"), "parallel=dp2")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
 def test_every_process_has_its_node(count: int, each: int, replicas: int, span: int) -> None:
     rollout = replace(base().rollout, replicas=replicas, nodes=span, tp=span)

@@ -41,7 +41,7 @@ def _same_isa():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     lengths=st.lists(st.one_of(st.integers(0, 40), st.integers(200, 300)), min_size=1, max_size=6),

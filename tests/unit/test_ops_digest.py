@@ -26,7 +26,7 @@ def whole(x: torch.Tensor) -> int:
     return ops.slice_digest(x, start=(0,) * x.dim(), shape=x.shape)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 20),
@@ -47,7 +47,7 @@ def test_disjoint_boxes_add_up_to_the_whole(seed, rows, cols, cut, dtype, transp
     assert total % 2**64 == whole(x) == whole(x.contiguous())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), dims=st.integers(1, 8), dtype=st.sampled_from(DTYPES[:-1]))
 def test_any_box_equals_the_reference(seed, dims, dtype):
     """Permuted, sliced, expanded boxes, at flat indices up to 2**40."""
@@ -55,7 +55,7 @@ def test_any_box_equals_the_reference(seed, dims, dtype):
     kernels.digest_equals_reference(x, start, shape, "cpu")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), cuts=st.lists(st.integers(0, 300), max_size=6), dtype=st.sampled_from(DTYPES))
 def test_cuts_within_a_block_of_eight_bytes_add_up(seed, cuts, dtype):
     x = tensor(seed, (300,), dtype)
@@ -76,7 +76,7 @@ def test_every_flipped_bit_changes_it(dtype):
     assert len(digests) == 1 + 8 * 24
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), i=st.integers(0, 49), j=st.integers(0, 49), dtype=st.sampled_from(DTYPES[:-1]))
 def test_swapping_two_different_elements_changes_it(seed, i, j, dtype):
     x = tensor(seed, (50,), dtype)

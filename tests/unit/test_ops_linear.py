@@ -97,7 +97,7 @@ def assert_close(case: Case, got: Result, want: Result) -> None:
     assert ((got.weight.double() - want.weight).abs() <= rounding * of_weight).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     case=st.builds(
         make_case,

@@ -91,13 +91,13 @@ def assert_close(case: Case, got, want):
     assert (error <= rounding * want[2].abs() + 2e-6 * upstream / case.temperature + (6e-8 if rounding else 0)).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases)
 def test_shards_agree_with_float64(case):
     assert_close(case, by_shards(case), truth(case))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases)
 def test_all_instruction_sets_give_the_same_bits(case):
     results = []
@@ -112,7 +112,7 @@ def test_unknown_instruction_set_is_refused():
     assert not _C.use_isa("mmx")
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), threads=st.sampled_from([1, 2, 3]), pick=st.integers(0, 299))
 def test_a_row_has_the_same_bits_whatever_surrounds_it(seed, threads, pick):
     case = make_case(seed, rows=300, vocab_size=1500, shards=1)

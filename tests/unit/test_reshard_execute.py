@@ -32,7 +32,7 @@ from tests.unit.reshard_oracle import (
     vllm_rank,
 )
 
-fast = settings(max_examples=25, deadline=None)
+fast = settings(max_examples=25)
 FP32, BF16 = torch.float32, torch.bfloat16
 
 

@@ -118,7 +118,6 @@ def explain(case: FamilyCase, rank: int, got: Tensors, expected: Tensors) -> str
 def many(count: int) -> Any:
     return settings(
         max_examples=count,
-        deadline=None,
         database=None,
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],

@@ -23,7 +23,7 @@ from megarl.reshard.plan import ReshardPlan, build_plan
 from tests.unit.reshard_engines import model
 from tests.unit.reshard_oracle import Case, cases, configs, qwen3_config
 
-fast = settings(max_examples=40, deadline=None)
+fast = settings(max_examples=40)
 
 
 def layouts(case: Case) -> tuple[Layout, Layout]:
@@ -206,7 +206,7 @@ def sent_by_copies(plan: ReshardPlan) -> list[list[int]]:
     return list(groups.values())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tp=st.sampled_from([1, 2, 4, 8]),
     pp=st.sampled_from([1, 2]),

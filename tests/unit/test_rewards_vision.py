@@ -107,14 +107,12 @@ anything = st.tuples(*[st.one_of(number, st.sampled_from([0.0, 1e308, -1e308, 5e
 
 
 @given(st.one_of(box, anything), st.one_of(box, anything))
-@settings(deadline=None)
 def test_iou_is_symmetric_and_a_share(first: tuple[float, ...], second: tuple[float, ...]) -> None:
     assert 0.0 <= iou(first, second) <= 1.0
     assert iou(first, second) == pytest.approx(iou(second, first))
 
 
 @given(box, st.sampled_from([0.001, 2.0, 640.0]), st.sampled_from([0.5, 480.0]))
-@settings(deadline=None)
 def test_a_box_is_itself_at_any_scale(first: tuple[float, ...], width: float, height: float) -> None:
     scaled = tuple(value * (width, height)[i % 2] for i, value in enumerate(first))
     other = tuple(value + 0.25 for value in first)
@@ -123,7 +121,7 @@ def test_a_box_is_itself_at_any_scale(first: tuple[float, ...], width: float, he
 
 
 @given(st.lists(box, min_size=1, max_size=5), st.lists(box, min_size=1, max_size=5), st.randoms())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_order_of_boxes_makes_no_difference(golds: list[Any], found: list[Any], draw: Any) -> None:
     def answer(boxes: list[Any]) -> str:
         return f"<answer>{json.dumps(boxes)}</answer>"
@@ -138,7 +136,6 @@ def test_the_order_of_boxes_makes_no_difference(golds: list[Any], found: list[An
 
 @given(st.integers(1, 5).flatmap(lambda rows: st.integers(1, 5).flatmap(lambda columns: st.lists(
     st.lists(st.floats(0, 7), min_size=columns, max_size=columns), min_size=rows, max_size=rows))))  # fmt: skip
-@settings(deadline=None)
 def test_the_assignment_is_the_best(weights: list[list[float]]) -> None:
     rows, columns = len(weights), len(weights[0])
     pairs = best_assignment(weights)
@@ -153,7 +150,6 @@ texts = st.text(alphabet="abc 京é", max_size=12)
 
 
 @given(texts, texts, texts)
-@settings(deadline=None)
 def test_the_distance_is_one(first: str, second: str, third: str) -> None:
     distance = levenshtein(first, second)
     assert distance == levenshtein(second, first) and (distance == 0) == (first == second)
@@ -162,7 +158,6 @@ def test_the_distance_is_one(first: str, second: str, third: str) -> None:
 
 
 @given(texts, texts, st.floats(0.01, 1.0))
-@settings(deadline=None)
 def test_anls_is_0_or_from_its_threshold_to_1(first: str, second: str, threshold: float) -> None:
     value = anls(first, second, threshold)
     assert value == 0.0 or threshold <= value <= 1.0
@@ -171,7 +166,7 @@ def test_anls_is_0_or_from_its_threshold_to_1(first: str, second: str, threshold
 
 
 @given(st.text(alphabet="[](){}<>0123456789,. -eENaInfinity\"bbox_2d:pointxy=orn三两", max_size=60), st.sampled_from(sorted(SUBTYPES)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_text_gets_a_verdict(text: str, subtype: str) -> None:
     truth: Any = {"count": 3, "box": [0, 0, 5, 5], "point": [0, 0, 5, 5], "choice": "B"}.get(subtype, "3")
     for response in (text, f"\\boxed{{{text}}}", f"<answer>{text}</answer>"):

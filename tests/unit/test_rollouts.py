@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
@@ -89,7 +89,6 @@ def test_tasks_of_a_step_go_on_over_epochs() -> None:
 sizes, steps, counts, seeds = st.integers(1, 40), st.integers(0, 50), st.integers(1, 20), st.integers(0, 2**31 - 1)
 
 
-@settings(deadline=None)
 @given(size=sizes, step=steps, count=counts, seed=seeds, rounds=st.integers(1, 4))
 def test_extra_rollouts_ask_for_tasks_new_to_the_step(size: int, step: int, count: int, seed: int, rounds: int) -> None:
     ids = [f"t{i}" for i in range(size)]
@@ -109,7 +108,6 @@ def test_extra_rollouts_of_other_steps_rounds_and_seeds_ask_for_others() -> None
     assert len({tuple(choice) for choice in choices}) == 4
 
 
-@settings(deadline=None)
 @given(usual=st.integers(0, 3000), hundredths=st.integers(0, 99))
 def test_expert_rows_are_their_share_of_all_rows_rounded_up(usual: int, hundredths: int) -> None:
     """E = ceil(ratio * (usual + E)), the smallest such E, in decimals."""
@@ -130,7 +128,6 @@ def demonstrations(size: int) -> list[rollouts.Demonstration]:
     return [(np.array([i], dtype=np.int32), np.array([i, 9], dtype=np.int32)) for i in range(size)]
 
 
-@settings(deadline=None)
 @given(size=sizes, count=counts, seed=seeds)
 def test_expert_rows_of_a_step_are_fixed_and_all_come_up(size: int, count: int, seed: int) -> None:
     experts, again = (rollouts.ExpertRows(demonstrations(size)) for _ in range(2))

@@ -104,7 +104,7 @@ def test_unknown_task(store: Store) -> None:
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=20)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(prompt=ids, response=ids, score=st.sampled_from([0.0, -1.5, 1.0, math.nan]), stats=st.booleans(), data=st.data())
 def test_experiences_come_back_exactly(
     prompt: list[int], response: list[int], score: float, stats: bool, data: st.DataObject

@@ -80,7 +80,7 @@ def test_what_is_refused(overrides: list[str], words: str) -> None:
     assert words in str(raised.value)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.text(min_size=1, max_size=60), min_size=1, max_size=3))
 def test_slugs_are_names_of_directories(words: list[str]) -> None:
     slug = _slug(words)

@@ -167,7 +167,7 @@ def _junk() -> st.SearchStrategy[str]:
 def test_junk_is_wrong_and_no_error(folder: Path, name: str) -> None:
     tasks = rows(folder, name)[:SAMPLE]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.sampled_from(tasks), _junk())
     def check(task: Task, answer: str) -> None:
         assert status(task, answer) in ("ok", "wrong")
