@@ -48,8 +48,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("replaced")
     scorer = folder / "scorer.py"
     scorer.write_text(SCORER)
-    # Thousands of small messages, so that a sync lasts long enough as well.
-    job = Job(folder / "run", [*WHOLE, f"reward.path={scorer}", "sync.bucket_bytes=512"]).start()
+    # Hundreds of small messages, so that a sync lasts longer as well.
+    job = Job(folder / "run", [*WHOLE, f"reward.path={scorer}", "sync.bucket_bytes=4096"]).start()
     try:
         job.until(lambda: groups(job, "eval-before", "done") > 0, "the first rollout")
         pid = job.pid_of("explorer")
