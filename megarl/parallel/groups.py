@@ -68,6 +68,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
             f"{parallel.world_size}"
         )
     if parallel.backend == "nccl":
+        torch.manual_seed(seed)  # else Megatron's way to seed a GPU does it
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))  # of those that the supervisor lets it see
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)

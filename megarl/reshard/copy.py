@@ -50,7 +50,8 @@ def copy_weights(
 ) -> CopyReport:
     """Write the destination model's weights from the source model's, and prove that they are the same. Every rank calls it.
 
-    Extra memory is four buckets at most. The elements are cast to the destination's dtype on the way and compared as they are
+    Extra memory is four buckets at most, on the host: NCCL has one queue for both directions between two ranks, in which one that
+    expects a message before it sends its own would wait for ever. The elements are cast to the destination's dtype on the way and compared as they are
     there afterwards: the digests that the senders made of what they sent against digests of what is in the tensors now. A model
     with an optimizer must be told afterwards (``weights_changed``).
 
@@ -68,16 +69,14 @@ def copy_weights(
     """
     plan, missing = _plan(source, destination, frozenset(left_out))
     dtype = _check_destination(destination, rank, destination_tensors)
-    device = next(iter(destination_tensors.values())).device
     sent = exchange(
         plan,
         rank,
         source_tensors,
         destination_tensors.__getitem__,
-        transport or GroupTransport(group, device),
+        transport or GroupTransport(group),
         dtype=dtype,
         bucket_bytes=bucket_bytes,
-        device=device,
     )
     found = digests_of(plan.destination, rank, destination_tensors.__getitem__)
     count = _compare(plan, sent, {(rank, name): digest for name, digest in found.items()}, group)

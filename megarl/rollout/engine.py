@@ -83,6 +83,9 @@ def engine_process(
             # its OpenMP environment, which is set above; this variable is its way to be told so.
             argv += ["--distributed-executor-backend", "uni"]
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be read back.
+        argv += ["--moe-backend", "triton"]
     return argv, environment
 
 

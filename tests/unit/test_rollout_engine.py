@@ -38,6 +38,7 @@ def test_one_process_fewer_only_on_one_cpu_rank(tp: int, device: str, alone: boo
     assert ("--distributed-executor-backend" in argv) == alone
     assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in environment) == alone
     assert ("--enforce-eager" in argv) == ("--no-enable-chunked-prefill" in argv) == (device == "cpu")
+    assert ("--moe-backend" in argv) == (device == "cuda")
 
 
 @pytest.mark.parametrize(
