@@ -137,23 +137,19 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
+    from megarl.errors import ConfigError
 
     if (arguments.nodes is not None or arguments.gpus_per_node is not None) and (arguments.multirun or not arguments.check):
-        from megarl.errors import ConfigError
-
         raise ConfigError("--nodes and --gpus-per-node say what --check is to assume of one job; a job takes the nodes that its launcher gives it")
     if arguments.multirun:
         return _sweep(arguments)
     if arguments.count or arguments.index is not None:
-        from megarl.errors import ConfigError
-
         raise ConfigError("--index and --count are of a sweep; add -m")
     config = compose(arguments.overrides)  # before the imports that take seconds: a mistyped key is told at once
     from megarl.launch.checks import check
     from megarl.launch.job import run
 
     if arguments.check:
-        from megarl.errors import ConfigError
         from megarl.launch import devices
         from megarl.launch.fit import planned
         from megarl.launch.placement import Place

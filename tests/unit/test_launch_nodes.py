@@ -232,10 +232,10 @@ PRINT_GPUS = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_process_sees_its_gpus_alone(joined: Any, there: bool) -> None:
+def test_a_process_sees_its_gpus_alone(joined: Any, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this node's, which the launcher gave, by their names there."""
     node, here, folder = joined
-    here.visible = ["3", "5", "GPU-8932"]
+    monkeypatch.setattr(here, "visible", ["3", "5", "GPU-8932"])
     process = (node if there else here).start(replace(spec(f"gpus {there}", PRINT_GPUS, folder), gpus=() if there else (0, 2)))
     deadline = time.monotonic() + 20
     while process.poll() is None:
