@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,9 @@ from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Spec
+from megarl.launch.postgres import with_own_password
 from megarl.launch.process import Child
+from megarl.store import VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ def serve(allocation: Allocation, config: Config, key: str) -> int:
             with Guard() as guard:
                 node = LocalNode(guard, name=allocation.name, rank=allocation.rank, address=channel.own_address, role=allocation.role)
                 try:
-                    return _Agent(channel, node, stop_request, _beat_s(config)).run()
+                    return _Agent(channel, node, stop_request, _beat_s(config), key).run()
                 finally:
                     node.stop(list(node.children), LOST_GRACE_S)
         finally:
@@ -77,11 +80,12 @@ def _connect(allocation: Allocation, config: Config, key: str, stop_request: Sto
 
 
 class _Agent:
-    def __init__(self, channel: Channel, node: LocalNode, stop_request: StopRequest, beat_s: float) -> None:
+    def __init__(self, channel: Channel, node: LocalNode, stop_request: StopRequest, beat_s: float, key: str) -> None:
         self._channel = channel
         self._node = node
         self._stop_request = stop_request
         self._beat_s = beat_s
+        self._key = key
         self._told: set[Child] = set()
         self._lock = threading.Lock()
         self._telling = threading.Lock()
@@ -117,7 +121,7 @@ class _Agent:
         if message["do"] == "start":
             spec = Spec(**{**message["spec"], "argv": tuple(message["spec"]["argv"]), "gpus": tuple(message["spec"]["gpus"])})
             with self._lock:
-                self._node.start(replace(spec, echo=False))
+                self._node.start(replace(spec, echo=False, env=self._with_password(spec.env)))
             return {}
         if message["do"] == "ports":
             return {"ports": self._node.free_ports(int(message["count"]))}
@@ -131,6 +135,12 @@ class _Agent:
         for child in ending:
             self._tell_end(child)
         return {}
+
+    def _with_password(self, env: dict[str, str]) -> dict[str, str]:
+        """The head sends a store's URL without it. Raises ConfigError."""
+        if VARIABLE not in env:
+            return env
+        return {**env, VARIABLE: os.environ.get(VARIABLE) or with_own_password(env[VARIABLE], self._key)}
 
     def _tell_end(self, child: Child) -> None:
         with self._telling:  # who asked for a stop has heard of all ends when it is answered: later ones are a successor's

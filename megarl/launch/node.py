@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class Spec:
     echo: bool = False
     """Show what it prints on the head's terminal; only for processes of the head's node."""
     listens: str = ""
-    """HOST:PORT of a server: it is up once somebody listens there."""
+    """HOST:PORT of a server, whose socket has SO_REUSEPORT: the node holds the port. It is up once somebody listens there."""
     gpus: tuple[int, ...] = ()
     """Which of the node's it may use, and no others."""
 
@@ -132,6 +133,8 @@ class LocalNode:
     visible: Sequence[str] = field(default_factory=devices.visible)
     """Names of the GPUs that the job may use."""
     children: dict[str, Child] = field(default_factory=dict)
+    held: dict[str, socket.socket] = field(default_factory=dict)
+    """Ports of an attempt's servers, by HOST:PORT."""
 
     @property
     def gpus(self) -> int:
@@ -141,6 +144,9 @@ class LocalNode:
         """Raises JobError."""
         own = {**spec.env, devices.VISIBLE: ",".join(self.visible[number] for number in spec.gpus)}
         try:
+            if spec.listens and spec.listens not in self.held:
+                host, _, port = spec.listens.rpartition(":")
+                self.held[spec.listens] = ports.hold(host, int(port))
             folder, env = own_folder() if spec.name.startswith("engine") else (None, {})
             try:
                 child = Child(spec.name, [sys.executable, *spec.argv], {**own, **env}, Path(spec.log), echo=spec.echo, keep=self.keep)
@@ -158,6 +164,9 @@ class LocalNode:
         return child
 
     def free_ports(self, count: int) -> list[int]:
+        """Ports of the next attempt; those of the one before are given up."""
+        while self.held:
+            self.held.popitem()[1].close()
         return ports.choose(self.address, count, self.first_port)
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:

@@ -24,6 +24,27 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def hold(host: str, port: int) -> socket.socket:
+    """A socket that is bound to a port and does not listen: until it is closed, no other user of the machine can listen there.
+
+    A port stands in a server's command line, which everyone can read, before the server listens, and it stays with the job while a
+    dead server is replaced. Whoever listened there would be sent the job's key. A server of this user can listen all the same, if
+    its socket has SO_REUSEPORT.
+
+    Raises:
+        OSError: somebody listens there.
+    """
+    holder = socket.socket()
+    try:
+        # SO_REUSEADDR must stay off: with it on both sides, another user's socket could be bound here.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
 def needed(replicas: int) -> int:
     """How many ports a job takes: the trainer ranks' rendezvous, the weight link, one for each engine."""
     return 2 + replicas

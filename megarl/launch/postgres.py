@@ -125,9 +125,28 @@ def live_url(run_dir: Path, key: str | None) -> str | None:
     return url
 
 
+def without_password(url: str) -> str:
+    """A store's URL as it may go over an unencrypted connection."""
+    return make_url(url)._replace(password=None).difference_update_query(["password", "sslpassword"]).render_as_string()
+
+
+def with_own_password(url: str, key: str) -> str:
+    """Put back the password of a job's own server, which is made from the job's key.
+
+    Raises:
+        ConfigError: it is another server's URL, whose password is nobody's to guess.
+    """
+    parsed = make_url(url)
+    if parsed.username != NAME or parsed.database != NAME:
+        raise ConfigError(f"{VARIABLE} is set on node 0 only: export it on every node, its password is not sent over the network")
+    return _url(key, str(parsed.host), parsed.port)
+
+
 def _url(key: str, host: str, port: int | None) -> str:
     password = hmac.new(key.encode(), b"megarl postgres", hashlib.sha256).hexdigest()
-    return URL.create("postgresql+psycopg", NAME, password, host, port, NAME).render_as_string(hide_password=False)
+    # A server that asks for the password itself instead of a proof is not ours, but listens on its port.
+    query = {"require_auth": "scram-sha-256"}
+    return URL.create("postgresql+psycopg", NAME, password, host, port, NAME, query).render_as_string(hide_password=False)
 
 
 class Server:

@@ -20,9 +20,11 @@ from megarl.launch.allocation import Allocation, Role
 from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Spec
+from megarl.launch.postgres import without_password
 from megarl.launch.stacks import ANSWER_S, Account, Sign
 from megarl.pulse import START
 from megarl.rollout.auth import KEY_VARIABLE
+from megarl.store import VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +148,8 @@ class RemoteNode:
         with self._news:
             self._processes[spec.name] = process
         env = {name: value for name, value in spec.env.items() if name != KEY_VARIABLE}  # it has the key, and no wire should
+        if VARIABLE in env:
+            env[VARIABLE] = without_password(env[VARIABLE])
         self._ask(STARTED_S, do="start", spec=asdict(replace(spec, env=env)))
         return process
 

@@ -42,7 +42,7 @@ class RewardHost:
         self._open: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> RewardHost:
-        self._server = await asyncio.start_server(self._accept, *self._address, limit=MAX_LINE_BYTES)
+        self._server = await asyncio.start_server(self._accept, *self._address, limit=MAX_LINE_BYTES, reuse_port=True)
         self.port = int(self._server.sockets[0].getsockname()[1])
         return self
 

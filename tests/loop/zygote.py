@@ -30,7 +30,7 @@ class Zygote:
         )
 
     def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
-        """A server in a process group of its own; ``argv`` as for ``python -m vllm.entrypoints.openai.api_server``."""
+        """A server in a process group of its own; ``argv`` as for ``python -m megarl.rollout.server``."""
         log.parent.mkdir(parents=True, exist_ok=True)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([list(argv), dict(environment), str(log)]) + "\n")
@@ -68,7 +68,7 @@ class Forked:
 
 
 def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
-    from vllm.entrypoints.launchers.api_server.entry import main
+    from megarl.rollout.server import main
 
     os.setsid()
     with open(log, "ab") as output:

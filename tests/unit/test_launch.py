@@ -73,6 +73,49 @@ def test_chosen_ports_are_free_and_differ() -> None:
     assert all(ports.is_free("127.0.0.1", port) for port in chosen)
 
 
+OF_ANOTHER_USER = """
+import os, socket, sys
+os.setuid(65534)
+for host in ("127.0.0.1", "0.0.0.0"):
+    with socket.socket() as s:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            s.setsockopt(socket.SOL_SOCKET, option, 1)
+        try:
+            s.bind((host, int(sys.argv[1])))
+            s.listen()
+            print("taken")
+        except OSError as error:
+            print(error.strerror)
+"""
+
+
+def taken_by_another_user(port: int) -> bool:
+    done = subprocess.run([sys.executable, "-c", OF_ANOTHER_USER, str(port)], capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.splitlines()) == 2
+    return "taken" in done.stdout
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can try as another user")
+def test_no_other_user_can_listen_where_a_server_of_the_job_will(tmp_path: Path) -> None:
+    """Its port is in its command line before it listens; who listened there would be sent the job's key."""
+    [port] = ports.choose("127.0.0.1", 1, None)
+    assert taken_by_another_user(port), "else nothing is shown below"
+    listen = f"import socket, time; s = socket.create_server(('127.0.0.1', {port}), reuse_port=True); print('up', flush=True); time.sleep(600)"
+    with Guard() as guard:
+        node = LocalNode(guard)
+        for code in ("import time; time.sleep(600)", listen):  # one that has not begun to listen, its successor
+            process = node.start(Spec("reward host 0", ("-c", code), {}, str(tmp_path / "log"), listens=f"127.0.0.1:{port}"))
+            assert not taken_by_another_user(port)
+            while code == listen and "up" not in process.log.read_text():
+                time.sleep(0.02)
+            node.stop(["reward host 0"], 0.0)
+            assert not taken_by_another_user(port), "while nobody listens, before the next one is started"
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=5)
+        node.free_ports(1)  # the next attempt's
+        assert taken_by_another_user(port)
+
+
 def child(tmp_path: Path, code: str, **options: Any) -> Child:
     return Child("engine 0", [sys.executable, "-c", code], {}, tmp_path / "engine_0.log", **options)
 

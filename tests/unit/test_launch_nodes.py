@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy.engine import make_url
 
 from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config
@@ -30,9 +31,11 @@ from megarl.launch.interrupt import StopRequest
 from megarl.launch.job import _healthy
 from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.placement import Place, place, table
+from megarl.launch.postgres import _url
 from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import next_attempt
 from megarl.launch.supervisor import watch
+from megarl.store import VARIABLE
 from tests.unit.small_job import config_of
 
 KEY = "a secret of enough characters"
@@ -243,6 +246,32 @@ def test_a_process_sees_its_gpus_alone(joined: Any, there: bool, monkeypatch: py
         time.sleep(0.02)
     assert Path(process.log).read_text() == ("''\n" if there else "'3,GPU-8932'\n")
     assert (here.gpus, node.gpus) == (3, len(devices.visible()))
+
+
+@pytest.mark.parametrize("sent", ["megarl", "other"])
+def test_a_database_password_is_not_sent_to_other_nodes(joined: Any, sent: str) -> None:
+    """That of the job's own server is made again from the key, which the node has; of another one the node has the URL itself."""
+    node, _, folder = joined
+    url = _url(KEY, "127.0.0.1", 5432).replace("/megarl?", f"/{sent}?")
+    said: list[bytes] = []
+    send = node._channel._socket.sendall
+    with pytest.MonkeyPatch.context() as patch:
+        watched = type("Watched", (), {"sendall": lambda self, data: (said.append(data), send(data))})()
+        patch.setattr(node._channel, "_socket", watched)
+        start = spec(f"store {sent}", f"import os; print(os.environ[{VARIABLE!r}])", folder)
+        start = replace(start, env={**start.env, VARIABLE: url})
+        if sent == "other":
+            with pytest.raises(JobError, match=f"{VARIABLE} is set on node 0 only: export it on every node"):
+                node.start(start)
+        else:
+            process = node.start(start)
+            deadline = time.monotonic() + 20
+            while process.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert process.log.read_text().strip() == url
+    password = make_url(url).password
+    assert password and said and not any(password.encode() in data for data in said)
 
 
 def test_processes_of_another_node(joined: Any) -> None:

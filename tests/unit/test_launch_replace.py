@@ -28,7 +28,7 @@ name, port, folder, end = sys.argv[1:]
 shared = open(f"/dev/shm/megarl-test-{os.getpid()}", "w+b")
 shared.truncate(4096)
 held = mmap.mmap(shared.fileno(), 4096)
-server = socket.create_server(("127.0.0.1", int(port)))
+server = socket.create_server(("127.0.0.1", int(port)), reuse_port=True)
 parent = os.getpid()
 begun = os.path.exists(f"{folder}/{name}.pids")
 if end != "closes" and os.fork() == 0:

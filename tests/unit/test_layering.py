@@ -90,7 +90,7 @@ def test_only_the_engines_side_names_vllm(room: str) -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            allowed = path.name in ("endpoint.py", "part.py") and room == "rollout"  # what runs inside vLLM's processes
+            allowed = path.name in ("endpoint.py", "part.py", "server.py") and room == "rollout"  # what runs inside vLLM's processes
             assert allowed or not any(name.split(".")[0] == "vllm" for name in names), f"{path}:{node.lineno}"
 
 

@@ -276,6 +276,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b'{"version": "1.1", "paused": false, "refusing": null, "process": "x"}')
     def log_message(self, *args): pass
 
+ThreadingHTTPServer.allow_reuse_port = True
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
