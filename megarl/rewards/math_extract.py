@@ -116,6 +116,13 @@ def extract(response: str, answer_format: str = "any") -> str:
     return _loose(text) if answer_format == "any" else ""
 
 
+def unmarked(response: str) -> str:
+    """A response that has no box, tag, ``####`` or "answer is": all of it; '' for one that has."""
+    text = after_thinking(response).strip()
+    marked = _BOX.search(text) or _TAG.search(text) or _HASHES.search(text) or _PHRASE.search(text)
+    return "" if marked else text[-4000:]
+
+
 def _loose(text: str) -> str:
     """The answer of a text without box or tag: after the last "answer is", or else of the last sentence."""
     text = _TAIL.sub("", re.sub(r"[^\S\n]+", " ", text[-4000:].strip())).strip()

@@ -14,6 +14,7 @@ from megarl.errors import DataError
 from megarl.rewards import k12, k12_read, math_verifier
 from megarl.rewards.math_extract import extract
 from megarl.rewards.normalize import half_width
+from megarl.rewards.numerals import with_digits
 from megarl.rewards.units import NUMERALS
 from megarl.rewards.vision_boxes import SCALES, Numbers, answer_text, best_assignment, iou, is_box, rescaled, shapes
 
@@ -137,7 +138,7 @@ def read_count(text: str) -> int | None:
     match = found[0]
     if match["digits"]:
         return None if match["behind"] else _whole(match["digits"].replace(",", ""))
-    return _whole(k12_read.with_digits(match.group()).strip())
+    return _whole(with_digits(match.group()).strip())
 
 
 def _whole(text: str) -> int | None:
