@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from megarl.rewards.normalize import half_width
 
 ELEMENTS = frozenset(
-    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo Tc Ru Rh Pd Ag "
-    "Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa "
-    "U Np Pu".split()
+    ["H", "He", "Li", "Be", "B", "C", "N", "O", "F", "Ne", "Na", "Mg", "Al", "Si", "P", "S", "Cl", "Ar", "K", "Ca", "Sc", "Ti", "V", "Cr", "Mn", "Fe", "Co", "Ni", "Cu", "Zn", "Ga", "Ge", "As", "Se", "Br", "Kr", "Rb", "Sr", "Y", "Zr", "Nb", "Mo", "Tc", "Ru", "Rh", "Pd", "Ag", "Cd", "In", "Sn", "Sb", "Te", "I", "Xe", "Cs", "Ba", "La", "Ce", "Pr", "Nd", "Pm", "Sm", "Eu", "Gd", "Tb", "Dy", "Ho", "Er", "Tm", "Yb", "Lu", "Hf", "Ta", "W", "Re", "Os", "Ir", "Pt", "Au", "Hg", "Tl", "Pb", "Bi", "Po", "At", "Rn", "Fr", "Ra", "Ac", "Th", "Pa", "U", "Np", "Pu"]
 )
-WORDS = frozenset("He In As No Be At I Os La Po Ho Pa Am Re".split())
+WORDS = frozenset(["He", "In", "As", "No", "Be", "At", "I", "Os", "La", "Po", "Ho", "Pa", "Am", "Re"])
 """Also words, names or units: alone they are no formula."""
-SINGLE_CAPITALS = frozenset("CO NO HF HI KI KF KOH CN OH HCN KCN CS BN HCO KBH NOF".split())
+SINGLE_CAPITALS = frozenset(["CO", "NO", "HF", "HI", "KI", "KF", "KOH", "CN", "OH", "HCN", "KCN", "CS", "BN", "HCO", "KBH", "NOF"])
 """Formulas of nothing but one-letter elements; other capitals are points, or abbreviations."""
-MOLECULES = frozenset("H2 N2 O2 F2 I2 O3 S8 P4 C60".split())
+MOLECULES = frozenset(["H2", "N2", "O2", "F2", "I2", "O3", "S8", "P4", "C60"])
 """Of one one-letter element; any other such is an indexed name."""
 MAX_LENGTH = 200
 
@@ -41,7 +39,7 @@ _REPLACEMENTS = [
         (r"=+\s*[(]?\s*(?:[一-鿿△Δ,、]+)\s*[)]?\s*=+", "="), (r"=(?:\s*=)*", "="),
         (r"\\uparrow|(?<=\w)\s\^(?=\s|$)", "↑"), (r"\\downarrow|(?<=\w)\sv(?=\s|$)", "↓"),
         (r"\\(?:cdot|bullet|ast)(?![a-z])|[·•∙⋅*]|(?<=[\da-zA-Z)])\.(?=\d*[A-Z])", "·"),
-        (r"\{\}", ""), (r"(?<=[A-Za-z)\]])\s*_\s*\{?\s*(\d+)\s*\}?", r"\1"), (r"\s+(?=[_^·↑↓])|(?<=[·^_])\s+", ""),
+        (r"\{\}", ""), (r"(?<=[A-Za-z)\]])\s*_\s*\{?\s*(\d+)\s*\}?", r"\1"), (r"\s+(?=[_^·↑↓])|(?<=[·^_])\s+|(?<=[A-Za-z\d)\]])\s+(?=[A-Z(\[])", ""),
         (r"\^\s*(\d+)(?=[A-Z_{])", r"^{\1}"), (r"_\s*(\d+)", r"_{\1}"), (r"\^\s*(\d*[+-])(?!\d)", r"^{\1}"),
     )
 ]  # fmt: skip

@@ -147,6 +147,8 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
     if given is not None and not isinstance(given, (Mapping, list, tuple)):
         raise DataError(f"extra_info.options {given!r:.40}: expected a list of texts, or a mapping of letters to texts")
     kind, options = question_type(truth, info), k12_read.options_of(info)
+    if kind in ("choice", "multiple_choice") and sequences.circled("".join(map(str, values))):
+        return
     if kind == "true_false" and not isinstance(truth, bool) and k12_truth.truth(str(truth)) is None:
         raise DataError(f"{shown} is neither true nor false; give a bool, or set extra_info.type to what it is")
     if kind not in ("choice", "multiple_choice"):

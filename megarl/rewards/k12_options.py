@@ -12,8 +12,10 @@ from megarl.rewards.normalize import half_width
 _ALONE_FORM = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
 _ALONE = re.compile(_ALONE_FORM.format("[A-H]"))
 _ARTICLE = re.compile(r"^(?:An?|The)\s+(?=[a-z])")
+_BEGINS = re.compile(r"^(?:an?|the)\s", re.IGNORECASE)
+_COUNTED = re.compile(r"(?:\d+|[零一二两三四五六七八九十百千]+|[A-Za-z-]+)\s*(?:.*?\b(?P<noun>[A-Za-z]{3,})|[一-鿿]+(?P<han>[一-鿿]))")
 _TEXTS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
-_BETWEEN = re.compile(r"(?:[\s,;、&.+|]|\\\\|\band\b|和|与|及|以及)+", re.IGNORECASE)
+_BETWEEN = re.compile(r"(?:[\s,;、&+|]|\.(?!\d)|\band\b|和|与|及|以及)+", re.IGNORECASE)
 _LEAD = re.compile(r"(?:both\s+)?(?:(?:the|an?)\s+)?", re.IGNORECASE)
 _PARTS = re.compile(r"\s*(?:[,;、&\n]|\band\b|和|与|以及)\s*", re.IGNORECASE)
 
@@ -25,7 +27,8 @@ def named(text: str, options: Mapping[str, str], several: bool = False) -> set[s
     matching = _matching(text, options)
     if len(matching) == 1:
         (letter,) = matching
-        others = _standing(text) & set(options) - matching - _standing(options[letter])
+        article = {"A"} if _BEGINS.match(options[letter]) and _BEGINS.match(_plain(text)) else set()
+        others = _standing(text) & set(options) - matching - _standing(options[letter]) - article
         return None if others else matching  # "80 (A)" where 80 is C: A is no unit here
     alone = _standing(text) & set(options)
     if len(alone) == 1:  # "80 (C)"
@@ -46,7 +49,21 @@ def _matching(text: str, options: Mapping[str, str]) -> set[str]:
     said = k12_read.plain(text)
     written = {letter for letter, option in options.items() if said and k12_read.plain(option) == said}
     exact = {letter for letter in written if options[letter].strip() == text.strip()}  # Co and CO
-    return exact or {letter for letter in written or options if same_short(options[letter], text)} or written
+    return exact or {letter for letter in written if same_short(options[letter], text)} or written or {letter for letter in options if same_short(options[letter], text) and not _other_noun(options[letter], text)}
+
+
+def _other_noun(option: str, text: str) -> bool:
+    """Whether two counts are of different things: ``two birds`` and ``two cats``."""
+    found = _COUNTED.fullmatch(option.strip()), _COUNTED.fullmatch(_plain(text).rstrip("."))
+    if not (found[0] and found[1]):
+        return False
+    first, second = (match["noun"] or match["han"] for match in found if match)
+    return first.isascii() == second.isascii() and first.lower().rstrip("s") != second.lower().rstrip("s")
+
+
+def _plain(text: str) -> str:
+    """Without ``\\text`` and markdown."""
+    return _TEXTS.sub(r"\1", half_width(text).replace("**", "")).strip()
 
 
 def _of_parts(text: str, options: Mapping[str, str]) -> set[str] | None:
@@ -59,7 +76,7 @@ def _of_parts(text: str, options: Mapping[str, str]) -> set[str] | None:
 
 def _standing(text: str) -> set[str]:
     """Capital letters that stand alone, but for an article."""
-    return set(_ALONE.findall(_ARTICLE.sub("", half_width(text).strip())))
+    return set(_ALONE.findall(_ARTICLE.sub("", _plain(text))))
 
 
 def by_texts(text: str, options: Mapping[str, str]) -> set[str] | None:
@@ -87,7 +104,7 @@ def by_texts(text: str, options: Mapping[str, str]) -> set[str] | None:
 
 
 def _bare(text: str) -> str:
-    text = re.sub(r"\$|\\[()\[\],;! ]|\*\*|`|[\"]", " ", _TEXTS.sub(r" \1 ", half_width(text.replace("、", "\0")).replace("\0", "、")))
+    text = re.sub(r"\$|\\[()\[\],;! ]|\*\*|`|[\"]", " ", _TEXTS.sub(r" \1 ", half_width(text.replace("、", "\0")).replace("\0", "、").replace(r"\\", ";")))
     return " ".join(text.split()).rstrip(".").casefold()
 
 

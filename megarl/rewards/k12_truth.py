@@ -6,18 +6,18 @@ import re
 
 from megarl.rewards.normalize import half_width
 
-_TRUE = frozenset("true t yes y correct right 对 正确 是 √ ✓ ✔ 对的 正确的 真 是的 成立 v \\checkmark checkmark 没错 无误".split())
-_FALSE = frozenset("false f no n incorrect wrong 错 错误 否 × ✗ ✘ x 错的 错误的 假 不是 不对 不正确 不成立 \\times times 不是的 untrue".split()) | {"not true", "not correct", "not right"}
+_TRUE = frozenset(["true", "t", "yes", "y", "correct", "right", "对", "正确", "是", "√", "✓", "✔", "对的", "正确的", "真", "是的", "成立", "v", "\\checkmark", "checkmark", "没错", "无误"])
+_FALSE = frozenset(["false", "f", "no", "n", "incorrect", "wrong", "错", "错误", "否", "×", "✗", "✘", "x", "错的", "错误的", "假", "不是", "不对", "不正确", "不成立", "\\times", "times", "不是的", "untrue"]) | {"not true", "not correct", "not right"}
 _DOUBT = re.compile(r"\b(?:or|n?either|nor|maybe|perhaps|possibly|unsure|not sure|probably)\b|[?？]|或|可能(?!正确|成立|对|是对)|不知道|不确定|不清楚|无法")
 _NEVER = r"(?:not|never|cannot|can't|isn't|isnt|aren't|wasn't|doesn't|don't|no\s+longer|不可能|并非|并不|不是|没有|不能|不|没|非|无|未)"
-_BETWEEN = r"(?:\s*(?:be|a|an|the|at\s+all|really|actually|in\s+fact|logically|mathematically|strictly|是|能|会|够)\b|\s*(?:是|能|会))*\s*"
-_PARTLY = r"(?:always|entirely|completely|necessarily|fully|totally|exactly|wholly|all|quite|strictly\s+speaking|完全|一定|必然|总是|总|全|都)"
+_BETWEEN = r"(?:\s*(?:be|a|an|the|at\s+all|really|actually|in\s+fact|logically|mathematically|strictly|是|能|会|够)\b|\s*(?:是|能|会|说|认为))*\s*"
+_PARTLY = r"(?:always|entirely|completely|necessarily|fully|totally|exactly|wholly|altogether|perfectly|universally|generally|all|quite|strictly\s+speaking|完全|一定|必然|总是|总|全|都)"
 _UNSURE = re.compile(rf"(?:{_NEVER}{_BETWEEN}{_PARTLY}|未必|不见得){_BETWEEN}$")
 _NEGATIONS = re.compile(rf"(?:{_NEVER}{_BETWEEN})+$")
 _BELIEF = re.compile(r"(?:not|n't|never)\s+(?:think|believe|agree|say|consider|find)\b[^.,;]{0,40}$|(?:不认为|不觉得|不同意)[^,.;]{0,20}$")
 _NOUN = r"(?!\s+(?:answers?|values?|terms?|numbers?|order|spelling|angles?|angled|triangles?|sides?|hand|forms?|words?|sums?|results?|units?|formula|name)\b)"
 _PREDICATE = re.compile(
-    rf"(?P<true>\b(?:true|correct|right|accurate|valid)\b{_NOUN}|正确|成立|(?<!相)(?<!绝)(?<!面)对(?![于应称边角比照话数顶象面立])|(?<![认天])真(?!分|空|正|实)|√|✓|✔|\\checkmark)"
+    rf"(?P<true>\b(?:true|correct|right|accurate|valid)\b{_NOUN}|正确(?!的?(?:答案|顺序|结果|值|读法|写法|是[^的]|应)|的(?:说法|表述)(?:是|为|应))|成立|(?<!相)(?<!绝)(?<!面)对(?![于应称边角比照话数顶象面立])|(?<![认天])真(?!分|空|正|实)|√|✓|✔|\\checkmark)"
     rf"|(?P<false>\b(?:false|incorrect|wrong|untrue|inaccurate|invalid)\b{_NOUN}|错误?|有误|(?<=无)误|假(?![如设使定若分])|×|✗|✘)"
 )
 _HEAD = re.compile(

@@ -13,10 +13,10 @@ _CIRCLED = {chr(first + k): k + 1 for first, length in _RUNS for k in range(leng
 _SIGN = f"[{''.join(_CIRCLED)}]"
 _TEXTS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textcircled)\s*\{([^{}]*)\}")
 _ARROW = r"(?:-*[-=]>|→|⟶|➔|➡️?|⇒|\\(?:to|rightarrow|longrightarrow|Rightarrow)(?![a-z]))"
-_SEPARATOR = rf"\s*(?:{_ARROW}|[,;、>|]|-+|—+|\band\b|和|与|及|\bthen\b)\s*"
+_SEPARATOR = rf"(?:\s*(?:{_ARROW}|[,;、>|]|-+|—+|\band\b|和|与|及|\bthen\b)\s*){{1,3}}"
 _MARKED = rf"(?:\(\s*{_SIGN}\s*\)|{_SIGN}|\(\s*\d{{1,2}}\s*\))"
 _NUMBER = rf"(?:{_MARKED}|\d{{1,2}}(?!\d))"
-_NOISE = re.compile(r"^(?:(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|order)\s*(?:is|are|:)?|(?:正确的?)?(?:选项|答案|顺序|序号|选择|应选|故选|选|第)(?:是|为|:)?)\s*|\s*[个项]?[.。;!]*$", re.IGNORECASE)
+_NOISE = re.compile(r"^(?:(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|order)\s*(?:is|are|:)?|(?:正确的?)?(?:选项|答案|顺序|序号|选择|应选|故选|选|第|只有|只)(?:是|为|:)?|only)\s*|\s*[个项]?[.。;!]*$", re.IGNORECASE)
 _NUMBERS = re.compile(rf"{_NUMBER}(?:(?:{_SEPARATOR}|\s+){_NUMBER})*|{_MARKED}(?:(?:{_SEPARATOR}|\s*){_MARKED})*")
 _LETTERS = re.compile(rf"[A-J](?:(?:{_SEPARATOR}|\s*)[A-J])+|[a-j](?:(?:{_SEPARATOR}|\s*)[a-j])+")
 _ARROWS = re.compile(_ARROW)
@@ -70,7 +70,7 @@ def compare(gold: str, pred: str, same: Same) -> bool | None:
     """Whether ``pred`` is the order or selection ``gold``; None for a gold that is neither. ``same`` compares items."""
     if not re.search(rf"{_ARROW}|{_SIGN}|[<>＜＞≤≥]|\\[lg][et]|[A-JＡ-Ｊ]\W*[A-JＡ-Ｊ]|\d\D{{0,3}}\d", gold):
         return None
-    for read in (_of_circled, _of_digits, _of_letters, _of_chain, _of_arrows):
+    for read in (_of_circled, _of_chain, _of_digits, _of_letters, _of_arrows):
         verdict = read(_bare(gold), pred, same)
         if verdict is not None:
             return verdict
