@@ -87,7 +87,8 @@ def _one(text: str, money: bool) -> Measure | None:
 
 def _several(text: str, money: bool) -> Measure | None:
     """``1 h 30 min``: units of one dimension that become smaller, each below one of the last."""
-    at, parts = 0, []
+    at = 0
+    parts: list[Measure] = []
     for match in _SEGMENT.finditer(text):
         part = _one(f"{match[1]} {match[2]}", money) if match.start() == at else None
         if part is None or (parts and (part.dimension != parts[-1].dimension or part.value >= _unit_value(parts[-1]))):

@@ -5,6 +5,7 @@ All of it is string work in linear time; nothing here evaluates an expression.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,6 +16,9 @@ MAX_DIGITS = 2000
 """Numbers with more digits, or a larger power of ten, are compared as text only."""
 MIN_ROUNDED_DIGITS = 6
 """A decimal equals an exact value that it rounds if it has this many significant digits (math-verify's places)."""
+
+_REMEMBERED = 300
+"""Characters of texts whose cleaned form is kept: one verdict cleans the same few texts several times."""
 
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _SIGNS: dict[int, str] = {
@@ -70,6 +74,15 @@ def half_width(text: str) -> str:
 
 def clean(text: str) -> str:
     """An answer's LaTeX in one way of writing: no delimiters, no spacing, words without ``\\text``, no final stop."""
+    return _clean_short(text) if len(text) <= _REMEMBERED else _clean(text)
+
+
+@functools.lru_cache(maxsize=512)
+def _clean_short(text: str) -> str:
+    return _clean(text)
+
+
+def _clean(text: str) -> str:
     text = _SUPERSCRIPT.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run.group()) + "}", text)
     text = re.sub(r"\s+", " ", half_width(text).translate(_MATH_SIGNS)).strip().strip("`").strip()
     text = re.sub(r"^\*\*(.*)\*\*$", r"\1", text, flags=re.DOTALL)
