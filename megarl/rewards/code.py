@@ -15,12 +15,10 @@ from typing import Any
 from megarl.config.schema import CodeConfig, RewardConfig
 from megarl.errors import ConfigError, DataError, SandboxError
 from megarl.rewards.code_compare import same_output, same_value
+from megarl.rewards.code_extract import extract
 from megarl.rewards.code_tests import Asserts, Cases, parse
-from megarl.rewards.math_extract import after_thinking
 from megarl.sandbox.interface import MIB, Limits, Sandbox, Test
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-PYTHON = ("python", "python3", "py", "py3")
 FIRST_BATCH, BATCH = 4, 16
 """Tests of one request. A wrong program is mostly found by the first; a start costs as much as a few tests."""
 
@@ -87,18 +85,6 @@ def make_scorer(sandbox: Sandbox, config: CodeConfig) -> Callable[[str, Any, dic
     return score
 
 
-def extract(text: str) -> str:
-    """The program in an answer: the last fenced block that says Python, else the last one, else the whole text; nothing of a thought."""
-    text = after_thinking(text)
-    blocks = FENCE.findall(text)
-    python = [block for language, block in blocks if language.lower() in PYTHON]
-    if python or blocks:
-        found: str = python[-1] if python else blocks[-1][1]
-        return found
-    before, tag, _ = text.rpartition("</answer>")
-    return before.rpartition("<answer>")[2] if tag else text
-
-
 def _score_cases(sandbox: Sandbox, program: str, row: Cases, config: CodeConfig) -> dict[str, Any]:
     program = with_imports(program)
     deadline = time.monotonic() + config.item_s
@@ -155,9 +141,18 @@ def _spent(done: int, total: int, config: CodeConfig) -> str:
 
 def complete(program: str, row: Asserts) -> str:
     """HumanEval's answers go on from the prompt, or are whole functions; either way what the prompt imports and defines is there."""
+    program += _method_as_function(program, row.checks.entry)
     if not row.prompt:
         return with_imports(program)
     return f"{row.prompt.rstrip()}\n{program}" if program[:1].isspace() else f"{row.prompt}\n\n{program}"
+
+
+def _method_as_function(program: str, entry: str | None) -> str:
+    """A line that names a method of ``class Solution`` as the function that was asked for; '' where it is not needed."""
+    if not entry or not re.search(r"^class Solution\b", program, re.MULTILINE) or not re.search(rf"^[ \t]+def {entry}\b", program, re.MULTILINE):
+        return ""
+    defined = re.search(rf"^(?:def {entry}\b|{entry}\s*=)", program, re.MULTILINE)
+    return "" if defined else f"\n{entry} = Solution().{entry}\n"
 
 
 def with_imports(program: str) -> str:

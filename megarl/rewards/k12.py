@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards import k12_read
-from megarl.rewards.math_compare import MAX_ANSWER, equal
-from megarl.rewards.math_extract import after_thinking, boxes, extract
+from megarl.rewards import k12_options, k12_read, k12_truth, measures, sequences
+from megarl.rewards.k12_short import same_short
+from megarl.rewards.math_compare import MAX_ANSWER
+from megarl.rewards.math_extract import after_thinking, boxes, extract, unmarked
 from megarl.rewards.math_verifier import (
     TIME_LIMIT_S,
     MathScorer,
@@ -23,8 +24,6 @@ from megarl.rewards.math_verifier import (
 from megarl.rewards.normalize import half_width
 
 TYPES = ("choice", "multiple_choice", "blanks", "true_false", "short")
-_ALONE_FORM = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
-_ALONE = re.compile(_ALONE_FORM.format("[A-H]"))
 _FORMULA = re.compile(r"[\d\\=^]|[零一二两三四五六七八九十]|\bhalf\b")
 _PROMPT_OPTION = re.compile(r"(?:^|[\s(（])([A-H])\s*[.．、:：)）]\s*\S")
 _LINE_OPTION = re.compile(r"^[ \t]*[(（]?([A-H])\s*[.．、)）:：][ \t]*\S.*$", re.MULTILINE)
@@ -45,11 +44,12 @@ def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None
         return "true_false"
     if isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str):
         letters = [k12_read.letters(str(item)) for item in ground_truth]
-        if letters and all(found and len(found) == 1 for found in letters):
+        texts = {k12_read.plain(text) for text in k12_read.options_of(info).values()} if k12_read.given_options(info) is not None else set()
+        if letters and (all(found and len(found) == 1 for found in letters) or all(k12_read.plain(str(item)) in texts for item in ground_truth)):
             return "choice" if len(letters) == 1 else "multiple_choice"
         return "blanks"
     text = half_width(str(ground_truth)).strip()
-    if k12_read.exact_truth(text) is not None and not re.fullmatch("[TF]", text):
+    if k12_truth.exact_truth(text) is not None and not re.fullmatch("[TF]", text):
         return "true_false"
     letters_found = k12_read.letters(text) if not re.search(r"[a-z]", text[:2]) else None
     if letters_found:
@@ -147,7 +147,9 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
     if given is not None and not isinstance(given, (Mapping, list, tuple)):
         raise DataError(f"extra_info.options {given!r:.40}: expected a list of texts, or a mapping of letters to texts")
     kind, options = question_type(truth, info), k12_read.options_of(info)
-    if kind == "true_false" and not isinstance(truth, bool) and k12_read.truth(str(truth)) is None:
+    if kind in ("choice", "multiple_choice") and sequences.circled("".join(map(str, values))):
+        return
+    if kind == "true_false" and not isinstance(truth, bool) and k12_truth.truth(str(truth)) is None:
         raise DataError(f"{shown} is neither true nor false; give a bool, or set extra_info.type to what it is")
     if kind not in ("choice", "multiple_choice"):
         return
@@ -170,12 +172,14 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     """One option, by its letter or its text."""
     options = k12_read.options_of(info)
     gold_text = str(truth[0] if isinstance(truth, (list, tuple)) else truth)
-    gold = _letters_of(gold_text, options)
+    if circled := sequences.circled(gold_text):
+        return _judge(pred, float(len(circled) == 1 and k12_options.same_circled(circled, pred, options)))
+    gold = k12_options.named(gold_text, options)
     if not gold or len(gold) != 1:
         if options:
             return verdict("error", pred, f"ground_truth {truth!r:.80} is not one of the options {', '.join(options)}")
         return _judge(pred, float(same_short(gold_text, pred)))
-    found = _letters_of(pred, options) or k12_read.chosen(after_thinking(response))
+    found = k12_options.named(pred, options) or k12_read.chosen(after_thinking(response))
     return _judge(pred, float(found == gold))
 
 
@@ -183,54 +187,33 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
     """Several options in any order. ``partial``: the share that was found, when nothing wrong was."""
     options = k12_read.options_of(info)
     values = truth if isinstance(truth, (list, tuple)) else [truth]
+    if circled := sequences.circled("".join(map(str, values))):
+        return _judge(pred, float(k12_options.same_circled(circled, pred, options)))
     gold: set[str] = set()
     for value in values:
-        found = _letters_of(str(value), options)
+        found = k12_options.named(str(value), options)
         if not found:
             return verdict("error", pred, f"ground_truth {truth!r:.80} names no option letters; set extra_info.options or extra_info.type")
         gold |= found
-    chosen = _letters_of(pred, options, several=True) or k12_read.chosen(after_thinking(response)) or set()
+    chosen = k12_options.named(pred, options, several=True) or k12_read.chosen(after_thinking(response)) or set()
     return _judge(pred, len(chosen & gold) / len(gold) if chosen <= gold else 0.0, selected=float(len(chosen)))
 
 
-def _letters_of(text: str, options: Mapping[str, str], several: bool = False) -> set[str] | None:
-    """The letters that a text names, also by the options' own texts; None for none and for contradictions."""
-    said = k12_read.plain(text)
-    written = {letter for letter, option in options.items() if said and k12_read.plain(option) == said}
-    matching = written or {letter for letter, option in options.items() if same_short(option, text)}
-    if len(matching) == 1:
-        (letter,) = matching
-        others = _standing(text) & set(options) - matching - _standing(options[letter])
-        return None if others else matching  # "80 (A)" where 80 is C: A is no unit here
-    alone = _standing(text) & set(options)
-    if len(alone) == 1:  # "80 (C)"
-        (letter,) = alone
-        if same_short(options[letter], re.sub(rf"[\[(（]?{_ALONE_FORM.format(letter)}[\])）]?", "", text)):
-            return {letter}
-    found = k12_read.letters(text)
-    if found and len(found) == 1 and options:
-        rest = k12_read.after_letter(text)
-        others = {letter for letter, option in options.items() if rest and same_short(option, rest)}
-        return set(found) if not others or set(found) <= others else None
-    if found:
-        return set(found)
-    if several and options:
-        parts = [_letters_of(part, options) for part in k12_read.split_blanks(text) if part]
-        if len(parts) > 1 and all(parts):
-            return set().union(*(part for part in parts if part))
-    return None
-
-
-def _standing(text: str) -> set[str]:
-    """Capital letters that stand alone."""
-    return set(_ALONE.findall(half_width(text)))
-
-
 def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
-    gold = truth if isinstance(truth, bool) else k12_read.truth(str(truth))
+    gold = truth if isinstance(truth, bool) else k12_truth.truth(str(truth))
     if gold is None:
         return verdict("error", pred, f"ground_truth {truth!r:.80} is neither true nor false")
-    return _judge(pred, float(k12_read.truth(pred) is gold))
+    return _judge(pred, float(_judgement(response, pred) is gold))
+
+
+def _judgement(response: str, pred: str) -> bool | None:
+    """Of the last line of a response without box or "answer is", or of a first word with its reason; else of the answer."""
+    text = unmarked(response)
+    for part in (text.rsplit("\n", 1)[-1], text) if text else ():
+        said = k12_truth.truth(part)
+        if said is not None:
+            return said
+    return k12_truth.truth(pred)
 
 
 def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,40 +224,35 @@ def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     found = [content for _, content in boxes(after_thinking(response))]
     if len(parts) != len(golds) and len(found) == len(golds):
         parts = found
-    right = 0
+    right, convert = 0, _units_open(info)
     if len(parts) <= len(golds):
         if info.get("unordered"):
             rest = list(parts)
             for golds_of_blank in accepted:
-                hit = next((i for i, part in enumerate(rest) if _any_short(golds_of_blank, part)), None)
+                hit = next((i for i, part in enumerate(rest) if _any_short(golds_of_blank, part, convert)), None)
                 if hit is not None:
                     right += 1
                     del rest[hit]
         else:
-            right = sum(_any_short(gold, part) for gold, part in zip(accepted, parts, strict=False))
+            right = sum(_any_short(gold, part, convert) for gold, part in zip(accepted, parts, strict=False))
     return _judge("; ".join(parts), right / len(golds), blanks=float(len(golds)), right_blanks=float(right))
 
 
-def _any_short(golds: list[str], pred: str) -> bool:
-    return any(same_short(gold, pred) for gold in golds)
+def _any_short(golds: list[str], pred: str, convert: bool) -> bool:
+    return any(same_short(gold, pred, convert) for gold in golds)
+
+
+def _units_open(info: Mapping[str, Any]) -> bool:
+    """Whether an answer may be in another unit than the ground truth: the question, if the row has it, names none for it."""
+    question = info.get("question") or info.get("problem")
+    return not (isinstance(question, str) and measures.asks_for_unit(question))
 
 
 def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
-    golds = truth if isinstance(truth, (list, tuple)) else [truth]
-    return _judge(pred, float(any(same_short(str(gold), pred) for gold in golds)))
-
-
-def same_short(gold: str, pred: str) -> bool:
-    """The same words, number, date or formula."""
-    if not gold.strip() or not pred.strip() or len(pred) > 2000:
-        return False
-    first, second = k12_read.plain(gold), k12_read.plain(pred)
-    if first == second:
-        return bool(first) and not re.fullmatch(r"[A-Za-z]", gold.strip()) or gold.strip() == pred.strip()
-    dates = k12_read.date(gold), k12_read.date(pred)
-    if dates[0] and dates[1]:
-        return k12_read.same_date(dates[0], dates[1])
-    return equal(k12_read.with_digits(gold), k12_read.with_digits(pred))
+    golds = [str(gold) for gold in (truth if isinstance(truth, (list, tuple)) else [truth])]
+    line = k12_read.plain(unmarked(response).rsplit("\n", 1)[-1])  # "床前明月光，疑是地上霜。" says not that 床前明月光，疑 is 地上霜
+    recited = len(line) > 3 and line in map(k12_read.plain, golds)
+    return _judge(pred, float(recited or _any_short(golds, pred, _units_open(info))))
 
 
 _SCORE = {"choice": _choice, "multiple_choice": _multiple, "true_false": _true_false, "blanks": _blanks, "short": _short}

@@ -1,4 +1,4 @@
-"""Reading what a short answer says: option letters, true or false, the parts of several blanks, numerals, dates."""
+"""Reading what a short answer says: option letters, options by their texts, the parts of several blanks, dates."""
 
 from __future__ import annotations
 
@@ -8,55 +8,9 @@ from typing import Any
 
 from megarl.rewards.math_structure import split
 from megarl.rewards.normalize import clean, half_width, words
-from megarl.rewards.units import NUMERALS
 
-_TRUE = {"true", "t", "yes", "y", "correct", "right", "对", "正确", "是", "√", "✓", "✔", "对的", "正确的", "真", "是的", "成立", "v", "\\checkmark", "checkmark"}
-_FALSE = {"false", "f", "no", "n", "incorrect", "wrong", "错", "错误", "否", "×", "✗", "✘", "x", "错的", "错误的", "假", "不是", "不对", "不正确", "不成立", "\\times", "times", "不是的", "not true", "not correct", "not right", "untrue"}  # fmt: skip
-_NEGATED = re.compile(r"\b(?:not|isn't|isnt|never)\s+(?:\w+\s+)?(?:true|correct|right)\b|\b(?:incorrect|false|wrong|untrue)\b|不正确|不对|不是|不成立|错误?|×|✗|✘")
-_AFFIRMED = re.compile(r"\b(?:true|correct|right)\b|正确|成立|对(?!于|应|称|边|角)|√|✓|✔|\\checkmark")
-_DOUBT = re.compile(r"\bor\b|\bmaybe\b|\bperhaps\b|或|可能|不知道|不确定")
-
-
-def _stripped(text: str) -> str:
-    """A short answer without markdown, quotes, brackets and final stops."""
-    text = half_width(text).strip().replace("**", "").replace("`", "")
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"(?<!\\)\$|\\[()]", "", text).strip()
-    return re.sub(r"^[\"'(\[]+|[\"')\].,;:!。]+$", "", text).strip() if re.search(r"\w|[√×✓✗✔✘]", text) else text
-
-
-def exact_truth(text: str) -> bool | None:
-    """True or False for a word or sign that means it, None for everything else."""
-    word = _stripped(text).casefold()
-    return True if word in _TRUE else False if word in _FALSE else None
-
-
-def truth(text: str) -> bool | None:
-    """True or False for a sign, a word or a short sentence that says one of them and not both."""
-    exact = exact_truth(text)
-    if exact is not None:
-        return exact
-    sentence = _stripped(text).casefold()[:300]
-    said = None if _DOUBT.search(sentence) else _said(sentence)
-    if said is not None:
-        for clause in re.split(r"[,.;:!?/()。]|\bbut\b|\band\b", sentence):  # "true, no"
-            if (not re.fullmatch(r"\s*[a-z]?\s*", clause) and exact_truth(clause) is (not said)) or clause.split()[-1:] == ["no" if said else "yes"]:
-                return None
-    return said
-
-
-def _said(sentence: str) -> bool | None:
-    if first := re.match(r"(yes|no|true|false|对|错|正确|错误|是|否|√|×)\s*[,.:;!。]\s*", sentence):
-        said = exact_truth(first.group(1))
-        rest = sentence[first.end() :]
-        against = _AFFIRMED.search(_NEGATED.sub("", rest)) if said is False else _NEGATED.search(rest)
-        return None if against else said
-    negated = bool(_NEGATED.search(sentence))
-    affirmed = bool(_AFFIRMED.search(_NEGATED.sub("", sentence)))
-    return None if negated == affirmed else affirmed
-
-
-_NOISE = re.compile(r"^(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|选项|答案|选择|应选|故选|选)\s*(?:is|are|为|是|:)?\s*:?\s*", re.IGNORECASE)
+_NOISE = re.compile(r"^\[?(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|选项|答案|选择|应选|故选|选)\]?\s*(?:is|are|为|是|:)?\s*:?\s*", re.IGNORECASE)
+_CIRCLED_LETTERS = {code: chr(ord("A") + code - 0x24B6) for code in range(0x24B6, 0x24BE)} | {code: chr(ord("A") + code - 0x24D0) for code in range(0x24D0, 0x24D8)}
 _ITEM = re.compile(r"[(\[]?\s*([A-H])(?![a-z0-9])\s*[)\]]?\s*(?:[.:、)]|项|选项)?")
 _LABELLED = re.compile(r"[(\[]?([A-H])(?:\s*[)\]]\s*[.:,、]?|\s*[.:、]|,(?=\s*[一-鿿]))\s*(?=\S)(.*)", re.DOTALL)
 _JOINED = re.compile(r"(?:[\s,;&+/、]|\band\b|和|与|及|以及)*", re.IGNORECASE)
@@ -108,7 +62,8 @@ def after_letter(text: str) -> str:
 
 def half_width_letters(text: str) -> str:
     """As ``_stripped``; brackets around a letter stay in place of being torn."""
-    text = half_width(text).strip().replace("**", "").replace("`", "")
+    text = half_width(text).translate(_CIRCLED_LETTERS).strip().replace("**", "").replace("`", "")
+    text = re.sub(r"^\{\s*([A-H])\s*\}$", r"\1", text)
     for _ in range(2):
         text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox|boxed)\s*\{([^{}]*)\}", r"\1", text)
     return re.sub(r"(?<!\\)\$|\\[()\s,;]|[\"']", "", text).strip().rstrip(".;!").strip()
@@ -155,6 +110,7 @@ def options_of(info: Mapping[str, Any]) -> dict[str, str]:
 
 
 _NUMBERED = re.compile(r"(?:^|(?<=[\s,;、。]))(?:\((\d{1,2})\)|(\d{1,2})[.、:)](?!\d)|第([一二三四五六七八九十\d])[空个题]+\s*:?|\b[Bb]lank\s*(\d{1,2})\s*[.:]?)\s*|([①②③④⑤⑥⑦⑧⑨⑩])\s*")
+_SEPARATES = re.compile(r"(?:\s|[,、]|[-=]+>|→|⇒|\\(?:to|rightarrow)(?![a-z])|\b(?:and|then)\b|和)*")
 _CIRCLED = "①②③④⑤⑥⑦⑧⑨⑩"
 
 
@@ -166,6 +122,7 @@ def split_blanks(text: str, count: int | None = None, commas: bool = False) -> l
     text = half_width(text.replace("、", "\0")).replace("\0", "、").strip()
     text = re.sub(r"^\$+|\$+$", "", text) if text.count("$") == 2 and text.startswith("$") else text
     ways = [_numbered(text), re.split(r";", text), re.split(r"\n+", text), re.split(r"\s*\|\s*|\\quad", text)]
+    ways += [re.split(r"(?<=[一-鿿])\.", text)] if count is not None else []
     if count is not None or commas:
         joined = re.sub(r"(?:,\s*)?\\text\s*\{\s*(?:and|和)\s*\}|\s+and\s+", ",", text)
         ways += [text.split("、"), re.split(r"(?<!\d),|,(?!\d{3}(?!\d))", text) if "(" not in text else [text], split(text, {","}) or [text], split(joined, {","}) or [text]]
@@ -180,6 +137,8 @@ def split_blanks(text: str, count: int | None = None, commas: bool = False) -> l
 def _numbered(text: str) -> list[str]:
     """``(1) 3 (2) 5``, ``①3②5``: what follows each number, when they count from one and nothing stands before."""
     marks = list(_NUMBERED.finditer(text))
+    if len(marks) == 1 and text.startswith("(1)"):
+        return _bracketed(text)
     if not marks or marks[0].start() != 0:
         return [text]
     numbers = [str(_CIRCLED.index(mark.group(5)) + 1) if mark.group(5) else next(filter(None, mark.groups())) for mark in marks]
@@ -187,64 +146,22 @@ def _numbered(text: str) -> list[str]:
     if len(marks) < 2 or numbers != [str(k + 1) for k in range(len(marks))]:
         return [text]
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
-    return [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
+    parts = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
+    return [text] if all(_SEPARATES.fullmatch(part) for part in parts) else parts  # ①→②→③ is an order
+
+
+def _bracketed(text: str) -> list[str]:
+    """``(1)3(2)5``, without a space before the numbers."""
+    pieces = re.split(r"\((\d{1,2})\)", text)
+    return pieces[2::2] if len(pieces) > 3 and pieces[1::2] == [str(k + 1) for k in range(len(pieces) // 2)] else [text]
 
 
 def plain(text: str) -> str:
     """Words without case, articles, punctuation and 《》, for comparison as text. Signs of mathematics are kept."""
-    text = re.sub(r"[《》〈〉]", "", clean(text))
+    text = clean(re.sub(r"[《》〈〉「」『』“”]", "", text))
     if re.search(r"[\\^_=<>+*/|\[\](){}]|\d", text):
         return re.sub(r"\s+", "", text.casefold()) if re.search(r"[一-鿿]|[A-Za-z]{3}", text) and not re.search(r"\\", text) else text
     return re.sub(r"(?<=[一-鿿])\s+(?=[一-鿿])", "", words(text))
-
-
-_HAN_DIGITS = {sign: value for value, sign in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-_HAN_UNITS = {"十": 10, "百": 100, "千": 1000}
-_HAN = re.compile(r"(负)?([零〇一二两三四五六七八九十百千]+)(?:点([零〇一二三四五六七八九]+))?(?=$|[^零〇一二两三四五六七八九十百千]{1,3}$)")
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_FRACTION = re.compile(r"([零一二两三四五六七八九十百千]+|\d+)分之([零一二两三四五六七八九十百千]+|\d+)")
-_WORD_NUMBER = re.compile(rf"(?:(minus|negative)\s+)?((?:{'|'.join(_TENS + NUMERALS)}|hundred|and|-|\s)+)", re.IGNORECASE)
-
-
-def with_digits(text: str) -> str:
-    """A numeral in Chinese or English words, with at most a short unit behind it, in digits; other texts unchanged."""
-    plain_text = clean(text)
-    if match := _FRACTION.fullmatch(plain_text):
-        low, high = (_han(part) if not part.isdigit() else int(part) for part in match.groups())
-        return f"{high}/{low}"
-    if plain_text in ("一半", "half", "one half"):
-        return "1/2"
-    if match := _HAN.match(plain_text):
-        decimal = "".join(str(_HAN_DIGITS[sign]) for sign in match.group(3) or "")
-        number = f"{'-' if match.group(1) else ''}{_han(match.group(2))}{'.' + decimal if decimal else ''}"
-        return number + plain_text[match.end() :]
-    if (match := _WORD_NUMBER.match(plain_text)) and (value := _english(match.group(2))) is not None:
-        return f"{'-' if match.group(1) else ''}{value} {plain_text[match.end():]}".strip()
-    return text
-
-
-def _han(numeral: str) -> int:
-    if not set(numeral) & set(_HAN_UNITS):
-        return int("".join(str(_HAN_DIGITS[sign]) for sign in numeral))
-    total, digit = 0, None
-    for sign in numeral:
-        if sign in _HAN_UNITS:
-            total += (1 if digit is None or digit == 0 else digit) * _HAN_UNITS[sign]
-            digit = None
-        else:
-            digit = _HAN_DIGITS[sign]
-    return total + (digit or 0)
-
-
-def _english(numeral: str) -> int | None:
-    total = 0
-    names = [name for name in re.split(r"[\s-]+", numeral.lower()) if name and name != "and"]
-    for name in names:
-        if name == "hundred":
-            total = (total or 1) * 100
-        else:
-            total += 10 * (_TENS.index(name) + 2) if name in _TENS else NUMERALS.index(name)
-    return total if names and len(names) <= 5 else None
 
 
 _DATE = re.compile(r"(?:(\d{2,4})\s*[年/.-]\s*)?(\d{1,2})\s*[月/.-]\s*(\d{1,2})\s*[日号]?")

@@ -65,6 +65,8 @@ def _same(gold: Node, pred: Node) -> bool:
     if gold.kind == "list" and pred.kind == "tuple" and pred.brackets == "()":  # x=1, y=2 as (1, 2)
         named = all(item.kind == "atom" and _EQUALS.search(item.text) for item in gold.items)
         return named and _same_ordered(gold.items, pred.items)
+    if gold.kind == "matrix" and pred.kind == "tuple" and gold.brackets == "matrix":
+        pred = _as_matrix(pred)
     if gold.kind == pred.kind == "matrix":
         same_shape = gold.brackets == pred.brackets and len(gold.items) == len(pred.items)
         return same_shape and all(_same_ordered(g.items, p.items) for g, p in zip(gold.items, pred.items, strict=True))
@@ -72,6 +74,13 @@ def _same(gold: Node, pred: Node) -> bool:
         gold_items, pred_items = (node.items if node.kind == "set" else (node,) for node in (gold, pred))
         return _same_unordered(gold_items, pred_items)
     return _algebra(gold.text, pred.text)
+
+
+def _as_matrix(node: Node) -> Node:
+    """``[[1,2],[3,4]]``."""
+    rows = node.items
+    nested = node.brackets == "[]" and all(row.kind == "tuple" and row.brackets == "[]" for row in rows)
+    return Node("matrix", node.text, tuple(Node("list", row.text, row.items) for row in rows), "matrix") if nested else node
 
 
 def _as_list(node: Node) -> Node:
@@ -177,6 +186,8 @@ def _same_equation(gold: str, pred: str) -> bool:
     if not all(gold_parts) or not all(pred_parts):
         return False
     if len(gold_parts) == 1:
+        if len(pred_parts) == 2 and is_name(pred_parts[1]) and not _is_lhs(pred_parts[0]):
+            pred_parts = pred_parts[::-1]  # 5=x
         chain = pred_parts[1:] if _is_lhs(pred_parts[0]) else pred_parts
         if not _is_lhs(pred_parts[0]) and not all(is_constant(part) for part in chain):
             return same_atom(gold, chain[-1]) and _identity(chain)

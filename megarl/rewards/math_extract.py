@@ -33,7 +33,7 @@ _LAST_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])(?=.)")
 _LETTERS = re.compile(r"\W*(?:[A-H]\b\W*){2,}")
 _ADVERB = re.compile(r"^(?:therefore|thus|hence|simply|just|clearly|then|now)\b[,\s]*", re.IGNORECASE)
 _ONE_NUMBER = re.compile(r"[^\d\\]*?(?P<number>[$€£¥]?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|\s?%)?)(?![A-Za-z0-9_/^*+=-])[^\d\\]*")
-_UNSURE = re.compile(r"\b(?:or|not|no|least|most|than|between|maybe|possibly|either|cannot|can't|about|around)\b|n't\b|或|不|没|至少|至多|可能|[a-zA-Z]-\d", re.IGNORECASE)
+_UNSURE = re.compile(r"\b(?:or|not|no|least|most|than|between|maybe|possibly|either|cannot|can't|about|around|could|might|perhaps|probably)\b|n't\b|或|不|没|至少|至多|可能|[a-zA-Z]-\d", re.IGNORECASE)
 _LEAD = re.compile(
     r"^(?:(?:so|thus|hence|therefore|then|finally|and)\b|(?:所以|因此|故|综上|答)[，,：:]?)[\s,，:：]*(?:we\s+(?:get|have)\s+)?", re.IGNORECASE
 )
@@ -114,6 +114,13 @@ def extract(response: str, answer_format: str = "any") -> str:
     if found:
         return max(found, key=lambda item: item[0])[1].strip()
     return _loose(text) if answer_format == "any" else ""
+
+
+def unmarked(response: str) -> str:
+    """A response that has no box, tag, ``####`` or "answer is": all of it; '' for one that has."""
+    text = after_thinking(response).strip()
+    marked = _BOX.search(text) or _TAG.search(text) or _HASHES.search(text) or _PHRASE.search(text)
+    return "" if marked else text[-4000:]
 
 
 def _loose(text: str) -> str:

@@ -14,6 +14,10 @@ _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?'*")
 _NOT_NAMES = {r"\pi", r"\infty", "e", "i"}
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME.pattern})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?(?:\\mid|\||:)\s*([^|:]*)\\\}}")
+_CASES = re.compile(r"(?:\\begin\{cases\}|\\\{\s*\\begin\{(?:array|aligned)\}(?:\s*\{[lcr|\s]*\})?)(.*)\\end\{(?:cases|array|aligned)\}", re.DOTALL)
+_POINT = re.compile(r"([AD-MO-TV-Z]'?)\s*(\(.*\))", re.DOTALL)
+"""A point with its name; N(0,1), U(0,1), B(n,p) and C(5,2) are none."""
+_NO_SOLUTION = ("\\emptyset", "no solution", "no solutions", "no real solution", "no real solutions", "empty set", "the empty set", "无解", "空集")
 _TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 _COMPARISON = re.compile(r"(<|>|\\leq|\\geq)")
 
@@ -61,9 +65,9 @@ def parse(text: str, depth: int = 0) -> Node:
         return _interval("(", r"-\infty", r"\infty", ")", "")
     if match := _BUILDER.fullmatch(text):
         return replace(parse(match.group(2), depth + 1), name=match.group(1))
-    if text in (r"\emptyset", "no solution", "no solutions", "no real solutions", "无解", "空集"):
-        return Node("set", text)
-    for read in (_alternatives, _union, _matrix, _bracketed, _inequality, _plus_minus):
+    if text.lower() in _NO_SOLUTION:
+        return Node("set", r"\emptyset")
+    for read in (_cases, _alternatives, _union, _matrix, _bracketed, _point, _inequality, _plus_minus):
         node = read(text, depth)
         if node is not None:
             return node
@@ -77,9 +81,34 @@ def _alternatives(text: str, depth: int) -> Node | None:
     parts = [re.sub(r"^(?:or|and)\s", "", _restored(part)) for part in parts]
     items = tuple(parse(part, depth + 1) for part in parts if part)
     solutions = split(text, {",", ";", " and "}) != split(text, {",", ";", " or ", " and "})
-    if solutions and all(item.kind == "tuple" and item.name for item in items) and len({item.name for item in items}) == 1:
+    if solutions and all(item.kind == "tuple" and (item.name or r"\infty" in item.text) for item in items) and len({item.name for item in items}) == 1:
         return Node("union", text, items, name=items[0].name)
-    return Node("list", text, items, solutions=solutions)
+    return (_both(items) if " and " in text and not solutions else None) or Node("list", text, items, solutions=solutions)
+
+
+def _both(items: tuple[Node, ...]) -> Node | None:
+    """``x \\geq 0 and x < 1`` as an interval."""
+    if len(items) != 2 or any(item.kind != "tuple" or not item.name for item in items) or items[0].name != items[1].name:
+        return None
+    low, high = sorted(items, key=lambda item: item.items[0].text == r"-\infty")
+    if low.items[1].text != r"\infty" or high.items[0].text != r"-\infty" or low.items[0].text == r"-\infty":
+        return None
+    return _interval(low.brackets[0], low.items[0].text, high.items[1].text, high.brackets[1], low.name)
+
+
+def _cases(text: str, depth: int) -> Node | None:
+    """The equations of a system's solution, one on each line."""
+    match = _CASES.fullmatch(text)
+    if match is None or "&" in match[1] or r"\begin" in match[1]:
+        return None
+    rows = [row.strip(" ,;") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1]) if row.strip(" ,;")]
+    return Node("list", ", ".join(rows), tuple(parse(row, depth + 1) for row in rows))
+
+
+def _point(text: str, depth: int) -> Node | None:
+    match = _POINT.fullmatch(text)
+    node = _bracketed(match[2], depth) if match else None
+    return replace(node, name=match[1]) if match and node and node.kind == "tuple" and not node.name else None
 
 
 def _protected(text: str) -> str:

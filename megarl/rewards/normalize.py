@@ -5,6 +5,7 @@ All of it is string work in linear time; nothing here evaluates an expression.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,12 +17,15 @@ MAX_DIGITS = 2000
 MIN_ROUNDED_DIGITS = 6
 """A decimal equals an exact value that it rounds if it has this many significant digits (math-verify's places)."""
 
+_REMEMBERED = 300
+"""Characters of texts whose cleaned form is kept: one verdict cleans the same few texts several times."""
+
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _SIGNS: dict[int, str] = {
     ord(sign): plain
     for signs, plain in (
         ("\u3000\u00a0\u2009\u202f\u2002\u2003", " "), ("\u200b\ufeff", ""), ("−–—－﹣", "-"), ("、﹐", ","), ("。｡", "."),
-        ("【〔「『", "["), ("】〕」』", "]"), ("“”", '"'), ("‘’", "'"), ("％", "%"), ("￥", "¥"), ("＄", "$"),
+        ("【〔「『〖", "["), ("】〕」』〗", "]"), ("“”", '"'), ("‘’", "'"), ("％﹪", "%"), ("￥", "¥"), ("＄", "$"),
     )
     for sign in signs
 }  # fmt: skip
@@ -32,12 +36,19 @@ _MATH_SIGNS = str.maketrans({
     "℃": " degrees C ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "∶": ":", "″": "''", "′": "'",
 })  # fmt: skip
 
-_WORDS = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|operatorname|bm|boldsymbol)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|operatorname|bm|boldsymbol)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_SUPERSCRIPTS = {sign: plain for sign, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True)}
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]{2,}|[⁰¹⁴⁵⁶⁷⁸⁹]")
 _REPLACEMENTS = [
     (re.compile(pattern), to)
     for pattern, to in (
         (r"\\left\s*\.|\\right\s*\.", ""), (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|rm|bf|it)(?![a-zA-Z])", ""),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"), (r"(?<=\d)(?:\{,\}|\\,|\\!|,\\!|\\ |~)(?=\d{3}(?!\d))", ","), (r"(?<=\d)\s*(?:\{,\s*\}|,\\!)\s*(?=\d{3}(?!\d))", ","), (r"\{,\}", ","), (r"\\!", ""),
+        (r"^\s*\\(?:therefore|implies|Rightarrow|because)(?![a-zA-Z])", ""), (r"\\colon(?![a-zA-Z])|\{:\}", ":"),
+        (r"\{\s*([^{}]+?)\s*\\over(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\frac{\1}{\2}"), (r"\\(?:[dtc]|nice|s)frac(?![a-zA-Z])", r"\\frac"),
+        (r"^\^\s*\{?\s*(\d+)\s*\}?\s*/\s*_\s*\{?\s*(\d+)\s*\}?$", r"\\frac{\1}{\2}"), (r"^\{\s*(\d+)\s*\}\s*/\s*\{\s*(\d+)\s*\}$", r"\1/\2"),
+        (r"(\\(?:overline|bar|dot))\s*(\d)", r"\1{\2}"), (r"(?<=\d)\.\((\d{1,6})\)", r".\\overline{\1}"),
+        (r"(\d+\.\d*?)(?:(\d)\2{2,}|(\d{2,6})\3+)\s*(?:\\[lc]?dots(?![a-z])|\.{3}|…)", r"\1\\overline{\2\3}"),
+        (r"^\((\w+)\)\s*_\s*\{?\s*\(?(\d+)\)?\s*\}?$", r"\1_{\2}"), (r"_\s*\{\s*\((\d+)\)\s*\}", r"_{\1}"), (r"(?<=\d)(?:\{,\}|\\,|\\!|,\\!|\\ |~)(?=\d{3}(?!\d))", ","), (r"(?<=\d)\s*(?:\{,\s*\}|,\\!)\s*(?=\d{3}(?!\d))", ","), (r"\{,\}", ","), (r"\\!", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\thinspace|\\enspace|\\hspace\s*\{[^{}]*\}|\\nonumber", " "), (r"\\phantom\s*\{[^{}]*\}", " "), (r"\s+", " "),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![a-zA-Z])|\\textdegree", " degrees "),
         (r"\\leq?(?:slant)?(?![a-zA-Z])|<=", r"\\leq "), (r"\\geq?(?:slant)?(?![a-zA-Z])|>=", r"\\geq "), (r"\\lt(?![a-zA-Z])", "<"), (r"\\gt(?![a-zA-Z])", ">"),
@@ -46,7 +57,7 @@ _REPLACEMENTS = [
         (r"\\%", "%"), (r"\\(?:\$|textdollar|dollar)", "$"), (r"\\#", "#"), (r"\\&", "&"), (r"(?<!\\)\\_", "_"),
         (r"\\(?:frac)\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"), (r"\\(?:frac)\s*(\d)\s*\{", r"\\frac{\1}{"), (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\(?:frac)\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}", r"\\frac{\1}{\2}"),
-        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"), (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*\(([^()]*)\)|√\s*\{([^{}]*)\}|√\s*(\d+|[a-z])", r"\\sqrt{\1\2\3}"),
+        (r"(?<=\d)\s*\{\s*(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})\s*\}", r" \1"), (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"), (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*\(([^()]*)\)|√\s*\{([^{}]*)\}|√\s*(\d+|[a-z])", r"\\sqrt{\1\2\3}"),
         (r"\*\*", "^"), (r"\^\s*\(([^()]*)\)", r"^{\1}"), (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"), (r"(?<!\\)\*|\\ast(?![a-zA-Z])", r"\\cdot "),
         (r"(?<![\\a-zA-Z])(sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?![a-zA-Z])", r"\\\1 "), (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"\s*(?:或者|或是|或)\s*|\\(?:lor|vee)(?![a-zA-Z])", " or "), (r"(?<=[\w})])\s*(?:和|与|以及|且)\s*(?=[\w\\({-])|\\(?:land|wedge)(?![a-zA-Z])", " and "),
@@ -63,6 +74,16 @@ def half_width(text: str) -> str:
 
 def clean(text: str) -> str:
     """An answer's LaTeX in one way of writing: no delimiters, no spacing, words without ``\\text``, no final stop."""
+    return _clean_short(text) if len(text) <= _REMEMBERED else _clean(text)
+
+
+@functools.lru_cache(maxsize=512)
+def _clean_short(text: str) -> str:
+    return _clean(text)
+
+
+def _clean(text: str) -> str:
+    text = _SUPERSCRIPT.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run.group()) + "}", text)
     text = re.sub(r"\s+", " ", half_width(text).translate(_MATH_SIGNS)).strip().strip("`").strip()
     text = re.sub(r"^\*\*(.*)\*\*$", r"\1", text, flags=re.DOTALL)
     if r"\\" in text and r"\begin" not in text:  # written with JSON's escapes
@@ -204,7 +225,7 @@ def rounds_to(decimal: Quantity, value: Fraction) -> bool:
 
 def same_quantity(gold: Quantity, pred: Quantity) -> bool:
     """Equal value, and no other unit. A missing unit or percent sign is forgiven, a wrong one is not."""
-    if gold.unit and pred.unit and gold.unit != pred.unit:
+    if (gold.unit and pred.unit and gold.unit != pred.unit) or (gold.percent and pred.unit) or (pred.percent and gold.unit):
         return False
     if gold.written and pred.written:
         return gold.written == pred.written

@@ -6,21 +6,30 @@ import re
 
 _NAMES: dict[str, str] = {
     "m": "m meter meters metre metres 米", "cm": "cm centimeter centimeters centimetre centimetres 厘米 公分", "mm": "mm millimeter millimeters millimetre millimetres 毫米",
-    "dm": "dm decimeter decimeters decimetre decimetres 分米", "km": "km kilometer kilometers kilometre kilometres 千米 公里", "nm": "nm nanometer nanometers",
+    "dm": "dm decimeter decimeters decimetre decimetres 分米", "km": "km kilometer kilometers kilometre kilometres 千米 公里", "nm": "nm nanometer nanometers 纳米", "um": "μm um micrometer micrometers 微米",
     "in": "inch inches in", "ft": "ft foot feet 英尺", "yd": "yd yard yards", "mi": "mi mile miles 英里",
     "g": "g gram grams 克", "kg": "kg kilogram kilograms kilo kilos 千克 公斤", "mg": "mg milligram milligrams 毫克", "t": "ton tons tonne tonnes 吨", "jin": "斤",
     "lb": "lb lbs pound pounds", "oz": "oz ounce ounces",
     "l": "L l liter liters litre litres 升", "ml": "mL ml milliliter milliliters millilitre millilitres 毫升", "gal": "gallon gallons gal",
-    "s": "s sec secs second seconds 秒 秒钟", "min": "min mins minute minutes 分钟 分", "h": "h hr hrs hour hours 小时 时", "day": "day days 天 日",
+    "ms": "ms millisecond milliseconds 毫秒", "s": "s sec secs second seconds 秒 秒钟", "min": "min mins minute minutes 分钟 分", "h": "h hr hrs hour hours 小时 时", "day": "day days 天 日",
     "week": "week weeks 周 星期", "month": "month months 月 个月", "year": "year years yr yrs 年 岁",
     "$": "$ US$ USD dollar dollars 美元", "¥": "¥ RMB CNY yuan 元 块 块钱 圆 人民币", "€": "€ EUR euro euros 欧元", "£": "£ GBP 英镑", "₹": "₹ INR rupee rupees Rs",
     "cent": "cent cents ¢ 美分", "jiao": "角", "deg": "degree degrees deg 度", "degC": "degreesC degreeC celsius degreescelsius 摄氏度", "degF": "degreesF degreeF fahrenheit degreesfahrenheit 华氏度",
-    "rad": "rad radian radians 弧度", "N": "N newton newtons 牛 牛顿", "J": "J joule joules 焦 焦耳", "W": "W watt watts 瓦 瓦特", "kW": "kW kilowatt kilowatts 千瓦",
-    "V": "V volt volts 伏 伏特", "A": "amp amps ampere amperes 安 安培", "ohm": "Ω ohm ohms 欧 欧姆 \\Omega", "Hz": "Hz hertz 赫兹 赫", "Pa": "Pa pascal pascals 帕", "kPa": "kPa 千帕", "K": "K kelvin 开尔文",
-    "mol": "mol mole moles 摩尔", "mi/h": "mph", "km/h": "kph kmh", "ha": "hectare hectares ha 公顷", "acre": "acre acres", "mu": "亩", "am": "am a.m. a.m 上午", "pm": "pm p.m. p.m 下午",
+    "rad": "rad radian radians 弧度", "N": "N newton newtons 牛 牛顿", "kN": "kN 千牛", "J": "J joule joules 焦 焦耳", "kJ": "kJ kilojoule kilojoules 千焦", "W": "W watt watts 瓦 瓦特", "kW": "kW kilowatt kilowatts 千瓦", "MW": "MW megawatt megawatts 兆瓦",
+    "V": "V volt volts 伏 伏特", "mV": "mV millivolt millivolts 毫伏", "kV": "kV kilovolt kilovolts 千伏",
+    "A": "amp amps ampere amperes 安 安培", "mA": "mA milliamp milliamps milliampere milliamperes 毫安", "ohm": "Ω ohm ohms 欧 欧姆 \\Omega", "kohm": "kΩ 千欧",
+    "Hz": "Hz hertz 赫兹 赫", "kHz": "kHz kilohertz 千赫", "MHz": "MHz megahertz 兆赫", "Pa": "Pa pascal pascals 帕", "kPa": "kPa 千帕", "MPa": "MPa 兆帕", "K": "K kelvin 开尔文",
+    "mol": "mol mole moles 摩尔", "mmol": "mmol millimole millimoles 毫摩尔", "mi/h": "mph", "km/h": "kph kmh", "ha": "hectare hectares ha 公顷", "acre": "acre acres", "mu": "亩", "am": "am a.m. a.m 上午", "pm": "pm p.m. p.m 下午",
     "unit": "",
 }  # fmt: skip
 _SYMBOL = {name: symbol for symbol, names in _NAMES.items() for name in names.split()}
+
+
+def names() -> dict[str, str]:
+    """Every name of a unit -> its symbol."""
+    return dict(_SYMBOL)
+
+
 _SQUARE = {"平方": "^2", "立方": "^3", "square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _IGNORED = {"unit", "units", "单位", "每", "的", "of"}
 _NUMERALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen

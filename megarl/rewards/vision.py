@@ -6,24 +6,20 @@ The image itself is not looked at: each subtype compares the answer's text with 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.errors import DataError
 from megarl.rewards import k12, k12_read, math_verifier
-from megarl.rewards.math_extract import extract
-from megarl.rewards.normalize import half_width
-from megarl.rewards.units import NUMERALS
+from megarl.rewards.math_extract import extract, unmarked
 from megarl.rewards.vision_boxes import SCALES, Numbers, answer_text, best_assignment, iou, is_box, rescaled, shapes
+from megarl.rewards.vision_count import read_count
+from megarl.rewards.vision_text import THRESHOLD, shown, similarity
 
 VisionScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
-THRESHOLD = 0.5
-"""Of ANLS (ST-VQA, 1905.13648) and of IoU, where a row gives none."""
 MAX_GOLD = 1000
 """Characters of an accepted text; the distance takes their square."""
-MAX_COUNT_TEXT = 300
 
 
 def verdict(status: str, score: float, pred: str, reason: str = "", **parts: float) -> dict[str, Any]:
@@ -74,7 +70,7 @@ def _choice_info(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dic
     """extra_info with its type. Raises ValueError for a type that is no choice."""
     info = dict(extra_info) if isinstance(extra_info, Mapping) else {}
     if info.get("type") is None:
-        info["type"] = "multiple_choice" if ground_truth and k12.question_type(ground_truth) == "multiple_choice" else "choice"
+        info["type"] = "multiple_choice" if ground_truth and k12.question_type(ground_truth, info) == "multiple_choice" else "choice"
     if info["type"] not in ("choice", "multiple_choice"):
         raise ValueError(f"extra_info.type {info['type']!r:.40}: expected choice or multiple_choice for vision/choice")
     return info
@@ -94,57 +90,11 @@ def score_choice(solution_str: str, ground_truth: Any, extra_info: Mapping[str, 
         texts = {k12_read.plain(text) for text in options.values()}
         if not named <= set(options) and not all(k12_read.plain(str(gold)) in texts for gold in golds):
             return _error(f"ground_truth {ground_truth!r:.80} is not one of the options {', '.join(options)}")
-    return _reasoned(k12.score(solution_str, ground_truth, info))
+    named_text = shown(unmarked(solution_str).rsplit("\n", 1)[-1]) if options else ""
+    return _reasoned(k12.score(f"\\boxed{{{named_text}}}" if named_text else solution_str, ground_truth, info))
 
 
 # ---------------------------------------------------------------- counting
-
-_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
-_WORDS = rf"(?:{_TENS}|{'|'.join(sorted(NUMERALS, key=len, reverse=True))}|hundred)"
-_HAN = "零〇一二两三四五六七八九十百千"
-_COUNT = re.compile(
-    rf"(?P<digits>(?<![A-Za-z0-9_.,])[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?![\d,.]*[\dA-Za-z_])(?P<behind>\s*(?:[%/^*×:=e+-]|\\)\s*[\d{{]?|\s*%)?)"
-    rf"|\b(?P<words>(?:(?:minus|negative)\s+)?{_WORDS}(?:(?:\s+and\s+|[\s-]+){_WORDS})*)\b"
-    rf"|(?P<han>负?(?:[{_HAN}]+)(?:点[{_HAN}]+)?)",
-    re.IGNORECASE,
-)
-_NO_COUNT = re.compile(
-    r"\b(?:or|not|least|most|than|between|maybe|possibly|either|cannot|about|around|approximately|roughly|over|under|almost|nearly|some|several)\b"
-    r"|n't\b|或|不是|至少|至多|大约|左右|超过|可能|[~≈<>≤≥±]",
-    re.IGNORECASE,
-)
-_SECOND_COUNT = re.compile(
-    r"(?<!the )(?<!in )(?<!of )(?<!\d)\d+(?:st|nd|rd|th)\b|\b[xX×]\s?\d|\d\s?[xX×](?![\w-])|\b(?=[VX]|I[IVX])X{0,3}(?:IX|IV|V?I{0,3})\b(?!-)",
-)
-"""Numbers that _COUNT passes over beside the one that it finds: ``4th``, ``x4``, ``IV``; not "the 2nd image", not "A4"."""
-_NOT_COUNTS = re.compile(r"一共|一起|一张|一幅|[图画][片像中里]*[一二三]|第[零一二三四五六七八九十]+|\b(?:the|this|that|each|no|which|every)\s+one\b|\bone\s+of\b", re.IGNORECASE)
-_NONE = re.compile(r"(?:there\s+(?:is|are)\s+)?(?:none|nothing|no\s+[a-z ]{1,40})\.?|没有.{0,12}|无", re.IGNORECASE)
-
-
-def read_count(text: str) -> int | None:
-    """The one whole number that an answer states, in digits or words, whatever is counted; None for none, several, or a guess."""
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 ", half_width(text).strip())
-    text = re.sub(r"[$*`\"'{}]|\\[,;!() ]", " ", text).strip().rstrip(".!").strip()
-    if not text or len(text) > MAX_COUNT_TEXT:
-        return None
-    if _NONE.fullmatch(text):
-        return 0
-    if _NO_COUNT.search(text) or _SECOND_COUNT.search(text):
-        return None
-    found = list(_COUNT.finditer(_NOT_COUNTS.sub(" ", text)))
-    if len(found) != 1:
-        return None
-    match = found[0]
-    if match["digits"]:
-        return None if match["behind"] else _whole(match["digits"].replace(",", ""))
-    return _whole(k12_read.with_digits(match.group()).strip())
-
-
-def _whole(text: str) -> int | None:
-    """``3`` and ``3.0``, not ``3.5``; None also for numbers beyond any count."""
-    match = re.fullmatch(r"([+-]?\d{1,15})(?:\.0+)?", text)
-    return int(match.group(1)) if match else None
-
 
 def _count_gold(ground_truth: Any) -> int:
     """Raises ValueError for a ground truth that is no whole number from 0."""
@@ -172,32 +122,6 @@ def score_count(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
 # ---------------------------------------------------------------- text and documents
 
 
-def levenshtein(first: str, second: str) -> int:
-    """Insertions, deletions and substitutions of characters that turn one text into the other."""
-    row = list(range(len(second) + 1))
-    for i, sign in enumerate(first, 1):
-        before, row[0] = row[0], i
-        for j, other in enumerate(second, 1):
-            before, row[j] = row[j], min(before + (sign != other), row[j] + 1, row[j - 1] + 1)
-    return row[-1]
-
-
-def anls(gold: str, pred: str, threshold: float = THRESHOLD) -> float:
-    """1 − distance / longer length of the texts in small letters with single spaces, or 0 below the threshold (1907.00490, eq. 1)."""
-    gold, pred = (" ".join(text.lower().split()) for text in (gold, pred))
-    longer = max(len(gold), len(pred))
-    if longer == 0 or 1 - abs(len(gold) - len(pred)) / longer < threshold:  # no distance is less than the lengths' difference
-        return 0.0
-    similarity = 1 - levenshtein(gold, pred) / longer
-    return similarity if similarity >= threshold else 0.0
-
-
-def _bare(text: str) -> str:
-    """An answer without what only marks it as one: quotation marks, ``\\text``, a final stop."""
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text.strip())
-    return text.strip(" \t\n\"'`*“”‘’「」").rstrip(".。").strip(" \"'`*“”‘’「」")
-
-
 def _anls_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[str], float]:
     """(accepted texts, threshold). Raises ValueError when either is none."""
     ground_truth = math_verifier.listed(ground_truth)
@@ -216,7 +140,7 @@ def score_anls(solution_str: str, ground_truth: Any, extra_info: Mapping[str, An
     except ValueError as error:
         return _error(str(error))
     pred = extract(solution_str)
-    score = max(anls(gold, text, threshold) for gold in golds for text in {pred, _bare(pred)})
+    score = max(similarity(gold, pred, solution_str, threshold) for gold in golds)
     return verdict("ok" if score > 0 else "wrong", score, pred, exact=float(score == 1.0))
 
 

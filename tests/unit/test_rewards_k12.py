@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from megarl.errors import DataError
 from megarl.rewards import compute_score
 from megarl.rewards.k12 import TYPES, check_row, is_multiple_choice, question_type, score
-from megarl.rewards.k12_read import letters, options_of, split_blanks, truth, with_digits
+from megarl.rewards.k12_read import letters, options_of, split_blanks
+from megarl.rewards.k12_truth import truth
+from megarl.rewards.numerals import with_digits
 
 TABLE = Path(__file__).parent / "cases" / "k12.tsv"
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from megarl.errors import DataError
 from megarl.rewards import compute_score
 from megarl.rewards.router import scorer_for
-from megarl.rewards.vision import SUBTYPES, anls, check_row, levenshtein, read_count, score_anls, score_box
+from megarl.rewards.vision import SUBTYPES, check_row, score_anls, score_box
 from megarl.rewards.vision_boxes import best_assignment, iou, shapes
+from megarl.rewards.vision_count import read_count
+from megarl.rewards.vision_text import anls, levenshtein
 
 TABLE = Path(__file__).parent / "cases" / "vision.tsv"
 STATUS = {"1": "ok", "0": "wrong", "e": "error"}

@@ -1,0 +1,44 @@
+"""Whether two short school answers are the same: words, formulas of chemistry, orders, relations, dates, measures, mathematics."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.rewards import chemistry, k12_read, measures, relations, sequences
+from megarl.rewards.math_compare import equal
+from megarl.rewards.normalize import half_width
+from megarl.rewards.numerals import with_digits
+
+MAX_PREDICTION = 2000
+_VERSE = re.compile(r"\W*[一-鿿]{4,}(?:[,.;:?!]+[一-鿿]{4,})+\W*")
+_SENTENCE = re.compile(r"\W*(?:[A-Za-z'-]+[,;:—]?\s+){4,}[A-Za-z'-]+[.?!]\W*")
+
+
+def same_short(gold: str, pred: str, convert: bool = True) -> bool:
+    """The same words, number, date or formula. ``convert``: whether another unit of the same dimension may be right."""
+    if not gold.strip() or not pred.strip() or len(pred) > MAX_PREDICTION:
+        return False
+    if gold.strip() == pred.strip():
+        return True
+    if chemistry.may_be(gold) and (formula := chemistry.chemical(gold)):
+        return chemistry.same(formula, chemistry.read(pred))
+    if (said := k12_read.plain(gold)) == k12_read.plain(pred):
+        return bool(said) and not re.fullmatch(r"[A-Za-z]", gold.strip())
+    if recited(gold):
+        return False
+    for compare in (sequences.compare, relations.compare):
+        verdict = compare(gold, pred, same_short)
+        if verdict is not None:
+            return verdict
+    dates = k12_read.date(gold), k12_read.date(pred)
+    if dates[0] and dates[1]:
+        return k12_read.same_date(dates[0], dates[1])
+    gold, pred = with_digits(relations.formula(gold)), with_digits(relations.formula(pred))
+    measured = measures.same(gold, pred, convert)
+    return equal(gold, pred) if measured is None else measured
+
+
+def recited(text: str) -> bool:
+    """Lines of a text or a whole sentence, whose words stand in their order: no list, no mathematics."""
+    text = half_width(text.replace("、", "\0"))
+    return bool(_VERSE.fullmatch(text) or _SENTENCE.fullmatch(text))
