@@ -77,7 +77,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2, help="files written at a time (default %(default)s)")
     parser.add_argument("--file-gib", type=float, default=2.0, help="size of a file (default %(default)s)")
     parser.add_argument("--verify", action="store_true", help="read both sides again and compare digests before the target appears")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target if it is empty or a converted checkpoint without other files")
 
 
 def _grid(parser: argparse.ArgumentParser) -> None:

@@ -20,15 +20,15 @@ import torch
 
 from megarl.checkpoint.opened import Head, Opened, family, open_dist_checkpoint, open_hf_checkpoint
 from megarl.checkpoint.output import Finished, Output
+from megarl.checkpoint.overwrite import check_target
 from megarl.checkpoint.pool import Count, each
 from megarl.checkpoint.slices import Source
 from megarl.checkpoint.stream import Digests, OutFile, Region, Transfer, add
+from megarl.checkpoint.target_manifest import FORMAT
 from megarl.checkpoint.targets import DistTarget, HFTarget, Target, file_size
 from megarl.errors import CheckpointError
 from megarl.reshard.layouts import VOCAB_MULTIPLE, MegatronGrid
 from megarl.reshard.plan import build_plan
-
-FORMAT = "megarl-checkpoint-1"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
     began = time.monotonic()
     transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers)
     try:
-        with Output(where, _fingerprint(opened, target), overwrite=settings.overwrite) as output:
+        check_target(where, (opened.path, opened.config_path), overwrite=settings.overwrite)
+        with Output(where, _fingerprint(opened, target)) as output:
             work = _Work(transfer, target, output, settings)
             kept = work.check_finished()
             left = [file for file in target.files if file.name not in output.finished]
@@ -103,7 +104,7 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
             target.finish(output.path, records)
             if settings.verify:
                 work.verify()
-            output.commit(_manifest(opened, target, records))
+            output.commit(_manifest(opened, target, records, output.beside()))
     finally:
         opened.close()
     size = sum(file_size(target, file) for file in target.files)
@@ -209,7 +210,7 @@ def _fingerprint(opened: Opened, target: Target) -> str:
     return digest.hexdigest()
 
 
-def _manifest(opened: Opened, target: Target, records: list[Finished]) -> dict[str, Any]:
+def _manifest(opened: Opened, target: Target, records: list[Finished], beside: list[str]) -> dict[str, Any]:
     digests: Digests = {}
     files: dict[str, list[str]] = defaultdict(list)
     for record in records:
@@ -225,6 +226,7 @@ def _manifest(opened: Opened, target: Target, records: list[Finished]) -> dict[s
         "mtp": opened.mtp,
         "source": str(opened.path.resolve()),
         "files": {record.file: record.bytes for record in records},
+        "beside": beside,
         "tensors": {
             name: {
                 "dtype": str(dtypes[name]).removeprefix("torch."),

@@ -28,7 +28,8 @@ from megarl.checkpoint.hf_source import (
     open_hf,
     read_hf_config,
 )
-from megarl.checkpoint.output import replace_directory, write_json
+from megarl.checkpoint.output import partial_path, replace_directory, write_json
+from megarl.checkpoint.overwrite import check_export_target
 from megarl.checkpoint.slices import Source
 from megarl.reshard import boxes
 from megarl.reshard.execute import Transport, exchange, wire_dtype
@@ -103,13 +104,15 @@ def export_hf(
     ``...ForSequenceClassification`` with one label). ``tensors``: the rank's local tensors. ``dtype``: of the files (None: that
     of the tensors). config.json, tokenizer and other small files come from ``source``. Rank 0 holds one file of at most
     ``file_bytes`` (or one tensor) at a time. ``target`` appears whole or not at all; an older one is replaced. Other ranks
-    return once they have sent: put a barrier behind if they are to read the result.
+    return once they have sent: put a barrier behind if they are to read the result. Raises CheckpointError on rank 0 where
+    something else than an HF checkpoint is at ``target``, or the source is.
     """
     assert plan.destination.num_ranks == 1, "an HF checkpoint is written by one rank"
     transport = transport or GroupTransport()
     dtype = dtype or next(iter(tensors.values())).dtype
-    temporary = target.with_name(f".{target.name}.partial")
+    temporary = partial_path(target)
     if rank == 0:
+        check_export_target(target, [source])
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     shapes = plan.destination.tensors

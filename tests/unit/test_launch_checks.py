@@ -27,6 +27,19 @@ def test_a_right_configuration_passes_again_and_writes_nothing(prepared: Path) -
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
 
 
+@pytest.mark.parametrize("name", ["hf", "reference"])
+def test_a_folder_that_the_export_would_replace(prepared: Path, tmp_path: Path, name: str) -> None:
+    """Seen before the job starts, not when it has finished training."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(prepared, run_dir)
+    (run_dir / "model").rename(run_dir / name)
+    refused(ConfigError, config_of(run_dir, f"model.path={run_dir / name}"), f"{run_dir / name} contains the source", "run.dir")
+    (run_dir / name).rename(run_dir / "model")
+    (run_dir / name).mkdir()
+    (run_dir / name / "mine.txt").write_text("keep me")
+    refused(ConfigError, config_of(run_dir), f"{run_dir / name} is not an HF checkpoint", "move it away")
+
+
 def test_unknown_key_names_the_nearest(prepared: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         config_of(prepared, "rollout.max_promt_tokens=3")
