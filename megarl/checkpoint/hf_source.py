@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megarl.architectures.complete import complete
 from megarl.checkpoint.fp8 import SCALE, Dequantised
 from megarl.checkpoint.hf_files import HFFiles
 from megarl.checkpoint.output import MANIFEST, write_json
@@ -41,7 +42,15 @@ _LEFT = (
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint directory. Raises CheckpointError when there is none or it is not JSON."""
+    """The config.json of a checkpoint directory; keys that it leaves out have the values that transformers takes for them.
+
+    Raises CheckpointError when there is none or it is not JSON, ArchitectureError when transformers refuses it.
+    """
+    return complete(read_config_json(path))
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """The parsed config.json as it is. Raises CheckpointError when there is none or it is not JSON."""
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} has no config.json; set model.path to the directory of an HF checkpoint")
@@ -67,7 +76,7 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
     )
     if not is_quantised:
         return files
-    return Dequantised(files, read_hf_config(path).get("quantization_config") or {})
+    return Dequantised(files, read_config_json(path).get("quantization_config") or {})
 
 
 def has_score(path: Path) -> bool:
@@ -171,7 +180,7 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_LEFT):
             shutil.copyfile(file, target / file.name)
-    config = read_hf_config(source)
+    config = read_config_json(source)
     config.pop("quantization_config", None)
     if not mtp and config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0

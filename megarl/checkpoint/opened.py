@@ -76,6 +76,14 @@ class Opened:
         return found.pop()
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """The completed configuration. Raises CheckpointError for one that is missing, damaged or refused by transformers."""
+    try:
+        return read_hf_config(path)
+    except ArchitectureError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+
+
 def family(hf_config: dict[str, Any], where: Path, head: TableHead = "lm") -> str:
     """The checked family of a configuration. Raises CheckpointError for one without a table."""
     try:
@@ -96,7 +104,7 @@ def open_checkpoint(
 
 
 def open_hf_checkpoint(path: Path, head: Head = "auto", mtp: bool = False, check: bool = True) -> Opened:
-    hf_config = read_hf_config(path)
+    hf_config = _read_config(path)
     family(hf_config, path)
     source = open_hf(path)
     is_value = SCORE in source.shapes if head == "auto" else head == "value"
@@ -124,7 +132,7 @@ def open_dist_checkpoint(
         config_path = next((p for p in places if (p / "config.json").is_file()), None)
         if config_path is None:
             raise CheckpointError(f"{path} has no {HF_FOLDER}/config.json; give the HF model it was made from with --config")
-    hf_config = read_hf_config(config_path)
+    hf_config = _read_config(config_path)
     family(hf_config, config_path)
     files = DistFiles(path)
     output = files.shapes.get(OUTPUT)
