@@ -26,6 +26,7 @@ from megarl.checkpoint.slices import Source
 from megarl.checkpoint.stream import Digests, OutFile, Region, Transfer, add
 from megarl.checkpoint.target_manifest import FORMAT
 from megarl.checkpoint.targets import DistTarget, HFTarget, Target, file_size
+from megarl.checkpoint.verify import check_written
 from megarl.errors import CheckpointError
 from megarl.reshard.layouts import VOCAB_MULTIPLE, MegatronGrid
 from megarl.reshard.plan import build_plan
@@ -94,6 +95,7 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
     transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers)
     try:
         check_target(where, (opened.path, opened.config_path), overwrite=settings.overwrite)
+        check_written(opened, workers=settings.workers, progress=settings.progress)
         with Output(where, _fingerprint(opened, target)) as output:
             work = _Work(transfer, target, output, settings)
             kept = work.check_finished()

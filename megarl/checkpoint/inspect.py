@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,11 +13,9 @@ from megarl.checkpoint.dist import DistFiles, find_dist, missing_elements
 from megarl.checkpoint.hf_source import open_hf
 from megarl.checkpoint.opened import Head, Opened, family, open_checkpoint
 from megarl.checkpoint.output import MANIFEST
-from megarl.checkpoint.pool import Count, each
-from megarl.checkpoint.stream import Digests, OutFile, Transfer, add
-from megarl.checkpoint.targets import HFTarget, file_size
+from megarl.checkpoint.target_manifest import TargetManifest, read_target_manifest
+from megarl.checkpoint.verify import compute_digests, header_faults
 from megarl.errors import CheckpointError
-from megarl.reshard.plan import build_plan
 
 
 @dataclass
@@ -46,13 +43,15 @@ class Inspection:
     unknown: list[str] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
     """No part of the model: optimizer state, prediction layers."""
+    changed: list[str] = field(default_factory=list)
+    """How files and tensors differ from the manifest."""
     digests: dict[str, str] = field(default_factory=dict)
     """Logical (HF) tensor -> digest: computed, or as the manifest has it."""
     digests_from: str = ""
 
     @property
     def is_whole(self) -> bool:
-        return not (self.problem or self.missing or self.misshapen or self.unknown)
+        return not (self.problem or self.missing or self.misshapen or self.unknown or self.changed)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -83,24 +82,34 @@ def inspect_checkpoint(
         found.family = family(opened.hf_config, opened.config_path)
         found.head = "value" if opened.is_value else "lm"
         _compare(found, opened)
-        manifest = opened.path / MANIFEST
+        manifest = read_target_manifest(opened.path)
+        if manifest is not None:
+            found.changed += header_faults(opened, manifest)
         if digests and not found.missing and not found.misshapen:
-            values = compute_digests(opened, dtype, workers=workers, progress=progress)
-            found.digests = {name: f"{value:016x}" for name, value in values.items()}
-            found.digests_from = "computed now"
-        elif manifest.is_file():
-            found.digests = _noted_digests(manifest)
+            _read_all(found, opened, manifest, dtype, workers, progress)
+        elif manifest is not None:
+            found.digests = {name: f"{noted.digest:016x}" for name, noted in manifest.tensors.items()}
             found.digests_from = f"as {MANIFEST} has them"
     finally:
         opened.close()
     return found
 
 
-def _noted_digests(manifest: Path) -> dict[str, str]:
-    try:
-        return {name: value["digest"] for name, value in json.loads(manifest.read_text())["tensors"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{manifest} cannot be read ({error!r}); copy the checkpoint again, or remove this file") from error
+def _read_all(
+    found: Inspection, opened: Opened, manifest: TargetManifest | None, dtype: torch.dtype | None, workers: int, progress: bool
+) -> None:
+    """The digests; those of the elements as they are stored are compared with the manifest's."""
+    values = compute_digests(opened, dtype, workers=workers, progress=progress)
+    found.digests = {name: f"{value:016x}" for name, value in values.items()}
+    found.digests_from = "computed now"
+    if manifest is None:
+        return
+    if dtype is not None:
+        values = compute_digests(opened, None, workers=workers, progress=progress)
+    faults = list(manifest.faults(values))
+    found.changed += faults
+    if not faults:
+        found.digests_from += f"; {MANIFEST} has the same digests"
 
 
 def _stored(path: Path) -> Inspection:
@@ -139,26 +148,6 @@ def _compare(found: Inspection, opened: Opened) -> None:
         (found.beside if opened.is_expected(name) else found.unknown).append(name)
 
 
-def compute_digests(opened: Opened, dtype: torch.dtype | None, *, workers: int = 2, progress: bool = True) -> Digests:
-    """Logical tensor -> digest of its elements cast to ``dtype`` (None: as they are stored)."""
-    target = HFTarget(opened, dtype, file_bytes=1)
-    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, workers)
-    total: Digests = {}
-    lock = threading.Lock()
-
-    def read(file: OutFile, count: Count) -> None:
-        digests: Digests = {}
-        for region in file.regions:
-            for block in transfer.blocks(region, digests):
-                count(block.numel() * block.element_size())
-        with lock:
-            add(total, digests)
-
-    size = sum(file_size(target, file) for file in target.files)
-    each("reading", target.files, read, total=size, workers=workers, progress=progress)
-    return {name: total[name] for name in target.layout.tensors}
-
-
 def render(found: Inspection) -> str:
     """The inspection as text for a terminal."""
     elements = sum(prod(t.shape) for t in found.tensors.values())
@@ -182,6 +171,7 @@ def render(found: Inspection) -> str:
         ("missing", found.missing),
         ("wrong", found.misshapen),
         ("unknown to the table", found.unknown),
+        ("not as written", found.changed),
         ("beside the model (not converted)", found.beside),
     ):
         if names:

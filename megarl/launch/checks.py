@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from megarl import algorithms, ops
 from megarl.checkpoint.hf_source import read_hf_config
 from megarl.checkpoint.overwrite import check_export_target
+from megarl.checkpoint.verify import check_digests
 from megarl.config import Config
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import ports
@@ -69,6 +71,8 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, li
     check_images(config, hf_config, rows)
     _check_models(config, hf_config)
     _check_exports(config)
+    for setting, path in _model_paths(config).items():
+        check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
     tasks = {} if offline else {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
     if tasks:
         check_rewards(config, tasks)
@@ -96,12 +100,17 @@ def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     check_role_models(config, algorithm, hf_config)
 
 
+def _model_paths(config: Config) -> dict[str, Path]:
+    """Setting -> the HF checkpoint that it names."""
+    paths = {"model": config.model.path, "critic": config.critic.path, "reward_model": config.reward_model.path}
+    return {f"{role}.path": Path(path) for role, path in paths.items() if path is not None}
+
+
 def _check_exports(config: Config) -> None:
     """Nothing but an older export lies where the job will write its HF checkpoints."""
-    sources = [Path(path) for path in (config.model.path, config.critic.path, config.reward_model.path) if path is not None]
     for name in EXPORTS:
         try:
-            check_export_target(Path(config.run.dir) / name, sources)
+            check_export_target(Path(config.run.dir) / name, _model_paths(config).values())
         except CheckpointError as error:
             raise ConfigError(f"run.dir={config.run.dir}: {error}") from error
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megarl import algorithms, ops
+from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.config import Config, compose, config_dir
 from megarl.config.schema import ParallelConfig
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError
@@ -215,6 +216,23 @@ def test_model_directory_that_is_no_checkpoint(prepared: Path, tmp_path: Path) -
     refused(ConfigError, config, f"{tmp_path}/nothing", "config.json", "model.from_scratch")
     (tmp_path / "empty").mkdir()
     refused(ConfigError, config_of(prepared, f"model.path={tmp_path}/empty"), f"{tmp_path}/empty", "no config.json")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_converted_model_that_is_not_as_its_manifest_says(prepared: Path, tmp_path: Path, verify: bool) -> None:
+    quiet = Settings(progress=False)
+    convert_hf_to_megatron(prepared / "model", tmp_path / "megatron", quiet)
+    convert_megatron_to_hf(tmp_path / "megatron", tmp_path / "model", settings=quiet)
+    config = config_of(prepared, f"model.path={tmp_path}/model", f"trainer.verify_checkpoints={verify}")
+    checks.check(config)
+    file = tmp_path / "model/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    if verify:
+        refused(CheckpointError, config, "model.path: ", f"{tmp_path}/model is not as it was written", "has digest")
+    else:
+        checks.check(config)  # headers and sizes only
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
