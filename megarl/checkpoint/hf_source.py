@@ -16,6 +16,7 @@ from megarl.checkpoint.fp8 import SCALE, Dequantised
 from megarl.checkpoint.hf_files import HFFiles
 from megarl.checkpoint.output import MANIFEST, write_json
 from megarl.checkpoint.slices import Source
+from megarl.checkpoint.values import check_dtypes
 from megarl.errors import CheckpointError
 from megarl.reshard.boxes import Shape
 from megarl.reshard.layout import Layout
@@ -91,8 +92,8 @@ def has_score(path: Path) -> bool:
 def check_hf(
     source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointError unless the files have every tensor of the layout in its shape, and none that the table does not know
-    but those that may be there too, ``beside``.
+    """Raise CheckpointError unless the files have every tensor of the layout in its shape and a weight's dtype, and none that the
+    table does not know but those that may be there too, ``beside``.
 
     Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see ``check_tied``).
     """
@@ -112,6 +113,7 @@ def check_hf(
         raise CheckpointError(f"{path} lacks {some(missing)}; the files are incomplete or config.json is another model's")
     for name, shape in tensors.items():
         check_shape(name, source.file_of(name), source.shapes[name], shape)
+    check_dtypes((name, source.file_of(name), source.dtypes[name]) for name in tensors)
     unknown = [
         n for n in sorted(source.shapes) if n not in tensors and n not in beside and not is_expected(n, layout, hf_config)
     ]

@@ -14,6 +14,7 @@ from megarl.checkpoint.hf_source import open_hf
 from megarl.checkpoint.opened import Head, Opened, family, open_checkpoint
 from megarl.checkpoint.output import MANIFEST
 from megarl.checkpoint.target_manifest import TargetManifest, read_target_manifest
+from megarl.checkpoint.values import dtype_fault, text_of
 from megarl.checkpoint.verify import compute_digests, header_faults
 from megarl.errors import CheckpointError
 
@@ -99,13 +100,15 @@ def _read_all(
     found: Inspection, opened: Opened, manifest: TargetManifest | None, dtype: torch.dtype | None, workers: int, progress: bool
 ) -> None:
     """The digests; those of the elements as they are stored are compared with the manifest's."""
-    values = compute_digests(opened, dtype, workers=workers, progress=progress)
+    nonfinite: dict[str, str] = {}
+    values = compute_digests(opened, dtype, workers=workers, progress=progress, nonfinite=nonfinite)
+    found.misshapen += nonfinite.values()
     found.digests = {name: f"{value:016x}" for name, value in values.items()}
     found.digests_from = "computed now"
     if manifest is None:
         return
     if dtype is not None:
-        values = compute_digests(opened, None, workers=workers, progress=progress)
+        values = compute_digests(opened, None, workers=workers, progress=progress, nonfinite={})
     faults = list(manifest.faults(values))
     found.changed += faults
     if not faults:
@@ -116,7 +119,7 @@ def _stored(path: Path) -> Inspection:
     dist = find_dist(path)
     if dist is None:
         files = open_hf(path)
-        tensors = {n: Found(_text(d), list(files.shapes[n]), [files.file_of(n).name]) for n, d in files.dtypes.items()}
+        tensors = {n: Found(text_of(d), list(files.shapes[n]), [files.file_of(n).name]) for n, d in files.dtypes.items()}
         files.close()
         return Inspection(str(path), "hf", tensors)
     saved = DistFiles(dist)
@@ -126,12 +129,8 @@ def _stored(path: Path) -> Inspection:
     tensors = {}
     for key in places.values():
         t = saved.stored[key]
-        tensors[key] = Found(_text(t.dtype), list(t.shape), sorted({chunk.file for chunk in t.chunks}))
+        tensors[key] = Found(text_of(t.dtype), list(t.shape), sorted({chunk.file for chunk in t.chunks}))
     return Inspection(str(dist), "megatron", tensors)
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _compare(found: Inspection, opened: Opened) -> None:
@@ -141,6 +140,8 @@ def _compare(found: Inspection, opened: Opened) -> None:
             found.missing.append(local)
         elif source.shapes[local] != shape:
             found.misshapen.append(f"{local} has shape {source.shapes[local]}, config.json asks for {shape}")
+        elif (fault := dtype_fault(local, opened.path, source.dtypes[local])) is not None:
+            found.misshapen.append(fault)
     if isinstance(source, DistFiles):
         short = {key: n for key, n in missing_elements(source.stored) if key not in found.missing}
         found.misshapen += [f"{key}: {n} of {prod(source.shapes[key])} elements are in no chunk" for key, n in short.items()]

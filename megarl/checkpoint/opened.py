@@ -30,6 +30,7 @@ from megarl.checkpoint.hf_source import (
     read_hf_config,
     some,
 )
+from megarl.checkpoint.values import check_dtypes
 from megarl.errors import ArchitectureError, CheckpointError
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import dist_layout, hf_layout
@@ -174,6 +175,7 @@ def _check_stored(path: Path, stored: dict[str, Stored], wanted: dict[str, tuple
         raise CheckpointError(f"{path} lacks {some(missing)}; it was saved from another model than config.json describes")
     for key, shape in wanted.items():
         check_shape(key, path, stored[key].shape, shape)
+    check_dtypes((key, path, stored[key].dtype) for key in wanted)
     for key, missing_count in missing_elements(stored):
         raise CheckpointError(
             f"{key} in {path}: chunks have {prod(stored[key].shape) - missing_count} elements, expected {prod(stored[key].shape)}; "

@@ -14,14 +14,17 @@ from megarl.checkpoint.pool import Count, each
 from megarl.checkpoint.stream import Digests, OutFile, Transfer, add
 from megarl.checkpoint.target_manifest import TargetManifest, read_target_manifest
 from megarl.checkpoint.targets import HFTarget, file_size
+from megarl.checkpoint.values import text_of
 from megarl.errors import CheckpointError
 from megarl.reshard.plan import build_plan
 
 
-def compute_digests(opened: Opened, dtype: torch.dtype | None, *, workers: int = 2, progress: bool = True) -> Digests:
-    """Logical tensor -> digest of its elements cast to ``dtype`` (None: as they are stored)."""
+def compute_digests(
+    opened: Opened, dtype: torch.dtype | None, *, workers: int = 2, progress: bool = True, nonfinite: dict[str, str] | None = None
+) -> Digests:
+    """Logical tensor -> digest of its elements cast to ``dtype`` (None: as they are stored). ``nonfinite``: as ``Transfer`` has it."""
     target = HFTarget(opened, dtype, file_bytes=1)
-    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, workers)
+    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, workers, nonfinite)
     total: Digests = {}
     lock = threading.Lock()
 
@@ -41,7 +44,7 @@ def compute_digests(opened: Opened, dtype: torch.dtype | None, *, workers: int =
 def header_faults(opened: Opened, manifest: TargetManifest) -> Iterator[str]:
     """How sizes of files, shapes and dtypes differ from the manifest."""
     there = [name for name, rows in opened.layout.rows_with.items() if all(row.local in opened.source.dtypes for row in rows)]
-    dtypes = {name: str(opened.dtype_of(name)).removeprefix("torch.") for name in there}
+    dtypes = {name: text_of(opened.dtype_of(name)) for name in there}
     return manifest.faults_of_headers({name: opened.layout.tensors[name] for name in there}, dtypes)
 
 
@@ -55,7 +58,7 @@ def check_written(opened: Opened, *, workers: int = 2, progress: bool = True, di
         return
     faults = list(header_faults(opened, manifest))
     if digests and not faults:
-        faults = list(manifest.faults(compute_digests(opened, None, workers=workers, progress=progress)))
+        faults = list(manifest.faults(compute_digests(opened, None, workers=workers, progress=progress, nonfinite={})))
     if faults:
         more = f" and {len(faults) - 1} more" if faults[1:] else ""
         raise CheckpointError(
