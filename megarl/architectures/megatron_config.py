@@ -100,7 +100,9 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
 def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
     """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``."""
     given: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    theta = given["rope_theta"] if "rope_theta" in given else needed(name, hf_config, "rope_theta")
+    theta = given.get("rope_theta", hf_config.get("rope_theta"))
+    if theta is None:
+        raise ArchitectureError(f"the configuration of a {name} model has no rope_theta; add it to config.json")
     rope = {
         "original_max_position_embeddings": _max_positions(name, hf_config),
         **given,

@@ -80,7 +80,7 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None and not self.finished:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
         self._lock.close()
 
     def _read_journal(self) -> dict[str, Finished]:
@@ -182,8 +182,8 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
-    for entry in path.iterdir() if path.is_dir() else ():  # the manifest last: the rest of a removal that was killed is known by it
-        if entry.name != MANIFEST:
+    for entry in path.iterdir() if path.is_dir() else ():  # these last: what a killed removal leaves is recognised by them
+        if entry.name not in (MANIFEST, LOCK):
             _remove(entry)
     shutil.rmtree(path, ignore_errors=True)
 

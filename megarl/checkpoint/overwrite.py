@@ -45,13 +45,13 @@ def check_apart(target: Path, sources: Iterable[Path]) -> None:
 
 def check_export_target(target: Path, sources: Iterable[Path]) -> None:
     """Raise CheckpointError unless ``target`` is new, empty or an HF checkpoint (files, no folders), apart from ``sources``."""
-    if target.exists():
-        check_apart(target, sources)
-    for path in (target, partial_path(target), old_path(target)):
-        entries = list(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
-        is_hf = any(entry.name == "config.json" or entry.suffix == ".safetensors" for entry in entries)
-        if entries and (not is_hf or any(entry.is_dir() for entry in entries)):
-            raise CheckpointError(f"{path} is not an HF checkpoint, so an exported one does not replace it; move it away")
+    if not target.exists():
+        return
+    check_apart(target, sources)
+    entries = list(target.iterdir()) if target.is_dir() else [target]
+    is_hf = any(entry.name == "config.json" or entry.suffix == ".safetensors" for entry in entries)
+    if entries and (not is_hf or any(entry.is_dir() for entry in entries)):
+        raise CheckpointError(f"{target} is not an HF checkpoint, so an exported one does not replace it; move it away")
 
 
 def _is_temporary(path: Path) -> bool:

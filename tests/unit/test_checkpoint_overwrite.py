@@ -116,21 +116,13 @@ def test_folders_with_the_names_of_temporary_ones_are_not_cleared(root: Path) ->
         os.rename(root / name, root / f"kept{name}")
 
 
-@pytest.mark.parametrize(
-    ("mine", "message"),
-    [
-        ("out/mine.txt", r"out is not an HF checkpoint, .* move it away"),
-        ("out/folder/config.json", r"out is not an HF checkpoint, .* move it away"),
-        (".out.partial/mine.txt", r"\.out\.partial is not an HF checkpoint, .* move it away"),
-        (".out.old/mine.txt", r"\.out\.old is not an HF checkpoint, .* move it away"),
-    ],
-)
-def test_an_export_deletes_no_other_files(root: Path, mine: str, message: str) -> None:
+@pytest.mark.parametrize("mine", ["out/mine.txt", "out/folder/config.json"])
+def test_an_export_deletes_no_other_files(root: Path, mine: str) -> None:
     (root / mine).parent.mkdir(parents=True)
     (root / mine).write_text("keep me")
     before = contents(root)
     config = qwen3_config()
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"out is not an HF checkpoint, .* move it away"):
         export(config, MegatronGrid(), random_hf(config), root / "models/hf", root / "out")
     assert contents(root) == before
 
