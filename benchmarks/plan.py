@@ -62,7 +62,7 @@ DEEPSEEK_V3 = _dense(
     "deepseek_v3", 129280, 7168, 18432, 61, 128, 128, head_dim=None, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
     qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=2048,
     first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5, scoring_func="sigmoid", topk_method="noaux_tc",
-    norm_topk_prob=True, num_nextn_predict_layers=1,
+    norm_topk_prob=True, num_nextn_predict_layers=1, rope_interleave=True,
 )  # fmt: skip
 QWEN3_235B = _dense(
     "qwen3_moe", 151936, 4096, 12288, 94, 64, 4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,

@@ -16,7 +16,14 @@ from megarl.errors import ArchitectureError
 __all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "Head", "ModelSizes", "Shape", "architecture"]
 
 ARCHITECTURES: dict[str, Architecture] = {
-    arch.name: arch for arch in (LLAMA, MISTRAL, ERNIE4_5, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "ernie4_5": ERNIE4_5,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 """``model_type`` of config.json -> its table."""
 

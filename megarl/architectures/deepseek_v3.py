@@ -49,6 +49,7 @@ DEEPSEEK_V3 = Architecture(
         *VLLM_EXPERTS,
         *vllm_gated(_SHARED, "mlp.shared_experts.gate_up_proj.weight"),
     ),
+    sigmoid_router=True,
     fixed={
         "hidden_act": "silu",
         "attention_bias": False,

@@ -1,6 +1,7 @@
 """What Megatron-Core must be told so that it computes the same function as ``transformers`` does from a config.json.
 
-Plain values only: nothing here imports Megatron. A setting that Megatron cannot express is refused, never dropped.
+Plain values only: nothing here imports Megatron. A setting that Megatron cannot express is refused, never dropped. No default of a
+family stands here: ``complete.complete`` takes what a config.json leaves out from transformers.
 
 Sources: transformers 5.19 ``modeling_rope_utils.py`` and ``models/*/modeling_*.py``; Megatron-Core 0.16.1
 ``transformer/transformer_config.py``, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``),
@@ -16,12 +17,6 @@ from megarl.errors import ArchitectureError
 
 if TYPE_CHECKING:
     from megarl.architectures.table import Architecture, HFConfig, ModelSizes
-
-DEFAULT_ROPE_THETA = {"mixtral": 1e6}
-"""What transformers takes when config.json names no base (Llama 2 does not); 10,000 for the other families."""
-DEFAULT_RMS_NORM_EPS = {"mixtral": 1e-5}
-DEFAULT_NORM_TOPK_PROB = {"qwen3_moe": False}
-DEFAULT_SLIDING_WINDOW = {"mistral": 4096}
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron's ``RotaryEmbedding._apply_scaling``; only ``factor`` is an argument."""
@@ -47,7 +42,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "kv_channels": sizes.head,
         "ffn_hidden_size": sizes.ffn,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": float(hf_config.get("rms_norm_eps", DEFAULT_RMS_NORM_EPS.get(arch.name, 1e-6))),
+        "layernorm_epsilon": float(needed(arch.name, hf_config, "rms_norm_eps")),
         "gated_linear_unit": True,
         "activation": "silu",
         "add_bias_linear": False,
@@ -57,8 +52,15 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     if sizes.kv_lora:
         values |= _latent_attention(arch.name, sizes, hf_config)
     if sizes.experts:
-        values |= _experts(arch.name, sizes, hf_config)
+        values |= _experts(arch, sizes, hf_config)
     return values | dict(arch.megatron)
+
+
+def needed(name: str, hf_config: HFConfig, key: str) -> Any:
+    """The value of a key. Raises ArchitectureError where a configuration that was not completed lacks it."""
+    if key not in hf_config:
+        raise ArchitectureError(f"the configuration of a {name} model lacks {key}; add it to config.json")
+    return hf_config[key]
 
 
 def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
@@ -99,11 +101,13 @@ def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
     """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``."""
     given: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     theta = given.get("rope_theta", hf_config.get("rope_theta"))
+    if theta is None:
+        raise ArchitectureError(f"the configuration of a {name} model has no rope_theta; add it to config.json")
     rope = {
         "original_max_position_embeddings": _max_positions(name, hf_config),
         **given,
         "rope_type": given.get("rope_type", given.get("type", "default")),
-        "rope_theta": float(DEFAULT_ROPE_THETA.get(name, 1e4) if theta is None else theta),
+        "rope_theta": float(theta),
     }
     if hf_config.get("original_max_position_embeddings") is not None:
         rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
@@ -130,7 +134,7 @@ def _max_positions(name: str, hf_config: HFConfig) -> int:
 
 def _refuse_sliding_window(name: str, hf_config: HFConfig) -> None:
     """The local attention sees the whole sequence. Qwen keeps a window in config.json that it does not use."""
-    window = hf_config.get("sliding_window", DEFAULT_SLIDING_WINDOW.get(name))
+    window = hf_config.get("sliding_window")
     if window is not None and hf_config.get("use_sliding_window", True):
         raise ArchitectureError(
             f"{name} with sliding_window={window!r} is not supported; use a checkpoint with full attention, or set "
@@ -139,13 +143,13 @@ def _refuse_sliding_window(name: str, hf_config: HFConfig) -> None:
 
 
 def _latent_attention(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
-    eps = hf_config.get("rms_norm_eps", LATENT_NORM_EPS)
+    eps = needed(name, hf_config, "rms_norm_eps")
     if eps != LATENT_NORM_EPS:
         raise ArchitectureError(
             f"{name} with rms_norm_eps={eps!r} is not supported, only {LATENT_NORM_EPS}: its latent norms always use that and "
             "Megatron-Core has one epsilon for all norms; use a checkpoint trained with it"
         )
-    if not hf_config.get("rope_interleave", True):
+    if not needed(name, hf_config, "rope_interleave"):
         raise ArchitectureError(
             f"{name} with rope_interleave=False is not supported: Megatron-Core rotates neighbouring pairs; use a checkpoint "
             "with rope_interleave=True"
@@ -198,7 +202,8 @@ def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _experts(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+    name = arch.name
     pattern = [int(layer in set(sizes.moe_layers)) for layer in range(sizes.num_layers)]
     values = {
         "num_moe_experts": sizes.experts,
@@ -211,10 +216,9 @@ def _experts(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
-    sigmoid = name == "deepseek_v3"
-    normed = hf_config.get("norm_topk_prob", DEFAULT_NORM_TOPK_PROB.get(name, True))
-    if sigmoid:
-        return values | _sigmoid_router(name, sizes, hf_config, bool(normed))
+    normed = arch.norms_topk or bool(needed(name, hf_config, "norm_topk_prob"))
+    if arch.sigmoid_router:
+        return values | _sigmoid_router(name, sizes, hf_config, normed)
     if sizes.topk == 1 and normed:
         raise ArchitectureError(
             f"{name} with num_experts_per_tok=1 and normalised probabilities is not supported: every weight is 1 and the router "
@@ -230,7 +234,7 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
             f"{name} with norm_topk_prob={normed} and num_experts_per_tok={sizes.topk} is not supported: Megatron-Core divides the "
             "sigmoid scores by their sum exactly when more than one expert is chosen; use a checkpoint that does so"
         )
-    groups, chosen = int(hf_config.get("n_group") or 1), int(hf_config.get("topk_group") or 1)
+    groups, chosen = (int(needed(name, hf_config, key) or 1) for key in ("n_group", "topk_group"))
     limited = chosen < groups
     if limited and sizes.topk // chosen != 2:
         raise ArchitectureError(
@@ -246,6 +250,6 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,
-        "moe_router_topk_scaling_factor": float(hf_config.get("routed_scaling_factor", 2.5)),
+        "moe_router_topk_scaling_factor": float(needed(name, hf_config, "routed_scaling_factor")),
         "moe_router_dtype": "fp32",
     }

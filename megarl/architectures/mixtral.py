@@ -23,6 +23,7 @@ MIXTRAL = Architecture(
     params=(*EMBEDDING, *ATTENTION, *expert_rows(_EXPERTS, "block_sparse_moe.gate.weight"), *OUTPUT),
     vllm=(*VLLM_ATTENTION, *vllm_experts(_EXPERTS, "block_sparse_moe")),
     vllm_ends_everywhere=True,
+    norms_topk=True,
     fixed={"hidden_act": "silu"},
     keys={"expert_ffn": ("intermediate_size",)},
 )

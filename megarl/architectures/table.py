@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from megarl.architectures.megatron_config import gpt_kwargs, transformer_kwargs
+from megarl.architectures.megatron_config import gpt_kwargs, needed, transformer_kwargs
 from megarl.errors import ArchitectureError
 
 Shape = tuple[int, ...]
@@ -198,6 +198,10 @@ class Architecture:
     """vLLM keeps embedding, last norm and output weight on every pipeline stage."""
     has_score_class: bool = True
     """transformers has a ``...ForSequenceClassification`` of this family."""
+    sigmoid_router: bool = False
+    """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
+    norms_topk: bool = False
+    """The chosen experts' probabilities are always divided by their sum; else as ``norm_topk_prob`` says."""
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Fields of :class:`ModelSizes` read from a config.json key that is not the usual one (``COMMON_KEYS``)."""
@@ -249,12 +253,12 @@ class Architecture:
         more: dict[str, Any] = {}
         if "kv_lora" in known:
             more |= {name: get(name) for name in ("kv_lora", "qk_nope", "qk_rope", "v_head")}
-            more["q_lora"] = 0 if hf_config.get("q_lora_rank") is None else get("q_lora")
+            more["q_lora"] = 0 if needed(self.name, hf_config, "q_lora_rank") is None else get("q_lora")
         if Stage.MOE in known:
             more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
             more["moe_layers"] = _moe_layers(hf_config, get("num_layers"))
         if "shared_ffn" in known:
-            more["shared_ffn"] = get("expert_ffn") * int(hf_config.get("n_shared_experts") or 0)
+            more["shared_ffn"] = get("expert_ffn") * int(needed(self.name, hf_config, "n_shared_experts") or 0)
         if Stage.MTP in known:
             more["mtp_layers"] = int(hf_config.get("num_nextn_predict_layers") or 0)
         return ModelSizes(
@@ -265,7 +269,7 @@ class Architecture:
             head=head,
             ffn=get("ffn"),
             vocab=get("vocab"),
-            tied=self.head == "lm" and bool(hf_config.get("tie_word_embeddings", False)),
+            tied=self.head == "lm" and bool(needed(self.name, hf_config, "tie_word_embeddings")),
             **more,
         )
 

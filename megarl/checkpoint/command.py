@@ -77,7 +77,10 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2, help="files written at a time (default %(default)s)")
     parser.add_argument("--file-gib", type=float, default=2.0, help="size of a file (default %(default)s)")
     parser.add_argument("--verify", action="store_true", help="read both sides again and compare digests before the target appears")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="convert NaN and infinite values, to look at a model that has diverged"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target if it is empty or a converted checkpoint without other files")
 
 
 def _grid(parser: argparse.ArgumentParser) -> None:
@@ -159,6 +162,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         file_bytes=int(arguments.file_gib * 2**30),
         verify=arguments.verify,
         overwrite=arguments.overwrite,
+        allow_nonfinite=arguments.allow_nonfinite,
         **values,
     )
 

@@ -20,15 +20,17 @@ import torch
 
 from megarl.checkpoint.opened import Head, Opened, family, open_dist_checkpoint, open_hf_checkpoint
 from megarl.checkpoint.output import Finished, Output
+from megarl.checkpoint.overwrite import check_target
 from megarl.checkpoint.pool import Count, each
 from megarl.checkpoint.slices import Source
 from megarl.checkpoint.stream import Digests, OutFile, Region, Transfer, add
+from megarl.checkpoint.target_manifest import FORMAT
 from megarl.checkpoint.targets import DistTarget, HFTarget, Target, file_size
+from megarl.checkpoint.values import warn_of_casts
+from megarl.checkpoint.verify import check_written
 from megarl.errors import CheckpointError
 from megarl.reshard.layouts import VOCAB_MULTIPLE, MegatronGrid
 from megarl.reshard.plan import build_plan
-
-FORMAT = "megarl-checkpoint-1"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Settings:
     verify: bool = False
     """Read both sides again and compare digests before the target appears."""
     overwrite: bool = False
+    allow_nonfinite: bool = False
+    """Convert tensors with NaN or infinite values; else they are refused."""
     progress: bool = True
     grid: MegatronGrid = field(default_factory=MegatronGrid)
     """A Megatron target is cut as these ranks would save it."""
@@ -91,9 +95,13 @@ def _to_megatron(opened: Opened, target: Path, settings: Settings) -> Report:
 
 def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Report:
     began = time.monotonic()
-    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers)
+    nonfinite: dict[str, str] | None = {} if settings.allow_nonfinite else None
+    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers, nonfinite)
     try:
-        with Output(where, _fingerprint(opened, target), overwrite=settings.overwrite) as output:
+        check_target(where, (opened.path, opened.config_path), overwrite=settings.overwrite)
+        _check_casts(opened, target)
+        check_written(opened, workers=settings.workers, progress=settings.progress)
+        with Output(where, _fingerprint(opened, target)) as output:
             work = _Work(transfer, target, output, settings)
             kept = work.check_finished()
             left = [file for file in target.files if file.name not in output.finished]
@@ -103,11 +111,23 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
             target.finish(output.path, records)
             if settings.verify:
                 work.verify()
-            output.commit(_manifest(opened, target, records))
+            for text in (nonfinite or {}).values():
+                logging.warning("%s", text)
+            output.commit(_manifest(opened, target, records, output.beside()))
     finally:
         opened.close()
     size = sum(file_size(target, file) for file in target.files)
     return Report(where, len(target.layout.tensors), len(target.files), size, kept, time.monotonic() - began)
+
+
+def _check_casts(opened: Opened, target: Target) -> None:
+    """Log which float64 tensors are cast; raise CheckpointError where they would stay so, which no loader of the target expects."""
+    dtypes = {part: target.dtypes[row.local] for row in target.layout.rows for part in row.parts}
+    double = {name: dtypes[name] for name in target.layout.tensors if opened.dtype_of(name) is torch.float64}
+    for name, dtype in double.items():
+        if dtype is torch.float64:
+            raise CheckpointError(f"{name} in {opened.path} is float64, and no model is; give --dtype float32 or another to cast it")
+    warn_of_casts(opened.path, double)
 
 
 class _Work:
@@ -209,7 +229,7 @@ def _fingerprint(opened: Opened, target: Target) -> str:
     return digest.hexdigest()
 
 
-def _manifest(opened: Opened, target: Target, records: list[Finished]) -> dict[str, Any]:
+def _manifest(opened: Opened, target: Target, records: list[Finished], beside: list[str]) -> dict[str, Any]:
     digests: Digests = {}
     files: dict[str, list[str]] = defaultdict(list)
     for record in records:
@@ -225,6 +245,7 @@ def _manifest(opened: Opened, target: Target, records: list[Finished]) -> dict[s
         "mtp": opened.mtp,
         "source": str(opened.path.resolve()),
         "files": {record.file: record.bytes for record in records},
+        "beside": beside,
         "tensors": {
             name: {
                 "dtype": str(dtypes[name]).removeprefix("torch."),

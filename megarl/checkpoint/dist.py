@@ -124,6 +124,10 @@ class DistFiles:
             )
         return out
 
+    def file_of(self, name: str) -> Path:
+        files = {chunk.file for chunk in self.stored[name].chunks}
+        return self.path / files.pop() if len(files) == 1 else self.path
+
     def paths(self) -> list[Path]:
         """The files that hold the tensors."""
         return sorted({self.path / chunk.file for tensor in self.stored.values() for chunk in tensor.chunks})

@@ -28,8 +28,11 @@ from megarl.checkpoint.hf_source import (
     open_hf,
     read_hf_config,
 )
-from megarl.checkpoint.output import replace_directory, write_json
+from megarl.checkpoint.output import partial_path, replace_directory, write_json
+from megarl.checkpoint.overwrite import check_export_target
 from megarl.checkpoint.slices import Source
+from megarl.checkpoint.values import value_fault, warn_of_casts
+from megarl.errors import CheckpointError
 from megarl.reshard import boxes
 from megarl.reshard.execute import Transport, exchange, wire_dtype
 from megarl.reshard.layout import Layout, Piece
@@ -49,7 +52,8 @@ def load_into(
     ``tensors``: local name -> tensor, shaped as the layout says. FP8 weights arrive dequantised. ``score``: where the score head of
     a layout that has one comes from: "zeros" makes a new one and takes everything else from a language model (or another score
     model), whose output weight is not looked at. Raises CheckpointError naming the tensors that are missing, have another shape, are
-    in the file but not in the model's table, or contradict ``tie_word_embeddings``; a file that is missing or cut short; and a
+    in the file but not in the model's table, have a dtype that no weight has, are not finite, or contradict
+    ``tie_word_embeddings``; a file that is missing or cut short; and a
     sequence-classification checkpoint with other than one label.
     """
     source = open_hf(path)
@@ -62,6 +66,8 @@ def load_into(
             if is_score:
                 check_labels(path, hf_config)
             check_hf(source, layout, hf_config)
+        double = {name for name, dtype in source.dtypes.items() if dtype is torch.float64}
+        warn_of_casts(path, {p.tensor: tensors[p.local].dtype for p in layout.pieces(rank) if p.tensor in double})
         tied = LM_HEAD in source.shapes and LM_HEAD not in layout.tensors and not is_score
         with torch.no_grad():
             for pad in layout.padding(rank):
@@ -82,7 +88,9 @@ def _load(source: Source, piece: Piece, into: torch.Tensor, tied: bool) -> None:
         values = source.read(piece.tensor, box)
         if tied and piece.tensor == EMBEDDING:
             check_copy(source.path, EMBEDDING, LM_HEAD, values, source.read(LM_HEAD, box))
-        into[tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True))].copy_(values)
+        part = into[tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True))].copy_(values)
+        if (fault := value_fault(values, part)) is not None:
+            raise CheckpointError(f"{piece.tensor} in {source.file_of(piece.tensor)} {fault}")
 
 
 def export_hf(
@@ -103,13 +111,15 @@ def export_hf(
     ``...ForSequenceClassification`` with one label). ``tensors``: the rank's local tensors. ``dtype``: of the files (None: that
     of the tensors). config.json, tokenizer and other small files come from ``source``. Rank 0 holds one file of at most
     ``file_bytes`` (or one tensor) at a time. ``target`` appears whole or not at all; an older one is replaced. Other ranks
-    return once they have sent: put a barrier behind if they are to read the result.
+    return once they have sent: put a barrier behind if they are to read the result. Raises CheckpointError on rank 0 where
+    something else than an HF checkpoint is at ``target``, or the source is.
     """
     assert plan.destination.num_ranks == 1, "an HF checkpoint is written by one rank"
     transport = transport or GroupTransport()
     dtype = dtype or next(iter(tensors.values())).dtype
-    temporary = target.with_name(f".{target.name}.partial")
+    temporary = partial_path(target)
     if rank == 0:
+        check_export_target(target, [source])
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     shapes = plan.destination.tensors

@@ -50,7 +50,8 @@ class Entry(NamedTuple):
 class HFFiles:
     """All tensors of a checkpoint directory, one file or sharded by an index, or those of its files ``names``.
 
-    Raises CheckpointError for a file that is missing, cut short or no safetensors, and for an index that names other tensors.
+    Raises CheckpointError for a file that is missing, cut short or no safetensors, for an index that names other tensors or other
+    files than theirs, and for a single file beside an index of others.
     """
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
@@ -66,8 +67,10 @@ class HFFiles:
                     )
                 self.entries[tensor] = entry
         for tensor, name in weight_map.items():
-            if tensor not in self.entries:
-                raise CheckpointError(f"{path / INDEX} says that {tensor} is in {name}, which lacks it; copy the checkpoint again")
+            found = self.entries.get(tensor)
+            if found is None or found.file != path / name:
+                place = "" if found is None else f"; it is in {found.file.name}"
+                raise CheckpointError(f"{path / INDEX} says that {tensor} is in {name}, which lacks it{place}; copy the checkpoint again")
         self.shapes = {name: entry.shape for name, entry in self.entries.items()}
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
@@ -92,9 +95,14 @@ def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            names = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is no index of safetensors files ({error!r}); copy the checkpoint again") from error
-        names = sorted(set(weight_map.values()))
+        if (path / SINGLE).is_file() and names != [SINGLE]:
+            raise CheckpointError(
+                f"{path} has {SINGLE} and {INDEX} with other files: transformers reads the former, vLLM the latter; remove the one that "
+                "is not meant"
+            )
         for name in names:
             if not (path / name).is_file():
                 raise CheckpointError(f"{path / name} is listed in {INDEX} but missing; copy the checkpoint again")

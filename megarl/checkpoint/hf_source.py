@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from megarl.architectures.complete import complete
 from megarl.checkpoint.fp8 import SCALE, Dequantised
 from megarl.checkpoint.hf_files import HFFiles
 from megarl.checkpoint.output import MANIFEST, write_json
 from megarl.checkpoint.slices import Source
+from megarl.checkpoint.values import check_dtypes
 from megarl.errors import CheckpointError
 from megarl.reshard.boxes import Shape
 from megarl.reshard.layout import Layout
@@ -41,7 +43,15 @@ _LEFT = (
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint directory. Raises CheckpointError when there is none or it is not JSON."""
+    """The config.json of a checkpoint directory; keys that it leaves out have the values that transformers takes for them.
+
+    Raises CheckpointError when there is none or it is not JSON, ArchitectureError when transformers refuses it.
+    """
+    return complete(read_config_json(path))
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """The parsed config.json as it is. Raises CheckpointError when there is none or it is not JSON."""
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} has no config.json; set model.path to the directory of an HF checkpoint")
@@ -67,7 +77,7 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
     )
     if not is_quantised:
         return files
-    return Dequantised(files, read_hf_config(path).get("quantization_config") or {})
+    return Dequantised(files, read_config_json(path).get("quantization_config") or {})
 
 
 def has_score(path: Path) -> bool:
@@ -82,8 +92,8 @@ def has_score(path: Path) -> bool:
 def check_hf(
     source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointError unless the files have every tensor of the layout in its shape, and none that the table does not know
-    but those that may be there too, ``beside``.
+    """Raise CheckpointError unless the files have every tensor of the layout in its shape and a weight's dtype, and none that the
+    table does not know but those that may be there too, ``beside``.
 
     Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see ``check_tied``).
     """
@@ -103,6 +113,7 @@ def check_hf(
         raise CheckpointError(f"{path} lacks {some(missing)}; the files are incomplete or config.json is another model's")
     for name, shape in tensors.items():
         check_shape(name, source.file_of(name), source.shapes[name], shape)
+    check_dtypes((name, source.file_of(name), source.dtypes[name]) for name in tensors)
     unknown = [
         n for n in sorted(source.shapes) if n not in tensors and n not in beside and not is_expected(n, layout, hf_config)
     ]
@@ -171,7 +182,7 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_LEFT):
             shutil.copyfile(file, target / file.name)
-    config = read_hf_config(source)
+    config = read_config_json(source)
     config.pop("quantization_config", None)
     if not mtp and config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0

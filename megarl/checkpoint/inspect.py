@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,11 +13,10 @@ from megarl.checkpoint.dist import DistFiles, find_dist, missing_elements
 from megarl.checkpoint.hf_source import open_hf
 from megarl.checkpoint.opened import Head, Opened, family, open_checkpoint
 from megarl.checkpoint.output import MANIFEST
-from megarl.checkpoint.pool import Count, each
-from megarl.checkpoint.stream import Digests, OutFile, Transfer, add
-from megarl.checkpoint.targets import HFTarget, file_size
+from megarl.checkpoint.target_manifest import TargetManifest, read_target_manifest
+from megarl.checkpoint.values import dtype_fault, text_of
+from megarl.checkpoint.verify import compute_digests, header_faults
 from megarl.errors import CheckpointError
-from megarl.reshard.plan import build_plan
 
 
 @dataclass
@@ -46,13 +44,15 @@ class Inspection:
     unknown: list[str] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
     """No part of the model: optimizer state, prediction layers."""
+    changed: list[str] = field(default_factory=list)
+    """How files and tensors differ from the manifest."""
     digests: dict[str, str] = field(default_factory=dict)
     """Logical (HF) tensor -> digest: computed, or as the manifest has it."""
     digests_from: str = ""
 
     @property
     def is_whole(self) -> bool:
-        return not (self.problem or self.missing or self.misshapen or self.unknown)
+        return not (self.problem or self.missing or self.misshapen or self.unknown or self.changed)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -83,31 +83,43 @@ def inspect_checkpoint(
         found.family = family(opened.hf_config, opened.config_path)
         found.head = "value" if opened.is_value else "lm"
         _compare(found, opened)
-        manifest = opened.path / MANIFEST
+        manifest = read_target_manifest(opened.path)
+        if manifest is not None:
+            found.changed += header_faults(opened, manifest)
         if digests and not found.missing and not found.misshapen:
-            values = compute_digests(opened, dtype, workers=workers, progress=progress)
-            found.digests = {name: f"{value:016x}" for name, value in values.items()}
-            found.digests_from = "computed now"
-        elif manifest.is_file():
-            found.digests = _noted_digests(manifest)
+            _read_all(found, opened, manifest, dtype, workers, progress)
+        elif manifest is not None:
+            found.digests = {name: f"{noted.digest:016x}" for name, noted in manifest.tensors.items()}
             found.digests_from = f"as {MANIFEST} has them"
     finally:
         opened.close()
     return found
 
 
-def _noted_digests(manifest: Path) -> dict[str, str]:
-    try:
-        return {name: value["digest"] for name, value in json.loads(manifest.read_text())["tensors"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{manifest} cannot be read ({error!r}); copy the checkpoint again, or remove this file") from error
+def _read_all(
+    found: Inspection, opened: Opened, manifest: TargetManifest | None, dtype: torch.dtype | None, workers: int, progress: bool
+) -> None:
+    """The digests; those of the elements as they are stored are compared with the manifest's."""
+    nonfinite: dict[str, str] = {}
+    values = compute_digests(opened, dtype, workers=workers, progress=progress, nonfinite=nonfinite)
+    found.misshapen += nonfinite.values()
+    found.digests = {name: f"{value:016x}" for name, value in values.items()}
+    found.digests_from = "computed now"
+    if manifest is None:
+        return
+    if dtype is not None:
+        values = compute_digests(opened, None, workers=workers, progress=progress, nonfinite={})
+    faults = list(manifest.faults(values))
+    found.changed += faults
+    if not faults:
+        found.digests_from += f"; {MANIFEST} has the same digests"
 
 
 def _stored(path: Path) -> Inspection:
     dist = find_dist(path)
     if dist is None:
         files = open_hf(path)
-        tensors = {n: Found(_text(d), list(files.shapes[n]), [files.file_of(n).name]) for n, d in files.dtypes.items()}
+        tensors = {n: Found(text_of(d), list(files.shapes[n]), [files.file_of(n).name]) for n, d in files.dtypes.items()}
         files.close()
         return Inspection(str(path), "hf", tensors)
     saved = DistFiles(dist)
@@ -117,12 +129,8 @@ def _stored(path: Path) -> Inspection:
     tensors = {}
     for key in places.values():
         t = saved.stored[key]
-        tensors[key] = Found(_text(t.dtype), list(t.shape), sorted({chunk.file for chunk in t.chunks}))
+        tensors[key] = Found(text_of(t.dtype), list(t.shape), sorted({chunk.file for chunk in t.chunks}))
     return Inspection(str(dist), "megatron", tensors)
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _compare(found: Inspection, opened: Opened) -> None:
@@ -132,31 +140,13 @@ def _compare(found: Inspection, opened: Opened) -> None:
             found.missing.append(local)
         elif source.shapes[local] != shape:
             found.misshapen.append(f"{local} has shape {source.shapes[local]}, config.json asks for {shape}")
+        elif (fault := dtype_fault(local, opened.path, source.dtypes[local])) is not None:
+            found.misshapen.append(fault)
     if isinstance(source, DistFiles):
         short = {key: n for key, n in missing_elements(source.stored) if key not in found.missing}
         found.misshapen += [f"{key}: {n} of {prod(source.shapes[key])} elements are in no chunk" for key, n in short.items()]
     for name in opened.other:
         (found.beside if opened.is_expected(name) else found.unknown).append(name)
-
-
-def compute_digests(opened: Opened, dtype: torch.dtype | None, *, workers: int = 2, progress: bool = True) -> Digests:
-    """Logical tensor -> digest of its elements cast to ``dtype`` (None: as they are stored)."""
-    target = HFTarget(opened, dtype, file_bytes=1)
-    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, workers)
-    total: Digests = {}
-    lock = threading.Lock()
-
-    def read(file: OutFile, count: Count) -> None:
-        digests: Digests = {}
-        for region in file.regions:
-            for block in transfer.blocks(region, digests):
-                count(block.numel() * block.element_size())
-        with lock:
-            add(total, digests)
-
-    size = sum(file_size(target, file) for file in target.files)
-    each("reading", target.files, read, total=size, workers=workers, progress=progress)
-    return {name: total[name] for name in target.layout.tensors}
 
 
 def render(found: Inspection) -> str:
@@ -182,6 +172,7 @@ def render(found: Inspection) -> str:
         ("missing", found.missing),
         ("wrong", found.misshapen),
         ("unknown to the table", found.unknown),
+        ("not as written", found.changed),
         ("beside the model (not converted)", found.beside),
     ):
         if names:

@@ -30,6 +30,7 @@ from megarl.checkpoint.hf_source import (
     read_hf_config,
     some,
 )
+from megarl.checkpoint.values import check_dtypes
 from megarl.errors import ArchitectureError, CheckpointError
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import dist_layout, hf_layout
@@ -76,6 +77,14 @@ class Opened:
         return found.pop()
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """The completed configuration. Raises CheckpointError for one that is missing, damaged or refused by transformers."""
+    try:
+        return read_hf_config(path)
+    except ArchitectureError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+
+
 def family(hf_config: dict[str, Any], where: Path, head: TableHead = "lm") -> str:
     """The checked family of a configuration. Raises CheckpointError for one without a table."""
     try:
@@ -96,7 +105,7 @@ def open_checkpoint(
 
 
 def open_hf_checkpoint(path: Path, head: Head = "auto", mtp: bool = False, check: bool = True) -> Opened:
-    hf_config = read_hf_config(path)
+    hf_config = _read_config(path)
     family(hf_config, path)
     source = open_hf(path)
     is_value = SCORE in source.shapes if head == "auto" else head == "value"
@@ -124,7 +133,7 @@ def open_dist_checkpoint(
         config_path = next((p for p in places if (p / "config.json").is_file()), None)
         if config_path is None:
             raise CheckpointError(f"{path} has no {HF_FOLDER}/config.json; give the HF model it was made from with --config")
-    hf_config = read_hf_config(config_path)
+    hf_config = _read_config(config_path)
     family(hf_config, config_path)
     files = DistFiles(path)
     output = files.shapes.get(OUTPUT)
@@ -166,6 +175,7 @@ def _check_stored(path: Path, stored: dict[str, Stored], wanted: dict[str, tuple
         raise CheckpointError(f"{path} lacks {some(missing)}; it was saved from another model than config.json describes")
     for key, shape in wanted.items():
         check_shape(key, path, stored[key].shape, shape)
+    check_dtypes((key, path, stored[key].dtype) for key in wanted)
     for key, missing_count in missing_elements(stored):
         raise CheckpointError(
             f"{key} in {path}: chunks have {prod(stored[key].shape) - missing_count} elements, expected {prod(stored[key].shape)}; "

@@ -19,8 +19,8 @@ from megarl.checkpoint.dist import Chunk
 from megarl.errors import CheckpointError
 
 MANIFEST = "megarl_manifest.json"
-_JOURNAL = "journal.jsonl"
-_LOCK = "lock"
+JOURNAL = "journal.jsonl"
+LOCK = "lock"
 
 
 class Finished(NamedTuple):
@@ -54,22 +54,20 @@ class Output:
     Args:
         target: Where it will appear.
         job: Fingerprint of source and settings: files of another job are not kept.
-        overwrite: An existing target is replaced at the end; else it is refused now.
 
-    Raises CheckpointError for an existing target and when another process is writing it.
+    What is at ``target`` is replaced at the end; ``overwrite.check_target`` refuses it before. Raises CheckpointError when
+    another process is writing it.
     """
 
-    def __init__(self, target: Path, job: str, *, overwrite: bool) -> None:
-        if (target.exists() or target.is_symlink()) and not overwrite:
-            raise CheckpointError(f"{target} exists; give another directory, or --overwrite to replace it")
+    def __init__(self, target: Path, job: str) -> None:
         self.target = target
-        self.path = target.with_name(f".{target.name}.partial")
+        self.path = partial_path(target)
         self._job = job
         self.finished: dict[str, Finished] = {}
 
     def __enter__(self) -> Output:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / _LOCK).open("w")
+        self._lock = (self.path / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -82,12 +80,12 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None and not self.finished:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
         self._lock.close()
 
     def _read_journal(self) -> dict[str, Finished]:
         try:
-            first, *lines = (self.path / _JOURNAL).read_text().splitlines()
+            first, *lines = (self.path / JOURNAL).read_text().splitlines()
             if json.loads(first) != {"job": self._job}:
                 logging.info("%s is of another source or other settings; starting anew", self.path)
                 return {}
@@ -106,7 +104,7 @@ class Output:
 
     def _clear(self) -> None:
         for entry in self.path.iterdir():
-            if entry.name != _LOCK:
+            if entry.name != LOCK:
                 _remove(entry)
         self._append(json.dumps({"job": self._job}))
 
@@ -114,9 +112,9 @@ class Output:
         """Begin a new journal with these records only."""
         self.finished = {record.file: record for record in records}
         lines = [json.dumps({"job": self._job}), *(record.to_json() for record in self.finished.values())]
-        temporary = self.path / f"{_JOURNAL}.tmp"
+        temporary = self.path / f"{JOURNAL}.tmp"
         temporary.write_text("".join(f"{line}\n" for line in lines))
-        os.replace(temporary, self.path / _JOURNAL)
+        os.replace(temporary, self.path / JOURNAL)
 
     def add(self, record: Finished) -> None:
         """Note a complete file; its bytes are on the disk before its record is."""
@@ -124,7 +122,7 @@ class Output:
         self._append(record.to_json())
 
     def _append(self, line: str) -> None:
-        with (self.path / _JOURNAL).open("a") as journal:
+        with (self.path / JOURNAL).open("a") as journal:
             journal.write(f"{line}\n")
             journal.flush()
             os.fsync(journal.fileno())
@@ -138,11 +136,16 @@ class Output:
                 "make room or write elsewhere"
             )
 
+    def beside(self) -> list[str]:
+        """The finished directory's files that are no files of tensors."""
+        files = (str(path.relative_to(self.path)) for path in self.path.rglob("*") if path.is_file())
+        return sorted(name for name in files if name not in self.finished and name not in (JOURNAL, LOCK, MANIFEST))
+
     def commit(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, the last file, and give the directory its name; an older one is moved aside first."""
         write_json(self.path / MANIFEST, manifest)
-        (self.path / _JOURNAL).unlink()
-        (self.path / _LOCK).unlink()
+        (self.path / JOURNAL).unlink()
+        (self.path / LOCK).unlink()
         _sync(self.path)
         replace_directory(self.path, self.target)
         _sync(self.target.parent)
@@ -155,9 +158,19 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
+def partial_path(target: Path) -> Path:
+    """Where a target is written before it is renamed."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def old_path(target: Path) -> Path:
+    """Where an older target lies while the new one is renamed."""
+    return target.with_name(f".{target.name}.old")
+
+
 def replace_directory(temporary: Path, target: Path) -> None:
     """Rename into place; an older directory is moved aside first and removed last (rename cannot replace a full one)."""
-    old = target.with_name(f".{target.name}.old")
+    old = old_path(target)
     _remove(old)
     if target.exists() or target.is_symlink():
         os.replace(target, old)
@@ -168,8 +181,11 @@ def replace_directory(temporary: Path, target: Path) -> None:
 def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+        return
+    for entry in path.iterdir() if path.is_dir() else ():  # these last: what a killed removal leaves is recognised by them
+        if entry.name not in (MANIFEST, LOCK):
+            _remove(entry)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

@@ -41,6 +41,10 @@ class Source(Protocol):
         """
         ...
 
+    def file_of(self, name: str) -> Path:
+        """The file of a tensor, or the directory where several have a part of it."""
+        ...
+
 
 class OpenFiles:
     """File descriptors, opened when first read from."""

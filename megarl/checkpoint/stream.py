@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 
 from megarl.checkpoint.slices import BoxIndex, Source
+from megarl.checkpoint.values import value_fault
+from megarl.errors import CheckpointError
 from megarl.ops import slice_digest
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box
@@ -46,12 +48,16 @@ class Transfer:
         source: Its tensors, under the source layout's local names.
         dtypes: Target local name -> dtype that it gets.
         workers: How many threads will ask for blocks at a time; the more, the smaller these are.
+        nonfinite: Gets an entry for each tensor with a value that is not finite, and how; None: such a value is an error.
     """
 
-    def __init__(self, plan: ReshardPlan, source: Source, dtypes: Mapping[str, torch.dtype], workers: int = 1) -> None:
+    def __init__(
+        self, plan: ReshardPlan, source: Source, dtypes: Mapping[str, torch.dtype], workers: int = 1, nonfinite: dict[str, str] | None = None
+    ) -> None:
         self._block = max(min(BLOCK_ELEMENTS, _IN_FLIGHT // 8 // workers), 1)
         self.tensors = plan.destination.tensors
         self.source = source
+        self.nonfinite = nonfinite
         self.dtypes = dtypes
         self.shapes = plan.destination.local_shapes(0)
         moves: dict[str, list[tuple[Box, Move]]] = defaultdict(list)
@@ -62,7 +68,7 @@ class Transfer:
     def blocks(self, region: Region, digests: Digests) -> Iterator[torch.Tensor]:
         """The region's elements from the source, as contiguous blocks in row-major order; adds to ``digests``.
 
-        Raises CheckpointError where a file does not have what it should.
+        Raises CheckpointError where a file does not have what it should, or a value that is not finite.
         """
         dtype, index = self.dtypes[region.local], self._moves.get(region.local)
         room = _Room(min(self._block, boxes.volume(region.box)))
@@ -97,6 +103,15 @@ class Transfer:
         values = self.source.read(move.src_local, box, out)
         if values.data_ptr() != view.data_ptr():
             view.copy_(values.view(view.shape))
+        if (fault := value_fault(values, view)) is not None:
+            self._note(move, fault)
+
+    def _note(self, move: Move, fault: str) -> None:
+        """Take note of values that are not finite, or raise CheckpointError."""
+        text = f"{move.tensor} in {self.source.file_of(move.src_local)} {fault}"
+        if self.nonfinite is None:
+            raise CheckpointError(f"{text}; --allow-nonfinite converts it as it is")
+        self.nonfinite[move.tensor] = text
 
     def _add(self, digests: Digests, view: torch.Tensor, common: Box, move: Move) -> None:
         start = tuple(lo + by for (lo, _), by in zip(move.box, _offset(common, move), strict=True))

@@ -212,7 +212,8 @@ class TrainerConfig:
     """Training goes on while a forked process of each rank writes a checkpoint; it counts when all have written. What ends a job
     is written at once."""
     verify_checkpoints: bool = True
-    """Compare every byte of a checkpoint with its manifest's digests before a job resumes from it; False compares sizes alone."""
+    """Compare every byte of a checkpoint with its manifest's digests before a job resumes from it, or starts from a converted model; False
+    compares sizes alone."""
     max_failed_checkpoints: int = 3
     """A checkpoint between two steps for which the disk has no room is left out, with a warning; the job ends at so many in a row."""
     eval_interval: int = 0

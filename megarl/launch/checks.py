@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 
 from megarl import algorithms, ops
 from megarl.checkpoint.hf_source import read_hf_config
+from megarl.checkpoint.overwrite import check_export_target
+from megarl.checkpoint.verify import check_digests
 from megarl.config import Config
-from megarl.errors import ConfigError
+from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import ports
 from megarl.launch.inputs import check_held_out, check_lengths, check_rewards, judgeable, without_choices
 from megarl.launch.model_checks import check_model
@@ -31,6 +34,8 @@ from megarl.tracking import check_trackers
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+EXPORTS = ("hf", "reference")
+"""Folders of a run into which the trainer exports HF checkpoints."""
 PROCESS_BYTES = 400 * 2**20
 """What one process takes with nothing but its imports."""
 
@@ -65,6 +70,9 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, li
     hf_config = read_hf_config(Path(config.model.path))
     check_images(config, hf_config, rows)
     _check_models(config, hf_config)
+    _check_exports(config)
+    for setting, path in _model_paths(config).items():
+        check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
     tasks = {} if offline else {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
     if tasks:
         check_rewards(config, tasks)
@@ -90,6 +98,21 @@ def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
     check_model(config, hf_config, engines=not algorithm.offline, head="score" if scores else "lm")
     check_role_models(config, algorithm, hf_config)
+
+
+def _model_paths(config: Config) -> dict[str, Path]:
+    """Setting -> the HF checkpoint that it names."""
+    paths = {"model": config.model.path, "critic": config.critic.path, "reward_model": config.reward_model.path}
+    return {f"{role}.path": Path(path) for role, path in paths.items() if path is not None}
+
+
+def _check_exports(config: Config) -> None:
+    """Nothing but an older export lies where the job will write its HF checkpoints."""
+    for name in EXPORTS:
+        try:
+            check_export_target(Path(config.run.dir) / name, _model_paths(config).values())
+        except CheckpointError as error:
+            raise ConfigError(f"run.dir={config.run.dir}: {error}") from error
 
 
 def _check_settings(config: Config, offline: bool, nodes: int) -> None:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,8 @@ def prepare_model(config: Config) -> None:
     """Write a randomly initialised HF checkpoint to ``model.path`` when there is none and the settings describe one.
 
     Raises:
-        ConfigError: there is no checkpoint and ``model.from_scratch`` is not set, or one cannot be made here.
+        ConfigError: there is no checkpoint and ``model.from_scratch`` is not set, or one cannot be made here; one that is to
+            be made anew has other files beside it.
     """
     path, wanted = Path(config.model.path), config.model.from_scratch
     if path.exists() and not (path / "config.json").is_file():
@@ -103,6 +104,7 @@ def prepare_model(config: Config) -> None:
     try:
         create(temporary, wanted, corpus, config.trainer.seed)
         (temporary / MODEL_RECIPE).write_text(json.dumps(settings, indent=1))
+        _check_only(path, {entry.name for entry in temporary.iterdir()})
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
@@ -128,6 +130,13 @@ def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> Non
             f"{path} was made with other settings: {described(changed)}; it is outside run.dir={run_dir}, so other runs may use "
             "it. Remove it to make it anew, give another path, or set what it was made with"
         )
+
+
+def _check_only(path: Path, names: Collection[str]) -> None:
+    """Raise ConfigError where the directory of a model has other files than those with which one is made."""
+    other = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.exists() else []
+    if other:
+        raise ConfigError(f"model.path={path} has {other[0]}, which was not made with it; move it away to make the model anew")
 
 
 def _read_model_recipe(path: Path) -> Mapping[str, Any]:

@@ -121,8 +121,10 @@ def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
 
 
 def _is_mla(model_path: str) -> bool:
-    config = Path(model_path) / "config.json"
-    return config.is_file() and json.loads(config.read_text()).get("kv_lora_rank") is not None
+    from megarl.checkpoint.hf_source import read_hf_config  # imports torch and transformers
+
+    path = Path(model_path)
+    return (path / "config.json").is_file() and read_hf_config(path).get("kv_lora_rank") is not None
 
 
 def last_lines(log: Path, count: int = 25, limit: int = 65536) -> str:

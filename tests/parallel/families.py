@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megarl.architectures import ARCHITECTURES
+from megarl.architectures.table import Stage
+
 VOCAB = 200
 """No multiple of the padded vocabulary's divisor."""
 
@@ -107,7 +110,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
 
-MOE = tuple(name for name in FAMILIES if name.startswith(("mixtral", "qwen3_moe", "deepseek")))
+MOE = tuple(
+    name for name, (model_type, _) in FAMILIES.items() if any(p.stage is Stage.MOE for p in ARCHITECTURES[model_type].params)
+)
 
 
 def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:

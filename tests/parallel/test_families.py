@@ -5,6 +5,7 @@ All grids of one size run in one set of processes: to start them costs more than
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from megarl.config.schema import ModelConfig, ParallelConfig
 from tests.parallel.batches import sequences_of
-from tests.parallel.families import FAMILIES, MOE, VOCAB, hf_model
+from tests.parallel.families import FAMILIES, MOE, VOCAB, hf_model, save
 from tests.parallel.grid import run_grid
 
 TOLERANCE = 1e-4
@@ -37,7 +38,16 @@ EXPERT_GRIDS = {
     "tp2dp2ep2-etp2": replace(SP, dp=2, ep=2, etp=2),
     "tp2pp2ep2": replace(SP, pp=2, ep=2),
 }
+SHORT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "ernie4_5_short": ("ernie4_5", {}, ("rms_norm_eps", "rope_parameters", "tie_word_embeddings")),
+    "deepseek_v3_short": (  # with groups that transformers' defaults can cut
+        "deepseek_v3", {"n_routed_experts": 16, "num_experts_per_tok": 8}, ("n_group", "topk_group", "routed_scaling_factor", "rope_interleave")
+    ),
+    "qwen3_moe_short": ("qwen3_moe", {}, ("norm_topk_prob", "rms_norm_eps", "rope_parameters", "decoder_sparse_step")),
+}  # fmt: skip
+"""Checkpoints whose config.json leaves keys out: name -> (family, changes, keys)."""
 CASES = [(family, grid) for family in FAMILIES for grid in (*GRIDS, *(EXPERT_GRIDS if family in MOE else ()))]
+CASES += [(name, "tp1") for name in SHORT]
 ALL_GRIDS = GRIDS | EXPERT_GRIDS
 TRAINED = ("tp2-sp", "tp4-sp", "pp2", "ep2", "tp2ep2", "tp2-etp1", "tp2dp2ep2-etp2", "tp2pp2ep2")
 """Grids on which gradients are compared too: one for each way that a gradient crosses ranks."""
@@ -161,7 +171,9 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``{family}``: a checkpoint, with tokens [8, 24] and the logits that transformers gives for them; ``{family}-gradients``:
-    the gradients that it gives, under the names of the weights."""
+    the gradients that it gives, under the names of the weights. Those of ``SHORT`` have no gradients."""
+    from transformers import AutoModelForCausalLM
+
     root = tmp_path_factory.mktemp("families")
     # Without the padding token: transformers gives its embedding no gradient.
     tokens = torch.randint(2, VOCAB, (8, 24), generator=torch.Generator().manual_seed(3))
@@ -178,6 +190,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for buffer in model.buffers():
                 buffer.zero_()
         model.save_pretrained(root / f"{family}-gradients")
+    for name, (family, changes, keys) in SHORT.items():
+        save(family, root / name, **changes)
+        config = json.loads((root / name / "config.json").read_text())
+        assert set(keys) <= config.keys()
+        (root / name / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in keys}))
+        model = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32, attn_implementation="eager")
+        torch.save({"tokens": tokens, "logits": model(tokens).logits.detach()}, root / name / "logits.pt")
     return root
 
 

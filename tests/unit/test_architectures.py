@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from megarl.architectures import ARCHITECTURES, architecture
+from megarl.architectures.complete import complete
 from megarl.architectures.table import Op, Stage
+from megarl.checkpoint.hf_source import read_config_json, read_hf_config
 from megarl.errors import ArchitectureError
 from tests.parallel.families import FAMILIES
 from tests.unit.reshard_oracle import qwen3_config
@@ -68,7 +75,7 @@ ABSENT = object()
 
 
 def told(family: str, **changes: Any) -> dict[str, Any]:
-    settings = family_config(family, **changes)
+    settings = complete(family_config(family, **changes))
     found = architecture(settings)
     return found.transformer_config(settings) | found.gpt(settings)
 
@@ -141,6 +148,79 @@ def test_rope_theta_that_nobody_wrote(family: str, theta: float) -> None:
     assert AutoConfig.for_model(FAMILIES[family][0]).rope_parameters["rope_theta"] == theta
 
 
+def class_says(settings: dict[str, Any]) -> dict[str, Any]:
+    """Every key explicit, with the values of transformers' class."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**copy.deepcopy(settings)).to_dict()
+
+
+def told_or_refused(settings: dict[str, Any]) -> Any:
+    try:
+        found = architecture(settings)
+        return found.transformer_config(settings), found.gpt(settings), found.sizes(settings)
+    except ArchitectureError as error:
+        return str(error)
+
+
+def left_out(settings: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(key, the settings without it), of nested keys too."""
+    for key, value in settings.items():
+        rest = {k: v for k, v in settings.items() if k != key}
+        if key != "model_type":
+            yield key, rest
+        for inner in value if isinstance(value, dict) else ():
+            yield f"{key}.{inner}", {**rest, key: {k: v for k, v in value.items() if k != inner}}
+
+
+def older(settings: dict[str, Any]) -> dict[str, Any]:
+    """config.json as transformers 4 wrote it."""
+    rope = dict(settings["rope_parameters"])
+    rest = {k: v for k, v in settings.items() if k != "rope_parameters"}
+    rest["rope_theta"] = rope.pop("rope_theta")
+    return {**rest, "rope_scaling": rope if rope.get("rope_type") != "default" else None}
+
+
+@pytest.mark.parametrize("spelling", ["transformers 5", "transformers 4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_left_out_mean_what_transformers_takes(tmp_path: Path, family: str, spelling: str) -> None:
+    """Every key of every family's config.json once, and all that a published file may leave out."""
+    settings = json.loads(json.dumps(family_config(family)))
+    settings = older(settings) if spelling == "transformers 4" else settings
+    wrong = []
+    for key, shorter in [("nothing", settings), *left_out(settings)]:
+        (tmp_path / "config.json").write_text(json.dumps(shorter))
+        try:
+            expected: Any = told_or_refused(class_says(shorter))
+        except (StrictDataclassError, KeyError, ValueError):  # as a rope without its factor
+            with pytest.raises(ArchitectureError):
+                read_hf_config(tmp_path)
+            continue
+        if told_or_refused(read_hf_config(tmp_path)) != expected:
+            wrong.append(key)
+    assert not wrong
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_configuration_is_read_as_it_is(tmp_path: Path, family: str) -> None:
+    settings = json.loads(json.dumps(family_config(family)))
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert read_config_json(tmp_path) == settings
+    assert read_hf_config(tmp_path) == settings
+    assert told_or_refused(read_hf_config(tmp_path)) == told_or_refused(settings)
+
+
+def test_a_configuration_that_transformers_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Our own message where the table does not cover it; else it is taken as it is, and a warning tells so."""
+    settings = family_config("qwen3")
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": "4"}))
+    with pytest.raises(ArchitectureError, match=r"num_hidden_layers='4'; it must be a positive integer"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "initializer_range": "small"}))
+    assert read_hf_config(tmp_path)["initializer_range"] == "small"
+    assert "transformers' Qwen3Config refuses it" in caplog.text and "initializer_range" in caplog.text
+
+
 def test_linear_rope_scaling() -> None:
     found = told("llama2", rope_parameters=ABSENT, rope_scaling={"type": "linear", "factor": 4})
     assert found["seq_len_interpolation_factor"] == 4.0
@@ -196,7 +276,7 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
 )
 def test_what_megatron_cannot_express_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArchitectureError, match=message):
-        architecture(family_config(family, **changes))
+        architecture(complete(family_config(family, **changes)))
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -220,3 +300,13 @@ def test_a_family_file_is_data() -> None:
     for name in ARCHITECTURES:
         text = (folder / f"{name}.py").read_text()
         assert "def " not in text and len(text.splitlines()) < 80
+
+
+def test_a_family_is_named_in_its_file_and_its_row_only() -> None:
+    """Everything else follows from the table: a new family needs no line in any other file of the package."""
+    package = Path(__file__).parents[2] / "megarl"
+    choices = {package / "models" / "from_scratch.py", package / "config" / "schema.py"}  # which models can be made anew
+    own = {package / "architectures" / f"{name}.py" for name in (*ARCHITECTURES, "__init__")}
+    for path in set(package.rglob("*.py")) - choices - own:
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Constant) and node.value in ARCHITECTURES), f"{path}:{node.lineno} names {node.value}"

@@ -94,6 +94,7 @@ def deepseek(**changes: Any) -> Config:
             "model_type": "deepseek_v3", "hidden_size": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
             "n_shared_experts": 1, "moe_intermediate_size": 6, "first_k_dense_replace": 1, "q_lora_rank": 6, "kv_lora_rank": 5,
             "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "rope_interleave": True, "routed_scaling_factor": 2.5,
             "num_nextn_predict_layers": 1, **changes,
         }
     )  # fmt: skip

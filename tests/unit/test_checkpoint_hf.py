@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import hf
+from megarl.checkpoint.hf_source import read_config_json
 from megarl.errors import CheckpointError
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
 from megarl.reshard.plan import build_plan
@@ -132,7 +133,7 @@ def test_export_in_several_files_in_bf16(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in tensors.values())
     got = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
     assert_same(got, tensors, torch.bfloat16)
-    assert hf.read_hf_config(out) == {**config, "dtype": "bfloat16"}
+    assert read_config_json(out) == {**config, "dtype": "bfloat16"}
     assert (out / "tokenizer.json").read_text() == "{}"
 
 
@@ -189,7 +190,7 @@ def test_an_export_of_fp8_weights_says_that_they_are_none(tmp_path: Path) -> Non
     config = qwen3_config(quantization_config=FP8, num_nextn_predict_layers=1)
     source = write_checkpoint(tmp_path / "source", config, {})
     export(qwen3_config(), MegatronGrid(), random_hf(config), source, tmp_path / "out", dtype=torch.bfloat16)
-    assert hf.read_hf_config(tmp_path / "out") == {**qwen3_config(), "num_nextn_predict_layers": 0, "dtype": "bfloat16"}
+    assert read_config_json(tmp_path / "out") == {**qwen3_config(), "num_nextn_predict_layers": 0, "dtype": "bfloat16"}
 
 
 def load(path: Path, config: Config) -> None:

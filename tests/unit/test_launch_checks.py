@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megarl import algorithms, ops
+from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.config import Config, compose, config_dir
 from megarl.config.schema import ParallelConfig
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError
@@ -25,6 +26,19 @@ def test_a_right_configuration_passes_again_and_writes_nothing(prepared: Path) -
     before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
     checks.check(config_of(prepared))
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["hf", "reference"])
+def test_a_folder_that_the_export_would_replace(prepared: Path, tmp_path: Path, name: str) -> None:
+    """Seen before the job starts, not when it has finished training."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(prepared, run_dir)
+    (run_dir / "model").rename(run_dir / name)
+    refused(ConfigError, config_of(run_dir, f"model.path={run_dir / name}"), f"{run_dir / name} contains the source", "run.dir")
+    (run_dir / name).rename(run_dir / "model")
+    (run_dir / name).mkdir()
+    (run_dir / name / "mine.txt").write_text("keep me")
+    refused(ConfigError, config_of(run_dir), f"{run_dir / name} is not an HF checkpoint", "move it away")
 
 
 def test_unknown_key_names_the_nearest(prepared: Path) -> None:
@@ -202,6 +216,23 @@ def test_model_directory_that_is_no_checkpoint(prepared: Path, tmp_path: Path) -
     refused(ConfigError, config, f"{tmp_path}/nothing", "config.json", "model.from_scratch")
     (tmp_path / "empty").mkdir()
     refused(ConfigError, config_of(prepared, f"model.path={tmp_path}/empty"), f"{tmp_path}/empty", "no config.json")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_converted_model_that_is_not_as_its_manifest_says(prepared: Path, tmp_path: Path, verify: bool) -> None:
+    quiet = Settings(progress=False)
+    convert_hf_to_megatron(prepared / "model", tmp_path / "megatron", quiet)
+    convert_megatron_to_hf(tmp_path / "megatron", tmp_path / "model", settings=quiet)
+    config = config_of(prepared, f"model.path={tmp_path}/model", f"trainer.verify_checkpoints={verify}")
+    checks.check(config)
+    file = tmp_path / "model/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    if verify:
+        refused(CheckpointError, config, "model.path: ", f"{tmp_path}/model is not as it was written", "has digest")
+    else:
+        checks.check(config)  # headers and sizes only
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])

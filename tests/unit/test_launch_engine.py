@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.architectures.complete import complete
 from megarl.errors import ConfigError
 from megarl.launch.model_checks import check_engine
 
@@ -50,7 +53,7 @@ LATENT = {
 
 @pytest.mark.parametrize("config", [DENSE, MOE, LATENT, {**LATENT, "q_lora_rank": None}])
 def test_what_vllm_computes_passes(config: dict[str, Any]) -> None:
-    check_engine("a/model", config)
+    check_engine("a/model", complete(config))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,16 @@ def test_what_vllm_computes_passes(config: dict[str, Any]) -> None:
 )
 def test_what_it_does_not_is_refused_with_the_mend(config: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_engine("a/model", config)
+        check_engine("a/model", complete(config))
     for word in words:
         assert word in str(refused.value)
+
+
+def test_latent_attention_is_seen_though_config_json_leaves_its_width_out(tmp_path: Path) -> None:
+    """The engine's options are made from the file: the width of DeepSeek's latent is transformers' own default."""
+    from megarl.config.schema import RolloutConfig
+    from megarl.rollout.engine import _cpu_options
+
+    for left_out in ("nothing", "kv_lora_rank"):
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LATENT.items() if k != left_out}))
+        assert "CPU_MLA" in _cpu_options(str(tmp_path), RolloutConfig())

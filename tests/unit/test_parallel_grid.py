@@ -13,7 +13,7 @@ from megarl.parallel.grid import check_parallel, check_roles, megatron_grid, rol
 from megarl.reshard.grid import MegatronGrid
 from tests.unit.reshard_oracle import qwen3_config
 
-MOE = qwen3_config(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8)
+MOE = qwen3_config(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True)
 
 
 @pytest.mark.parametrize(

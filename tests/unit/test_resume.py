@@ -118,6 +118,17 @@ def test_model_is_made_anew_when_a_setting_changes(run_dir: Path, override: str)
     assert sorted(path.name for path in run_dir.iterdir()) == ["data", "model"]
 
 
+@pytest.mark.parametrize("mine", ["notes.txt", "adapter/weights.bin"])
+def test_a_model_folder_with_other_files_is_not_made_anew(run_dir: Path, mine: str) -> None:
+    path = run_dir / "model" / mine
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("keep me")
+    before = contents(run_dir)
+    with pytest.raises(ConfigError, match=rf"model\.path=.*model has {mine.split('/')[0]}, which was not made with it; move it away"):
+        prepare_model(config_of(run_dir, "trainer.seed=2"))
+    assert contents(run_dir) == before
+
+
 # ---------------------------------------------------------------- the settings of a run
 
 

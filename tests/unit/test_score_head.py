@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from megarl.architectures import architecture
+from megarl.architectures import ARCHITECTURES, architecture
 from megarl.checkpoint import hf
 from megarl.errors import ArchitectureError, CheckpointError
 from megarl.reshard.layouts import MegatronGrid, dist_layout, hf_layout, megatron_layout
@@ -30,7 +30,7 @@ from tests.unit.reshard_oracle import (
 )
 from tests.unit.test_checkpoint_hf import write_checkpoint
 
-SCORED = [name for name in FAMILIES if name != "ernie4_5"]
+SCORED = [name for name, (model_type, _) in FAMILIES.items() if ARCHITECTURES[model_type].has_score_class]
 GRIDS = [MegatronGrid(), MegatronGrid(tp=2), MegatronGrid(pp=2), MegatronGrid(tp=2, pp=2, dp=2)]
 
 
