@@ -29,8 +29,8 @@ SMALL = [
 
 
 def config_of(run_dir: Path, *overrides: str) -> Config:
-    groups = [override.partition("=")[0] for override in overrides if override.startswith("parallel=")]
-    small = [override for override in SMALL if override.partition("=")[0] not in groups]  # each group may be given once
+    given = {override.partition("=")[0] for override in overrides}
+    small = [override for override in SMALL if override.partition("=")[0] not in given]  # each may be given once
     return compose([*small, f"run.dir={run_dir}", *overrides])
 
 
