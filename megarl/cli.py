@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns from files); resumes when repeated.")
     train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
-    train.add_argument("--check", action="store_true", help="validate settings, data and model, start nothing; say what would run where")
+    train.add_argument("--check", action="store_true", help="validate settings, data and model, start and write nothing; print what would run where")
     train.add_argument("--nodes", type=int, metavar="N", help="with --check: as on N machines like this one, all of them alike")
     train.add_argument("--gpus-per-node", type=int, metavar="N", help="with --check: that a node has (default: as many as this one)")
     train.add_argument("-m", "--multirun", action="store_true", help="sweep: a job for each combination of values such as algorithm=grpo,rloo (docs/sweeps.md)")
@@ -158,9 +158,9 @@ def _train(arguments: argparse.Namespace) -> int:
         if nodes < 1:
             raise ConfigError(f"--nodes={nodes}: a job has one or more")
         gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
-        check(config, nodes=nodes)
+        check(config, nodes=nodes, dry=True)
         logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(nodes)]))
-        logging.info("the settings, data and model fit; nothing was started")
+        logging.info("the settings, data and model fit; nothing was started or written")
         return 0
     return run(config)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.config.bounds import check_bounds
+from megarl.config.hub import with_snapshots
 from megarl.config.overrides import check_overrides, force, grammar_fault, nearest, unknown
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -68,7 +69,8 @@ def hydra_at(folders: Sequence[Path]) -> Iterator[None]:
 def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.PathLike[str] | None = None) -> Config:
     """Compose ``configs/<config_name>.yaml`` with hydra overrides such as ``experiment=quickstart trainer.steps=5``.
 
-    ``own``: a folder with further files of the groups (``experiment/mine.yaml``).
+    ``own``: a folder with further files of the groups (``experiment/mine.yaml``). Models that are named as on the hub and lie in its
+    local cache are named by their paths there.
 
     Raises:
         ConfigError: an unknown key (with the nearest known one), a missing mandatory value, a value of the wrong type or
@@ -95,7 +97,7 @@ def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.
     if left := sorted(name for name, value in _texts(to_dict(config)) if "${" in value):
         raise ConfigError(f"{left[0]} holds an unresolved ${{...}}; give its value")
     check_bounds(config)
-    return config
+    return with_snapshots(config)
 
 
 def from_dict(cls: Any, values: Mapping[str, Any], where: str = "") -> Any:

@@ -124,7 +124,7 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool) 
         return run(found[0].config)
     for number, slug, config in found:
         try:
-            check(config)
+            check(config, dry=check_only)
         except ValueError as error:
             if type(error).__module__ != "megarl.errors":
                 raise

@@ -1,6 +1,6 @@
 """Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
 
-from megarl.tasksets.files import read_recipe
+from megarl.tasksets.files import place_of, read_recipe
 from megarl.tasksets.generate import GENERATORS, Kind, generate, recipe
 from megarl.tasksets.images import chat_messages
 from megarl.tasksets.preferences import read_preferences, write_preferences
@@ -23,6 +23,7 @@ __all__ = [
     "encode_preferences",
     "encode_rows",
     "generate",
+    "place_of",
     "read_preferences",
     "read_recipe",
     "read_rows",

@@ -11,6 +11,7 @@ from megarl.config import Config, compose
 SMALL = [
     "experiment=quickstart",
     "taskset.train_size=30",
+    "trainer.tasks_per_step=16",
     "taskset.eval_size=10",
     "taskset.warm_start_size=30",
     "taskset.expert_size=30",
