@@ -73,6 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
     offer.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at a time (default: one for each core)")
     config = add("config", "Print the settings that overrides compose to, as JSON.")
     config.add_argument("overrides", nargs="*", help="hydra overrides")
+    for command in (train, data, config):
+        command.add_argument("--config-dir", metavar="DIR", help="folder with further files of configs/, e.g. experiment/mine.yaml (docs/own_experiments.md)")
     return parser
 
 
@@ -145,7 +147,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return _sweep(arguments)
     if arguments.count or arguments.index is not None:
         raise ConfigError("--index and --count are of a sweep; add -m")
-    config = compose(arguments.overrides)  # before the imports that take seconds: a mistyped key is told at once
+    config = compose(arguments.overrides, own=arguments.config_dir)  # before the imports that take seconds: a mistyped key is told at once
     from megarl.launch.checks import check
     from megarl.launch.job import run
 
@@ -169,16 +171,16 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from megarl.launch.sweep import combinations, run_sweep
 
     if arguments.count:
-        sys.stdout.write(f"{len(combinations(arguments.overrides))}\n")
+        sys.stdout.write(f"{len(combinations(arguments.overrides, own=arguments.config_dir))}\n")
         return 0
-    return run_sweep(arguments.overrides, arguments.index, check_only=arguments.check)
+    return run_sweep(arguments.overrides, arguments.index, check_only=arguments.check, own=arguments.config_dir)
 
 
 def _data(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
     from megarl.launch.prepare import prepare_data
 
-    prepare_data(compose(arguments.overrides), verbose=True)
+    prepare_data(compose(arguments.overrides, own=arguments.config_dir), verbose=True)
     return 0
 
 
@@ -257,7 +259,7 @@ def _config(arguments: argparse.Namespace) -> int:
 
     from megarl.config import compose, to_dict
 
-    sys.stdout.write(json.dumps(to_dict(compose(arguments.overrides)), indent=1) + "\n")
+    sys.stdout.write(json.dumps(to_dict(compose(arguments.overrides, own=arguments.config_dir)), indent=1) + "\n")
     return 0
 
 

@@ -60,7 +60,7 @@ def hydra_at(folders: Sequence[Path]) -> Iterator[None]:
         if len(folders) > 1:
             search_path = GlobalHydra.instance().config_loader().get_search_path()
             for folder in folders[1:]:
-                search_path.append("user", f"file://{folder}")
+                search_path.prepend("user", f"file://{folder}", anchor="schema")
             GlobalHydra.instance().clear()  # a loader reads its search path once, when it is made
             Hydra.create_main_hydra2("app", search_path)
         yield

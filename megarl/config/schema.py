@@ -267,7 +267,7 @@ class TasksetConfig:
     expert: str | None = None
     """Parquet or jsonl file of rows with a ``response``: the expert rows of mix."""
     generate: str | None = None
-    """Name of the generator that writes these files when they are missing (``megarl data``)."""
+    """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file (docs/own_experiments.md)."""
     seed: int = 7
     train_size: int = 20000
     eval_size: int = 500

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl.config import Config
 from megarl.launch.prepare import missing_data, needs_model, with_prompt_limit, write_data, write_model
@@ -43,7 +44,8 @@ def _made_in(folder: Path, config: Config, real: dict[str, str]) -> Config:
         check_writable(f"taskset.{split}={path}", path.parent)
         real[str(files[split])] = str(path)
     write_data(config, files)
-    config = replace(config, taskset=replace(config.taskset, **{split: str(path) for split, path in files.items()}))
+    moved: dict[str, Any] = {split: str(path) for split, path in files.items()}
+    config = replace(config, taskset=replace(config.taskset, **moved))
     if needs_model(config):
         path = Path(config.model.path)
         check_writable(f"model.path={path}", path.parent)

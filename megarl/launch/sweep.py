@@ -103,7 +103,7 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool) -> int:
+def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, own: str | None = None) -> int:
     """Run the combinations that are not finished, one after another, or number ``index`` alone.
 
     Without ``index`` every one is checked as ``megarl train --check`` does before the first starts.
@@ -115,7 +115,7 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool) 
     Raises:
         ConfigError: a combination is not valid, or there is none of this number. With ``index`` also what its run raises.
     """
-    found = combinations(overrides, index)
+    found = combinations(overrides, index, own)
     from megarl.launch.checks import check
     from megarl.launch.job import run
 

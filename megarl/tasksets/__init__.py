@@ -1,5 +1,6 @@
 """Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
 
+from megarl.tasksets.entries import Entry, Generator
 from megarl.tasksets.files import place_of, read_recipe
 from megarl.tasksets.generate import GENERATORS, Kind, generate, recipe
 from megarl.tasksets.images import chat_messages
@@ -16,6 +17,8 @@ from megarl.tasksets.tokenizer import (
 __all__ = [
     "GENERATORS",
     "ChatTokenizer",
+    "Entry",
+    "Generator",
     "Kind",
     "chat_messages",
     "check_prompts",
