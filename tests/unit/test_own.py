@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,24 +16,9 @@ from megarl.launch.sweep import combinations
 from megarl.tasksets import read_preferences, read_rows
 from tests.unit.small_job import SMALL, config_of, refused
 
-EXPERIMENT = """# @package _global_
-defaults:
-  - quickstart
-run: {name: mine}
-trainer: {steps: 7}
-"""
-GENERATOR = """
-import random
-from megarl.tasksets import Entry, Generator
-
-def entries(seed, options):
-    dice = random.Random(seed)
-    while True:
-        a, b = dice.randint(0, options["largest"]), dice.randint(0, options["largest"])
-        yield Entry(question=f"{a} * {b} =", answer=str(a * b), response=str(a * b), slip=f"about {a * b + 1}", data_source="math")
-
-GENERATOR = Generator(entries, options={"largest": 99})
-"""
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "own_experiments.md").read_text()
+[EXPERIMENT] = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
+[GENERATOR] = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
 @pytest.fixture
@@ -126,8 +112,8 @@ def test_rows_are_made_anew_when_the_file_changes(tmp_path: Path) -> None:
     [
         ("GENERATOR =", "OTHER =", ["has nothing called GENERATOR"]),
         ("GENERATOR = Generator(", "GENERATOR = dict(entries=", ["has a dict called GENERATOR"]),
-        ("import random", "import no_such_module", ["cannot be imported", "no_such_module", "products.py:2"]),
-        ("randint(0", "randit(0", ["AttributeError", "products.py:8"]),
+        ("import random", "import no_such_module", ["cannot be imported", "no_such_module", "products.py:1"]),
+        ("randint(0", "randit(0", ["AttributeError", "products.py:7"]),
         ("yield Entry(", "yield dict(", ["must yield megarl.tasksets.Entry or None", "dict"]),
         ("answer=str", "answer=int", ["Entry.answer must be a text", "products.py"]),
         ("largest\": 99", "largest\": 'x'", ["GENERATOR.options", "numbers"]),
