@@ -153,6 +153,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     if arguments.check:
         from megarl.launch import devices
+        from megarl.launch.dry_run import no_bytecode
         from megarl.launch.fit import planned
         from megarl.launch.placement import Place
 
@@ -160,8 +161,9 @@ def _train(arguments: argparse.Namespace) -> int:
         if nodes < 1:
             raise ConfigError(f"--nodes={nodes}: a job has one or more")
         gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
-        check(config, nodes=nodes, dry=True)
-        logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(nodes)]))
+        with no_bytecode():
+            check(config, nodes=nodes, dry=True)
+            logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(nodes)]))
         logging.info("the settings, data and model fit; nothing was started or written")
         return 0
     return run(config)

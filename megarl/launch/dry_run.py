@@ -23,7 +23,7 @@ def scratch(config: Config) -> Iterator[Config]:
     Raises:
         ConfigError: as ``prepare.make``; or what is to be made could not be written to its real place.
     """
-    with tempfile.TemporaryDirectory(prefix="megarl-check-") as folder, _no_bytecode():
+    with tempfile.TemporaryDirectory(prefix="megarl-check-") as folder:
         real: dict[str, str] = {}
         try:
             yield with_prompt_limit(_made_in(Path(folder), config, real))
@@ -56,7 +56,7 @@ def _made_in(folder: Path, config: Config, real: dict[str, str]) -> Config:
 
 
 @contextmanager
-def _no_bytecode() -> Iterator[None]:
+def no_bytecode() -> Iterator[None]:
     """Import a user's files, here and in child processes, without ``__pycache__`` beside them."""
     name = "PYTHONDONTWRITEBYTECODE"
     before, in_environment = sys.dont_write_bytecode, os.environ.get(name)

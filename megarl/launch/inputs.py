@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,20 +120,21 @@ def judgeable(config: Config, split: str, rows: list[Task]) -> list[Task]:
     if config.reward.path is not None:
         return rows
     kept: list[Task] = []
-    faults: list[str] = []
+    faults: list[tuple[int, DataError]] = []
     for number, task in enumerate(rows):
         try:
             check_row(task.data_source, task.ground_truth, task.extra_info, config.reward)
             kept.append(task)
         except DataError as error:
-            faults.append(f"{_place(config, split, number)}: {error}")
+            faults.append((number, error))
     if not faults:
         return rows
+    first = f"{_place(config, split, faults[0][0])}: {faults[0][1]}"
     if config.taskset.unjudgeable == "refuse" or not kept:
         raise DataError(
-            f"{faults[0]}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; mend or drop them, or leave them out by taskset.unjudgeable=drop"
+            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; mend or drop them, or leave them out by taskset.unjudgeable=drop"
         )
-    log.warning("taskset.unjudgeable=drop: %d of %d rows of taskset.%s are left out; the first is %s", len(faults), len(rows), split, faults[0])
+    log.warning("taskset.unjudgeable=drop: %d of %d rows of taskset.%s are left out; the first is %s", len(faults), len(rows), split, first)
     return kept
 
 
@@ -169,24 +170,22 @@ def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokeniz
     for number, (prompt, *answers) in enumerate(
         encode_preferences(pairs, tokenizer, path=path) if pairs else encode_demonstrations(tasks, tokenizer, path=path)
     ):
-        lengths = [len(prompt) + len(answer) for answer in answers]
-        where = _place(config, split, number)
-        if max(lengths) > context:
-            raise DataError(
-                f"{where} has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); "
-                "drop the row"
-            )
-        limit = config.trainer.max_tokens_per_micro_batch
-        wanted = sum(length + -length % piece for length in lengths)
-        if config.trainer.packing and wanted > limit:
-            what = "its two answers, each behind the prompt," if len(lengths) > 1 else "its answer"
-            raise DataError(
-                f"{where} takes {wanted} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop the row"
-            )
-        if len(answers) == 2 and np.array_equal(answers[0], answers[1]):
-            raise DataError(
-                f"{where}: chosen and rejected are the same tokens to the tokenizer of {config.model.path}; drop the row"
-            )
+        if (fault := _fault_of_lengths(config, prompt, answers, context, piece)) is not None:
+            raise DataError(f"{_place(config, split, number)}{fault}")
+
+
+def _fault_of_lengths(config: Config, prompt: np.ndarray, answers: Sequence[np.ndarray], context: int, piece: int) -> str | None:
+    lengths = [len(prompt) + len(answer) for answer in answers]
+    if max(lengths) > context:
+        return f" has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); drop the row"
+    limit = config.trainer.max_tokens_per_micro_batch
+    wanted = sum(length + -length % piece for length in lengths)
+    if config.trainer.packing and wanted > limit:
+        what = "its two answers, each behind the prompt," if len(lengths) > 1 else "its answer"
+        return f" takes {wanted} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop the row"
+    if len(answers) == 2 and np.array_equal(answers[0], answers[1]):
+        return f": chosen and rejected are the same tokens to the tokenizer of {config.model.path}; drop the row"
+    return None
 
 
 def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -> None:

@@ -168,13 +168,13 @@ def with_prompt_limit(config: Config) -> Config:
     if config.rollout.max_prompt_tokens is not None or kind_of_rows(config) != "tasks":
         return config
     tokenizer = ChatTokenizer.open(config.model.path)
-    longest, where = 0, ""
+    longest, place = 0, (config.taskset.train, 0)
     for split in SPLITS:
         path = getattr(config.taskset, split)
         for number, ids in enumerate(encode_rows(read_split(config, split), tokenizer, path=path)):
             if len(ids) > longest:
-                longest, where = len(ids), place_of(path, number)
-    log.info("rollout.max_prompt_tokens=%d, the longest prompt: %s", longest, where)
+                longest, place = len(ids), (path, number)
+    log.info("rollout.max_prompt_tokens=%d, the longest prompt: %s", longest, place_of(*place))
     return replace(config, rollout=replace(config.rollout, max_prompt_tokens=longest))
 
 

@@ -10,6 +10,7 @@ import itertools
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,19 +118,21 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, 
     """
     found = combinations(overrides, index, own)
     from megarl.launch.checks import check
+    from megarl.launch.dry_run import no_bytecode
     from megarl.launch.job import run
 
     if index is not None and not check_only:
         log.info("combination %d: %s, in %s", index, found[0].slug, found[0].config.run.dir)
         return run(found[0].config)
-    for number, slug, config in found:
-        try:
-            check(config, dry=check_only)
-        except ValueError as error:
-            if type(error).__module__ != "megarl.errors":
-                raise
-            raise ConfigError(f"combination {number}, {slug}: {error}") from error
-        log.info("combination %d fits: %s, in %s", number, slug, config.run.dir)
+    with no_bytecode() if check_only else nullcontext():
+        for number, slug, config in found:
+            try:
+                check(config, dry=check_only)
+            except ValueError as error:
+                if type(error).__module__ != "megarl.errors":
+                    raise
+                raise ConfigError(f"combination {number}, {slug}: {error}") from error
+            log.info("combination %d fits: %s, in %s", number, slug, config.run.dir)
     if check_only:
         return 0
     return _run_all(found)

@@ -68,8 +68,9 @@ def test_a_sweep_leaves_nothing(tmp_path: Path) -> None:
 
 def test_files_of_ones_own_get_no_bytecode_beside_them(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0\n")
-    check(config_of(prepared, f"reward.path={tmp_path}/reward.py"), dry=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
+    (tmp_path / "own.py").write_text("from megarl.algorithms.grpo import GRPO as ALGORITHM\n")
+    assert main(["train", "--check", *SMALL, f"run.dir={prepared}", f"reward.path={tmp_path}/reward.py", f"algorithm.name={tmp_path}/own.py"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"reward.py", "own.py"}
 
 
 def test_an_error_names_the_file_that_would_be_written(tmp_path: Path) -> None:
