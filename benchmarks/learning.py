@@ -126,11 +126,16 @@ def cells(runs: Path, names: Sequence[str], steps: int | None, extra: Sequence[s
         common += ["trainer.warm_start.steps=0", "taskset.warm_start=null", "trainer.eval_interval=0", *row.settings]
         for seed in range(1, row.seeds + 1):
             own = [f"trainer.seed={seed}", *([] if steps is None else [f"trainer.steps={steps}"])]
-            found.append(Cell(runs, name, seed, False, (*common, *own, *extra)))
+            found.append(Cell(runs, name, seed, False, _last_of_each([*common, *own, *extra])))
         still = ["trainer.optimizer.lr=0.0", f"trainer.steps={CONTROL_STEPS}"]
         still += ["trainer.optimizer.min_lr=0.0"] if row.experiment in ("sft", "reward_model") else []  # its end of the decay
-        found.append(Cell(runs, name, 1, True, (*common, "trainer.seed=1", *extra, *still)))
+        found.append(Cell(runs, name, 1, True, _last_of_each([*common, "trainer.seed=1", *extra, *still])))
     return sorted(found, key=lambda cell: cell.seed)
+
+
+def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Each setting once, with the value that is given last: megarl refuses one that is given twice."""
+    return tuple({override.partition("=")[0]: override for override in overrides}.values())
 
 
 def pending(cell: Cell) -> str | None:
@@ -384,7 +389,7 @@ def main() -> None:
     with tqdm(total=1 + sum(steps.values()), unit="step", file=sys.stderr, disable=None) as bar:
         if ready:
             warm = [] if arguments.warm_start_steps is None else [f"trainer.warm_start.steps={arguments.warm_start_steps}"]
-            start = warm_started(runs, [*START, *warm, *extra], bar)
+            start = warm_started(runs, _last_of_each([*START, *warm, *extra]), bar)
         done = 1
         for cell in ready:
             bar.update(done - bar.n)

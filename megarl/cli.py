@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns from files); resumes when repeated.")
     train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
-    train.add_argument("--check", action="store_true", help="validate settings, data and model, start nothing; say what would run where")
+    train.add_argument("--check", action="store_true", help="validate settings, data and model, start and write nothing; print what would run where")
     train.add_argument("--nodes", type=int, metavar="N", help="with --check: as on N machines like this one, all of them alike")
     train.add_argument("--gpus-per-node", type=int, metavar="N", help="with --check: that a node has (default: as many as this one)")
     train.add_argument("-m", "--multirun", action="store_true", help="sweep: a job for each combination of values such as algorithm=grpo,rloo (docs/sweeps.md)")
@@ -73,6 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
     offer.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at a time (default: one for each core)")
     config = add("config", "Print the settings that overrides compose to, as JSON.")
     config.add_argument("overrides", nargs="*", help="hydra overrides")
+    for command in (train, data, config):
+        command.add_argument("--config-dir", metavar="DIR", help="folder with further files of configs/, e.g. experiment/mine.yaml (docs/own_experiments.md)")
     return parser
 
 
@@ -145,12 +147,13 @@ def _train(arguments: argparse.Namespace) -> int:
         return _sweep(arguments)
     if arguments.count or arguments.index is not None:
         raise ConfigError("--index and --count are of a sweep; add -m")
-    config = compose(arguments.overrides)  # before the imports that take seconds: a mistyped key is told at once
+    config = compose(arguments.overrides, own=arguments.config_dir)  # before the imports that take seconds: a mistyped key is told at once
     from megarl.launch.checks import check
     from megarl.launch.job import run
 
     if arguments.check:
         from megarl.launch import devices
+        from megarl.launch.dry_run import no_bytecode
         from megarl.launch.fit import planned
         from megarl.launch.placement import Place
 
@@ -158,9 +161,10 @@ def _train(arguments: argparse.Namespace) -> int:
         if nodes < 1:
             raise ConfigError(f"--nodes={nodes}: a job has one or more")
         gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
-        check(config, nodes=nodes)
-        logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(nodes)]))
-        logging.info("the settings, data and model fit; nothing was started")
+        with no_bytecode():
+            check(config, nodes=nodes, dry=True)
+            logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(nodes)]))
+        logging.info("the settings, data and model fit; nothing was started or written")
         return 0
     return run(config)
 
@@ -169,16 +173,16 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from megarl.launch.sweep import combinations, run_sweep
 
     if arguments.count:
-        sys.stdout.write(f"{len(combinations(arguments.overrides))}\n")
+        sys.stdout.write(f"{len(combinations(arguments.overrides, own=arguments.config_dir))}\n")
         return 0
-    return run_sweep(arguments.overrides, arguments.index, check_only=arguments.check)
+    return run_sweep(arguments.overrides, arguments.index, check_only=arguments.check, own=arguments.config_dir)
 
 
 def _data(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
     from megarl.launch.prepare import prepare_data
 
-    prepare_data(compose(arguments.overrides), verbose=True)
+    prepare_data(compose(arguments.overrides, own=arguments.config_dir), verbose=True)
     return 0
 
 
@@ -257,7 +261,7 @@ def _config(arguments: argparse.Namespace) -> int:
 
     from megarl.config import compose, to_dict
 
-    sys.stdout.write(json.dumps(to_dict(compose(arguments.overrides)), indent=1) + "\n")
+    sys.stdout.write(json.dumps(to_dict(compose(arguments.overrides, own=arguments.config_dir)), indent=1) + "\n")
     return 0
 
 

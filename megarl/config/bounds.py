@@ -175,7 +175,7 @@ BOUNDS: dict[str, Bound] = {
     "cluster.spare_nodes": Bound(0, 1000),
     "cluster.max_clock_skew_s": SECONDS,
     "cluster.min_free_disk_bytes": NUMBER,
-    "run.port": Bound(1, 65535),
+    "run.port": Bound(1024, 65535),
     "run.shutdown_grace_s": SECONDS,
 }
 

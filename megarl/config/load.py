@@ -7,16 +7,17 @@ that an error can name the nearest known key.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.config.bounds import check_bounds
+from megarl.config.hub import with_snapshots
+from megarl.config.overrides import check_overrides, force, grammar_fault, nearest, unknown
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
@@ -30,31 +31,64 @@ def config_dir() -> Path:
     raise ConfigError(f"no configs/train.yaml beside {package.parent} or in {package}; reinstall megarl")
 
 
-def compose(overrides: Sequence[str], config_name: str = "train") -> Config:
+def config_dirs(own: str | os.PathLike[str] | None = None) -> list[Path]:
+    """``configs/``, and a user's folder with further files of its groups.
+
+    Raises:
+        ConfigError: there is no such folder, or a file in it has the name of one of megarl's.
+    """
+    ours = config_dir()
+    if own is None:
+        return [ours]
+    folder = Path(own).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {own}: no such directory; give one with files such as experiment/mine.yaml")
+    for path in sorted(folder.rglob("*.yaml")):
+        if (ours / path.relative_to(folder)).exists():
+            raise ConfigError(f"--config-dir {own}: {path.relative_to(folder)} is also the name of a file of megarl's; rename it")
+    return [ours, folder]
+
+
+@contextmanager
+def hydra_at(folders: Sequence[Path]) -> Iterator[None]:
+    """hydra, set up to find files in these folders."""
+    from hydra import initialize_config_dir
+    from hydra._internal.hydra import Hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_dir(str(folders[0]), version_base="1.3"):
+        if len(folders) > 1:
+            search_path = GlobalHydra.instance().config_loader().get_search_path()
+            for folder in folders[1:]:
+                search_path.prepend("user", f"file://{folder}", anchor="schema")
+            GlobalHydra.instance().clear()  # a loader reads its search path once, when it is made
+            Hydra.create_main_hydra2("app", search_path)
+        yield
+
+
+def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.PathLike[str] | None = None) -> Config:
     """Compose ``configs/<config_name>.yaml`` with hydra overrides such as ``experiment=quickstart trainer.steps=5``.
+
+    ``own``: a folder with further files of the groups (``experiment/mine.yaml``). Models that are named as on the hub and lie in its
+    local cache are named by their paths there.
 
     Raises:
         ConfigError: an unknown key (with the nearest known one), a missing mandatory value, a value of the wrong type or
             one that ``bounds`` does not admit.
     """
     from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    folder = config_dir()
-    groups = {p.name for p in folder.iterdir() if p.is_dir()}
-    for override in overrides:
-        _check_override(override, groups, folder)
-    _check_groups_given_once(overrides, groups)
+    folders = config_dirs(own)
+    check_overrides(overrides, folders)
     try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
-            # The schema's defaults are no part of the YAML tree, so a key may be set that no file names: "++".
-            tree = hydra_compose(config_name, [_force(o, groups) for o in overrides])
+        with hydra_at(folders):
+            tree = hydra_compose(config_name, [force(o, folders) for o in overrides])
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"the settings could not be composed: {error}") from error
+        raise ConfigError(f"the settings could not be composed: {grammar_fault(overrides) or error}") from error
     assert isinstance(plain, dict)
     config: Config = from_dict(Config, {str(k): v for k, v in plain.items()})
     missing = sorted(_missing(to_dict(config)))
@@ -63,58 +97,7 @@ def compose(overrides: Sequence[str], config_name: str = "train") -> Config:
     if left := sorted(name for name, value in _texts(to_dict(config)) if "${" in value):
         raise ConfigError(f"{left[0]} holds an unresolved ${{...}}; give its value")
     check_bounds(config)
-    return config
-
-
-def _force(override: str, groups: set[str]) -> str:
-    key, _, _ = override.partition("=")
-    return override if key in groups or override[0] in "+~" else "++" + override
-
-
-def _check_groups_given_once(overrides: Sequence[str], groups: set[str]) -> None:
-    """hydra would take the last one and say nothing of the other."""
-    given: dict[str, str] = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key in groups and given.setdefault(key, value) != value:
-            raise ConfigError(f"{key}={given[key]} and {key}={value} are both given; leave one of them out")
-
-
-def _check_override(override: str, groups: set[str], folder: Path) -> None:
-    key, equals, value = override.partition("=")
-    key = key.lstrip("+~")
-    if not equals and not override.startswith("~"):
-        raise ConfigError(f"{override!r} is not an override; write key=value, e.g. trainer.steps=10")
-    if key in groups:
-        known = sorted(p.stem for p in (folder / key).glob("*.yaml"))
-        if value not in known:
-            raise ConfigError(f"no configs/{key}/{value}.yaml;{_nearest(value, known)} there are {', '.join(known)}")
-        return
-    cls: Any = Config
-    seen: list[str] = []
-    for part in key.split("."):
-        cls = _dataclass_in(cls)
-        if cls is None:
-            return  # inside a free dict such as taskset.options
-        names = [f.name for f in dataclasses.fields(cls)]
-        if part not in names:
-            where = ".".join(seen)
-            known = [f"{where}.{n}" if where else n for n in names]
-            known += sorted(groups.difference(names)) if not seen else []  # several groups are settings as well
-            raise ConfigError(f"unknown setting {key!r};{_nearest('.'.join([*seen, part]), known)} known: {', '.join(known)}")
-        seen.append(part)
-        cls = get_type_hints(cls)[part]
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" did you mean {match[0]!r}?" if match else ""
-
-
-def _dataclass_in(annotation: Any) -> Any:
-    if dataclasses.is_dataclass(annotation):
-        return annotation
-    return next((a for a in get_args(annotation) if dataclasses.is_dataclass(a)), None)
+    return with_snapshots(config)
 
 
 def from_dict(cls: Any, values: Mapping[str, Any], where: str = "") -> Any:
@@ -127,8 +110,7 @@ def from_dict(cls: Any, values: Mapping[str, Any], where: str = "") -> Any:
     hints = get_type_hints(cls)
     for key in values:
         if key not in names:
-            full = [f"{where}{n}" for n in names]
-            raise ConfigError(f"unknown setting {where + key!r};{_nearest(where + key, full)} known: {', '.join(full)}")
+            raise unknown(where + key, where + key, [f"{where}{n}" for n in names])
     return cls(**{k: _convert(hints[k], v, where + k) for k, v in values.items()})
 
 
@@ -154,7 +136,7 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
         if value in get_args(annotation):
             return value
         allowed = [str(a) for a in get_args(annotation)]
-        raise ConfigError(f"{where}={value!r} is not one of {', '.join(allowed)};{_nearest(str(value), allowed)}".rstrip(";"))
+        raise ConfigError(f"{where}={value!r} is not one of {', '.join(allowed)};{nearest(str(value), allowed)}".rstrip(";"))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}={value!r} must be a mapping")
@@ -181,7 +163,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _missing(tree: Mapping[str, Any], where: str = "") -> typing.Iterator[str]:
+def _missing(tree: Mapping[str, Any], where: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _missing(value, f"{where}{key}.")
@@ -189,7 +171,7 @@ def _missing(tree: Mapping[str, Any], where: str = "") -> typing.Iterator[str]:
             yield where + key
 
 
-def _texts(tree: Mapping[str, Any], where: str = "") -> typing.Iterator[tuple[str, str]]:
+def _texts(tree: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _texts(value, f"{where}{key}.")

@@ -224,8 +224,7 @@ class TrainerConfig:
     """Most bytes of logits on one rank. None keeps a micro-batch's whole; when they are more than this they are computed in
     chunks of rows that fit, and once more in the backward pass."""
     kernels: Literal["megarl", "torch"] = "megarl"
-    """What computes log-probs, advantages and losses: megarl's kernels, or their plain-torch twins (slower, larger; to tell
-    one's own faults from ours)."""
+    """Kernels for log-probs, advantages and losses: megarl's, or their plain-torch twins (slower, larger, for comparison)."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
     """Where metrics go beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the environment."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -244,7 +243,8 @@ class RolloutConfig:
     replicas: int = 1
     nodes: int = 1
     """Nodes that each engine spans; its tp * pp workers spread evenly over them."""
-    max_prompt_tokens: int = 128
+    max_prompt_tokens: int | None = None
+    """None takes the longest prompt of ``taskset.train`` and ``taskset.eval``, and in a run that has begun the one of its start."""
     max_response_tokens: int = 64
     temperature: float = 1.0
     max_num_seqs: int = 512
@@ -268,7 +268,7 @@ class TasksetConfig:
     expert: str | None = None
     """Parquet or jsonl file of rows with a ``response``: the expert rows of mix."""
     generate: str | None = None
-    """Name of the generator that writes these files when they are missing (``megarl data``)."""
+    """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file (docs/own_experiments.md)."""
     seed: int = 7
     train_size: int = 20000
     eval_size: int = 500

@@ -11,19 +11,24 @@ from typing import Any
 import torch
 
 from megarl import algorithms, ops
+from megarl.algorithms import Algorithm
 from megarl.checkpoint.hf_source import read_hf_config
 from megarl.checkpoint.overwrite import check_export_target
 from megarl.checkpoint.verify import check_digests
 from megarl.config import Config
+from megarl.config.lengths import prompt_tokens
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import ports
-from megarl.launch.inputs import check_held_out, check_lengths, check_rewards, judgeable, without_choices
+from megarl.launch.dry_run import scratch
+from megarl.launch.inputs import check_count, check_held_out, check_lengths, check_rewards, judgeable, without_choices
 from megarl.launch.model_checks import check_model
-from megarl.launch.prepare import prepare_data, prepare_model
+from megarl.launch.prepare import make, with_limit_of_run
 from megarl.launch.resume import check_settings_of_run, set_aside_damaged
-from megarl.launch.role_checks import check_role_models, check_role_settings, roles_of
+from megarl.launch.role_checks import check_budget, check_role_models, check_role_settings, roles_of
 from megarl.launch.rows import SPLITS, needs_expert_rows, read_split
+from megarl.launch.run_dir import check_writable
 from megarl.launch.vision_checks import check_images
+from megarl.launch.vocabulary import check_vocabulary
 from megarl.parallel.grid import check_roles
 from megarl.report.doctor import available_memory, installed_version
 from megarl.schema import Task
@@ -40,33 +45,41 @@ PROCESS_BYTES = 400 * 2**20
 """What one process takes with nothing but its imports."""
 
 
-def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, list[Task]]:
+def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = False) -> dict[str, list[Task]]:
     """Everything that can be known to fail, before any process is launched; makes missing data and model.
 
-    With ``mend`` damaged checkpoints are set aside; ``nodes``: machines of the job. Returns the tasks of the store by split (train, eval): none in an offline
-    job, which has no explorer.
+    With ``mend`` damaged checkpoints are set aside; ``nodes``: machines of the job. With ``dry`` what is missing is made in a temporary
+    folder, so that nothing is left. Returns the tasks of the store by split (train, eval): none in an offline job, which has no explorer.
 
     Raises:
         ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the mend.
     """
-    set_aside_damaged(Path(config.run.dir), rename=mend, digests=config.trainer.verify_checkpoints)
-    check_settings_of_run(config, Path(config.run.dir))
+    run_dir = Path(config.run.dir)
+    check_writable(f"run.dir={run_dir}", run_dir)
+    set_aside_damaged(run_dir, rename=mend, digests=config.trainer.verify_checkpoints)
+    config = with_limit_of_run(config)
+    check_settings_of_run(config, run_dir)
     algorithm = algorithms.get(config.algorithm.name)
-    offline = algorithm.offline
-    _check_settings(config, offline, nodes)
+    _check_settings(config, algorithm, nodes)
     check_role_settings(config, algorithm)
-    _check_memory(config, offline, nodes)
+    _check_memory(config, algorithm.offline, nodes)
     check_url(config.store.url, nodes)
-    prepare_data(config)
+    if not dry:
+        return _check_inputs(make(config), algorithm)
+    with scratch(config) as made:
+        return _check_inputs(made, algorithm)
+
+
+def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]:
+    """Check rows, model and rewards, all of which are there. Returns and raises as ``check``."""
+    offline = algorithm.offline
+    check_budget(config, algorithm)
     rows = {split: read_split(config, split) for split in SPLITS}
     if config.trainer.warm_start.steps:
-        if config.taskset.warm_start is None:
-            raise ConfigError("trainer.warm_start.steps > 0 needs taskset.warm_start, a file of rows with a response")
         rows["warm_start"] = read_split(config, "warm_start")
     if needs_expert_rows(config):
         rows["expert"] = read_split(config, "expert")
-    check_held_out(rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
-    prepare_model(config)
+    check_held_out(config, rows["eval"], {split: others for split, others in rows.items() if split != "eval"})
     hf_config = read_hf_config(Path(config.model.path))
     check_images(config, hf_config, rows)
     _check_models(config, hf_config)
@@ -78,10 +91,12 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1) -> dict[str, li
         check_rewards(config, tasks)
         tasks = {split: judgeable(config, split, found) for split, found in tasks.items()}
         tasks["train"] = [row for row in without_choices(config, tasks["train"]) if isinstance(row, Task)]
+    check_count(config, tasks.get("train", rows["train"]))
     tokenizer = ChatTokenizer.open(config.model.path)
+    check_vocabulary(config, rows, tokenizer, int(hf_config["vocab_size"]), sampled=tuple(tasks))
     for split, found in rows.items():
         if split in tasks:
-            check_prompts(found, tokenizer, config.rollout.max_prompt_tokens, path=getattr(config.taskset, split))
+            check_prompts(found, tokenizer, prompt_tokens(config.rollout), path=getattr(config.taskset, split))
         else:
             check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]))
     return tasks
@@ -115,14 +130,12 @@ def _check_exports(config: Config) -> None:
             raise ConfigError(f"run.dir={config.run.dir}: {error}") from error
 
 
-def _check_settings(config: Config, offline: bool, nodes: int) -> None:
+def _check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
+    offline = algorithm.offline
     _check_algorithm(config)
-    rows = config.trainer.tasks_per_step * (1 if offline else config.algorithm.group_size)
-    if config.trainer.updates_per_step > rows:
-        raise ConfigError(
-            f"trainer.updates_per_step={config.trainer.updates_per_step} is more than the {rows} rows of a step "
-            f"(trainer.tasks_per_step{'' if offline else ' * algorithm.group_size'})"
-        )
+    _check_updates(config, algorithm)
+    if config.trainer.warm_start.steps and config.taskset.warm_start is None:
+        raise ConfigError("trainer.warm_start.steps > 0 needs taskset.warm_start, a file of rows with a response")
     _check_builds(config, offline)
     optimizers = {"trainer": config.trainer.optimizer, "trainer.warm_start": config.trainer.warm_start.optimizer, "critic": config.critic.optimizer}
     for where, optimizer in optimizers.items():
@@ -140,6 +153,26 @@ def _check_settings(config: Config, offline: bool, nodes: int) -> None:
     check_trackers(config.trainer.trackers)
     if nodes == 1:  # else each node is asked for its own
         ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
+
+
+def _check_updates(config: Config, algorithm: Algorithm) -> None:
+    """The updates of a step have equal shares of its rows; else those with fewer would weigh each of theirs more.
+
+    Rows that a step loses (dropped groups, pairs of equal rewards) are only known later: then shares differ by one at most.
+    """
+    pairs = algorithm.choose_pairs is not None
+    rows, updates = config.trainer.tasks_per_step, config.trainer.updates_per_step
+    what = "rows of a step (trainer.tasks_per_step)"
+    if pairs:
+        what = "pairs of a step (one for each of trainer.tasks_per_step)"
+    elif not algorithm.offline:
+        rows *= config.algorithm.group_size
+        what = "rows of a step (trainer.tasks_per_step * algorithm.group_size)"
+    if updates > rows:
+        raise ConfigError(f"trainer.updates_per_step={updates} is more than the {rows} {what}; set it to {rows} or less")
+    if rows % updates:
+        divisor = max(n for n in range(1, updates) if rows % n == 0)
+        raise ConfigError(f"trainer.updates_per_step={updates} does not divide the {rows} {what}; set it to {divisor}, or change the rows")
 
 
 def _check_builds(config: Config, offline: bool) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from megarl.config import Config
+from megarl.config.lengths import context_tokens
 from megarl.errors import ConfigError, DataError, SandboxError
 from megarl.launch.rows import Rows
 from megarl.rewards import RewardPool, Verdict, scorer_for
@@ -21,7 +22,7 @@ from megarl.rewards.k12 import is_multiple_choice
 from megarl.rewards.process import addresses, check_hosts
 from megarl.rewards.router import FAMILIES, JUDGE, check_row, route
 from megarl.schema import Preference, Task
-from megarl.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences
+from megarl.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
     if JUDGE in sources or reward.judge.url is not None:
         from megarl.rewards.judge import check_judge
 
-        check_judge(reward.judge, context_tokens=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+        check_judge(reward.judge, context_tokens=context_tokens(config.rollout))
     asyncio.run(check_hosts(reward, key, [source for family, source in sources.items() if family != JUDGE]))
 
 
@@ -76,7 +77,7 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
                 if family != "code":  # tried by itself: it needs a sandbox
                     scorer_for(task.data_source, config.reward)
             except DataError as error:
-                raise DataError(f"row {number} of taskset.{split}, data_source {task.data_source!r}: {error}") from error
+                raise DataError(f"{_place(config, split, number)}, data_source {task.data_source!r}: {error}") from error
             known.add(task.data_source)
             families.setdefault(family, task.data_source)
     return families
@@ -102,10 +103,10 @@ def _try_reward(config: Config, task: Task) -> None:
     if verdict.message is None:
         return
     if verdict.reported:
-        log.warning("reward.path=%s: for row 0 of taskset.train %s", config.reward.path, verdict.message)
+        log.warning("reward.path=%s: for %s %s", config.reward.path, _place(config, "train", 0), verdict.message)
         return
     raise ConfigError(
-        f"reward.path={config.reward.path} gives no score for row 0 of taskset.train (answered with its ground truth): "
+        f"reward.path={config.reward.path} gives no score for {_place(config, 'train', 0)} (answered with its ground truth): "
         f"{verdict.message}; mend the function, or raise reward.timeout_s where it needs longer"
     )
 
@@ -119,20 +120,21 @@ def judgeable(config: Config, split: str, rows: list[Task]) -> list[Task]:
     if config.reward.path is not None:
         return rows
     kept: list[Task] = []
-    faults: list[str] = []
+    faults: list[tuple[int, DataError]] = []
     for number, task in enumerate(rows):
         try:
             check_row(task.data_source, task.ground_truth, task.extra_info, config.reward)
             kept.append(task)
         except DataError as error:
-            faults.append(f"row {number} of taskset.{split}: {error}")
+            faults.append((number, error))
     if not faults:
         return rows
+    first = f"{_place(config, split, faults[0][0])}: {faults[0][1]}"
     if config.taskset.unjudgeable == "refuse" or not kept:
         raise DataError(
-            f"{faults[0]}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; mend or drop them, or leave them out by taskset.unjudgeable=drop"
+            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; mend or drop them, or leave them out by taskset.unjudgeable=drop"
         )
-    log.warning("taskset.unjudgeable=drop: %d of %d rows of taskset.%s are left out; the first is %s", len(faults), len(rows), split, faults[0])
+    log.warning("taskset.unjudgeable=drop: %d of %d rows of taskset.%s are left out; the first is %s", len(faults), len(rows), split, first)
     return kept
 
 
@@ -168,36 +170,52 @@ def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokeniz
     for number, (prompt, *answers) in enumerate(
         encode_preferences(pairs, tokenizer, path=path) if pairs else encode_demonstrations(tasks, tokenizer, path=path)
     ):
-        lengths = [len(prompt) + len(answer) for answer in answers]
-        where = f"{path}: row {number} (taskset.{split})"
-        if max(lengths) > context:
-            raise DataError(
-                f"{where} has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); "
-                "drop the row"
-            )
-        limit = config.trainer.max_tokens_per_micro_batch
-        wanted = sum(length + -length % piece for length in lengths)
-        if config.trainer.packing and wanted > limit:
-            what = "its two answers, each behind the prompt," if len(lengths) > 1 else "its answer"
-            raise DataError(
-                f"{where} takes {wanted} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop the row"
-            )
-        if len(answers) == 2 and np.array_equal(answers[0], answers[1]):
-            raise DataError(
-                f"{where}: chosen and rejected are the same tokens to the tokenizer of {config.model.path}; drop the row"
-            )
+        if (fault := _fault_of_lengths(config, prompt, answers, context, piece)) is not None:
+            raise DataError(f"{_place(config, split, number)}{fault}")
 
 
-def check_held_out(held_out: Rows, others: Mapping[str, Rows]) -> None:
+def _fault_of_lengths(config: Config, prompt: np.ndarray, answers: Sequence[np.ndarray], context: int, piece: int) -> str | None:
+    lengths = [len(prompt) + len(answer) for answer in answers]
+    if max(lengths) > context:
+        return f" has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); drop the row"
+    limit = config.trainer.max_tokens_per_micro_batch
+    wanted = sum(length + -length % piece for length in lengths)
+    if config.trainer.packing and wanted > limit:
+        what = "its two answers, each behind the prompt," if len(lengths) > 1 else "its answer"
+        return f" takes {wanted} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop the row"
+    if len(answers) == 2 and np.array_equal(answers[0], answers[1]):
+        return f": chosen and rejected are the same tokens to the tokenizer of {config.model.path}; drop the row"
+    return None
+
+
+def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -> None:
     """No other row asks a held-out question, spaces and capitals aside. Raises DataError naming the row."""
     questions = {_question(row) for row in held_out}
     for name, rows in others.items():
         for number, row in enumerate(rows):
             if _question(row) in questions:
                 raise DataError(
-                    f"row {number} of taskset.{name} asks a question of taskset.eval: {row.prompt[-1]['content']!r}; "
+                    f"{_place(config, name, number)} asks a question of taskset.eval: {row.prompt[-1]['content']!r}; "
                     "drop it from one of them (spaces and capitals make no difference here)"
                 )
+
+
+def check_count(config: Config, rows: Rows) -> None:
+    """A step takes no row of taskset.train twice. ``rows``: those that are trained on.
+
+    Raises:
+        ConfigError: there are fewer than ``trainer.tasks_per_step``.
+    """
+    wanted = config.trainer.tasks_per_step
+    if wanted > len(rows):
+        raise ConfigError(
+            f"trainer.tasks_per_step={wanted} is more than the {len(rows)} rows of taskset.train={config.taskset.train} that are trained on; "
+            f"set it to {len(rows)} or less, or add rows"
+        )
+
+
+def _place(config: Config, split: str, number: int) -> str:
+    return f"{place_of(getattr(config.taskset, split), number)} (taskset.{split})"
 
 
 def _question(row: Task | Preference) -> tuple[object, ...]:

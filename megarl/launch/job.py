@@ -23,6 +23,7 @@ from megarl.launch.interrupt import INTERRUPT, StopRequest
 from megarl.launch.node import LocalNode, Node
 from megarl.launch.placement import Place
 from megarl.launch.postgres import Server, job_store
+from megarl.launch.prepare import with_prompt_limit
 from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.run_dir import next_attempt, own_run_dir
@@ -49,6 +50,7 @@ def run(config: Config) -> int:
     start = time.monotonic()
     with Gathering(allocation, key, config.cluster.heartbeat_s) as gathering, own_run_dir(run_dir) as lock, ExitStack() as stack:
         tasks = check(config, mend=True, nodes=allocation.nodes)
+        config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
         server = stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=config.parallel.world_size + OTHERS))
         if is_finished(config, run_dir):

@@ -12,6 +12,7 @@ import torch
 from megarl.architectures import Head, architecture
 from megarl.checkpoint.hf_source import SCORE, check_hf, check_labels, open_hf
 from megarl.config import Config
+from megarl.config.lengths import context_tokens
 from megarl.errors import ConfigError
 from megarl.models.specs import check_implementation
 from megarl.ops import rows_in_budget
@@ -59,7 +60,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
         if hf_config.get(setting, value) != value:
             raise ConfigError(
                 f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
-                "remove that directory to make the model anew, or set the value that it has"
+                "remove that directory to make the model anew, or set the value that it has (model.from_scratch=null for a model of your own)"
             )
 
 
@@ -72,7 +73,7 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
     build_plan(source, engines).check()
     check_engine(config.model.path, hf_config)
     context = int(hf_config["max_position_embeddings"])
-    wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    wanted = context_tokens(config.rollout)
     if wanted > context:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {wanted} is more than the model's context of "

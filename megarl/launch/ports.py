@@ -8,7 +8,8 @@ import socket
 
 from megarl.errors import ConfigError
 
-MAX_PORT = 65535
+MIN_PORT, MAX_PORT = 1024, 65535
+"""Lower ones are the system's."""
 LOWEST, LARGEST = 20000, 32000
 """Linux takes the ports of outgoing connections from 32768 on."""
 
@@ -60,8 +61,8 @@ def choose(host: str, count: int, first: int | None) -> list[int]:
         raise ConfigError(f"run.host={host} is no address of this machine; give one that its network interfaces have")
     if first is not None:
         ports = list(range(first, first + count))
-        if not 0 < ports[0] <= ports[-1] <= MAX_PORT:
-            raise ConfigError(f"run.port={first} takes {ports[0]}..{ports[-1]}; ports are 1..{MAX_PORT}, choose another run.port")
+        if not MIN_PORT <= ports[0] <= ports[-1] <= MAX_PORT:
+            raise ConfigError(f"run.port={first} takes {ports[0]}..{ports[-1]}; ports are {MIN_PORT}..{MAX_PORT}, choose another run.port")
         for port in ports:
             if not is_free(host, port):
                 raise ConfigError(

@@ -10,7 +10,8 @@ from typing import Any
 from megarl.algorithms import Algorithm, kl
 from megarl.architectures import Head, architecture
 from megarl.checkpoint.hf_source import check_hf, check_labels, open_hf, read_hf_config
-from megarl.config import Config
+from megarl.config import Config, hub
+from megarl.config.lengths import context_tokens
 from megarl.config.schema import CriticConfig, RewardModelConfig
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError
 from megarl.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
@@ -58,7 +59,19 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"reward.overlong_buffer={buffer} is more than rollout.max_response_tokens={rollout.max_response_tokens}; lower it"
         )
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    responses = config.trainer.tasks_per_step * config.algorithm.group_size
+    kl.adapted(config.algorithm.kl.coef, 0.0, responses, config.algorithm.kl)
+
+
+def check_budget(config: Config, algorithm: Algorithm) -> None:
+    """The longest sequence, or pair of them, fits a micro-batch of every role.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if algorithm.offline:
+        return
+    longest = context_tokens(config.rollout)
     budget = config.trainer.max_tokens_per_micro_batch
     pair = 2 if "pairs" in algorithm.needs else 1
     for setting, parallel in role_grids(config, roles_of(config, algorithm)).items():
@@ -68,9 +81,6 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
                 f"trainer.max_tokens_per_micro_batch={budget} does not hold {'a pair of sequences' if pair > 1 else 'one sequence'} of "
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens ({setting}.cp={parallel.cp}); raise it to {wanted}"
             )
-    responses = config.trainer.tasks_per_step * config.algorithm.group_size
-    kl.adapted(config.algorithm.kl.coef, 0.0, responses, config.algorithm.kl)
-
 
 def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
     """The sections of the settings whose models a job has beside the actor."""
@@ -121,6 +131,8 @@ def _config_of(role: str, path: Path) -> Mapping[str, Any]:
     try:
         return read_hf_config(path)
     except CheckpointError as error:
+        if (fix := hub.advice(f"{role}.path", str(path))) is not None:
+            raise CheckpointError(f"{role}.path={path} has no config.json; {fix}") from error
         raise CheckpointError(f"{role}.path: {error}".replace("model.path", f"{role}.path")) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,16 @@ from megarl.errors import ConfigError
 WAIT_S = 0.1
 ORPHANS_S = 40.0
 """How long a start waits for the processes of a supervisor that was killed: longer than they take to end."""
+
+
+def check_writable(setting: str, folder: Path) -> None:
+    """Raise ConfigError unless ``folder`` can be made and written in; makes nothing."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{setting} cannot be made or written in ({nearest}: {error.strerror}); set it to another place") from error
 
 
 @contextmanager

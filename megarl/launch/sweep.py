@@ -10,10 +10,13 @@ import itertools
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.config import Config, compose, config_dir
+from megarl.config import Config, compose
+from megarl.config.load import config_dirs, hydra_at
+from megarl.config.overrides import grammar_fault
 from megarl.errors import ConfigError, JobError
 
 log = logging.getLogger(__name__)
@@ -30,21 +33,23 @@ class Combination(NamedTuple):
     config: Config
 
 
-def combinations(overrides: Sequence[str], index: int | None = None) -> list[Combination]:
+def combinations(overrides: Sequence[str], index: int | None = None, own: str | None = None) -> list[Combination]:
     """Every combination (or number ``index`` alone), composed: all of them are valid settings, each with a directory of its own.
+    ``own``: see :func:`megarl.config.compose`.
 
     Raises:
         ConfigError: naming the combination whose settings are none; or nothing is swept, or in a way that has no fixed order; or
             there is none of this number.
     """
     found: list[Combination] = []
-    for number, (words, swept) in enumerate(expanded := _expanded(overrides)):
+    for number, (words, swept) in enumerate(expanded := _expanded(overrides, own)):
         if index is not None and number != index:
             continue
         slug = _slug(swept)
         try:
-            where = compose(words).run.dir
-            config = compose([*(word for word in words if word.partition("=")[0].lstrip("+") != "run.dir"), f"run.dir={_quoted(f'{where}/{slug}')}"])
+            where = compose(words, own=own).run.dir
+            others = [word for word in words if word.partition("=")[0].lstrip("+") != "run.dir"]
+            config = compose([*others, f"run.dir={_quoted(f'{where}/{slug}')}"], own=own)
         except ConfigError as error:
             raise ConfigError(f"combination {number}, {' '.join(swept)}: {error}") from error
         found.append(Combination(number, slug, config))
@@ -56,16 +61,15 @@ def combinations(overrides: Sequence[str], index: int | None = None) -> list[Com
     return found
 
 
-def _expanded(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[list[str], list[str]]]:
     """(all overrides, those of them that are swept) of each combination; what is not swept stays as it was written."""
-    from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     choices: list[list[str]] = []
     swept: list[int] = []
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+    with hydra_at(config_dirs(own)):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())  # it knows what a glob can match
         try:
             for number, (text, override) in enumerate(zip(overrides, parser.parse_overrides(list(overrides)), strict=True)):
@@ -82,7 +86,7 @@ def _expanded(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
                 choices.append([f"{override.get_key_element()}={value}" for value in values])
                 swept.append(number)
         except HydraException as error:
-            raise ConfigError(f"the sweep could not be read: {error}") from error
+            raise ConfigError(f"the sweep could not be read: {grammar_fault(overrides) or error}") from error
     if not swept:
         raise ConfigError("-m without anything to sweep; give a setting several values (trainer.optimizer.lr=1e-5,3e-5), or leave -m out")
     return [(list(words), [words[number] for number in swept]) for words in itertools.product(*choices)]
@@ -100,7 +104,7 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool) -> int:
+def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, own: str | None = None) -> int:
     """Run the combinations that are not finished, one after another, or number ``index`` alone.
 
     Without ``index`` every one is checked as ``megarl train --check`` does before the first starts.
@@ -112,21 +116,23 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool) 
     Raises:
         ConfigError: a combination is not valid, or there is none of this number. With ``index`` also what its run raises.
     """
-    found = combinations(overrides, index)
+    found = combinations(overrides, index, own)
     from megarl.launch.checks import check
+    from megarl.launch.dry_run import no_bytecode
     from megarl.launch.job import run
 
     if index is not None and not check_only:
         log.info("combination %d: %s, in %s", index, found[0].slug, found[0].config.run.dir)
         return run(found[0].config)
-    for number, slug, config in found:
-        try:
-            check(config)
-        except ValueError as error:
-            if type(error).__module__ != "megarl.errors":
-                raise
-            raise ConfigError(f"combination {number}, {slug}: {error}") from error
-        log.info("combination %d fits: %s, in %s", number, slug, config.run.dir)
+    with no_bytecode() if check_only else nullcontext():
+        for number, slug, config in found:
+            try:
+                check(config, dry=check_only)
+            except ValueError as error:
+                if type(error).__module__ != "megarl.errors":
+                    raise
+                raise ConfigError(f"combination {number}, {slug}: {error}") from error
+            log.info("combination %d fits: %s, in %s", number, slug, config.run.dir)
     if check_only:
         return 0
     return _run_all(found)

@@ -9,6 +9,7 @@ from megarl.config import Config
 from megarl.errors import ConfigError, DataError
 from megarl.launch.rows import Rows
 from megarl.schema import Task
+from megarl.tasksets import place_of
 
 VISION_KEYS = ("vision_config", "vision_tower", "mm_vision_tower")
 """Of config.json; a model that takes images has one of them."""
@@ -38,6 +39,6 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         for number, row in enumerate(found):
             if isinstance(row, Task) and row.images:
                 raise DataError(
-                    f"{getattr(config.taskset, split)}: row {number} (taskset.{split}) has {len(row.images)} images and the model of "
+                    f"{place_of(getattr(config.taskset, split), number)} (taskset.{split}) has {len(row.images)} images and the model of "
                     f"{config.model.path} takes text only (its config.json has none of {', '.join(VISION_KEYS)}); drop the images or the row"
                 )

@@ -30,6 +30,7 @@ from megarl.checkpoint import writer as checkpoint_writer
 from megarl.checkpoint.manifest import current_attempt
 from megarl.checkpoint.room import make_room, writing
 from megarl.config import Config, to_dict
+from megarl.config.lengths import prompt_tokens
 from megarl.errors import CheckpointError, DiskFullError, FencedError, LastingError
 from megarl.loop import engines
 from megarl.loop.guard import Guard
@@ -252,7 +253,7 @@ class Session:
     def probe(self) -> float:
         """Largest log-prob difference between this trainer and the engines on a short fixed text."""
         assert self.publisher is not None
-        length = min(self.config.sync.probe_tokens, self.config.rollout.max_prompt_tokens)
+        length = min(self.config.sync.probe_tokens, prompt_tokens(self.config.rollout))
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, self.head.vocab_size, (length,), generator=generator)
         text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)

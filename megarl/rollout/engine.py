@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.config.lengths import context_tokens
 from megarl.config.schema import ModelConfig, RolloutConfig
 
 PLUGIN = "megarl"
@@ -47,7 +48,7 @@ def engine_process(
         group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts meet. Part 0 is
             the server.
     """
-    context = rollout.max_prompt_tokens + rollout.max_response_tokens
+    context = context_tokens(rollout)
     argv = [sys.executable, "-m", "megarl.rollout.server" if group is None or group[0] == 0 else "megarl.rollout.part"]
     argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]

@@ -1,6 +1,7 @@
 """Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
 
-from megarl.tasksets.files import read_recipe
+from megarl.tasksets.entries import Entry, Generator
+from megarl.tasksets.files import place_of, read_recipe
 from megarl.tasksets.generate import GENERATORS, Kind, generate, recipe
 from megarl.tasksets.images import chat_messages
 from megarl.tasksets.preferences import read_preferences, write_preferences
@@ -16,6 +17,8 @@ from megarl.tasksets.tokenizer import (
 __all__ = [
     "GENERATORS",
     "ChatTokenizer",
+    "Entry",
+    "Generator",
     "Kind",
     "chat_messages",
     "check_prompts",
@@ -23,6 +26,7 @@ __all__ = [
     "encode_preferences",
     "encode_rows",
     "generate",
+    "place_of",
     "read_preferences",
     "read_recipe",
     "read_rows",

@@ -1,7 +1,8 @@
-"""Files of rows: parquet, or one JSON object a line where the name ends in ``.jsonl``. Rows are counted from 0."""
+"""Files of rows: parquet, or one JSON object a line where the name ends in ``.jsonl``. Messages count rows and lines from 1."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,19 @@ class Place:
 
     path: Path
     row: int
+    """Its number among the rows, from 0."""
 
     def refuse(self, field: str, expected: str, seen: Any) -> NoReturn:
-        raise DataError(f"{self.path}: row {self.row}: {field} must be {expected}, got {short(seen)}")
+        raise DataError(f"{place_of(self.path, self.row)}: {field} must be {expected}, got {short(seen)}")
+
+
+def place_of(path: str | os.PathLike[str], row: int) -> str:
+    """``FILE: row N`` for row number ``row`` (from 0) of a file, or ``FILE: line N`` of a jsonl file; N counts from 1."""
+    if not is_jsonl(path):
+        return f"{path}: row {row + 1}"
+    with Path(path).open("rb") as file:
+        lines = (number for number, line in enumerate(file, 1) if line.strip())
+        return f"{path}: line {next(itertools.islice(lines, row, None), row + 1)}"
 
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from megarl.errors import ConfigError, DataError
 from megarl.schema import Preference, Task
-from megarl.tasksets import school
+from megarl.tasksets import school, user
 from megarl.tasksets.entries import ARITHMETIC, OPTION_BOUNDS, SUMS, Entry, Generator, basic_arithmetic, chain_sum
 from megarl.tasksets.files import is_jsonl
 from megarl.tasksets.preferences import write_preferences
@@ -105,15 +105,12 @@ def recipe(
 
     Raises ConfigError for an unknown generator or option.
     """
-    if name not in GENERATORS:
-        raise ConfigError(
-            f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}"
-        )
     settings = _settings(name, options or {})
     assert kind in get_args(Kind), f"kind of rows {kind!r}"
     return {
         **({} if kind == "tasks" else {"kind of rows": kind}),  # files of earlier versions have tasks and do not say so
         "taskset.generate": name,
+        **({"its code": user.digest(name)} if user.is_file(name) else {}),
         "taskset.seed": seed,
         **{f"taskset.{other}_size": size for other, size in sizes.items() if other != "expert" or split == "expert"},
         **{f"taskset.options.{option}": value for option, value in settings.items()},
@@ -129,6 +126,17 @@ GENERATORS = {
 }
 
 
+def generator_of(name: str) -> Generator:
+    """The generator that ``taskset.generate`` names: megarl's, or that of a Python file. Raises ConfigError for an unknown one."""
+    if user.is_file(name):
+        return user.load(name)
+    if name not in GENERATORS:
+        raise ConfigError(
+            f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}, or a Python file with your own"
+        )
+    return GENERATORS[name]
+
+
 def _start(split: str, seed: int) -> int:
     """The streams of reasoning-gym's seeds s and s+1 are one stream shifted by an entry: splits are kept far apart."""
     return seed * 10**9 + SPLITS.index(split) * 10**8
@@ -138,7 +146,7 @@ def _draw(name: str, split: str, size: int, eval_share: float, seed: int, settin
     """``size`` distinct questions of a split, or as many as there are."""
     seen: dict[str, Entry] = {}
     dry = 0
-    for entry in GENERATORS[name].entries(_start(split, seed), settings):
+    for entry in generator_of(name).entries(_start(split, seed), settings):
         if len(seen) == size or dry == MAX_DRY_DRAWS:
             break
         dry += 1
@@ -157,7 +165,7 @@ def _tasks(split: str, entries: list[Entry], seed: int, settings: Mapping[str, i
     # Small numbers run out first among distinct draws: without this a file would grow harder row by row.
     random.Random(start).shuffle(entries)
     slips = random.Random(start + 1)
-    share = settings["slip_percent"] / 100 if split == "warm_start" else 0.0
+    share = settings.get("slip_percent", 0) / 100 if split == "warm_start" else 0.0
     tasks = [_task(split, i, entry) for i, entry in enumerate(entries)]
     if kind == "tasks" and split not in DEMONSTRATIONS:
         return tasks
@@ -206,6 +214,8 @@ def _mistaken(entry: Entry, dice: random.Random) -> str:
     if answer != entry.answer or dice.random() < SLIPS:
         return entry.slip
     places = [i for i, character in enumerate(answer) if character.isdigit()]
+    if not places:
+        return entry.slip
     place = dice.choice(places)
     leads = place == places[0] and len(answer) > 1  # no number begins with 0
     digit = dice.choice([d for d in "0123456789"[leads:] if d != answer[place]])
@@ -231,18 +241,18 @@ def _check_disjoint(rows: Mapping[str, Sequence[Task | Preference]]) -> None:
 
 
 def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
-    known = GENERATORS[name].options
+    known = generator_of(name).options
     for option, value in options.items():
         if option not in known:
             raise ConfigError(
                 f"taskset.options.{option} is not an option of {name};{_nearest(option, known)} known: {', '.join(known)}"
             )
-        if not OPTION_BOUNDS[option].admits(value):
+        if option in OPTION_BOUNDS and not OPTION_BOUNDS[option].admits(value):
             raise ConfigError(
                 f"taskset.options.{option}={value} must be {OPTION_BOUNDS[option]}; the default is {known[option]}"
             )
     settings = {**known, **options}
-    if settings["max_terms"] < settings["min_terms"] or settings["max_digits"] < settings["min_digits"]:
+    if any(settings.get(f"max_{name}", 0) < settings.get(f"min_{name}", 0) for name in ("terms", "digits")):
         raise ConfigError(f"taskset.options: a maximum is below its minimum in {settings}")
     return settings
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from megarl.errors import CheckpointError, DataError
 from megarl.schema import Task
+from megarl.tasksets.files import place_of
 from megarl.tasksets.images import FORMATS, chat_messages
 from megarl.tasksets.tokenizer import PROCESSOR, ChatTokenizer
 
@@ -63,7 +64,7 @@ def check_image_prompts(
     Raises DataError naming file, row, length and limit, and what ``Processor.prompt_ids`` and the chat template refuse.
     """
     for row, task in enumerate(tasks):
-        where = f"{path}: row {row}" if path is not None else f"task {task.task_id}"
+        where = place_of(path, row) if path is not None else f"task {task.task_id}"
         try:
             text = tokenizer.render(chat_messages(task))
             length = len(processor.prompt_ids(text, task.images)) if task.images else len(tokenizer.prompt_ids(chat_messages(task)))

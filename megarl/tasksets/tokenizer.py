@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from megarl.errors import CheckpointError, DataError
 from megarl.schema import Preference, Task
+from megarl.tasksets.files import place_of
 from megarl.tasksets.images import chat_messages
 
 Messages = Sequence[Mapping[str, Any]]
@@ -89,6 +90,15 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def largest_id(self) -> int:
+        """Largest token id, added tokens included."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def token(self, number: int) -> str | None:
+        """Text of a token by its id."""
+        return self._tokenizer.id_to_token(number)
 
     def render(self, messages: Messages) -> str:
         """The prompt's text, up to where the model's answer begins."""
@@ -182,7 +192,7 @@ def _messages(row: Row) -> Messages:
 
 
 def _where(tasks: Sequence[Row], row: int, path: str | os.PathLike[str] | None) -> str:
-    return f"{path}: row {row}" if path is not None else f"task {tasks[row].task_id}"
+    return place_of(path, row) if path is not None else f"task {tasks[row].task_id}"
 
 
 def _environment() -> jinja2.Environment:

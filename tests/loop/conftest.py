@@ -12,7 +12,7 @@ from tests.loop.engines import HOST, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote
 from tests.system.jobs import TINY, Job
 
-WHOLE = (*TINY, "taskset.eval_size=200", "trainer.steps=3", "algorithm.group_size=8")
+WHOLE = (*TINY, "taskset.eval_size=200", "trainer.steps=3", "algorithm.group_size=8", "rollout.max_prompt_tokens=null")
 """Settings of ``whole_job``."""
 
 TINY_ROLLOUT = RolloutConfig(

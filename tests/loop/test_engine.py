@@ -238,7 +238,7 @@ def test_a_refusing_engine_says_why(engine: RunningEngine) -> None:
 def test_a_start_that_fails_is_told_with_the_last_lines(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     [port] = ports.choose(HOST, 1, None)
-    argv, environment = engine_process(str(tmp_path), RolloutConfig(), ModelConfig(), HOST, port)
+    argv, environment = engine_process(str(tmp_path), RolloutConfig(max_prompt_tokens=128), ModelConfig(), HOST, port)
     child = Child("engine", argv, {**environment, "MEGARL_JOB_KEY": KEY}, tmp_path / "engine.log")
     try:
         control = EngineControl(f"http://{HOST}:{port}", KEY, log=child.log)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,9 @@ from megarl.rewards import compute_score
 from megarl.rewards.verdict import to_verdict
 from megarl.schema import Experience, Task
 from megarl.store import Store
+from megarl.tasksets import ChatTokenizer, encode_rows, read_rows
 from tests.loop.engines import transformers_logp
-from tests.system.jobs import Job
+from tests.system.jobs import Job, last_of_each
 
 STEPS = 3
 GROUP_SIZE = 8
@@ -111,6 +114,25 @@ def test_a_person_was_told(job: Job, run_dir: Path) -> None:
         )
     for words in ("before", "after", "10 sample answers", str(run_dir / "hf"), str(run_dir / "report" / "report.html")):
         assert words in said
+
+
+def test_prompts_may_be_as_long_as_those_of_the_rows(run_dir: Path) -> None:
+    """The settings leave rollout.max_prompt_tokens to them."""
+    tokenizer = ChatTokenizer.open(run_dir / "model")
+    longest = max(len(ids) for split in ("train", "eval") for ids in encode_rows(read_rows(run_dir / "data" / f"{split}.parquet"), tokenizer))
+    assert json.loads((run_dir / "resolved.json").read_text())["rollout"]["max_prompt_tokens"] == longest
+
+
+@pytest.mark.parametrize(("settings", "status"), [((), 0), (("algorithm.kl.coef=0.3",), 2)])
+def test_a_check_of_the_finished_run_changes_no_byte(job: Job, run_dir: Path, settings: Sequence[str], status: int) -> None:
+    def state() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+    before = state()
+    argv = [sys.executable, "-m", "megarl", "train", "--check", *last_of_each([*job.overrides, *settings]), f"run.dir={run_dir}"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    assert state() == before
 
 
 def test_report_stands_alone(run_dir: Path) -> None:

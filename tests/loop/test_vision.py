@@ -141,13 +141,13 @@ def test_lengths_are_checked_with_the_images(engine: RunningEngine, tokenizer: C
     lengths = [len(processor.prompt_ids(tokenizer.render(chat_messages(t)), t.images)) for t in tasks]
     assert lengths[0] < lengths[1]
     check_image_prompts(tasks, tokenizer, processor, lengths[1], path="rows.parquet")
-    with pytest.raises(DataError, match=rf"rows.parquet: row 1: prompt has {lengths[1]} tokens with its 2 images, rollout.max_prompt_tokens is"):
+    with pytest.raises(DataError, match=rf"rows.parquet: row 2: prompt has {lengths[1]} tokens with its 2 images, rollout.max_prompt_tokens is"):
         check_image_prompts(tasks, tokenizer, processor, lengths[1] - 1, path="rows.parquet")
     messages = chat_messages(tasks[1])
     expected = AutoProcessor.from_pretrained(engine.model_path).apply_chat_template(messages, add_generation_prompt=True)
     assert tokenizer.render(messages) == expected
     cut = picture(1)[:-500]
-    with pytest.raises(DataError, match="row 0: the model's processor refuses the prompt"):
+    with pytest.raises(DataError, match="row 1: the model's processor refuses the prompt"):
         check_image_prompts([replace(tasks[0], images=(cut,))], tokenizer, processor, 128, path="rows.parquet")
     with pytest.raises(DataError, match="the model's processor refuses the prompt"):
         processor.prompt_ids(tokenizer.render(chat_messages(tasks[1])), tasks[0].images)

@@ -42,6 +42,11 @@ START_S = 240.0
 _LIBC = ctypes.CDLL(None)
 
 
+def last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Each setting once, with the value that is given last: a job is refused where one is given twice."""
+    return list({override.partition("=")[0]: override for override in overrides}.values())
+
+
 def end_with_the_tests() -> None:
     """SIGTERM when pytest is killed, so that its jobs do not go on training."""
     _LIBC.prctl(1, signal.SIGTERM)
@@ -61,7 +66,7 @@ class Job:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl", "train", *self.overrides, f"run.dir={self.run_dir}"],
+                [sys.executable, "-m", "megarl", "train", *last_of_each(self.overrides), f"run.dir={self.run_dir}"],
                 env={**os.environ, MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

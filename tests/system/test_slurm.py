@@ -23,7 +23,7 @@ from megarl.errors import ConfigError
 from megarl.launch.postgres import job_store, live_url
 from megarl.loop.rollouts import tasks_of_step
 from megarl.store import OWN_SERVER, Store
-from tests.system.jobs import TINY
+from tests.system.jobs import TINY, last_of_each
 from tests.system.slurm_cluster import NODES, SlurmCluster, missing
 from tests.system.soak import NOT_COMPARED
 
@@ -59,7 +59,7 @@ class Submitted:
         self.cluster, self.run_dir = cluster, run_dir
         self.output = run_dir.with_suffix(".log")
         self._still = 0
-        overrides = (f"run.dir={run_dir}", "cluster.stall_s=3600", *overrides)  # it is not to end what a test holds
+        overrides = tuple(last_of_each([f"run.dir={run_dir}", "cluster.stall_s=3600", *overrides]))  # it is not to end what a test holds
         self.number = cluster.submit(*options, f"--output={self.output}", f"slurm/{script}", *overrides, cwd=HOME, env=ENV)
 
     def metrics(self) -> list[dict[str, float]]:

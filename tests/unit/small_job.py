@@ -11,6 +11,7 @@ from megarl.config import Config, compose
 SMALL = [
     "experiment=quickstart",
     "taskset.train_size=30",
+    "trainer.tasks_per_step=16",
     "taskset.eval_size=10",
     "taskset.warm_start_size=30",
     "taskset.expert_size=30",
@@ -29,8 +30,8 @@ SMALL = [
 
 
 def config_of(run_dir: Path, *overrides: str) -> Config:
-    groups = [override.partition("=")[0] for override in overrides if override.startswith("parallel=")]
-    small = [override for override in SMALL if override.partition("=")[0] not in groups]  # each group may be given once
+    given = {override.partition("=")[0] for override in overrides}
+    small = [override for override in SMALL if override.partition("=")[0] not in given]  # each may be given once
     return compose([*small, f"run.dir={run_dir}", *overrides])
 
 

@@ -159,7 +159,7 @@ def test_an_incomplete_checkpoint_is_named(model_path: Path, tmp_path: Path) -> 
 def test_long_prompts_are_named_before_the_job(tokenizer: ChatTokenizer) -> None:
     tasks = [Task(f"t/{i}", "s", tuple(user("1 " * n)), "", {}) for i, n in enumerate([2, 3, 9])]
     check_prompts(tasks, tokenizer, 20, path="a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet: row 2: prompt has 20 tokens, rollout.max_prompt_tokens is 8"):
+    with pytest.raises(DataError, match=r"a.parquet: row 3: prompt has 20 tokens, rollout.max_prompt_tokens is 8"):
         check_prompts(tasks, tokenizer, 8, path="a.parquet")
 
 

@@ -94,9 +94,9 @@ def test_a_text_may_speak_of_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"images": [RED, RED]}, r"row 1: images must be as many as the prompt has <image> \(1\), got 2"),
+        ({"images": [RED, RED]}, r"row 2: images must be as many as the prompt has <image> \(1\), got 2"),
         ({"images": [RED], "prompt": [{"role": "user", "content": "How many?"}]}, r"has <image> \(0\), got 1"),
-        ({"images": [b"not an image"]}, r"row 1: images\[0\] must be an image, got '12 bytes, not a PNG"),
+        ({"images": [b"not an image"]}, r"row 2: images\[0\] must be an image, got '12 bytes, not a PNG"),
         ({"images": [RED[:20]]}, "not a PNG"),
         ({"images": ["gone.png"]}, "No such file"),
         ({"images": ["https://example.org/a.png"]}, "nothing is downloaded"),
@@ -160,7 +160,7 @@ def test_the_store_keeps_images_with_their_tasks(tmp_path: Path) -> None:
 def test_demonstrations_and_preferences_with_images_are_refused(tmp_path: Path, read: Any) -> None:
     answers = {"response": "3", "chosen": "3", "rejected": "2"}
     path = jsonl(tmp_path / "rows.jsonl", row(**answers, images=[]), row(**answers, images=["a.png"]))
-    with pytest.raises(DataError, match="row 1: images must be empty, since training on images is not supported"):
+    with pytest.raises(DataError, match="line 2: images must be empty, since training on images is not supported"):
         read(path)
 
 
@@ -169,7 +169,7 @@ def test_a_training_job_refuses_images_and_models_that_take_them() -> None:
     plain = Task("train/0", "math", ({"role": "user", "content": "?"},), "", {"ground_truth": "3"})
     seen = Task("train/1", "math", ({"role": "user", "content": "<image>"},), "", {"ground_truth": "3"}, images=(RED,))
     check_images(config, text, {"train": [plain], "eval": []})
-    with pytest.raises(DataError, match=r"row 1 \(taskset.train\) has 1 images and the model of .* takes text only"):
+    with pytest.raises(DataError, match=r"row 2 \(taskset.train\) has 1 images and the model of .* takes text only"):
         check_images(config, text, {"train": [plain, seen], "eval": []})
     vision = {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {"depth": 32}}
     with pytest.raises(ConfigError, match=r"vision-language model \(Qwen2VLForConditionalGeneration\): megarl has no trainer for these, only rollouts"):

@@ -44,12 +44,12 @@ def rewritten(prepared: Path, split: str, path: Path, row: int, **changes: Any) 
     [
         ("train", {"prompt": ...}, ["column 'prompt' is missing"]),
         ("eval", {"reward_model": ...}, ["column 'reward_model' is missing"]),
-        ("train", {"prompt": []}, ["row 3", "prompt must be", "non-empty list"]),
-        ("train", {"prompt": [{"role": "user", "content": ""}]}, ["row 3", "prompt[0].content"]),
-        ("eval", {"prompt": [{"role": "robot", "content": "1 + 1"}]}, ["row 3", "prompt[0].role", "'robot'"]),
-        ("train", {"data_source": ""}, ["row 3", "data_source must be"]),
-        ("train", {"reward_model": {"style": "rule", "ground_truth": None}}, ["row 3", "reward_model.ground_truth"]),
-        ("warm_start", {"response": None}, ["row 3", "response must be"]),
+        ("train", {"prompt": []}, ["row 4", "prompt must be", "non-empty list"]),
+        ("train", {"prompt": [{"role": "user", "content": ""}]}, ["row 4", "prompt[0].content"]),
+        ("eval", {"prompt": [{"role": "robot", "content": "1 + 1"}]}, ["row 4", "prompt[0].role", "'robot'"]),
+        ("train", {"data_source": ""}, ["row 4", "data_source must be"]),
+        ("train", {"reward_model": {"style": "rule", "ground_truth": None}}, ["row 4", "reward_model.ground_truth"]),
+        ("warm_start", {"response": None}, ["row 4", "response must be"]),
         ("warm_start", {"response": ...}, ["column 'response' is missing"]),
     ],
 )
@@ -76,7 +76,7 @@ def test_files_of_the_same_name_are_different_tasks(prepared: Path, tmp_path: Pa
 @pytest.mark.parametrize("source", ["my/own", "reasoning_gym/chain_summ"])
 def test_data_source_without_a_verifier(prepared: Path, tmp_path: Path, source: str) -> None:
     override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, data_source=source)
-    refused(DataError, config_of(prepared, override), "row 3", "taskset.train", repr(source), "reward.path")
+    refused(DataError, config_of(prepared, override), "row 4", "taskset.train", repr(source), "reward.path")
 
 
 def test_own_reward_function_takes_any_data_source(prepared: Path, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_own_reward_function_takes_any_data_source(prepared: Path, tmp_path: Pat
         ("\nimport no_such_module\n", ["no_such_module", "reward.py:2"]),
         ("def score(*_):\n    return 1.0\n", ["defines no function", "compute_score(data_source"]),
         ("\ndef compute_score(answer, truth):\n    return 1.0\n", ["TypeError", "data_source", "reward.py:2"]),
-        ("def compute_score(solution_str, **_):\n    return solution_str + 1\n", ["TypeError", "reward.py:2", "row 0"]),
+        ("def compute_score(solution_str, **_):\n    return solution_str + 1\n", ["TypeError", "reward.py:2", "row 1"]),
         ("def compute_score(**_):\n    return 'good'\n", ["must return a number", "'good'", "reward.py:1"]),
         ("def compute_score(**_):\n    while True: pass\n", ["no verdict within 1 s", "reward.timeout_s"]),
         ("import os\nos._exit(3)\n", ["ended with code 3", "reward.py"]),
@@ -109,7 +109,7 @@ def test_own_reward_function_that_cannot_work(prepared: Path, tmp_path: Path, so
 def test_prompt_that_the_template_refuses_names_file_and_row(prepared: Path, tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 ="}]
     override = rewritten(prepared, "train", tmp_path / "rows.parquet", 3, prompt=messages)
-    refused(DataError, config_of(prepared, override), f"{tmp_path}/rows.parquet: row 3", "role system")
+    refused(DataError, config_of(prepared, override), f"{tmp_path}/rows.parquet: row 4", "role system")
 
 
 @pytest.mark.parametrize("split", ["train", "warm_start"])
@@ -120,7 +120,7 @@ def test_held_out_question_among_the_others(prepared: Path, tmp_path: Path, spli
     leaked: list[Task] = [*rows[:5], replace(rows[5], prompt=(*held_out[2].prompt[:-1], same)), *rows[6:]]
     write_rows(tmp_path / "rows.parquet", leaked)
     config = config_of(prepared, f"taskset.{split}={tmp_path}/rows.parquet")
-    refused(DataError, config, f"row 5 of taskset.{split}", "taskset.eval", same["content"])
+    refused(DataError, config, f"rows.parquet: row 6 (taskset.{split}) asks", "taskset.eval", same["content"])
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -130,7 +130,7 @@ def test_prompt_longer_than_the_limit(prepared: Path, tmp_path: Path, split: str
     refused(
         DataError,
         config_of(prepared, override),
-        f"{tmp_path}/rows.parquet: row 3",
+        f"{tmp_path}/rows.parquet: row 4",
         "tokens",
         "rollout.max_prompt_tokens is 48",
     )
@@ -138,4 +138,4 @@ def test_prompt_longer_than_the_limit(prepared: Path, tmp_path: Path, split: str
 
 def test_demonstration_longer_than_the_context(prepared: Path, tmp_path: Path) -> None:
     override = rewritten(prepared, "warm_start", tmp_path / "rows.parquet", 3, response="1 2 3 4 " * 40)
-    refused(DataError, config_of(prepared, override), "row 3 (taskset.warm_start)", "context is 128")
+    refused(DataError, config_of(prepared, override), "row 4 (taskset.warm_start)", "context is 128")

@@ -78,8 +78,8 @@ def test_rows_that_cannot_be_used_are_named(prepared: Path, tmp_path: Path, faul
     }[fault]
     write_rows(tmp_path / "expert.parquet", [*rows[:3], bad, *rows[4:]])
     words = {
-        "long": ["row 3 (taskset.expert)", "context is 128"],
-        "held out": ["row 3 of taskset.expert", "taskset.eval"],
-        "no response": ["row 3", "response must be"],
+        "long": ["row 4 (taskset.expert)", "context is 128"],
+        "held out": ["row 4 (taskset.expert) asks", "taskset.eval"],
+        "no response": ["row 4", "response must be"],
     }[fault]
     refused(DataError, config_with(prepared, tmp_path), *words)

@@ -87,13 +87,13 @@ LONG = "1 2 3 4 " * 40
 @pytest.mark.parametrize(
     ("name", "split", "changes", "words"),
     [
-        ("sft", "train", {"response": LONG}, ["row 3 (taskset.train)", "the model's context is 128"]),
-        ("dpo", "train", {"rejected": LONG}, ["row 3 (taskset.train)", "the model's context is 128"]),
-        ("dpo", "eval", {"chosen": LONG}, ["row 3 (taskset.eval)", "the model's context is 128"]),
-        ("reward_model", "warm_start", {"response": LONG}, ["row 3 (taskset.warm_start)", "the model's context is 128"]),
-        ("sft", "eval", {"response": None}, ["row 3", "response must be a non-empty string"]),
-        ("dpo", "train", {"rejected": ""}, ["row 3", "rejected must be a non-empty string"]),
-        ("reward_model", "train", {"chosen": "é", "rejected": "è"}, ["row 3 (taskset.train)", "the same tokens"]),
+        ("sft", "train", {"response": LONG}, ["line 4 (taskset.train)", "the model's context is 128"]),
+        ("dpo", "train", {"rejected": LONG}, ["line 4 (taskset.train)", "the model's context is 128"]),
+        ("dpo", "eval", {"chosen": LONG}, ["line 4 (taskset.eval)", "the model's context is 128"]),
+        ("reward_model", "warm_start", {"response": LONG}, ["line 4 (taskset.warm_start)", "the model's context is 128"]),
+        ("sft", "eval", {"response": None}, ["line 4", "response must be a non-empty string"]),
+        ("dpo", "train", {"rejected": ""}, ["line 4", "rejected must be a non-empty string"]),
+        ("reward_model", "train", {"chosen": "é", "rejected": "è"}, ["line 4 (taskset.train)", "the same tokens"]),
     ],
 )
 def test_a_row_that_cannot_be_trained_on_is_named(
@@ -106,10 +106,10 @@ def test_a_row_that_cannot_be_trained_on_is_named(
 def test_a_pair_must_fit_a_micro_batch(offline: dict[str, Path]) -> None:
     """Together: its loss is not a sum over its answers. Rows of SFT are alone."""
     budget = "trainer.max_tokens_per_micro_batch=30"
-    refused(DataError, offline_config(offline, "dpo", budget), "row 0 (taskset.train)", "two answers", "is 30; raise it")
+    refused(DataError, offline_config(offline, "dpo", budget), "row 1 (taskset.train)", "two answers", "is 30; raise it")
     checks.check(offline_config(offline, "sft", budget))
     checks.check(offline_config(offline, "dpo", budget, "trainer.packing=false"))
-    refused(DataError, offline_config(offline, "sft", "trainer.max_tokens_per_micro_batch=5"), "row 0 (taskset.train)", "is 5")
+    refused(DataError, offline_config(offline, "sft", "trainer.max_tokens_per_micro_batch=5"), "row 1 (taskset.train)", "is 5")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -117,7 +117,7 @@ def test_held_out_questions(offline: dict[str, Path], tmp_path: Path, name: str)
     """Of a preference too, whatever its answers are."""
     asked = pq.read_table(offline[name] / "data" / "eval.parquet", partitioning=None).to_pylist()[2]["prompt"]
     config = offline_config(offline, name, with_row(offline[name], tmp_path / "rows.jsonl", "train", prompt=asked))
-    refused(DataError, config, "row 3 of taskset.train", "taskset.eval", asked[-1]["content"])
+    refused(DataError, config, "line 4 (taskset.train) asks", "taskset.eval", asked[-1]["content"])
 
 
 def test_an_offline_job_has_no_rewards_and_one_reference(offline: dict[str, Path]) -> None:

@@ -54,7 +54,7 @@ def test_the_judges_cache_lies_in_the_run(prepared: Path) -> None:
 
 def test_a_data_source_goes_where_the_settings_send_it(prepared: Path, tmp_path: Path) -> None:
     override = rewritten(prepared, "train", tmp_path / "train.parquet", 3, data_source="my_set/7")
-    refused(DataError, config_of(prepared, override), "row 3", "taskset.train", "'my_set/7'", "reward.routes")
+    refused(DataError, config_of(prepared, override), "row 4", "taskset.train", "'my_set/7'", "reward.routes")
     checks.check(config_of(prepared, override, "reward.routes.my_set=math"))
 
 
@@ -74,7 +74,7 @@ def test_programs_need_a_sandbox_before_anything_starts(prepared: Path, tmp_path
 
 def test_rows_that_no_answer_can_be_judged_by(prepared: Path, tmp_path: Path) -> None:
     override = rewritten(prepared, "train", tmp_path / "train.parquet", 3, data_source="k12/x", extra_info={"type": "essay"})
-    refused(DataError, config_of(prepared, override), "row 3 of taskset.train", "'essay'", "taskset.unjudgeable=drop")
+    refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.unjudgeable=drop")
     tasks = checks.check(config_of(prepared, override, "taskset.unjudgeable=drop"))
     assert len(tasks["train"]) == 29 and "train/3" not in {task.task_id for task in tasks["train"]}
 

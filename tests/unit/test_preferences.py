@@ -88,7 +88,7 @@ def test_a_long_chat_is_the_prompt(tmp_path: Path) -> None:
 )
 def test_a_bad_row_is_named(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
     path = write(tmp_path / "p.jsonl", [FORMS[0], FORMS[0] | changes])
-    with pytest.raises(DataError, match=rf"p.jsonl: row 1: {field}"):
+    with pytest.raises(DataError, match=rf"p.jsonl: line 2: {field}"):
         read_preferences(path)
 
 

@@ -100,7 +100,7 @@ def test_long_slugs_differ_by_their_ends() -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names the runs that were started; what each does is ``outcome``'s to say. Nothing is really checked or launched."""
     started: list[str] = []
-    monkeypatch.setattr(checks, "check", lambda config: {})
+    monkeypatch.setattr(checks, "check", lambda config, **_: {})
     monkeypatch.setattr(job, "run", lambda config: started.append(Path(config.run.dir).name) or 0)
     monkeypatch.setattr(resume, "is_finished", lambda config, folder: False)
     return started
@@ -166,9 +166,9 @@ def test_all_are_really_checked_before_the_first_starts(tmp_path: Path, monkeypa
     started: list[Config] = []
     monkeypatch.setattr(job, "run", lambda config: started.append(config) or 0)
     sweep = ["train", "-m", *SMALL, "trainer.warm_start.steps=0", "taskset.warm_start=null", f"run.dir={tmp_path}"]
-    assert main([*sweep, "trainer.updates_per_step=1,513"]) == 2
+    assert main([*sweep, "trainer.updates_per_step=1,129"]) == 2
     assert started == []
-    assert "combination 1, trainer.updates_per_step=513: trainer.updates_per_step=513 is more than the 512 rows" in caplog.messages[-1]
+    assert "combination 1, trainer.updates_per_step=129: trainer.updates_per_step=129 is more than the 128 rows" in caplog.messages[-1]
 
 
 # ------------------------------------------------------------------ as a job array

@@ -108,10 +108,10 @@ def test_a_bad_demonstration_is_named(tmp_path: Path, suffix: str, changes: dict
 
 def test_values_that_are_not_json_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "d.parquet", [row(extra_info={"x": b"bytes"})])
-    with pytest.raises(DataError, match=r"d.parquet: row 0: extra_info must be made of JSON values"):
+    with pytest.raises(DataError, match=r"d.parquet: row 1: extra_info must be made of JSON values"):
         read_rows(path)
     path = write(tmp_path / "d.jsonl", [row(), row(reward_model={"ground_truth": math.nan})])
-    with pytest.raises(DataError, match=r"d.jsonl: row 1: reward_model must be made of JSON values"):
+    with pytest.raises(DataError, match=r"d.jsonl: line 2: reward_model must be made of JSON values"):
         read_rows(path)
 
 
@@ -119,7 +119,8 @@ def bad_row(path: Path, good: dict[str, Any], bad: dict[str, Any], field: str, r
     """The last row of a file is refused by name; the first is right."""
     rows = [good, bad] if path.suffix == ".jsonl" or _same_types(good, bad) else [bad]  # parquet's types exclude some mixtures
     write(path, rows)
-    with pytest.raises(DataError, match=rf"{re.escape(str(path))}: row {len(rows) - 1}: {field}"):
+    place = f"{'line' if path.suffix == '.jsonl' else 'row'} {len(rows)}"
+    with pytest.raises(DataError, match=rf"{re.escape(str(path))}: {place}: {field}"):
         read(path)
 
 
@@ -175,6 +176,9 @@ def test_bad_lines_are_named(tmp_path: Path) -> None:
             read_rows(path)
     path.write_text("\n" + json.dumps(row()) + "\n\n  \n" + json.dumps(row()) + "\n")
     assert len(read_rows(path)) == 2, "empty lines are no rows"
+    path.write_text("\n" + json.dumps(row()) + "\n\n  \n" + json.dumps(row(prompt=[])) + "\n")
+    with pytest.raises(DataError, match=r"d.jsonl: line 5: prompt must be"):
+        read_rows(path)
     path.write_text("")
     with pytest.raises(DataError, match=r"d.jsonl: has no rows"):
         read_rows(path)

@@ -1,0 +1,66 @@
+"""A user's own generator: a Python file with ``GENERATOR = Generator(...)``, named by ``taskset.generate``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.errors import ConfigError, describe
+from megarl.tasksets.entries import Entries, Entry, Generator
+
+TEXTS = ("question", "answer", "response", "slip", "data_source", "ability")
+
+
+def is_file(name: str) -> bool:
+    """Whether ``taskset.generate`` names a file instead of one of megarl's generators."""
+    return name.endswith(".py")
+
+
+def digest(path: str) -> str:
+    """Digest of the file: rows that another text of it made are stale."""
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+
+
+def load(path: str) -> Generator:
+    """``GENERATOR`` of a file, whose entries are checked as they are drawn. Raises ConfigError naming what the file lacks."""
+    where = f"taskset.generate={path}"
+    if not Path(path).is_file():
+        raise ConfigError(f"{where}: no such file; give a Python file with GENERATOR, a megarl.tasksets.Generator")
+    spec = importlib.util.spec_from_file_location("megarl_user_generator", path)
+    assert spec is not None and spec.loader is not None, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be imported: {describe(error, path)}") from error
+    generator = getattr(module, "GENERATOR", None)
+    if not isinstance(generator, Generator):
+        found = "nothing" if generator is None else f"a {type(generator).__name__}"
+        raise ConfigError(f"{where} has {found} called GENERATOR; it must be a megarl.tasksets.Generator")
+    if not all(isinstance(value, int) for value in generator.options.values()):
+        raise ConfigError(f"{where}: GENERATOR.options must be names and whole numbers, got {dict(generator.options)}")
+    return replace(generator, entries=lambda seed, options: _checked(generator, path, seed, options))
+
+
+def _checked(generator: Generator, path: str, seed: int, options: Mapping[str, int]) -> Entries:
+    where = f"taskset.generate={path}"
+    try:
+        for entry in generator.entries(seed, options):
+            if entry is not None:
+                _check(entry, where)
+            yield entry
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where}: {describe(error, path, generator.entries)}") from error
+
+
+def _check(entry: Entry, where: str) -> None:
+    if not isinstance(entry, Entry):
+        raise ConfigError(f"{where} must yield megarl.tasksets.Entry or None, got a {type(entry).__name__}")
+    for name in TEXTS:
+        if not isinstance(value := getattr(entry, name), str):
+            raise ConfigError(f"{where}: Entry.{name} must be a text, got {value!r}")
