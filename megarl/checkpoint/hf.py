@@ -28,8 +28,9 @@ from megarl.checkpoint.hf_source import (
     open_hf,
     read_hf_config,
 )
-from megarl.checkpoint.output import replace_directory, write_json
+from megarl.checkpoint.output import write_json
 from megarl.checkpoint.slices import Source
+from megarl.durable import replace_directory
 from megarl.reshard import boxes
 from megarl.reshard.execute import Transport, exchange, wire_dtype
 from megarl.reshard.layout import Layout, Piece

@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl import pulse
+from megarl import durable, pulse
+from megarl.durable import write_text
 from megarl.errors import CheckpointError, JobError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -41,21 +42,6 @@ class Fingerprint(NamedTuple):
             return cls(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write under a temporary name, then rename: a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # a full disk is told of without one
-        raise
-
-
 def current_attempt(run_dir: Path) -> int:
     """Number of the newest start of the run; 0 before the first. Raises JobError where the file is not megarl's."""
     path = run_dir / "attempt"
@@ -74,6 +60,12 @@ def unfinished_name(step: int, attempt: int) -> str:
     return f"{PREFIX}{step}.attempt_{attempt}"
 
 
+def _attempt_of(unfinished: Path) -> int:
+    found = _UNFINISHED.fullmatch(unfinished.name)
+    assert found is not None, f"{unfinished} has no name of unfinished_name"
+    return int(found[1])
+
+
 def latest(folder: Path) -> Path | None:
     """The newest finished checkpoint of ``folder``, or None."""
     return next(reversed(finished(folder)), None)
@@ -88,6 +80,14 @@ def _in_order(folder: Path) -> list[Path]:
     """Checkpoints by step, those without a manifest too."""
     steps = {int(p.name.removeprefix(PREFIX)): p for p in folder.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()}
     return [steps[step] for step in sorted(steps)]
+
+
+def recover(folder: Path) -> list[Path]:
+    """Undo or end every ``complete`` that was killed between its renames; return the checkpoints that were put back.
+
+    For a start alone: a job that is alive may be between them.
+    """
+    return [target for target in durable.moved_aside(folder, f"{PREFIX}*") if durable.recover_directory(target)]
 
 
 def remove(checkpoint: Path) -> None:
@@ -128,6 +128,22 @@ def write_manifest(checkpoint: Path, state: Mapping[str, Any], made: Mapping[str
     """Makes the checkpoint whole. ``made``: by whom and how; nothing of it is needed to go on. ``files``: relative path -> file."""
     listed = {name: list(files[name]) for name in sorted(files)}
     write_text(checkpoint / MANIFEST, json.dumps({**state, "made": dict(made), "files": listed}, indent=1))
+
+
+def complete(written: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint], keep: int) -> Path:
+    """Make a checkpoint count whose files are all in ``written``, and remove all but the newest ``keep``; return where it is.
+
+    Args:
+        files: Those that their writers have taken the fingerprints of; the others' are taken here.
+    """
+    folder, final = written.parent, written.with_name(f"{PREFIX}{state['step']}")
+    others = [path for path in written.rglob("*") if path.is_file() and str(path.relative_to(written)) not in files]
+    durable.sync_tree(written)
+    write_manifest(written, state, made, {**files, **fingerprints(written, others)})
+    durable.replace_directory(written, final)
+    write_text(folder / LATEST, str(state["step"]))
+    prune(folder, keep, _attempt_of(written))
+    return final
 
 
 def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.checkpoint.dist import Chunk
+from megarl.durable import recover_directory, replace_directory, sync_tree, write_text
 from megarl.errors import CheckpointError
 
 MANIFEST = "megarl_manifest.json"
@@ -60,6 +61,8 @@ class Output:
     """
 
     def __init__(self, target: Path, job: str, *, overwrite: bool) -> None:
+        if recover_directory(target):
+            logging.warning("%s was being replaced when that was killed: the old one is back", target)
         if (target.exists() or target.is_symlink()) and not overwrite:
             raise CheckpointError(f"{target} exists; give another directory, or --overwrite to replace it")
         self.target = target
@@ -114,9 +117,7 @@ class Output:
         """Begin a new journal with these records only."""
         self.finished = {record.file: record for record in records}
         lines = [json.dumps({"job": self._job}), *(record.to_json() for record in self.finished.values())]
-        temporary = self.path / f"{_JOURNAL}.tmp"
-        temporary.write_text("".join(f"{line}\n" for line in lines))
-        os.replace(temporary, self.path / _JOURNAL)
+        write_text(self.path / _JOURNAL, "".join(f"{line}\n" for line in lines))
 
     def add(self, record: Finished) -> None:
         """Note a complete file; its bytes are on the disk before its record is."""
@@ -140,12 +141,11 @@ class Output:
 
     def commit(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, the last file, and give the directory its name; an older one is moved aside first."""
+        sync_tree(self.path)
         write_json(self.path / MANIFEST, manifest)
         (self.path / _JOURNAL).unlink()
         (self.path / _LOCK).unlink()
-        _sync(self.path)
         replace_directory(self.path, self.target)
-        _sync(self.target.parent)
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
@@ -155,26 +155,9 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def replace_directory(temporary: Path, target: Path) -> None:
-    """Rename into place; an older directory is moved aside first and removed last (rename cannot replace a full one)."""
-    old = target.with_name(f".{target.name}.old")
-    _remove(old)
-    if target.exists() or target.is_symlink():
-        os.replace(target, old)
-    os.replace(temporary, target)
-    _remove(old)
-
-
 def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
 
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

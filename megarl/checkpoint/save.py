@@ -24,17 +24,15 @@ from megarl.checkpoint import rng, writer
 from megarl.checkpoint import room as disk
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
 from megarl.checkpoint.manifest import (
-    LATEST,
     PREFIX,
     Fingerprint,
+    complete,
     fingerprints,
-    prune,
     remove,
     unfinished_name,
-    write_manifest,
-    write_text,
 )
 from megarl.checkpoint.writer import Task
+from megarl.durable import write_text
 from megarl.errors import DiskFullError, JobError
 
 
@@ -268,21 +266,15 @@ class Save:
             for finalize in part.finalize:
                 finalize()
         files = {name: found for _, theirs in everyone for name, found in theirs.items()}
-        final = self.folder / f"{PREFIX}{self.step}"
 
         def end() -> None:
             self._fence()
-            others = [path for path in self._target.rglob("*") if path.is_file() and str(path.relative_to(self._target)) not in files]
             state = {"step": self.step, **self._manifest.state}
             with _undone_by(lambda: remove(self._target)):
-                write_manifest(self._target, state, self._manifest.made, files | fingerprints(self._target, others))
-            remove(final)
-            self._target.rename(final)
-            write_text(self.folder / LATEST, str(self.step))
-            prune(self.folder, keep, self._manifest.attempt)
+                complete(self._target, state, self._manifest.made, files, keep)
 
         on_rank_0(end)
-        return final
+        return self.folder / f"{PREFIX}{self.step}"
 
     def _bytes(self) -> str:
         free = shutil.disk_usage(self.folder).free

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint import rng
-from megarl.checkpoint.manifest import LATEST, PREFIX, finished, latest, prune, read_manifest, read_state, write_text
+from megarl.checkpoint.manifest import LATEST, PREFIX, finished, latest, prune, read_manifest, read_state
 from megarl.checkpoint.save import (
     Manifest,
     Part,
@@ -28,7 +28,7 @@ from megarl.errors import CheckpointError
 
 __all__ = [
     "LATEST", "PREFIX", "Manifest", "Part", "Save", "begin", "finished", "inner_optimizers", "latest", "load", "prune",
-    "put_random_states", "read_manifest", "read_state", "save", "write_text",
+    "put_random_states", "read_manifest", "read_state", "save",
 ]  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.config.bounds import check_bounds
 from megarl.config.schema import Config
+from megarl.durable import write_text
 from megarl.errors import ConfigError
 
 
@@ -198,10 +198,8 @@ def _texts(tree: Mapping[str, Any], where: str = "") -> typing.Iterator[tuple[st
 
 
 def save_resolved(config: Config, path: Path) -> None:
-    """Write the settings as JSON under a temporary name, then rename."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(to_dict(config), indent=1))
-    os.replace(temporary, path)
+    """Write the settings as JSON; a reader sees the old file or the new one."""
+    write_text(path, json.dumps(to_dict(config), indent=1))
 
 
 def load_resolved(path: str | Path) -> Config:

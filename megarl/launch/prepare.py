@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from megarl.config import Config
+from megarl.durable import replace_directory
 from megarl.errors import ConfigError
 from megarl.launch.changes import Change, changes, described, has_checkpoints
 from megarl.launch.rows import kind_of_rows, needs_expert_rows, read_split
@@ -103,8 +104,7 @@ def prepare_model(config: Config) -> None:
     try:
         create(temporary, wanted, corpus, config.trainer.seed)
         (temporary / MODEL_RECIPE).write_text(json.dumps(settings, indent=1))
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
+        replace_directory(temporary, path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.path={path} cannot be written ({error}); make room or give another path") from error
     finally:

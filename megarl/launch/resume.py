@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl import algorithms
 from megarl.checkpoint.dist import COMMON, DistFiles
 from megarl.checkpoint.hf_source import HF_FOLDER
-from megarl.checkpoint.manifest import fault_of_files, finished, latest, read_state
+from megarl.checkpoint.manifest import fault_of_files, finished, latest, read_state, recover
 from megarl.config import Config
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints
@@ -81,7 +81,8 @@ def _needs_another_past(change: Change) -> bool:
 
 
 def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = True) -> None:
-    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts; says so.
+    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts; says so. One
+    that was being replaced when its job was killed comes back before.
 
     Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
 
@@ -95,6 +96,8 @@ def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = Tru
 
 
 def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
+    for checkpoint in recover(folder) if rename else []:
+        log.warning("%s was being saved again when its job was killed: what it was before is back", checkpoint)
     candidates = finished(folder)
     damaged: list[tuple[Path, str]] = []
     while candidates and (fault := _fault(candidates[-1], digests)) is not None:

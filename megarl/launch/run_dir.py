@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megarl.checkpoint.manifest import current_attempt, write_text
+from megarl.checkpoint.manifest import current_attempt
+from megarl.durable import write_text
 from megarl.errors import ConfigError
 
 WAIT_S = 0.1

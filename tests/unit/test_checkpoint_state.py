@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.checkpoint import manifest, state
 from megarl.errors import CheckpointError
+from tests.kills import every_kill
 
 
 def checkpoint(folder: Path, step: int, *, finished: bool = True) -> Path:
@@ -111,3 +114,70 @@ def test_a_manifest_holds_the_state_and_more(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"phase": "rl", "step": 3, "files": {"a": 1}}')
     with pytest.raises(CheckpointError, match="its list of files cannot be read"):
         manifest.fault_of_files(tmp_path)
+
+
+# ---------------------------------------------------------------- a save that is killed
+
+
+def content_of(folder: Path) -> str:
+    return (folder / "actor" / "__0_0.distcp").read_text()
+
+
+def save_of(folder: Path, step: int, content: str, keep: int) -> Callable[[], object]:
+    """All that rank 0 does once the files of a checkpoint are written."""
+    target = folder / manifest.unfinished_name(step, 1)
+    (target / "actor").mkdir(parents=True)
+    (target / "actor" / "__0_0.distcp").write_text(content)
+    return lambda: manifest.complete(target, {"phase": "rl", "step": step}, {}, {}, keep)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, step: int, keep: int) -> None:
+    """The newest checkpoint is of step 4: it is saved again, or the next one is."""
+    run_dir = tmp_path / "run"
+    folder = run_dir / "checkpoints"
+
+    def prepare() -> Callable[[], object]:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        save_of(folder, 2, "first", keep)()
+        save_of(folder, 4, "before", keep)()
+        return save_of(folder, step, "after", keep)
+
+    found = set()
+    for call in every_kill(prepare):
+        manifest.recover(folder)
+        newest = state.latest(folder)
+        assert newest is not None and manifest.fault_of_files(newest) is None, f"killed before call {call}: {names(folder)}"
+        assert manifest.read_state(newest)["step"] == (4 if content_of(newest) == "before" else step)
+        found.add(content_of(newest))
+        save_of(folder, 8, "next", keep)()
+        assert len(manifest.finished(folder)) == min(keep, 2) and names(folder)[-1] == manifest.LATEST, names(folder)
+    assert found == {"before", "after"}
+
+
+def test_all_files_and_folders_are_on_the_disk_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the manifest before the checkpoint has its name."""
+    synced: list[Path] = []
+    when_renamed: dict[str, list[Path]] = {}
+    fsync, replace = os.fsync, os.replace
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        when_renamed[Path(target).name] = synced[:]
+        replace(source, target)
+
+    action = save_of(tmp_path, 4, "content", keep=1)
+    target = tmp_path / manifest.unfinished_name(4, 1)
+    (target / "huggingface").mkdir()
+    (target / "huggingface" / "config.json").write_text("{}")
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", renamed)
+    everything = {target, *target.rglob("*")}
+    action()
+    assert everything <= set(when_renamed["state.json"])
+    assert target in when_renamed["global_step_4"][len(when_renamed["state.json"]) :]
+    assert synced[-1] == tmp_path

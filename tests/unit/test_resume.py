@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.checkpoint.manifest import fingerprints, read_state, write_manifest
+from megarl.checkpoint.manifest import fingerprints, latest, read_state, write_manifest
 from megarl.config import save_resolved
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import job
@@ -226,6 +226,20 @@ def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {only}"):
         set_aside_damaged(tmp_path)
     assert only.is_dir()
+
+
+@pytest.mark.parametrize("phase", ["", "warm_start"])
+def test_a_checkpoint_that_was_being_saved_again_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, phase: str) -> None:
+    """``trainer.keep_checkpoints=1``, killed between the two renames: without it the run would begin anew."""
+    only = finished_checkpoint(tmp_path)
+    folder = tmp_path / "checkpoints" / phase
+    folder.mkdir(exist_ok=True)
+    only.rename(folder / f".{only.name}.old")
+    set_aside_damaged(tmp_path, rename=False)
+    assert latest(folder) is None, "a job may be alive"
+    set_aside_damaged(tmp_path)
+    assert latest(folder) == folder / only.name
+    assert f"{folder / only.name} was being saved again" in caplog.text
 
 
 def test_a_warm_start_that_is_over_may_be_damaged(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""Files and folders that appear whole or not at all, and are on the disk before they do.
+
+After a kill, or a loss of power, at any moment there is the old one or the new one, never a part. Of a folder the old one may
+lie aside then: ``recover_directory`` puts it back.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl import pulse
+
+_OLD = ".old"
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; the file written there is synced and renamed to ``path``, or removed on an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk raises without one
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file's content; a reader sees the old file or the new one."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """``sync`` every file below a folder, then the folders, the given one last. Files that are on the disk cost nothing."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            pulse.mark()
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def moved_aside(folder: Path, names: str = "*") -> list[Path]:
+    """What a ``replace_directory`` that was killed may have left without its folder, of those that match ``names``."""
+    return [path.with_name(path.name[1:].removesuffix(_OLD)) for path in folder.glob(f".{names}{_OLD}")]
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}{_OLD}")
+
+
+def replace_directory(new: Path, target: Path) -> None:
+    """Sync and rename a folder; an older one is moved aside first and removed last (rename cannot replace a full one)."""
+    sync_tree(new)
+    recover_directory(target)
+    old = _aside(target)
+    if _exists(target):
+        os.replace(target, old)
+    try:
+        os.replace(new, target)
+    except OSError:
+        recover_directory(target)
+        raise
+    sync(target.parent)
+    _remove(old)
+
+
+def recover_directory(target: Path) -> bool:
+    """Undo or end a ``replace_directory`` that was killed; True where the old folder was put back because there was no new one."""
+    old = _aside(target)
+    if _exists(target) or not _exists(old):
+        _remove(old)
+        return False
+    os.replace(old, target)
+    sync(target.parent)
+    return True
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
