@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 from megarl import durable, pulse
 from megarl.durable import write_text
 from megarl.errors import CheckpointError, JobError
+
+log = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
@@ -73,13 +76,25 @@ def latest(folder: Path) -> Path | None:
 
 def finished(folder: Path) -> list[Path]:
     """Finished checkpoints of ``folder``, the newest last."""
-    return [p for p in _in_order(folder) if (p / MANIFEST).is_file()]
+    return [p for p in in_order(folder) if (p / MANIFEST).is_file()]
 
 
-def _in_order(folder: Path) -> list[Path]:
+def in_order(folder: Path) -> list[Path]:
     """Checkpoints by step, those without a manifest too."""
     steps = {int(p.name.removeprefix(PREFIX)): p for p in folder.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()}
     return [steps[step] for step in sorted(steps)]
+
+
+def unfounded_latest(folder: Path) -> str | None:
+    """Why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it names one, or is not there."""
+    path = folder / LATEST
+    if not path.is_file():
+        return None
+    name = path.read_text(errors="replace").strip()
+    named = folder / f"{PREFIX}{name}"
+    if named in finished(folder) or named in durable.moved_aside(folder, f"{PREFIX}*"):
+        return None
+    return f"{path} names {name!r}, but {named / MANIFEST} is missing"
 
 
 def recover(folder: Path) -> list[Path]:
@@ -99,7 +114,7 @@ def remove(checkpoint: Path) -> None:
 def prune(folder: Path, keep: int, attempt: int = 0) -> None:
     """Remove all but the newest ``keep`` finished checkpoints; what ``attempt`` or one before it left unfinished does not count."""
     kept = finished(folder)[-keep:]
-    for checkpoint in _in_order(folder):
+    for checkpoint in in_order(folder):
         if checkpoint not in kept:
             remove(checkpoint)
     for path in folder.glob(f"{PREFIX}*"):
@@ -147,9 +162,10 @@ def complete(written: Path, state: Mapping[str, Any], made: Mapping[str, Any], f
 
 
 def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:
-    """The first file that is not as the manifest says, and how; None where all are, or where it lists none (as of before it did).
+    """The first file that is not as the manifest says, and how; None where all are. A manifest that lists none is a fault too.
 
-    Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files' sizes alone.
+    Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files' sizes alone; then
+    a manifest without files is only warned of.
 
     Raises CheckpointError for a damaged manifest.
     """
@@ -158,6 +174,11 @@ def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:
         wanted = {str(name): Fingerprint(int(size), str(digest)) for name, (size, digest) in listed.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint / MANIFEST} is damaged: its list of files cannot be read ({error})") from error
+    if not wanted:
+        unlisted = f"{checkpoint / MANIFEST} lists no files, so none of them can be verified"
+        if digests:
+            return f"{unlisted}; set trainer.verify_checkpoints=false to load it unverified"
+        log.warning("%s; it is loaded unverified (trainer.verify_checkpoints=false)", unlisted)
     sizes = {name: _size(checkpoint / name) for name in wanted}
     for name, size in sizes.items():
         if size != wanted[name].size:

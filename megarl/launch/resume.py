@@ -10,8 +10,19 @@ from pathlib import Path
 from megarl import algorithms
 from megarl.checkpoint.dist import COMMON, DistFiles
 from megarl.checkpoint.hf_source import HF_FOLDER
-from megarl.checkpoint.manifest import fault_of_files, finished, latest, read_state, recover
+from megarl.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    PREFIX,
+    fault_of_files,
+    in_order,
+    latest,
+    read_state,
+    recover,
+    unfounded_latest,
+)
 from megarl.config import Config
+from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints
 from megarl.parallel.grid import ROLES
@@ -87,7 +98,7 @@ def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = Tru
     Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
 
     Raises:
-        CheckpointError: none is whole; then nothing is renamed.
+        CheckpointError: none is whole, or the newest is gone and was the only one; then nothing is renamed.
     """
     folder = run_dir / "checkpoints"
     _set_aside_damaged(folder, rename, digests)
@@ -98,7 +109,7 @@ def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = Tru
 def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
     for checkpoint in recover(folder) if rename else []:
         log.warning("%s was being saved again when its job was killed: what it was before is back", checkpoint)
-    candidates = finished(folder)
+    candidates = in_order(folder)
     damaged: list[tuple[Path, str]] = []
     while candidates and (fault := _fault(candidates[-1], digests)) is not None:
         damaged.append((candidates.pop(), fault))
@@ -111,10 +122,18 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
             aside = path.with_name(f"damaged_{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+    if damaged and rename:
+        write_text(folder / LATEST, candidates[-1].name.removeprefix(PREFIX))
+    elif not damaged and (fault := unfounded_latest(folder)) is not None:
+        if not candidates:
+            raise CheckpointError(f"{fault}, and there is no other; put it back, or remove {folder} to begin anew")
+        log.warning("%s; the run goes on from %s", fault, candidates[-1])
 
 
 def _fault(checkpoint: Path, digests: bool) -> str | None:
-    """Why a finished checkpoint cannot be loaded, as far as its files tell."""
+    """Why a checkpoint cannot be loaded, as far as its files tell."""
+    if not (checkpoint / MANIFEST).is_file():
+        return f"{checkpoint / MANIFEST} is missing"
     models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}
     try:
         if (fault := fault_of_files(checkpoint, digests=digests)) is not None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.checkpoint.manifest import fingerprints, latest, read_state, write_manifest
+from megarl.checkpoint.manifest import LATEST, fingerprints, latest, read_manifest, read_state, write_manifest
 from megarl.config import save_resolved
+from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import job
 from megarl.launch.prepare import prepare_data, prepare_model
@@ -22,6 +23,11 @@ from megarl.schema import WeightsVersion
 from megarl.store import Store
 from megarl.tasksets import read_rows, write_rows
 from tests.unit.small_job import config_of
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """By megarl; torch logs each save."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("megarl")]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -35,8 +41,14 @@ def finished_checkpoint(run_dir: Path, step: int = 2) -> Path:
         dcp.save({"weight": torch.arange(3.0)}, storage_writer=dcp.FileSystemWriter(checkpoint / "actor"), no_dist=True)
     (checkpoint / "actor" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     torch.save({}, checkpoint / "actor" / "common.pt")
-    (checkpoint / "state.json").write_text(json.dumps({"phase": "rl", "step": step}))
+    list_files(checkpoint, step)
+    write_text(checkpoint.with_name(LATEST), str(step))
     return checkpoint
+
+
+def list_files(checkpoint: Path, step: int) -> None:
+    files = fingerprints(checkpoint, [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "state.json"])
+    write_manifest(checkpoint, {"phase": "rl", "step": step}, {}, files)
 
 
 # ---------------------------------------------------------------- tasks and model made with other settings
@@ -195,21 +207,20 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     shutil.copytree(newest / "actor", newest / "critic")
+    list_files(newest, 4)
     folder = tmp_path / "checkpoints"
     set_aside_damaged(tmp_path)
-    assert not [record for record in caplog.records if record.name.startswith("megarl")]
+    assert not logged(caplog)
     (newest / file).write_bytes(b"")
     set_aside_damaged(tmp_path)
     assert f"{newest} is damaged" in caplog.text and f"goes on from {before}" in caplog.text
-    assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2"]
+    assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2", LATEST]
 
 
 @pytest.mark.parametrize("digests", [True, False])
 def test_a_flipped_byte_gives_way_to_the_checkpoint_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, digests: bool) -> None:
     """In a place that no header tells of; ``trainer.verify_checkpoints=false`` does not look there."""
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
-    files = fingerprints(newest, [path for path in newest.rglob("*") if path.is_file() and path.name != "state.json"])
-    write_manifest(newest, {"phase": "rl", "step": 4}, {}, files)
     data = newest / "actor" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     content[content.index(torch.arange(3.0).numpy().tobytes()) + 5] ^= 1
@@ -234,6 +245,7 @@ def test_a_checkpoint_that_was_being_saved_again_comes_back(tmp_path: Path, capl
     only = finished_checkpoint(tmp_path)
     folder = tmp_path / "checkpoints" / phase
     folder.mkdir(exist_ok=True)
+    only.with_name(LATEST).rename(folder / LATEST)
     only.rename(folder / f".{only.name}.old")
     set_aside_damaged(tmp_path, rename=False)
     assert latest(folder) is None, "a job may be alive"
@@ -242,12 +254,75 @@ def test_a_checkpoint_that_was_being_saved_again_comes_back(tmp_path: Path, capl
     assert f"{folder / only.name} was being saved again" in caplog.text
 
 
+def test_a_newest_checkpoint_without_its_manifest_is_set_aside_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    (newest / "state.json").unlink()
+    set_aside_damaged(tmp_path)
+    assert f"{newest} is damaged" in caplog.text and "state.json is missing" in caplog.text and f"goes on from {before}" in caplog.text
+    assert sorted(path.name for path in before.parent.iterdir()) == ["damaged_global_step_4", "global_step_2", LATEST]
+    assert (before.parent / LATEST).read_text() == "2"
+    caplog.clear()
+    set_aside_damaged(tmp_path)
+    assert not logged(caplog)
+
+
+def test_an_only_checkpoint_without_its_manifest_is_no_new_run(tmp_path: Path) -> None:
+    only = finished_checkpoint(tmp_path)
+    (only / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {only}: .*state.json is missing; put its files back"):
+        set_aside_damaged(tmp_path)
+    assert only.is_dir()
+
+
+def test_an_older_checkpoint_that_is_half_removed_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a job that was killed while it removed old ones leaves."""
+    older, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    (older / "state.json").unlink()
+    set_aside_damaged(tmp_path)
+    assert latest(newest.parent) == newest and older.is_dir() and not logged(caplog)
+
+
+@pytest.mark.parametrize("text", ["6", "", "x"])
+def test_a_name_of_the_newest_that_counts_for_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+    """Of a checkpoint that is gone; a run of which it was the only one does not begin anew without a word."""
+    found = finished_checkpoint(tmp_path, 4)
+    (found.parent / LATEST).write_text(text)
+    set_aside_damaged(tmp_path)
+    assert f"{found.parent / LATEST} names {text!r}" in caplog.text and f"goes on from {found}" in caplog.text
+    shutil.rmtree(found)
+    with pytest.raises(CheckpointError, match=f"{found.parent / LATEST} names {text!r}.*put it back, or remove {found.parent}"):
+        set_aside_damaged(tmp_path)
+
+
+def test_an_older_name_of_the_newest_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed between the checkpoint's rename and this file's."""
+    for step in (2, 4):
+        (finished_checkpoint(tmp_path, step).parent / LATEST).write_text("2")
+    set_aside_damaged(tmp_path)
+    assert not logged(caplog)
+
+
+@pytest.mark.parametrize("files", ["absent", "empty"])
+def test_a_manifest_without_files_is_not_taken_as_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture, files: str) -> None:
+    before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    manifest = read_manifest(newest) | {"files": {}}
+    if files == "absent":
+        del manifest["files"]
+    (newest / "state.json").write_text(json.dumps(manifest))
+    set_aside_damaged(tmp_path, digests=False)
+    assert f"{newest / 'state.json'} lists no files" in caplog.text and newest.is_dir(), "who has said so takes it unverified"
+    set_aside_damaged(tmp_path)
+    assert f"{newest} is damaged" in caplog.text and "trainer.verify_checkpoints=false" in caplog.text
+    assert latest(before.parent) == before
+
+
 def test_a_warm_start_that_is_over_may_be_damaged(tmp_path: Path) -> None:
     """Its checkpoints are removed when the first later one is there; a job that was killed then leaves half of them."""
     rest = finished_checkpoint(tmp_path)
     moved = tmp_path / "checkpoints" / "warm_start" / rest.name
     moved.parent.mkdir()
     rest.rename(moved)
+    rest.with_name(LATEST).rename(moved.with_name(LATEST))
     shutil.rmtree(moved / "actor")
     with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {moved}"):
         set_aside_damaged(tmp_path)
