@@ -31,6 +31,13 @@ def is_full(error: BaseException) -> bool:
     return any(word in str(error) for word in _WORDS)
 
 
+def cause(error: BaseException | None) -> OSError | None:
+    """What the disk said. On a full one torch goes on to close its archive, and reports that its position is not the expected one."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """What the disk refuses is named with what was being written. Raises DiskFullError where it is full, else JobError."""

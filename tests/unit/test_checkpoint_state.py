@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megarl.checkpoint import manifest, state
 from megarl.errors import CheckpointError
 from tests.kills import every_kill
+from tests.parallel.grid import run_grid
 
 
 def checkpoint(folder: Path, step: int, *, finished: bool = True) -> Path:
@@ -181,3 +182,29 @@ def test_all_files_and_folders_are_on_the_disk_before_the_manifest(tmp_path: Pat
     assert everything <= set(when_renamed["state.json"])
     assert target in when_renamed["global_step_4"][len(when_renamed["state.json"]) :]
     assert synced[-1] == tmp_path
+
+
+def sees(rank: int, folder: str) -> tuple[Path | None, Path | None, int]:
+    """Runs in each rank, on a list of names of its own, as a network file system may show it."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    own = Path(folder) / str(rank)
+    first, second = state.newest(own / "rl", own / "warm_start"), state.newest(own / "none", own / "warm_start")
+    with pytest.raises(CheckpointError, match=r"0/warm_start/global_step_1/state\.json is damaged"):
+        state.manifest_of(own / "warm_start" / "global_step_1")
+    return first, second, state.manifest_of(own / "rl" / "global_step_4")["step"]
+
+
+def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_finds(tmp_path: Path) -> None:
+    """On rank 1 a later one is there as well, the newest of rank 0 has no manifest, and a damaged one is whole."""
+    for rank, steps in enumerate([(2, 4), (2, 4, 6)]):
+        for step in steps:
+            checkpoint(tmp_path / str(rank) / "rl", step)
+        checkpoint(tmp_path / str(rank) / "warm_start", 1)
+    (tmp_path / "1" / "rl" / "global_step_4" / "state.json").unlink()
+    (tmp_path / "0" / "rl" / "global_step_4" / "state.json").write_text('{"phase": "rl", "step": 4}')
+    (tmp_path / "1" / "warm_start" / "global_step_1" / "state.json").write_text('{"phase": "rl", "step": 1}')
+    rank_0 = tmp_path / "0"
+    expected = rank_0 / "rl" / "global_step_4", rank_0 / "warm_start" / "global_step_1", 4
+    assert run_grid(2, sees, str(tmp_path), timeout_s=60) == [expected, expected]
