@@ -11,7 +11,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -63,6 +63,8 @@ def compose(overrides: Sequence[str], config_name: str = "train") -> Config:
     if left := sorted(name for name, value in _texts(to_dict(config)) if "${" in value):
         raise ConfigError(f"{left[0]} holds an unresolved ${{...}}; give its value")
     check_bounds(config)
+    for name in config.run.allow_changes:
+        check_setting(name, " in run.allow_changes")
     return config
 
 
@@ -90,6 +92,11 @@ def _check_override(override: str, groups: set[str], folder: Path) -> None:
         if value not in known:
             raise ConfigError(f"no configs/{key}/{value}.yaml;{_nearest(value, known)} there are {', '.join(known)}")
         return
+    check_setting(key, groups=groups)
+
+
+def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> None:
+    """Raise ConfigError unless ``key`` is a setting, a group of them, or inside a free dict. ``groups``: hydra's, to name as known."""
     cls: Any = Config
     seen: list[str] = []
     for part in key.split("."):
@@ -98,10 +105,9 @@ def _check_override(override: str, groups: set[str], folder: Path) -> None:
             return  # inside a free dict such as taskset.options
         names = [f.name for f in dataclasses.fields(cls)]
         if part not in names:
-            where = ".".join(seen)
-            known = [f"{where}.{n}" if where else n for n in names]
-            known += sorted(groups.difference(names)) if not seen else []  # several groups are settings as well
-            raise ConfigError(f"unknown setting {key!r};{_nearest('.'.join([*seen, part]), known)} known: {', '.join(known)}")
+            known = [".".join([*seen, name]) for name in names]
+            known += sorted({*groups}.difference(names)) if not seen else []  # several groups are settings as well
+            raise ConfigError(f"unknown setting {key!r}{where};{_nearest('.'.join([*seen, part]), known)} known: {', '.join(known)}")
         seen.append(part)
         cls = get_type_hints(cls)[part]
 

@@ -24,7 +24,7 @@ from megarl.checkpoint.manifest import (
 from megarl.config import Config
 from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
-from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints
+from megarl.launch.changes import FREE, Change, changes_since_last_start, described, has_checkpoints, is_in, listed
 from megarl.parallel.grid import ROLES
 from megarl.store import Store
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in ROLES))
 """What an attempt on fewer nodes has less of (``launch/fit.py``): no other settings."""
 FIXED = ("model", "taskset")
-"""Groups of settings that a run keeps; see also ``_needs_another_past``. All others may change between its starts."""
+"""Groups of settings that a run keeps; see also ``_needs_another_past``. ``run.allow_changes`` confirms others, but for ``FREE``."""
 
 
 def is_finished(config: Config, run_dir: Path) -> bool:
@@ -53,11 +53,11 @@ def is_finished(config: Config, run_dir: Path) -> bool:
 
 
 def check_settings_of_run(config: Config, run_dir: Path) -> None:
-    """A run keeps its model and tasks, what its checkpoints hold models of, and a finished one everything; what else differs is named
-    and taken.
+    """A run keeps its model and tasks, what its checkpoints hold models of, and a finished one everything. What else changes the training
+    is taken where ``run.allow_changes`` has it; the rest (``FREE``) is named and taken.
 
     Raises:
-        ConfigError: settings differ that may not, with both values.
+        ConfigError: settings differ that may not, or that are not confirmed, with both values.
     """
     if not has_checkpoints(run_dir):
         return
@@ -72,6 +72,12 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
         raise ConfigError(
             f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {mend} "
             "(or raise trainer.steps to train that run further)"
+        )
+    of_training = [c for c in changed if not is_in(c.setting, FREE)]
+    if unconfirmed := [c for c in of_training if not is_in(c.setting, config.run.allow_changes)]:
+        raise ConfigError(
+            f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; set them back, take another "
+            f"run.name, or confirm them with run.allow_changes=[{','.join(c.setting for c in of_training)}]"
         )
     if changed:
         log.warning("the run in %s goes on with other settings: %s", run_dir, described(changed))

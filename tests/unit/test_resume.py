@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from megarl.checkpoint.manifest import LATEST, fingerprints, latest, read_manifest, read_state, write_manifest
 from megarl.config import save_resolved
+from megarl.config.load import check_setting
 from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import job
+from megarl.launch.changes import FREE
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, check_store_of_run, set_aside_damaged
 from megarl.metrics import MetricWriter
@@ -186,8 +189,68 @@ def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(tmp_path: Path, 
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_run_that_goes_on_names_what_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool) -> None:
     begun(tmp_path, finished=finished)
-    check_settings_of_run(config_of(tmp_path, "trainer.steps=9", "algorithm.kl.coef=0"), tmp_path)
+    check_settings_of_run(config_of(tmp_path, "trainer.steps=9", "algorithm.kl.coef=0", "run.allow_changes=[algorithm.kl]"), tmp_path)
     assert "algorithm.kl.coef was 0.2, now 0.0, trainer.steps was 2, now 9" in caplog.text
+
+
+MANY = [f"algorithm.{name}=0.5" for name in ("clip_low", "clip_high", "gamma", "lam", "tau", "beta", "mu", "expert_ratio", "entropy_coef")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["trainer.optimizer.lr=1e-6"], ["trainer.optimizer.lr was 5e-05, now 1e-06"]),
+        (["trainer.steps=9", "reward.weight=2"], ["reward.weight was 1.0, now 2.0"]),
+        (["algorithm.dynamic_sampling=true", "rollout.temperature=0.5"], ["algorithm.dynamic_sampling was False, now True", "rollout.temperature was 1.0"]),
+        (["trainer.seed=2"], ["trainer.seed was 1, now 2"]),
+        (["reference.dtype=bfloat16"], ["reference.dtype was None, now bfloat16"]),
+        (MANY, [name.partition("=")[0] for name in MANY]),
+    ],
+)
+def test_what_changes_the_training_is_confirmed(tmp_path: Path, overrides: list[str], told: list[str]) -> None:
+    """The error names every such setting, and the override that lets exactly those pass."""
+    begun(tmp_path, finished=False)
+    with pytest.raises(ConfigError) as raised:
+        check_settings_of_run(config_of(tmp_path, *overrides), tmp_path)
+    for word in told:
+        assert word in str(raised.value)
+    [allowed] = re.findall(r"run\.allow_changes=\[\S*\]", str(raised.value))
+    assert "trainer.steps" not in allowed
+    check_settings_of_run(config_of(tmp_path, *overrides, allowed), tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.warm_start\.batch_size was 128, now 3"):
+        check_settings_of_run(config_of(tmp_path, *overrides, allowed, "trainer.warm_start.batch_size=3"), tmp_path)
+
+
+def test_a_group_confirms_what_is_in_it_and_a_part_of_a_name_does_not(tmp_path: Path) -> None:
+    begun(tmp_path, finished=False)
+    check_settings_of_run(config_of(tmp_path, "trainer.optimizer.lr=1e-6", "run.allow_changes=[trainer.optimizer]"), tmp_path)
+    with pytest.raises(ConfigError, match=r"run\.allow_changes=\[algorithm\.clip_high,trainer\.optimizer\.lr\]"):
+        config = config_of(tmp_path, "trainer.optimizer.lr=1e-6", "algorithm.clip_high=0.3", "run.allow_changes=[trainer.optimizer]")
+        check_settings_of_run(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"unknown setting 'trainer\.opt' in run\.allow_changes; did you mean 'trainer\.optimizer'"):
+        config_of(tmp_path, "run.allow_changes=[trainer.opt]")
+
+
+def test_what_a_run_keeps_cannot_be_confirmed(tmp_path: Path) -> None:
+    begun(tmp_path, finished=False)
+    with pytest.raises(ConfigError, match=r"taskset\.seed was 7, now 8; take another run\.name"):
+        check_settings_of_run(config_of(tmp_path, "taskset.seed=8", "run.allow_changes=[taskset]"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["parallel=pp2", "trainer.steps=50", "rollout.replicas=3", "trainer.checkpoint_interval=7", "trainer.eval_interval=3", "cluster.stall_s=9",
+     "store.outage_s=9", "run.shutdown_grace_s=9", "sync.timeout_s=9", "trainer.trackers=[]", "reward.workers=3", "reward.timeout_s=9",
+     "critic.parallel.pp=2", "trainer.max_tokens_per_micro_batch=512", "trainer.keep_checkpoints=5"],
+)  # fmt: skip
+def test_what_changes_nothing_of_the_training_needs_no_word(tmp_path: Path, override: str) -> None:
+    begun(tmp_path, finished=False)
+    check_settings_of_run(config_of(tmp_path, override), tmp_path)
+
+
+def test_settings_that_may_change_are_settings() -> None:
+    for name in FREE:
+        check_setting(name)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"trainer": {"stepz": 3}}', "\ufffd"])
