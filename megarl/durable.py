@@ -58,7 +58,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def moved_aside(folder: Path, names: str = "*") -> list[Path]:
-    """What a ``replace_directory`` that was killed may have left without its folder, of those that match ``names``."""
+    """Targets in ``folder``, of those that match ``names``, whose ``replace_directory`` was killed."""
     return [path.with_name(path.name[1:].removesuffix(_OLD)) for path in folder.glob(f".{names}{_OLD}")]
 
 

@@ -32,7 +32,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def cause(error: BaseException | None) -> OSError | None:
-    """What the disk said. On a full one torch goes on to close its archive, and reports that its position is not the expected one."""
+    """The OSError behind an error, if any: on a full disk torch goes on to close its archive, and reports its position as wrong."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

@@ -21,6 +21,7 @@ from megarl.checkpoint.manifest import (
     recover,
     unfounded_latest,
 )
+from megarl.checkpoint.room import writing
 from megarl.config import Config
 from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
@@ -99,7 +100,7 @@ def _needs_another_past(change: Change) -> bool:
 
 def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = True) -> None:
     """Rename the newest checkpoints when their files are not as they were written, so that the one before counts; says so. One
-    that was being replaced when its job was killed comes back before.
+    that was being replaced when its job was killed gets its name back first.
 
     Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
 
@@ -129,7 +130,8 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
     if damaged and rename:
-        write_text(folder / LATEST, candidates[-1].name.removeprefix(PREFIX))
+        with writing(folder / LATEST):
+            write_text(folder / LATEST, candidates[-1].name.removeprefix(PREFIX))
     elif not damaged and (fault := unfounded_latest(folder)) is not None:
         if not candidates:
             raise CheckpointError(f"{fault}, and there is no other; put it back, or remove {folder} to begin anew")
