@@ -1,7 +1,7 @@
 """Files and folders that appear whole or not at all, and are on the disk before they do.
 
-After a kill, or a loss of power, at any moment there is the old one or the new one, never a part. Of a folder the old one may
-lie aside then: ``recover_directory`` puts it back.
+A kill or a loss of power leaves the old one or the new one, never a part. An old folder may have been moved aside by
+then: ``recover_directory`` puts it back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OLD = ".old"
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; the file written there is synced and renamed to ``path``, or removed on an error."""
+    """Yield a temporary path; the file written there is synced and renamed to ``path``, or removed on an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -49,7 +49,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """``sync`` every file below a folder, then the folders, the given one last. Files that are on the disk cost nothing."""
+    """``sync`` every file below a folder, then the folders, the given one last. What is on the disk costs nothing."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             pulse.mark()
@@ -67,7 +67,7 @@ def _aside(target: Path) -> Path:
 
 
 def replace_directory(new: Path, target: Path) -> None:
-    """Sync and rename a folder; an older one is moved aside first and removed last (rename cannot replace a full one)."""
+    """Sync and rename a folder; an older one is moved aside first and removed last: rename cannot replace it."""
     sync_tree(new)
     recover_directory(target)
     old = _aside(target)
@@ -83,7 +83,7 @@ def replace_directory(new: Path, target: Path) -> None:
 
 
 def recover_directory(target: Path) -> bool:
-    """Undo or end a ``replace_directory`` that was killed; True where the old folder was put back because there was no new one."""
+    """Undo or end a ``replace_directory`` that was killed; True where there was no new folder and the old one is back."""
     old = _aside(target)
     if _exists(target) or not _exists(old):
         _remove(old)

@@ -86,7 +86,7 @@ def in_order(folder: Path) -> list[Path]:
 
 
 def unfounded_latest(folder: Path) -> str | None:
-    """Why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it names one, or is not there."""
+    """Why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is missing."""
     path = folder / LATEST
     if not path.is_file():
         return None
@@ -145,8 +145,10 @@ def write_manifest(checkpoint: Path, state: Mapping[str, Any], made: Mapping[str
     write_text(checkpoint / MANIFEST, json.dumps({**state, "made": dict(made), "files": listed}, indent=1))
 
 
-def complete(written: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint], keep: int) -> Path:
-    """Make a checkpoint count whose files are all in ``written``, and remove all but the newest ``keep``; return where it is.
+def complete(
+    written: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint], keep: int
+) -> Path:
+    """Make a checkpoint count whose files are all in ``written``; remove all but the newest ``keep``; return its path.
 
     Args:
         files: Those that their writers have taken the fingerprints of; the others' are taken here.
@@ -162,10 +164,10 @@ def complete(written: Path, state: Mapping[str, Any], made: Mapping[str, Any], f
 
 
 def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:
-    """The first file that is not as the manifest says, and how; None where all are. A manifest that lists none is a fault too.
+    """The first file that is not as the manifest says, and how; None where all are. A manifest without files is a fault.
 
-    Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files' sizes alone; then
-    a manifest without files is only warned of.
+    Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files'
+    sizes alone; a manifest without files is then a warning.
 
     Raises CheckpointError for a damaged manifest.
     """

@@ -16,7 +16,11 @@ T = TypeVar("T")
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
-    """Return on every rank what ``action`` returns on rank 0; the others wait. So are OSError, JobError and CheckpointError raised."""
+    """Return on every rank what ``action`` returns on rank 0, while the others wait.
+
+    Raises:
+        OSError, JobError, CheckpointError: what ``action`` raised, on every rank.
+    """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -31,7 +35,7 @@ def on_rank_0(action: Callable[[], T]) -> T:
 
 
 class SmallFiles:
-    """The files that Megatron-Core writes on rank 0 between collectives of all ranks (common.pt, .metadata, metadata.json).
+    """common.pt, .metadata and metadata.json, which Megatron-Core writes on rank 0 between collectives of all ranks.
 
     Rank 0 takes part in those collectives whatever the disk does: what it raises is kept for ``check``.
     """
@@ -47,7 +51,11 @@ class SmallFiles:
         from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
         from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-        writers = (TorchCommonSaveStrategy, "save_common"), (FileSystemWriterAsync, "finish"), (serialization, "save_config")
+        writers = (
+            (TorchCommonSaveStrategy, "save_common"),
+            (FileSystemWriterAsync, "finish"),
+            (serialization, "save_config"),
+        )
         with ExitStack() as stack:
             for owner, name in writers:
                 write = getattr(owner, name)

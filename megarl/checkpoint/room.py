@@ -32,7 +32,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def cause(error: BaseException | None) -> OSError | None:
-    """The OSError behind an error, if any: on a full disk torch goes on to close its archive, and reports its position as wrong."""
+    """The OSError behind an error, if any: on a full disk torch closes its archive, and reports its position as wrong."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

@@ -43,8 +43,10 @@ __all__ = [
 
 
 def newest(*folders: Path) -> Path | None:
-    """The newest finished checkpoint of the first folder that has one, as rank 0 finds it: a network file system may list other
-    names on each node. Every rank calls it."""
+    """The newest finished checkpoint of the first folder that has one, as rank 0 finds it. Every rank calls it.
+
+    A network file system may list other names on each node.
+    """
     return on_rank_0(lambda: next((found for folder in folders if (found := latest(folder)) is not None), None))
 
 

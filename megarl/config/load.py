@@ -96,7 +96,10 @@ def _check_override(override: str, groups: set[str], folder: Path) -> None:
 
 
 def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> None:
-    """Raise ConfigError unless ``key`` is a setting, a group of them, or inside a free dict. ``groups``: hydra's, to name as known."""
+    """Raise ConfigError unless ``key`` is a setting, a group of them, or inside a free dict.
+
+    ``where``: where it was read. ``groups``: hydra's, listed as known too.
+    """
     cls: Any = Config
     seen: list[str] = []
     for part in key.split("."):
@@ -107,7 +110,8 @@ def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> No
         if part not in names:
             known = [".".join([*seen, name]) for name in names]
             known += sorted({*groups}.difference(names)) if not seen else []  # several groups are settings as well
-            raise ConfigError(f"unknown setting {key!r}{where};{_nearest('.'.join([*seen, part]), known)} known: {', '.join(known)}")
+            nearest = _nearest(".".join([*seen, part]), known)
+            raise ConfigError(f"unknown setting {key!r}{where};{nearest} known: {', '.join(known)}")
         seen.append(part)
         cls = get_type_hints(cls)[part]
 

@@ -9,26 +9,29 @@ from typing import Any, NamedTuple
 from megarl.config import Config, load_resolved, to_dict
 
 SHOWN = 8
-HARMLESS = ("run.name", "run.allow_changes", "run.host", "run.port", "run.shutdown_grace_s", "rollout.nodes", "store.outage_s", "trainer.trackers")
+HARMLESS = (
+    "run.name", "run.allow_changes", "run.host", "run.port", "run.shutdown_grace_s", "rollout.nodes", "store.outage_s",
+    "trainer.trackers",
+)  # fmt: skip
 """Settings that change nothing of what a run computes or where it lies."""
 FREE = (
     "run", "cluster", "store", "sync", "parallel", "reference.parallel", "critic.parallel", "reward_model.parallel",
     *(f"trainer.{name}" for name in (
-        "steps", "packing", "max_tokens_per_micro_batch", "micro_batch_size", "checkpoint_interval", "keep_checkpoints", "async_checkpoint",
-        "verify_checkpoints", "max_failed_checkpoints", "eval_interval", "num_threads", "logits_bytes", "kernels", "trackers",
-        "warm_start.checkpoint_interval",
+        "steps", "packing", "max_tokens_per_micro_batch", "micro_batch_size", "checkpoint_interval", "keep_checkpoints",
+        "async_checkpoint", "verify_checkpoints", "max_failed_checkpoints", "eval_interval", "num_threads",
+        "logits_bytes", "kernels", "trackers", "warm_start.checkpoint_interval",
     )),
     *(f"rollout.{name}" for name in (
-        "tp", "pp", "expert_parallel", "replicas", "nodes", "max_num_seqs", "block_size", "kv_cache_bytes", "num_threads", "start_timeout_s",
-        "request_timeout_s", "concurrent_groups",
+        "tp", "pp", "expert_parallel", "replicas", "nodes", "max_num_seqs", "block_size", "kv_cache_bytes",
+        "num_threads", "start_timeout_s", "request_timeout_s", "concurrent_groups",
     )),
     *(f"reward.{name}" for name in (
-        "workers", "hosts", "timeout_s", "retries", "max_kills", "backlog", "code.url", "judge.concurrency", "judge.timeout_s", "judge.retries",
-        "judge.cache",
+        "workers", "hosts", "timeout_s", "retries", "max_kills", "backlog", "code.url", "judge.concurrency",
+        "judge.timeout_s", "judge.retries", "judge.cache",
     )),
 )  # fmt: skip
-"""Settings, and groups of them, that change nothing of the training's mathematics: where and how fast a job computes, how long it waits, what it
-logs and keeps. All others are confirmed by ``run.allow_changes`` when a run goes on with other values."""
+"""Settings, and groups of them, that change nothing of the training's mathematics: where and how fast a job computes,
+how long it waits, what it logs and keeps. ``run.allow_changes`` confirms all others when a run goes on."""
 
 
 class Change(NamedTuple):

@@ -71,10 +71,15 @@ def run(config: Config) -> int:
 
 
 def _run_attempts(
-    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int, server: Server | None, key: str,
-    last: int,
-) -> None:
-    """Attempts behind the ``last`` one, until one ends in order or ``cluster.restarts`` are used up; or another job has taken over."""
+    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int,
+    server: Server | None, key: str, last: int,
+) -> None:  # fmt: skip
+    """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
+
+    Raises:
+        FencedError: another job has begun an attempt.
+        JobError: the last attempt failed.
+    """
     run_dir = Path(config.run.dir)
     with StopRequest() as stop_request, ExitStack() as stack:
         INTERRUPT.check()
@@ -107,7 +112,7 @@ def _run_attempts(
 
 
 def _counted(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
-    """The number of the attempt that begins behind ``last``; a full disk is waited for as the store's is.
+    """The number of the attempt that begins after ``last``; a full disk is waited for as the store's is.
 
     Raises:
         FencedError: a later one has begun.

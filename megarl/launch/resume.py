@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in ROLES))
 """What an attempt on fewer nodes has less of (``launch/fit.py``): no other settings."""
 FIXED = ("model", "taskset")
-"""Groups of settings that a run keeps; see also ``_needs_another_past``. ``run.allow_changes`` confirms others, but for ``FREE``."""
+"""Groups of settings that a run keeps; see also ``_needs_another_past``."""
 
 
 def is_finished(config: Config, run_dir: Path) -> bool:
@@ -54,8 +54,9 @@ def is_finished(config: Config, run_dir: Path) -> bool:
 
 
 def check_settings_of_run(config: Config, run_dir: Path) -> None:
-    """A run keeps its model and tasks, what its checkpoints hold models of, and a finished one everything. What else changes the training
-    is taken where ``run.allow_changes`` has it; the rest (``FREE``) is named and taken.
+    """A run keeps its model and tasks, what its checkpoints hold models of, and a finished one everything.
+
+    What else changes the training is taken where ``run.allow_changes`` has it; the rest (``FREE``) is named and taken.
 
     Raises:
         ConfigError: settings differ that may not, or that are not confirmed, with both values.
@@ -77,8 +78,9 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
     of_training = [c for c in changed if not is_in(c.setting, FREE)]
     if unconfirmed := [c for c in of_training if not is_in(c.setting, config.run.allow_changes)]:
         raise ConfigError(
-            f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; set them back, take another "
-            f"run.name, or confirm them with run.allow_changes=[{','.join(c.setting for c in of_training)}]"
+            f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; "
+            "set them back, take another run.name, or confirm them with "
+            f"run.allow_changes=[{','.join(c.setting for c in of_training)}]"
         )
     if changed:
         log.warning("the run in %s goes on with other settings: %s", run_dir, described(changed))
@@ -99,8 +101,9 @@ def _needs_another_past(change: Change) -> bool:
 
 
 def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = True) -> None:
-    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts; says so. One
-    that was being replaced when its job was killed gets its name back first.
+    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts.
+
+    Each is logged. One that was being replaced when its job was killed gets its name back first.
 
     Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
 

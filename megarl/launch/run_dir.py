@@ -83,7 +83,9 @@ def _is_alive(pid: str) -> bool:
 
 
 def next_attempt(run_dir: Path, last: int | None = None) -> int:
-    """Count a start of the job, which fences all earlier ones; weights versions carry the number, so none is ever used twice.
+    """Count a start of the job, which fences all earlier ones.
+
+    Weights versions carry the number, so none is ever used twice.
 
     Args:
         last: The newest attempt that the caller knows of; None fences whatever there is.
