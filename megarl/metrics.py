@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl import pulse
+from megarl.durable import write_text
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +83,7 @@ class MetricWriter:
         path = self._run_dir / "metrics.jsonl"
         if path.is_file():
             kept = [line for line in path.read_text().splitlines() if _counts(line, warm_start_step, step)]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(f"{line}\n" for line in kept))
-            temporary.replace(path)
+            write_text(path, "".join(f"{line}\n" for line in kept))
         self._lines = Lines(path)
 
     def rewind(self, warm_start_step: int, step: int) -> None:

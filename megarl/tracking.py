@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from megarl.durable import write_text
 from megarl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -196,9 +197,7 @@ def _known_id(folder: Path, name: str) -> str | None:
 def _keep_id(folder: Path, name: str, value: str) -> None:
     with _IDS_LOCK:
         path = folder / IDS
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**_ids(folder), name: value}))
-        temporary.replace(path)
+        write_text(path, json.dumps({**_ids(folder), name: value}))
 
 
 def _ids(folder: Path) -> dict[str, str]:

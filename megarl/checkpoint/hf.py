@@ -28,10 +28,11 @@ from megarl.checkpoint.hf_source import (
     open_hf,
     read_hf_config,
 )
-from megarl.checkpoint.output import partial_path, replace_directory, write_json
+from megarl.checkpoint.output import partial_path, write_json
 from megarl.checkpoint.overwrite import check_export_target
 from megarl.checkpoint.slices import Source
 from megarl.checkpoint.values import value_fault, warn_of_casts
+from megarl.durable import replace_directory
 from megarl.errors import CheckpointError
 from megarl.reshard import boxes
 from megarl.reshard.execute import Transport, exchange, wire_dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,8 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl import pulse
+from megarl import durable, pulse
+from megarl.durable import write_text
 from megarl.errors import CheckpointError, JobError
+
+log = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
@@ -41,21 +45,6 @@ class Fingerprint(NamedTuple):
             return cls(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write under a temporary name, then rename: a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # a full disk is told of without one
-        raise
-
-
 def current_attempt(run_dir: Path) -> int:
     """Number of the newest start of the run; 0 before the first. Raises JobError where the file is not megarl's."""
     path = run_dir / "attempt"
@@ -74,6 +63,12 @@ def unfinished_name(step: int, attempt: int) -> str:
     return f"{PREFIX}{step}.attempt_{attempt}"
 
 
+def _attempt_of(unfinished: Path) -> int:
+    found = _UNFINISHED.fullmatch(unfinished.name)
+    assert found is not None, f"{unfinished} has no name of unfinished_name"
+    return int(found[1])
+
+
 def latest(folder: Path) -> Path | None:
     """The newest finished checkpoint of ``folder``, or None."""
     return next(reversed(finished(folder)), None)
@@ -81,13 +76,33 @@ def latest(folder: Path) -> Path | None:
 
 def finished(folder: Path) -> list[Path]:
     """Finished checkpoints of ``folder``, the newest last."""
-    return [p for p in _in_order(folder) if (p / MANIFEST).is_file()]
+    return [p for p in in_order(folder) if (p / MANIFEST).is_file()]
 
 
-def _in_order(folder: Path) -> list[Path]:
+def in_order(folder: Path) -> list[Path]:
     """Checkpoints by step, those without a manifest too."""
     steps = {int(p.name.removeprefix(PREFIX)): p for p in folder.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()}
     return [steps[step] for step in sorted(steps)]
+
+
+def unfounded_latest(folder: Path) -> str | None:
+    """Why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is missing."""
+    path = folder / LATEST
+    if not path.is_file():
+        return None
+    name = path.read_text(errors="replace").strip()
+    named = folder / f"{PREFIX}{name}"
+    if named in finished(folder) or named in durable.moved_aside(folder, f"{PREFIX}*"):
+        return None
+    return f"{path} names {name!r}, but {named / MANIFEST} is missing"
+
+
+def recover(folder: Path) -> list[Path]:
+    """Undo or end every ``complete`` that was killed between its renames; return the checkpoints that were put back.
+
+    For a start alone: a job that is alive may be between them.
+    """
+    return [target for target in durable.moved_aside(folder, f"{PREFIX}*") if durable.recover_directory(target)]
 
 
 def remove(checkpoint: Path) -> None:
@@ -99,7 +114,7 @@ def remove(checkpoint: Path) -> None:
 def prune(folder: Path, keep: int, attempt: int = 0) -> None:
     """Remove all but the newest ``keep`` finished checkpoints; what ``attempt`` or one before it left unfinished does not count."""
     kept = finished(folder)[-keep:]
-    for checkpoint in _in_order(folder):
+    for checkpoint in in_order(folder):
         if checkpoint not in kept:
             remove(checkpoint)
     for path in folder.glob(f"{PREFIX}*"):
@@ -130,10 +145,29 @@ def write_manifest(checkpoint: Path, state: Mapping[str, Any], made: Mapping[str
     write_text(checkpoint / MANIFEST, json.dumps({**state, "made": dict(made), "files": listed}, indent=1))
 
 
-def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:
-    """The first file that is not as the manifest says, and how; None where all are, or where it lists none (as of before it did).
+def complete(
+    written: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint], keep: int
+) -> Path:
+    """Make a checkpoint count whose files are all in ``written``; remove all but the newest ``keep``; return its path.
 
-    Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files' sizes alone.
+    Args:
+        files: Those that their writers have taken the fingerprints of; the others' are taken here.
+    """
+    folder, final = written.parent, written.with_name(f"{PREFIX}{state['step']}")
+    others = [path for path in written.rglob("*") if path.is_file() and str(path.relative_to(written)) not in files]
+    durable.sync_tree(written)
+    write_manifest(written, state, made, {**files, **fingerprints(written, others)})
+    durable.replace_directory(written, final)
+    write_text(folder / LATEST, str(state["step"]))
+    prune(folder, keep, _attempt_of(written))
+    return final
+
+
+def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:
+    """The first file that is not as the manifest says, and how; None where all are. A manifest without files is a fault.
+
+    Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files'
+    sizes alone; a manifest without files is then a warning.
 
     Raises CheckpointError for a damaged manifest.
     """
@@ -142,6 +176,11 @@ def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:
         wanted = {str(name): Fingerprint(int(size), str(digest)) for name, (size, digest) in listed.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint / MANIFEST} is damaged: its list of files cannot be read ({error})") from error
+    if not wanted:
+        unlisted = f"{checkpoint / MANIFEST} lists no files, so none of them can be verified"
+        if digests:
+            return f"{unlisted}; set trainer.verify_checkpoints=false to load it unverified"
+        log.warning("%s; it is loaded unverified (trainer.verify_checkpoints=false)", unlisted)
     sizes = {name: _size(checkpoint / name) for name in wanted}
     for name, size in sizes.items():
         if size != wanted[name].size:

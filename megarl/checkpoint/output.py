@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.checkpoint.dist import Chunk
+from megarl.durable import replace_directory, sync_tree, write_text
 from megarl.errors import CheckpointError
 
 MANIFEST = "megarl_manifest.json"
@@ -112,9 +113,7 @@ class Output:
         """Begin a new journal with these records only."""
         self.finished = {record.file: record for record in records}
         lines = [json.dumps({"job": self._job}), *(record.to_json() for record in self.finished.values())]
-        temporary = self.path / f"{JOURNAL}.tmp"
-        temporary.write_text("".join(f"{line}\n" for line in lines))
-        os.replace(temporary, self.path / JOURNAL)
+        write_text(self.path / JOURNAL, "".join(f"{line}\n" for line in lines))
 
     def add(self, record: Finished) -> None:
         """Note a complete file; its bytes are on the disk before its record is."""
@@ -143,12 +142,11 @@ class Output:
 
     def commit(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, the last file, and give the directory its name; an older one is moved aside first."""
+        sync_tree(self.path)
         write_json(self.path / MANIFEST, manifest)
         (self.path / JOURNAL).unlink()
         (self.path / LOCK).unlink()
-        _sync(self.path)
         replace_directory(self.path, self.target)
-        _sync(self.target.parent)
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
@@ -163,34 +161,8 @@ def partial_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def old_path(target: Path) -> Path:
-    """Where an older target lies while the new one is renamed."""
-    return target.with_name(f".{target.name}.old")
-
-
-def replace_directory(temporary: Path, target: Path) -> None:
-    """Rename into place; an older directory is moved aside first and removed last (rename cannot replace a full one)."""
-    old = old_path(target)
-    _remove(old)
-    if target.exists() or target.is_symlink():
-        os.replace(target, old)
-    os.replace(temporary, target)
-    _remove(old)
-
-
 def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
-        return
-    for entry in path.iterdir() if path.is_dir() else ():  # these last: what a killed removal leaves is recognised by them
-        if entry.name not in (MANIFEST, LOCK):
-            _remove(entry)
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

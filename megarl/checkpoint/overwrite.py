@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from megarl.checkpoint.output import JOURNAL, LOCK, MANIFEST, old_path, partial_path
+from megarl.checkpoint.output import JOURNAL, LOCK, MANIFEST, partial_path
 from megarl.checkpoint.target_manifest import read_target_manifest
+from megarl.durable import aside, recover_directory
 from megarl.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 
 def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
@@ -17,9 +21,11 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
         target: It may exist with ``overwrite`` only; then it is empty or holds a converted checkpoint and no other file.
         sources: Directories that are read; none may contain an existing target or lie inside it.
     """
-    for temporary in (partial_path(target), old_path(target)):
+    for temporary in (partial_path(target), aside(target)):
         if temporary.exists() and not _is_temporary(temporary):
             raise CheckpointError(f"{temporary} was not written by megarl, but is needed to write {target}; move it away")
+    if recover_directory(target):
+        log.warning("%s was being replaced when that was killed: the old one is back", target)
     if not (target.exists() or target.is_symlink()):
         return
     if not overwrite:

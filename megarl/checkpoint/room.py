@@ -31,6 +31,13 @@ def is_full(error: BaseException) -> bool:
     return any(word in str(error) for word in _WORDS)
 
 
+def cause(error: BaseException | None) -> OSError | None:
+    """The OSError behind an error, if any: on a full disk torch closes its archive, and reports its position as wrong."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """What the disk refuses is named with what was being written. Raises DiskFullError where it is full, else JobError."""

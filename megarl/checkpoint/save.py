@@ -24,17 +24,16 @@ from megarl.checkpoint import rng, writer
 from megarl.checkpoint import room as disk
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
 from megarl.checkpoint.manifest import (
-    LATEST,
     PREFIX,
     Fingerprint,
+    complete,
     fingerprints,
-    prune,
     remove,
     unfinished_name,
-    write_manifest,
-    write_text,
 )
+from megarl.checkpoint.rank_0 import SmallFiles, on_rank_0
 from megarl.checkpoint.writer import Task
+from megarl.durable import write_text
 from megarl.errors import DiskFullError, JobError
 
 
@@ -141,6 +140,7 @@ def begin(
             dtype = next(next(iter(parts.values())).chunks[0].parameters()).dtype
             copy_small_files(model, target / HF_FOLDER, dtype, mtp=False)
         disk.reserve(target)
+        disk.use_reserve(target, 1)
 
     def clean_up() -> None:
         if dist.get_rank() == 0:
@@ -148,17 +148,22 @@ def begin(
 
     with _undone_by(clean_up):
         on_rank_0(prepare)
-        disk.use_reserve(target, 1)
     requests, states = [], {"process": rng.of_process(), "parts": {}}
+    small_files = SmallFiles(target)
     for name, part in parts.items():
-        with part.grid():
+        with part.grid(), small_files.written():
             requests.append(_request(target / name, part))
             states["parts"][name] = rng.of_grid()
     random_states, rank = json.dumps(states), dist.get_rank()
     needed = torch.tensor(sum(_size(request) for request in requests) + len(random_states))
     dist.all_reduce(needed)
+
+    def check_room() -> None:
+        small_files.check()
+        room(int(needed))
+
     with _undone_by(clean_up):
-        on_rank_0(lambda: room(int(needed)))
+        on_rank_0(check_room)
     tensors = [tensor for request in requests for tensor in request.tensors]
     bare_requests = [(request.files, request.transforms) for request in requests]
     work = (target, rng_file(rank), random_states, bare_requests)
@@ -261,28 +266,25 @@ class Save:
                 raise DiskFullError(f"{failed}; {self._bytes()} make room there")
             raise JobError(failed)
         assert mine is not None
-        disk.use_reserve(self._target, 2)
-        for part, results in zip(self._ends, mine.results, strict=True):
-            if part.wrote:
-                part.results.put(results)
-            for finalize in part.finalize:
-                finalize()
+        on_rank_0(lambda: disk.use_reserve(self._target, 2))
+        small_files = SmallFiles(self._target)
+        with small_files.written():
+            for part, results in zip(self._ends, mine.results, strict=True):
+                if part.wrote:
+                    part.results.put(results)
+                for finalize in part.finalize:
+                    finalize()
         files = {name: found for _, theirs in everyone for name, found in theirs.items()}
-        final = self.folder / f"{PREFIX}{self.step}"
 
         def end() -> None:
             self._fence()
-            others = [path for path in self._target.rglob("*") if path.is_file() and str(path.relative_to(self._target)) not in files]
             state = {"step": self.step, **self._manifest.state}
             with _undone_by(lambda: remove(self._target)):
-                write_manifest(self._target, state, self._manifest.made, files | fingerprints(self._target, others))
-            remove(final)
-            self._target.rename(final)
-            write_text(self.folder / LATEST, str(self.step))
-            prune(self.folder, keep, self._manifest.attempt)
+                small_files.check()
+                complete(self._target, state, self._manifest.made, files, keep)
 
         on_rank_0(end)
-        return final
+        return self.folder / f"{PREFIX}{self.step}"
 
     def _bytes(self) -> str:
         free = shutil.disk_usage(self.folder).free
@@ -296,19 +298,6 @@ class Save:
 def save(folder: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], keep: int, model: Path | None = None) -> Path:
     """``begin`` and ``finish`` at once; returns the checkpoint."""
     return begin(folder, step, parts, Manifest(state), model=model).finish(keep)
-
-
-def on_rank_0(action: Callable[[], None]) -> None:
-    """Run it on rank 0 while the others wait; OSError and JobError that it raises are raised on every rank."""
-    outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except (OSError, JobError) as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome, 0)
-    if outcome[0] is not None:
-        raise outcome[0]
 
 
 def _request(folder: Path, part: Part) -> _Request:
@@ -373,16 +362,9 @@ def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transf
         )
         _, outcome = results.get()
         if isinstance(outcome, Exception):
-            raise _cause(outcome) or RuntimeError(f"{file.path}: {type(outcome).__name__}: {outcome}")
+            raise disk.cause(outcome) or RuntimeError(f"{file.path}: {type(outcome).__name__}: {outcome}")
         found[number] = outcome
     return found
-
-
-def _cause(error: BaseException | None) -> OSError | None:
-    """What the disk said. On a full one torch goes on to close its archive, and reports that its position is not the expected one."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint import rng
-from megarl.checkpoint.manifest import LATEST, PREFIX, finished, latest, prune, read_manifest, read_state, write_text
+from megarl.checkpoint.manifest import (
+    LATEST,
+    PREFIX,
+    finished,
+    latest,
+    prune,
+    read_manifest,
+    read_state,
+    unfounded_latest,
+)
+from megarl.checkpoint.rank_0 import on_rank_0
 from megarl.checkpoint.save import (
     Manifest,
     Part,
@@ -27,9 +37,22 @@ from megarl.checkpoint.save import (
 from megarl.errors import CheckpointError
 
 __all__ = [
-    "LATEST", "PREFIX", "Manifest", "Part", "Save", "begin", "finished", "inner_optimizers", "latest", "load", "prune",
-    "put_random_states", "read_manifest", "read_state", "save", "write_text",
+    "LATEST", "PREFIX", "Manifest", "Part", "Save", "begin", "finished", "inner_optimizers", "latest", "load", "manifest_of",
+    "newest", "prune", "put_random_states", "read_manifest", "read_state", "save", "unfounded_latest",
 ]  # fmt: skip
+
+
+def newest(*folders: Path) -> Path | None:
+    """The newest finished checkpoint of the first folder that has one, as rank 0 finds it. Every rank calls it.
+
+    A network file system may list other names on each node.
+    """
+    return on_rank_0(lambda: next((found for folder in folders if (found := latest(folder)) is not None), None))
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """``read_manifest`` on rank 0, for every rank."""
+    return on_rank_0(lambda: read_manifest(checkpoint))
 
 
 def load(checkpoint: Path, parts: Mapping[str, Part]) -> None:

@@ -17,8 +17,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.config.bounds import check_bounds
 from megarl.config.hub import with_snapshots
-from megarl.config.overrides import check_overrides, force, grammar_fault, nearest, unknown
+from megarl.config.overrides import check_overrides, check_setting, force, grammar_fault, nearest, unknown
 from megarl.config.schema import Config
+from megarl.durable import write_text
 from megarl.errors import ConfigError
 
 
@@ -97,6 +98,8 @@ def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.
     if left := sorted(name for name, value in _texts(to_dict(config)) if "${" in value):
         raise ConfigError(f"{left[0]} holds an unresolved ${{...}}; give its value")
     check_bounds(config)
+    for name in config.run.allow_changes:
+        check_setting(name, " in run.allow_changes")
     return with_snapshots(config)
 
 
@@ -180,10 +183,8 @@ def _texts(tree: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, str]
 
 
 def save_resolved(config: Config, path: Path) -> None:
-    """Write the settings as JSON under a temporary name, then rename."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(to_dict(config), indent=1))
-    os.replace(temporary, path)
+    """Write the settings as JSON; a reader sees the old file or the new one."""
+    write_text(path, json.dumps(to_dict(config), indent=1))
 
 
 def load_resolved(path: str | Path) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -62,9 +62,29 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f" did you mean {match[0]!r}?" if match else ""
 
 
-def unknown(key: str, name: str, known: Sequence[str]) -> ConfigError:
-    """Error for a setting ``key`` that does not exist; ``name`` is its part up to the first unknown word."""
-    return ConfigError(in_our_words(key) or f"unknown setting {key!r};{nearest(name, known)} known: {', '.join(known)}")
+def unknown(key: str, name: str, known: Sequence[str], where: str = "") -> ConfigError:
+    """Error for a setting ``key`` that does not exist; ``name`` is its part up to the first unknown word, ``where`` the place it was read."""
+    return ConfigError(in_our_words(key) or f"unknown setting {key!r}{where};{nearest(name, known)} known: {', '.join(known)}")
+
+
+def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> None:
+    """Raise ConfigError unless ``key`` is a setting, a group of them, or inside a free dict.
+
+    ``where``: the place it was read. ``groups``: hydra's, listed as known too.
+    """
+    cls: Any = Config
+    seen: list[str] = []
+    for part in key.split("."):
+        cls = _dataclass_in(cls)
+        if cls is None:
+            return  # inside a free dict such as taskset.options
+        names = [f.name for f in dataclasses.fields(cls)]
+        if part not in names:
+            known = [".".join([*seen, name]) for name in names]
+            known += sorted({*groups}.difference(names)) if not seen else []  # several groups are settings as well
+            raise unknown(key, ".".join([*seen, part]), known, where)
+        seen.append(part)
+        cls = get_type_hints(cls)[part]
 
 
 def _check_given_once(overrides: Sequence[str]) -> None:
@@ -86,20 +106,7 @@ def _check_override(override: str, folders: Sequence[Path]) -> None:
         if value not in found:
             raise ConfigError(f"no configs/{key}/{value}.yaml;{nearest(value, found)} there are {', '.join(found)}")
         return
-    cls: Any = Config
-    seen: list[str] = []
-    for part in key.split("."):
-        cls = _dataclass_in(cls)
-        if cls is None:
-            return  # inside a free dict such as taskset.options
-        names = [f.name for f in dataclasses.fields(cls)]
-        if part not in names:
-            where = ".".join(seen)
-            known = [f"{where}.{n}" if where else n for n in names]
-            known += sorted(groups(folders).difference(names)) if not seen else []  # several groups are settings as well
-            raise unknown(key, ".".join([*seen, part]), known)
-        seen.append(part)
-        cls = get_type_hints(cls)[part]
+    check_setting(key, groups=groups(folders))
 
 
 def _dataclass_in(annotation: Any) -> Any:

@@ -456,6 +456,9 @@ class RunConfig:
     host: str = "127.0.0.1"
     port: int | None = None
     """First of the job's ports (engines, rendezvous); None lets the machine choose free ones."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Settings, or groups of them such as trainer.optimizer, that change the training and may differ from the run's
+    last start (docs/checkpoints.md)."""
     shutdown_grace_s: float = 20.0
     """From a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take. The scripts of
     slurm/ set 150; their signal comes 180 s before the time limit."""

@@ -9,8 +9,29 @@ from typing import Any, NamedTuple
 from megarl.config import Config, load_resolved, to_dict
 
 SHOWN = 8
-HARMLESS = ("run.name", "run.host", "run.port", "run.shutdown_grace_s", "rollout.nodes", "store.outage_s", "trainer.trackers")
+HARMLESS = (
+    "run.name", "run.allow_changes", "run.host", "run.port", "run.shutdown_grace_s", "rollout.nodes", "store.outage_s",
+    "trainer.trackers",
+)  # fmt: skip
 """Settings that change nothing of what a run computes or where it lies."""
+FREE = (
+    "run", "cluster", "store", "sync", "parallel", "reference.parallel", "critic.parallel", "reward_model.parallel",
+    *(f"trainer.{name}" for name in (
+        "steps", "packing", "max_tokens_per_micro_batch", "micro_batch_size", "checkpoint_interval", "keep_checkpoints",
+        "async_checkpoint", "verify_checkpoints", "max_failed_checkpoints", "eval_interval", "num_threads",
+        "logits_bytes", "kernels", "trackers", "warm_start.checkpoint_interval",
+    )),
+    *(f"rollout.{name}" for name in (
+        "tp", "pp", "expert_parallel", "replicas", "nodes", "max_num_seqs", "block_size", "kv_cache_bytes",
+        "num_threads", "start_timeout_s", "request_timeout_s", "concurrent_groups",
+    )),
+    *(f"reward.{name}" for name in (
+        "workers", "hosts", "timeout_s", "retries", "max_kills", "backlog", "code.url", "judge.concurrency",
+        "judge.timeout_s", "judge.retries", "judge.cache",
+    )),
+)  # fmt: skip
+"""Settings, and groups of them, that change nothing of the training's mathematics: where and how fast a job computes,
+how long it waits, what it logs and keeps. ``run.allow_changes`` confirms all others when a run goes on."""
 
 
 class Change(NamedTuple):
@@ -30,10 +51,19 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> 
 
 
 def described(changed: Iterable[Change]) -> str:
-    """``trainer.seed was 1, now 2, …``."""
-    texts = [f"{c.setting} was {c.old}, now {c.new}" for c in changed]
+    """``trainer.seed was 1, now 2, …``, of the first ``SHOWN``."""
+    texts = listed(changed)
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
+
+
+def listed(changed: Iterable[Change]) -> list[str]:
+    return [f"{c.setting} was {c.old}, now {c.new}" for c in changed]
+
+
+def is_in(setting: str, names: Iterable[str]) -> bool:
+    """``names`` has the setting or a group that it is in."""
+    return any(setting == name or setting.startswith(f"{name}.") for name in names)
 
 
 def changes_since_last_start(config: Config, run_dir: Path) -> list[Change]:

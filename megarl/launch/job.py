@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from megarl.checkpoint.manifest import current_attempt
 from megarl.checkpoint.room import writing
 from megarl.checkpoint.state import latest, read_state
 from megarl.config import Config
@@ -26,7 +27,7 @@ from megarl.launch.postgres import Server, job_store
 from megarl.launch.prepare import with_prompt_limit
 from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_store_of_run, is_finished, set_aside_damaged
-from megarl.launch.run_dir import next_attempt, own_run_dir
+from megarl.launch.run_dir import check_fence, next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.schema import Task
@@ -49,6 +50,7 @@ def run(config: Config) -> int:
     run_dir = Path(config.run.dir)
     start = time.monotonic()
     with Gathering(allocation, key, config.cluster.heartbeat_s) as gathering, own_run_dir(run_dir) as lock, ExitStack() as stack:
+        last = current_attempt(run_dir)  # whoever counts from here on has taken over
         tasks = check(config, mend=True, nodes=allocation.nodes)
         config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
@@ -56,7 +58,7 @@ def run(config: Config) -> int:
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
-            _run_attempts(config, tasks, allocation, gathering, lock, server, key)
+            _run_attempts(config, tasks, allocation, gathering, lock, server, key, last)
         # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
         finished = is_finished(config, run_dir)
         if finished:  # its report too, which may not have been written when it ended
@@ -71,9 +73,15 @@ def run(config: Config) -> int:
 
 
 def _run_attempts(
-    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int, server: Server | None, key: str
-) -> None:
-    """Attempts, until one ends in order or ``cluster.restarts`` are used up."""
+    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int,
+    server: Server | None, key: str, last: int,
+) -> None:  # fmt: skip
+    """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
+
+    Raises:
+        FencedError: another job has begun an attempt.
+        JobError: the last attempt failed.
+    """
     run_dir = Path(config.run.dir)
     with StopRequest() as stop_request, ExitStack() as stack:
         INTERRUPT.check()
@@ -88,7 +96,7 @@ def _run_attempts(
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         for left in reversed(range(config.cluster.restarts + 1)):
             fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
-            attempt = _counted(config, stop_request)
+            attempt = last = _counted(config, stop_request, last)
             _fill_store(config, tasks, attempt)
             try:
                 started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
@@ -100,14 +108,16 @@ def _run_attempts(
                 if not left or stop_request.count:
                     raise
                 log.error("%s", error)
+                check_fence(run_dir, attempt)
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 
-def _counted(config: Config, stop_request: StopRequest) -> int:
-    """The number of the attempt that begins; a full disk is waited for as the store's is.
+def _counted(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
+    """The number of the attempt that begins after ``last``; a full disk is waited for as the store's is.
 
     Raises:
+        FencedError: a later one has begun.
         JobError: it cannot be written down.
     """
     run_dir, end = Path(config.run.dir), time.monotonic() + config.store.outage_s
@@ -115,7 +125,7 @@ def _counted(config: Config, stop_request: StopRequest) -> int:
     while True:
         try:
             with writing(run_dir / "attempt"):
-                return next_attempt(run_dir)
+                return next_attempt(run_dir, last)
         except DiskFullError as error:
             if stop_request.count or time.monotonic() > end:
                 raise

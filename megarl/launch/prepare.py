@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from megarl.config import Config, hub, load_resolved
+from megarl.durable import replace_directory
 from megarl.errors import ConfigError
 from megarl.launch.changes import Change, changes, described, has_checkpoints
 from megarl.launch.rows import SPLITS, kind_of_rows, needs_expert_rows, read_split
@@ -142,8 +143,7 @@ def write_model(config: Config, path: Path) -> None:
         create(temporary, wanted, corpus, config.trainer.seed)
         (temporary / MODEL_RECIPE).write_text(json.dumps(_model_recipe(config, corpus), indent=1))
         _check_only(path, {entry.name for entry in temporary.iterdir()})
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
+        replace_directory(temporary, path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.path={path} cannot be written ({error}); make room or give another path") from error
     finally:

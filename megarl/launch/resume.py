@@ -10,10 +10,22 @@ from pathlib import Path
 from megarl import algorithms
 from megarl.checkpoint.dist import COMMON, DistFiles
 from megarl.checkpoint.hf_source import HF_FOLDER
-from megarl.checkpoint.manifest import fault_of_files, finished, latest, read_state
+from megarl.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    PREFIX,
+    fault_of_files,
+    in_order,
+    latest,
+    read_state,
+    recover,
+    unfounded_latest,
+)
+from megarl.checkpoint.room import writing
 from megarl.config import Config
+from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
-from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints
+from megarl.launch.changes import FREE, Change, changes_since_last_start, described, has_checkpoints, is_in, listed
 from megarl.parallel.grid import ROLES
 from megarl.store import Store
 
@@ -22,7 +34,7 @@ log = logging.getLogger(__name__)
 SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in ROLES))
 """What an attempt on fewer nodes has less of (``launch/fit.py``): no other settings."""
 FIXED = ("model", "taskset")
-"""Groups of settings that a run keeps; see also ``_needs_another_past``. All others may change between its starts."""
+"""Groups of settings that a run keeps; see also ``_needs_another_past``."""
 
 
 def is_finished(config: Config, run_dir: Path) -> bool:
@@ -42,11 +54,12 @@ def is_finished(config: Config, run_dir: Path) -> bool:
 
 
 def check_settings_of_run(config: Config, run_dir: Path) -> None:
-    """A run keeps its model and tasks, what its checkpoints hold models of, and a finished one everything; what else differs is named
-    and taken.
+    """A run keeps its model and tasks, what its checkpoints hold models of, and a finished one everything.
+
+    What else changes the training is taken where ``run.allow_changes`` has it; the rest (``FREE``) is named and taken.
 
     Raises:
-        ConfigError: settings differ that may not, with both values.
+        ConfigError: settings differ that may not, or that are not confirmed, with both values.
     """
     if not has_checkpoints(run_dir):
         return
@@ -61,6 +74,13 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
         raise ConfigError(
             f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {mend} "
             "(or raise trainer.steps to train that run further)"
+        )
+    of_training = [c for c in changed if not is_in(c.setting, FREE)]
+    if unconfirmed := [c for c in of_training if not is_in(c.setting, config.run.allow_changes)]:
+        raise ConfigError(
+            f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; "
+            "set them back, take another run.name, or confirm them with "
+            f"run.allow_changes=[{','.join(c.setting for c in of_training)}]"
         )
     if changed:
         log.warning("the run in %s goes on with other settings: %s", run_dir, described(changed))
@@ -81,12 +101,14 @@ def _needs_another_past(change: Change) -> bool:
 
 
 def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = True) -> None:
-    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts; says so.
+    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts.
+
+    Each is logged. One that was being replaced when its job was killed gets its name back first.
 
     Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
 
     Raises:
-        CheckpointError: none is whole; then nothing is renamed.
+        CheckpointError: none is whole, or the newest is gone and was the only one; then nothing is renamed.
     """
     folder = run_dir / "checkpoints"
     _set_aside_damaged(folder, rename, digests)
@@ -95,7 +117,9 @@ def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = Tru
 
 
 def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
-    candidates = finished(folder)
+    for checkpoint in recover(folder) if rename else []:
+        log.warning("%s was being saved again when its job was killed: what it was before is back", checkpoint)
+    candidates = in_order(folder)
     damaged: list[tuple[Path, str]] = []
     while candidates and (fault := _fault(candidates[-1], digests)) is not None:
         damaged.append((candidates.pop(), fault))
@@ -108,10 +132,19 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
             aside = path.with_name(f"damaged_{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+    if damaged and rename:
+        with writing(folder / LATEST):
+            write_text(folder / LATEST, candidates[-1].name.removeprefix(PREFIX))
+    elif not damaged and (fault := unfounded_latest(folder)) is not None:
+        if not candidates:
+            raise CheckpointError(f"{fault}, and there is no other; put it back, or remove {folder} to begin anew")
+        log.warning("%s; the run goes on from %s", fault, candidates[-1])
 
 
 def _fault(checkpoint: Path, digests: bool) -> str | None:
-    """Why a finished checkpoint cannot be loaded, as far as its files tell."""
+    """Why a checkpoint cannot be loaded, as far as its files tell."""
+    if not (checkpoint / MANIFEST).is_file():
+        return f"{checkpoint / MANIFEST} is missing"
     models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}
     try:
         if (fault := fault_of_files(checkpoint, digests=digests)) is not None:

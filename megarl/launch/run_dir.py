@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megarl.checkpoint.manifest import current_attempt, write_text
-from megarl.errors import ConfigError
+from megarl.checkpoint.manifest import current_attempt
+from megarl.durable import write_text
+from megarl.errors import ConfigError, FencedError
 
 WAIT_S = 0.1
 ORPHANS_S = 40.0
@@ -92,8 +93,27 @@ def _is_alive(pid: str) -> bool:
     return state != "Z"  # dead, and its parent has not asked yet
 
 
-def next_attempt(run_dir: Path) -> int:
-    """Count a start of the job, which fences all earlier ones; weights versions carry the number, so none is ever used twice."""
-    attempt = current_attempt(run_dir) + 1
-    write_text(run_dir / "attempt", str(attempt))
+def next_attempt(run_dir: Path, last: int | None = None) -> int:
+    """Count a start of the job, which fences all earlier ones.
+
+    Weights versions carry the number, so none is ever used twice.
+
+    Args:
+        last: The newest attempt that the caller knows of; None fences whatever there is.
+
+    Raises:
+        FencedError: a later one than ``last`` has begun.
+    """
+    with (run_dir / "attempt.lock").open("a") as lock:  # two heads of one run may count at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if last is not None:
+            check_fence(run_dir, last)
+        attempt = current_attempt(run_dir) + 1
+        write_text(run_dir / "attempt", str(attempt))
     return attempt
+
+
+def check_fence(run_dir: Path, attempt: int) -> None:
+    """Raise FencedError where a later attempt has begun."""
+    if (newest := current_attempt(run_dir)) > attempt:
+        raise FencedError(f"attempt {newest} of the run in {run_dir} has begun; attempt {attempt} ends")

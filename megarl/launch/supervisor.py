@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config, save_resolved
 from megarl.errors import FencedError, JobError, LastingError
 from megarl.launch.interrupt import StopRequest
@@ -19,6 +18,7 @@ from megarl.launch.node import Node, Process, Spec, Started, on_every_node
 from megarl.launch.placement import Place, Placement, place, table
 from megarl.launch.postgres import Server
 from megarl.launch.replace import SETTLE_S, Replacements, ending, failed
+from megarl.launch.run_dir import check_fence
 from megarl.launch.sentinel import Sentinel
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.rollout.engine import UNTIL_PUBLISHED, engine_process
@@ -196,8 +196,7 @@ def watch(
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
                 looked_at = time.monotonic()
-                if (newest := current_attempt(Path(config.run.dir))) > attempt:
-                    raise FencedError(f"attempt {newest} of this run has begun; attempt {attempt} ends")
+                check_fence(Path(config.run.dir), attempt)
             if server is not None and server.poll() is not None:
                 log.warning("the job's PostgreSQL has ended (status %s); starting it again", server.poll())
                 server.start()

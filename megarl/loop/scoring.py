@@ -20,7 +20,7 @@ class ScoringSession(Session):
     def resume(self) -> State:
         found = self.newest_checkpoint()
         language = bool(self.config.trainer.warm_start.steps) and (
-            found is None or state.read_state(found)["step"] == 0 or found.parent.name == "warm_start"
+            found is None or state.manifest_of(found)["step"] == 0 or found.parent.name == "warm_start"
         )
         if language is (self.actor.head is None):
             del self.actor  # before the next one takes its room

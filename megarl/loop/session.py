@@ -152,13 +152,15 @@ class Session:
     def resume(self) -> State:
         """The actor as the newest checkpoint has it, or as the run begins; returns what goes with it."""
         found = self.newest_checkpoint()
+        if self.position.rank == 0 and (fault := state.unfounded_latest(self._folder("rl"))) is not None:
+            self.say(f"WARNING: {fault}; going on from {found or 'the beginning'}")
         if found is None:
             self.actor.load_hf(Path(self.config.model.path))
             return State()
-        saved = state.read_state(found)
+        saved = state.manifest_of(found)
         self.load_parts(found, {"actor": self._actor_part()})
         self.actor.optimizer.set_hyperparameters(self.config.trainer.optimizer)
-        cursor = state.read_manifest(found).get("made", {}).get("data")
+        cursor = saved.get("made", {}).get("data")
         if cursor is not None and cursor != self._data_cursor(saved["phase"], saved["step"]):
             self.say(f"the order of the data is another than before: {found} was at {cursor}, with these settings it is at "
                 f"{self._data_cursor(saved['phase'], saved['step'])}")
@@ -167,8 +169,8 @@ class Session:
         return resumed
 
     def newest_checkpoint(self) -> Path | None:
-        """What the session resumes from; None at the very start."""
-        return state.latest(self._folder("rl")) or state.latest(self._folder("warm_start"))
+        """What the session resumes from, the same on every rank, all of which call it; None at the very start."""
+        return state.newest(self._folder("rl"), self._folder("warm_start"))
 
     def load_parts(self, checkpoint: Path, parts: Mapping[str, state.Part]) -> None:
         """Models and optimizers of a checkpoint. Raises CheckpointError."""

@@ -30,6 +30,7 @@ from transformers import (
 from transformers.utils import logging
 
 from megarl.config.schema import FromScratchConfig
+from megarl.durable import replace_directory
 from megarl.errors import ConfigError
 
 PAD, UNK, USER, ASSISTANT, END = SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -82,7 +83,7 @@ def create(path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iter
         with _quiet():
             _model(config, seed).save_pretrained(temporary)
         _save_tokenizer(tokenizer, temporary, config.max_position_embeddings)
-        temporary.rename(path)
+        replace_directory(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

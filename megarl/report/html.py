@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from megarl.durable import whole, write_text
 from megarl.report import offline, svg
 from megarl.report.data import Answer, Run, changed_settings, load
 from megarl.report.png import reward_png, share_axis
@@ -47,8 +47,9 @@ def write_report(run_dir: Path) -> Path:
     run = load(run_dir)
     folder = run_dir / "report"
     folder.mkdir(exist_ok=True)
-    _replace(folder / "reward_curve.png", lambda path: reward_png(run, path))
-    _replace(folder / "report.html", lambda path: path.write_text(page(run), encoding="utf-8"))
+    with whole(folder / "reward_curve.png") as path:
+        reward_png(run, path)
+    write_text(folder / "report.html", page(run))
     return folder / "report.html"
 
 
@@ -331,12 +332,3 @@ def _text(text: str) -> str:
 
 def _value(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.durable import whole
 from megarl.errors import DataError
 
 RECIPE = b"megarl.recipe"
@@ -112,14 +113,10 @@ def write_table(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]],
         raise DataError(f"{path}: the rows do not share one schema ({error})") from error
     if recipe is not None:
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), RECIPE: json.dumps(recipe)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with whole(path) as temporary:
             pq.write_table(table, temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error}); make room or give another path") from error
 

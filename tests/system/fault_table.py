@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.manifest import latest
+from megarl.checkpoint.manifest import MANIFEST, latest
 from megarl.rollout.engine import group_members
 from tests.system.jobs import TINY, Job
 from tests.system.soak import END_S, checkpoints_and_metrics, differences, found_in, kill, run_to_its_end
@@ -219,9 +219,7 @@ def disk_filled(injured: Injured) -> str:
 
 
 def damaged_checkpoint(injured: Injured) -> str:
-    kill(injured.job)
-    newest = latest(injured.run_dir / "checkpoints")
-    assert newest is not None
+    newest = newest_killed(injured)
     file = max(newest.rglob("*.distcp"), key=lambda path: path.stat().st_size)
     with file.open("r+b") as opened:
         opened.seek(file.stat().st_size // 2)
@@ -230,6 +228,27 @@ def damaged_checkpoint(injured: Injured) -> str:
         opened.write(bytes([byte[0] ^ 1]))
     said = stopped(injured, f"one bit of {newest.name} was turned: its digest tells, it is set aside, loudly")
     return said.replace("the newest checkpoint", "the one before")
+
+
+def newest_killed(injured: Injured) -> Path:
+    """The newest checkpoint of the job, whose processes are gone."""
+    kill(injured.job)
+    newest = latest(injured.run_dir / "checkpoints")
+    assert newest is not None
+    return newest
+
+
+def manifest_removed(injured: Injured) -> str:
+    newest = newest_killed(injured)
+    (newest / MANIFEST).unlink()
+    ended = stopped(injured, f"{newest.name} is set aside with a warning that names the file")
+    return ended.replace("the newest checkpoint", "the one before")
+
+
+def moved_aside(injured: Injured) -> str:
+    newest = newest_killed(injured)
+    newest.rename(newest.with_name(f".{newest.name}.old"))
+    return stopped(injured, f"{newest.name} gets its name back, with a warning")
 
 
 HOLD = """
@@ -261,6 +280,12 @@ def later_attempt(injured: Injured) -> str:
     return stopped(injured, "the older attempt sees it within a second, kills its processes and writes nothing more")
 
 
+def later_attempt_and_death(injured: Injured) -> str:
+    (injured.run_dir / "attempt").write_text(str(injured.attempt() + 1))
+    injured.kill("trainer 1", signal.SIGKILL)
+    return stopped(injured, "the older job ends though restarts are left, and takes no further number")
+
+
 def database_locked(injured: Injured) -> str:
     connection = sqlite3.connect(injured.run_dir / "store.db", timeout=30, isolation_level=None)
     connection.execute("begin exclusive")
@@ -284,8 +309,11 @@ FAULTS = (
     Fault("supervisor: SIGKILL", Injured.in_a_rollout, supervisor_killed),
     Fault("everything: SIGKILL", Injured.in_a_checkpoint, all_killed),
     Fault("a bit of the newest checkpoint turned", Injured.behind_a_step, damaged_checkpoint),
+    Fault("`state.json` of the newest checkpoint removed", Injured.behind_a_step, manifest_removed),
+    Fault("newest checkpoint moved aside, as by a kill in a save", Injured.behind_a_step, moved_aside),
     Fault("SIGTERM (time limit, Ctrl-C)", Injured.in_an_update, asked_to_stop),
     Fault("a later attempt begins", Injured.in_a_rollout, later_attempt),
+    Fault("trainer rank: SIGKILL as a later attempt begins", Injured.in_a_rollout, later_attempt_and_death),
     Fault("SQLite file locked", Injured.in_a_rollout, database_locked),
     Fault("disk full", Injured.behind_a_step, disk_filled),
 )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 
 from megarl.checkpoint import manifest, state
 from megarl.errors import CheckpointError
+from tests.kills import every_kill
+from tests.parallel.grid import run_grid
 
 
 def checkpoint(folder: Path, step: int, *, finished: bool = True) -> Path:
@@ -111,3 +115,96 @@ def test_a_manifest_holds_the_state_and_more(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"phase": "rl", "step": 3, "files": {"a": 1}}')
     with pytest.raises(CheckpointError, match="its list of files cannot be read"):
         manifest.fault_of_files(tmp_path)
+
+
+# ---------------------------------------------------------------- a save that is killed
+
+
+def content_of(folder: Path) -> str:
+    return (folder / "actor" / "__0_0.distcp").read_text()
+
+
+def save_of(folder: Path, step: int, content: str, keep: int) -> Callable[[], object]:
+    """All that rank 0 does once the files of a checkpoint are written."""
+    target = folder / manifest.unfinished_name(step, 1)
+    (target / "actor").mkdir(parents=True)
+    (target / "actor" / "__0_0.distcp").write_text(content)
+    return lambda: manifest.complete(target, {"phase": "rl", "step": step}, {}, {}, keep)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, step: int, keep: int) -> None:
+    """The newest checkpoint is of step 4: it is saved again, or the next one is."""
+    run_dir = tmp_path / "run"
+    folder = run_dir / "checkpoints"
+
+    def prepare() -> Callable[[], object]:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        save_of(folder, 2, "first", keep)()
+        save_of(folder, 4, "before", keep)()
+        return save_of(folder, step, "after", keep)
+
+    found = set()
+    for call in every_kill(prepare):
+        manifest.recover(folder)
+        newest = state.latest(folder)
+        assert newest is not None and manifest.fault_of_files(newest) is None, f"killed before call {call}: {names(folder)}"
+        assert manifest.read_state(newest)["step"] == (4 if content_of(newest) == "before" else step)
+        found.add(content_of(newest))
+        save_of(folder, 8, "next", keep)()
+        assert len(manifest.finished(folder)) == min(keep, 2) and names(folder)[-1] == manifest.LATEST, names(folder)
+    assert found == {"before", "after"}
+
+
+def test_all_files_and_folders_are_on_the_disk_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the manifest before the checkpoint has its name."""
+    synced: list[Path] = []
+    when_renamed: dict[str, list[Path]] = {}
+    fsync, replace = os.fsync, os.replace
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        when_renamed[Path(target).name] = synced[:]
+        replace(source, target)
+
+    action = save_of(tmp_path, 4, "content", keep=1)
+    target = tmp_path / manifest.unfinished_name(4, 1)
+    (target / "huggingface").mkdir()
+    (target / "huggingface" / "config.json").write_text("{}")
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", renamed)
+    everything = {target, *target.rglob("*")}
+    action()
+    assert everything <= set(when_renamed["state.json"])
+    assert target in when_renamed["global_step_4"][len(when_renamed["state.json"]) :]
+    assert synced[-1] == tmp_path
+
+
+def sees(rank: int, folder: str) -> tuple[Path | None, Path | None, int]:
+    """Runs in each rank, on a list of names of its own, as a network file system may show it."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    own = Path(folder) / str(rank)
+    first, second = state.newest(own / "rl", own / "warm_start"), state.newest(own / "none", own / "warm_start")
+    with pytest.raises(CheckpointError, match=r"0/warm_start/global_step_1/state\.json is damaged"):
+        state.manifest_of(own / "warm_start" / "global_step_1")
+    return first, second, state.manifest_of(own / "rl" / "global_step_4")["step"]
+
+
+def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_finds(tmp_path: Path) -> None:
+    """On rank 1 a later one is there as well, the newest of rank 0 has no manifest, and a damaged one is whole."""
+    for rank, steps in enumerate([(2, 4), (2, 4, 6)]):
+        for step in steps:
+            checkpoint(tmp_path / str(rank) / "rl", step)
+        checkpoint(tmp_path / str(rank) / "warm_start", 1)
+    (tmp_path / "1" / "rl" / "global_step_4" / "state.json").unlink()
+    (tmp_path / "0" / "rl" / "global_step_4" / "state.json").write_text('{"phase": "rl", "step": 4}')
+    (tmp_path / "1" / "warm_start" / "global_step_1" / "state.json").write_text('{"phase": "rl", "step": 1}')
+    rank_0 = tmp_path / "0"
+    expected = rank_0 / "rl" / "global_step_4", rank_0 / "warm_start" / "global_step_1", 4
+    assert run_grid(2, sees, str(tmp_path), timeout_s=60) == [expected, expected]

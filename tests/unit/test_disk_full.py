@@ -211,3 +211,51 @@ def test_a_checkpoint_without_room_leaves_the_others_whole(small: Path, tmp_path
         assert "global_step_2.attempt_1 cannot be written (rank " in said and "No space left on device" in said
         assert "were to be written" in said and "are free without them; make room there" in said
     assert all(manifest.fault_of_files(small / f"global_step_{step}") is None for step in (1, 2))
+
+
+def saves_full_on_rank_0(rank: int, model: str, folder: str) -> list[str]:
+    """Runs in each rank: the disk is full for a file that rank 0 alone writes, once for each such file; returns what was raised."""
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing import serialization
+
+    from megarl.checkpoint import room, state
+    from megarl.config.schema import ParallelConfig
+    from tests.parallel.test_megatron_on_cpu import make_actor, parts
+
+    root, actor = Path(folder), make_actor(model, ParallelConfig(dp=2))
+    state.save(root, 1, parts(actor), {"phase": "rl"}, keep=2)
+    use_reserve, save_config, said = room.use_reserve, serialization.save_config, []
+
+    def without_room(path: Path, number: int) -> None:
+        use_reserve(path, number)
+        if rank == 0 and number == moment:
+            fill(root)
+
+    def config_without_room(*args: Any) -> None:
+        if rank == 0 and moment == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_config(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "use_reserve", without_room)
+        patch.setattr(serialization, "save_config", config_without_room)
+        for moment in (1, 2, 3):  # common.pt; .metadata; metadata.json
+            with pytest.raises(DiskFullError) as raised, writing(root):
+                state.begin(root, 2, parts(actor), state.Manifest({"phase": "rl"}, 1)).finish(2)
+            said.append(f"{moment}: {raised.value}")
+            dist.barrier()
+            if rank == 0:
+                (root / "ballast").unlink(missing_ok=True)
+                assert names(root) == ["global_step_1", "latest_checkpointed_iteration.txt"]
+    dist.barrier()
+    state.save(root, 2, parts(actor), {"phase": "rl"}, keep=2)
+    return said
+
+
+def test_a_disk_that_is_full_for_rank_0_alone_is_met_by_all_ranks_together(small: Path, tmp_path: Path) -> None:
+    """It writes small files between collectives: the others are told, instead of going on to another collective."""
+    model = save_tiny_qwen3(tmp_path / "qwen3", layers=2)
+    found: list[Any] = run_grid(2, saves_full_on_rank_0, str(model), str(small), timeout_s=60)
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert all("No space left on device" in said for said in found[0])
+    assert all(manifest.fault_of_files(small / f"global_step_{step}") is None for step in (1, 2))

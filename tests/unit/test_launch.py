@@ -11,14 +11,16 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config
-from megarl.errors import ConfigError, JobError, LastingError
+from megarl.errors import ConfigError, FencedError, JobError, LastingError
 from megarl.launch import guard as guards
 from megarl.launch import job, ports
 from megarl.launch.allocation import Allocation
@@ -30,6 +32,7 @@ from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.engine import group_members, own_folder
+from megarl.schema import Task
 from tests.unit.small_job import config_of, refused
 
 
@@ -238,8 +241,39 @@ def test_only_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(job, "watch", end)
     monkeypatch.setattr(job, "_fill_store", lambda *_: None)
     with (tmp_path / "lock").open("w") as lock, pytest.raises(error, match="it ended"):
-        job._run_attempts(config, {}, Allocation(), Gathering(Allocation(), "", 1.0), lock.fileno(), None, "")
+        job._run_attempts(config, {}, Allocation(), Gathering(Allocation(), "", 1.0), lock.fileno(), None, "", 0)
     assert attempts == list(range(1, starts + 1))
+
+
+def test_a_job_that_was_fenced_takes_no_further_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes fail, as a fenced attempt's do. To start again would fence the attempt that has taken over."""
+    config = config_of(tmp_path, "cluster.restarts=2")
+
+    def fail(*_: object) -> None:
+        next_attempt(tmp_path)  # another head
+        raise JobError("the store refuses what comes of attempt 1")
+
+    monkeypatch.setattr(job, "start_attempt", lambda *_, **__: [])
+    monkeypatch.setattr(job, "watch", fail)
+    monkeypatch.setattr(job, "_fill_store", lambda *_: None)
+    monkeypatch.setattr(job, "set_aside_damaged", lambda *_, **__: pytest.fail("the checkpoints are the other attempt's now"))
+    with (tmp_path / "lock").open("w") as lock, pytest.raises(FencedError, match=r"attempt 2 .*has begun.* attempt 1 ends"):
+        job._run_attempts(config, {}, Allocation(), Gathering(Allocation(), "", 1.0), lock.fileno(), None, "", 0)
+    assert current_attempt(tmp_path) == 2
+
+
+def test_a_job_that_is_fenced_before_its_first_attempt_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was requeued while it checked its inputs: the later head has counted already."""
+
+    def check(*_: object, **__: object) -> dict[str, list[Task]]:
+        next_attempt(tmp_path)
+        return {}
+
+    monkeypatch.setattr(job, "check", check)
+    monkeypatch.setattr(job, "start_attempt", lambda *_, **__: pytest.fail("it would fence the other"))
+    with pytest.raises(FencedError, match="attempt 1 .*has begun"):
+        job.run(config_of(tmp_path))
+    assert current_attempt(tmp_path) == 1
 
 
 def test_a_process_is_gone_with_its_last_thread(tmp_path: Path) -> None:
@@ -443,3 +477,18 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
 
 def test_attempts_are_counted(tmp_path: Path) -> None:
     assert [next_attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_number_is_taken_once(tmp_path: Path) -> None:
+    """Two heads of one run may count at the same time."""
+    with ThreadPoolExecutor(8) as pool:
+        taken = [*pool.map(lambda _: next_attempt(tmp_path), range(80))]
+    assert sorted(taken) == list(range(1, 81))
+
+
+def test_who_was_fenced_takes_no_number(tmp_path: Path) -> None:
+    assert next_attempt(tmp_path, 0) == 1
+    assert next_attempt(tmp_path, 1) == 2
+    with pytest.raises(FencedError, match=rf"attempt 2 of the run in {tmp_path} has begun; attempt 1 ends"):
+        next_attempt(tmp_path, 1)
+    assert current_attempt(tmp_path) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.checkpoint.manifest import fingerprints, read_state, write_manifest
+from megarl.checkpoint.manifest import LATEST, fingerprints, latest, read_manifest, read_state, write_manifest
 from megarl.config import save_resolved
+from megarl.config.load import check_setting
+from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch import job
+from megarl.launch.changes import FREE
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, check_store_of_run, set_aside_damaged
 from megarl.metrics import MetricWriter
@@ -22,6 +26,11 @@ from megarl.schema import WeightsVersion
 from megarl.store import Store
 from megarl.tasksets import read_rows, write_rows
 from tests.unit.small_job import config_of
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """By megarl; torch logs each save."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("megarl")]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -35,8 +44,14 @@ def finished_checkpoint(run_dir: Path, step: int = 2) -> Path:
         dcp.save({"weight": torch.arange(3.0)}, storage_writer=dcp.FileSystemWriter(checkpoint / "actor"), no_dist=True)
     (checkpoint / "actor" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     torch.save({}, checkpoint / "actor" / "common.pt")
-    (checkpoint / "state.json").write_text(json.dumps({"phase": "rl", "step": step}))
+    list_files(checkpoint, step)
+    write_text(checkpoint.with_name(LATEST), str(step))
     return checkpoint
+
+
+def list_files(checkpoint: Path, step: int) -> None:
+    files = fingerprints(checkpoint, [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "state.json"])
+    write_manifest(checkpoint, {"phase": "rl", "step": step}, {}, files)
 
 
 # ---------------------------------------------------------------- tasks and model made with other settings
@@ -185,8 +200,68 @@ def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(tmp_path: Path, 
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_run_that_goes_on_names_what_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool) -> None:
     begun(tmp_path, finished=finished)
-    check_settings_of_run(config_of(tmp_path, "trainer.steps=9", "algorithm.kl.coef=0"), tmp_path)
+    check_settings_of_run(config_of(tmp_path, "trainer.steps=9", "algorithm.kl.coef=0", "run.allow_changes=[algorithm.kl]"), tmp_path)
     assert "algorithm.kl.coef was 0.2, now 0.0, trainer.steps was 2, now 9" in caplog.text
+
+
+MANY = [f"algorithm.{name}=0.5" for name in ("clip_low", "clip_high", "gamma", "lam", "tau", "beta", "mu", "expert_ratio", "entropy_coef")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["trainer.optimizer.lr=1e-6"], ["trainer.optimizer.lr was 5e-05, now 1e-06"]),
+        (["trainer.steps=9", "reward.weight=2"], ["reward.weight was 1.0, now 2.0"]),
+        (["algorithm.dynamic_sampling=true", "rollout.temperature=0.5"], ["algorithm.dynamic_sampling was False, now True", "rollout.temperature was 1.0"]),
+        (["trainer.seed=2"], ["trainer.seed was 1, now 2"]),
+        (["reference.dtype=bfloat16"], ["reference.dtype was None, now bfloat16"]),
+        (MANY, [name.partition("=")[0] for name in MANY]),
+    ],
+)
+def test_what_changes_the_training_is_confirmed(tmp_path: Path, overrides: list[str], told: list[str]) -> None:
+    """The error names every such setting, and the override that lets exactly those pass."""
+    begun(tmp_path, finished=False)
+    with pytest.raises(ConfigError) as raised:
+        check_settings_of_run(config_of(tmp_path, *overrides), tmp_path)
+    for word in told:
+        assert word in str(raised.value)
+    [allowed] = re.findall(r"run\.allow_changes=\[\S*\]", str(raised.value))
+    assert "trainer.steps" not in allowed
+    check_settings_of_run(config_of(tmp_path, *overrides, allowed), tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.warm_start\.batch_size was 128, now 3"):
+        check_settings_of_run(config_of(tmp_path, *overrides, allowed, "trainer.warm_start.batch_size=3"), tmp_path)
+
+
+def test_a_group_confirms_what_is_in_it_and_a_part_of_a_name_does_not(tmp_path: Path) -> None:
+    begun(tmp_path, finished=False)
+    check_settings_of_run(config_of(tmp_path, "trainer.optimizer.lr=1e-6", "run.allow_changes=[trainer.optimizer]"), tmp_path)
+    with pytest.raises(ConfigError, match=r"run\.allow_changes=\[algorithm\.clip_high,trainer\.optimizer\.lr\]"):
+        config = config_of(tmp_path, "trainer.optimizer.lr=1e-6", "algorithm.clip_high=0.3", "run.allow_changes=[trainer.optimizer]")
+        check_settings_of_run(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"unknown setting 'trainer\.opt' in run\.allow_changes; did you mean 'trainer\.optimizer'"):
+        config_of(tmp_path, "run.allow_changes=[trainer.opt]")
+
+
+def test_what_a_run_keeps_cannot_be_confirmed(tmp_path: Path) -> None:
+    begun(tmp_path, finished=False)
+    with pytest.raises(ConfigError, match=r"taskset\.seed was 7, now 8; take another run\.name"):
+        check_settings_of_run(config_of(tmp_path, "taskset.seed=8", "run.allow_changes=[taskset]"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["parallel=pp2", "trainer.steps=50", "rollout.replicas=3", "trainer.checkpoint_interval=7", "trainer.eval_interval=3", "cluster.stall_s=9",
+     "store.outage_s=9", "run.shutdown_grace_s=9", "sync.timeout_s=9", "trainer.trackers=[]", "reward.workers=3", "reward.timeout_s=9",
+     "critic.parallel.pp=2", "trainer.max_tokens_per_micro_batch=512", "trainer.keep_checkpoints=5"],
+)  # fmt: skip
+def test_what_changes_nothing_of_the_training_needs_no_word(tmp_path: Path, override: str) -> None:
+    begun(tmp_path, finished=False)
+    check_settings_of_run(config_of(tmp_path, override), tmp_path)
+
+
+def test_settings_that_may_change_are_settings() -> None:
+    for name in FREE:
+        check_setting(name)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"trainer": {"stepz": 3}}', "\ufffd"])
@@ -206,21 +281,20 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     shutil.copytree(newest / "actor", newest / "critic")
+    list_files(newest, 4)
     folder = tmp_path / "checkpoints"
     set_aside_damaged(tmp_path)
-    assert not [record for record in caplog.records if record.name.startswith("megarl")]
+    assert not logged(caplog)
     (newest / file).write_bytes(b"")
     set_aside_damaged(tmp_path)
     assert f"{newest} is damaged" in caplog.text and f"goes on from {before}" in caplog.text
-    assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2"]
+    assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2", LATEST]
 
 
 @pytest.mark.parametrize("digests", [True, False])
 def test_a_flipped_byte_gives_way_to_the_checkpoint_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, digests: bool) -> None:
     """In a place that no header tells of; ``trainer.verify_checkpoints=false`` does not look there."""
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
-    files = fingerprints(newest, [path for path in newest.rglob("*") if path.is_file() and path.name != "state.json"])
-    write_manifest(newest, {"phase": "rl", "step": 4}, {}, files)
     data = newest / "actor" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     content[content.index(torch.arange(3.0).numpy().tobytes()) + 5] ^= 1
@@ -239,12 +313,90 @@ def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:
     assert only.is_dir()
 
 
+@pytest.mark.parametrize("phase", ["", "warm_start"])
+def test_a_checkpoint_that_was_being_saved_again_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, phase: str) -> None:
+    """``trainer.keep_checkpoints=1``, killed between the two renames: without it the run would begin anew."""
+    only = finished_checkpoint(tmp_path)
+    folder = tmp_path / "checkpoints" / phase
+    folder.mkdir(exist_ok=True)
+    only.with_name(LATEST).rename(folder / LATEST)
+    only.rename(folder / f".{only.name}.old")
+    set_aside_damaged(tmp_path, rename=False)
+    assert latest(folder) is None, "a job may be alive"
+    set_aside_damaged(tmp_path)
+    assert latest(folder) == folder / only.name
+    assert f"{folder / only.name} was being saved again" in caplog.text
+
+
+def test_a_newest_checkpoint_without_its_manifest_is_set_aside_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    (newest / "state.json").unlink()
+    set_aside_damaged(tmp_path)
+    assert f"{newest} is damaged" in caplog.text and "state.json is missing" in caplog.text and f"goes on from {before}" in caplog.text
+    assert sorted(path.name for path in before.parent.iterdir()) == ["damaged_global_step_4", "global_step_2", LATEST]
+    assert (before.parent / LATEST).read_text() == "2"
+    caplog.clear()
+    set_aside_damaged(tmp_path)
+    assert not logged(caplog)
+
+
+def test_an_only_checkpoint_without_its_manifest_is_no_new_run(tmp_path: Path) -> None:
+    only = finished_checkpoint(tmp_path)
+    (only / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {only}: .*state.json is missing; put its files back"):
+        set_aside_damaged(tmp_path)
+    assert only.is_dir()
+
+
+def test_an_older_checkpoint_that_is_half_removed_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a job that was killed while it removed old ones leaves."""
+    older, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    (older / "state.json").unlink()
+    set_aside_damaged(tmp_path)
+    assert latest(newest.parent) == newest and older.is_dir() and not logged(caplog)
+
+
+@pytest.mark.parametrize("text", ["6", "", "x"])
+def test_a_name_of_the_newest_that_counts_for_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+    """Of a checkpoint that is gone; a run of which it was the only one does not begin anew without a word."""
+    found = finished_checkpoint(tmp_path, 4)
+    (found.parent / LATEST).write_text(text)
+    set_aside_damaged(tmp_path)
+    assert f"{found.parent / LATEST} names {text!r}" in caplog.text and f"goes on from {found}" in caplog.text
+    shutil.rmtree(found)
+    with pytest.raises(CheckpointError, match=f"{found.parent / LATEST} names {text!r}.*put it back, or remove {found.parent}"):
+        set_aside_damaged(tmp_path)
+
+
+def test_an_older_name_of_the_newest_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed between the checkpoint's rename and this file's."""
+    for step in (2, 4):
+        (finished_checkpoint(tmp_path, step).parent / LATEST).write_text("2")
+    set_aside_damaged(tmp_path)
+    assert not logged(caplog)
+
+
+@pytest.mark.parametrize("files", ["absent", "empty"])
+def test_a_manifest_without_files_is_not_taken_as_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture, files: str) -> None:
+    before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
+    manifest = read_manifest(newest) | {"files": {}}
+    if files == "absent":
+        del manifest["files"]
+    (newest / "state.json").write_text(json.dumps(manifest))
+    set_aside_damaged(tmp_path, digests=False)
+    assert f"{newest / 'state.json'} lists no files" in caplog.text and newest.is_dir(), "who has said so takes it unverified"
+    set_aside_damaged(tmp_path)
+    assert f"{newest} is damaged" in caplog.text and "trainer.verify_checkpoints=false" in caplog.text
+    assert latest(before.parent) == before
+
+
 def test_a_warm_start_that_is_over_may_be_damaged(tmp_path: Path) -> None:
     """Its checkpoints are removed when the first later one is there; a job that was killed then leaves half of them."""
     rest = finished_checkpoint(tmp_path)
     moved = tmp_path / "checkpoints" / "warm_start" / rest.name
     moved.parent.mkdir()
     rest.rename(moved)
+    rest.with_name(LATEST).rename(moved.with_name(LATEST))
     shutil.rmtree(moved / "actor")
     with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {moved}"):
         set_aside_damaged(tmp_path)
