@@ -41,11 +41,20 @@ class EngineControl:
     timeout_s: float = 120.0
     log: Path | None = None
 
-    def wait_ready(self, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> float:
-        """Waits until the server answers; returns the seconds. ``alive`` tells whether its process still runs."""
+    def wait_ready(
+        self, timeout_s: float, alive: Callable[[], bool] = lambda: True, stopping: Callable[[], bool] = lambda: False
+    ) -> float:
+        """Waits until the server answers; returns the seconds.
+
+        Args:
+            alive: False once the server's process has ended.
+            stopping: True once the job is asked to stop: a server that is not there by then may never be started.
+        """
         start = time.monotonic()
         while not self._healthy():
             waited = time.monotonic() - start
+            if stopping():
+                raise EngineError(f"the job is asked to stop, and the engine at {self.url} is not ready")
             if not alive():
                 raise EngineError(
                     self._with_log(f"the engine at {self.url} died after {waited:.0f} s, before it was ready")
