@@ -212,6 +212,26 @@ def test_stop_before_a_trainer_listens_is_a_stop(tmp_path: Path) -> None:
     watch_stopping(tmp_path, "import time; print('up', flush=True); time.sleep(60)")
 
 
+WAITING = (
+    "import os, signal, sys, time; signal.signal(15, lambda *_: None); print('up', flush=True)\n"
+    "while os.path.exists('/proc/{engine}/fd/0'):\n    time.sleep(0.05)\n"
+)
+
+
+def test_an_engine_that_hangs_is_ended_before_the_grace_is_over(tmp_path: Path) -> None:
+    """The trainer may wait for it in C, in a weight sync; freed, it saves."""
+    engine = child(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")
+    trainer = Child("trainer rank 0", [sys.executable, "-c", WAITING.format(engine=engine.pid)], {}, tmp_path / "trainer_0.log")
+    while "up" not in trainer.log.read_text():
+        time.sleep(0.02)
+    request = StopRequest()
+    request.count = 1
+    with Guard() as guard:
+        node = LocalNode(guard, children={c.name: c for c in (engine, trainer)})
+        watch([Started(c, node) for c in (engine, trainer)], request, config_of(tmp_path, "run.shutdown_grace_s=8"))
+    assert trainer.poll() == 0 and engine.poll() == -signal.SIGKILL
+
+
 def test_trainer_that_fails_while_it_stops_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="trainer rank 0 ended with status 3"):
         watch_stopping(tmp_path, TRAINER.format(status=3))
