@@ -11,6 +11,8 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 from megarl.config import Config
 from megarl.errors import ConfigError, JobError, LastingError
 from megarl.launch import guard as guards
-from megarl.launch import job, ports
+from megarl.launch import job, ports, run_dir
 from megarl.launch.allocation import Allocation
 from megarl.launch.guard import Guard, end
 from megarl.launch.interrupt import StopRequest
@@ -459,6 +461,56 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
         holder.wait(30)
     with own_run_dir(tmp_path):  # free again
         assert (tmp_path / "lock").read_text().split()[0] == str(os.getpid())
+
+
+ORPHANS = """
+import os, signal, sys
+from pathlib import Path
+from megarl.launch.process import Child
+from megarl.launch.run_dir import own_run_dir
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+with own_run_dir(Path(sys.argv[1])) as lock:
+    child = Child("trainer rank 0", [sys.executable, "-c", deaf], {}, Path(sys.argv[1], "trainer_0.log"), keep=[lock])
+    while "up" not in child.log.read_text():
+        pass
+    print(child.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)  # and there is no guard
+"""
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[int]:
+    """A process of a job whose supervisor and guard were killed: it holds the run directory's lock and does not end by itself."""
+    done = subprocess.run([sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, timeout=60)
+    yield int(done.stdout)
+    with suppress(ProcessLookupError):
+        os.kill(int(done.stdout), signal.SIGKILL)
+
+
+def test_a_start_ends_what_a_killed_supervisor_and_its_guard_left(
+    tmp_path: Path, orphan: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_dir, "ORPHANS_S", 0.3)
+    waiter = "import sys, time; file = open(sys.argv[1], 'a+'); print('open', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", waiter, str(tmp_path / "lock")], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()  # it has the file open, and does not hold the lock
+            with own_run_dir(tmp_path):
+                assert not group_members(orphan)
+                assert other.poll() is None
+        finally:
+            other.kill()
+    assert f"process {orphan}" in caplog.text
+
+
+def test_a_start_names_what_it_may_not_end(tmp_path: Path, orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor ran on another machine, so it may live; a process here holds the lock."""
+    monkeypatch.setattr(run_dir, "ORPHANS_S", 0.3)
+    text = (tmp_path / "lock").read_text().split(" ")
+    (tmp_path / "lock").write_text(" ".join([text[0], "another-machine", ""]))
+    with pytest.raises(ConfigError, match=f"process {text[0]} on another-machine.*held here by process {orphan}"), own_run_dir(tmp_path):
+        pass
+    assert group_members(orphan)
 
 
 def test_attempts_are_counted(tmp_path: Path) -> None:
