@@ -20,12 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from megarl.parent import ALONE_S
 from megarl.rollout.engine import group_members, shared_memory
 
 log = logging.getLogger(__name__)
 
-ALONE_S = 20.0
-"""How long processes may outlive their supervisor: they may be saving a checkpoint."""
 END_S = 10.0
 """How long a guard may take to end that has nothing to wait for."""
 AGAIN_S = 5.0

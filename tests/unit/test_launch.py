@@ -185,6 +185,32 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     assert (tmp_path / "c.log").read_text() == "up\ntold to end\n"
 
 
+BLOCKED = """
+import os, sys
+from pathlib import Path
+from megarl.launch.process import Child
+waits = (
+    "import signal, threading; from megarl.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); end_after_parent(0.2); "
+    "print('up', flush=True); lock = threading.Lock(); lock.acquire(); lock.acquire()"
+)
+child = Child("trainer rank 0", [sys.executable, "-c", waits], {}, Path(sys.argv[1]))
+while "up" not in child.log.read_text():
+    pass
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_that_waits_without_end_ends_after_its_parent(tmp_path: Path) -> None:
+    """Whatever it waits for, when nobody is there to kill it."""
+    done = subprocess.run([sys.executable, "-c", BLOCKED, str(tmp_path / "log")], stdout=subprocess.PIPE, timeout=60)
+    deadline = time.monotonic() + 30
+    while group_members(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "its supervisor is dead" in (tmp_path / "log").read_text()
+
+
 TRAINER = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.5), sys.exit({status}))); print('up', flush=True); time.sleep(60)"
 
 
