@@ -12,7 +12,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from megarl.errors import CheckpointError, JobError
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
 MANIFEST = "state.json"
+PIECE = 1 << 22
+"""Bytes of a file that are read and digested at once."""
 _UNFINISHED = re.compile(rf"{PREFIX}\d+\.attempt_(\d+)")
 _BESIDE_STATE = ("made", "files")
 """What a manifest holds beside the state that a job goes on from: who made it, and its files."""
@@ -36,9 +39,15 @@ class Fingerprint(NamedTuple):
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> Fingerprint:
-        with path.open("rb") as file:
-            return cls(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    def of(cls, path: Path, over: Callable[[], bool] = lambda: False) -> Fingerprint:
+        """Of a file; ``over`` is called between two pieces, and ends the reading. Raises JobError then."""
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(PIECE):
+                if over():
+                    raise JobError(f"asked to stop while {path} was read")
+                digest.update(piece)
+            return cls(os.fstat(file.fileno()).st_size, digest.hexdigest())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -130,12 +139,12 @@ def write_manifest(checkpoint: Path, state: Mapping[str, Any], made: Mapping[str
     write_text(checkpoint / MANIFEST, json.dumps({**state, "made": dict(made), "files": listed}, indent=1))
 
 
-def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:
+def fault_of_files(checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False) -> str | None:
     """The first file that is not as the manifest says, and how; None where all are, or where it lists none (as of before it did).
 
     Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files' sizes alone.
 
-    Raises CheckpointError for a damaged manifest.
+    Raises CheckpointError for a damaged manifest, JobError once ``stopping`` returns True.
     """
     listed = read_manifest(checkpoint).get("files", {})
     try:
@@ -148,12 +157,25 @@ def fault_of_files(checkpoint: Path, *, digests: bool = True) -> str | None:
             is_now = "is missing" if size is None else f"has {size} bytes"
             return f"{checkpoint / name} {is_now}, written were {wanted[name].size}"
     if digests:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing holds no lock of Python's
-            found = dict(zip(wanted, pool.map(Fingerprint.of, (checkpoint / name for name in wanted)), strict=True))
-        for name, fingerprint in found.items():
+        found = _digested([checkpoint / name for name in wanted], stopping)
+        if found is None:
+            raise JobError(f"asked to stop while the files of {checkpoint} were compared with their digests")
+        for name, fingerprint in zip(wanted, found, strict=True):
             if fingerprint != wanted[name]:
                 return f"{checkpoint / name} has SHA-256 {fingerprint.sha256[:12]}…, written was {wanted[name].sha256[:12]}…"
     return None
+
+
+def _digested(paths: Sequence[Path], stopping: Callable[[], bool]) -> list[Fingerprint] | None:
+    """None when that was interrupted."""
+    left = threading.Event()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing holds no lock of Python's
+        try:
+            return list(pool.map(lambda path: Fingerprint.of(path, lambda: left.is_set() or stopping()), paths))
+        except JobError:
+            return None
+        finally:
+            left.set()  # an interrupt ends here too: what is being read is given up
 
 
 def _size(path: Path) -> int | None:

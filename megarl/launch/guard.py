@@ -110,7 +110,8 @@ class Guard:
             except subprocess.TimeoutExpired:
                 log.warning("the guard of this job's processes does not end; killing it")
                 self._process.kill()
-                self._process.wait()
+                with suppress(subprocess.TimeoutExpired):  # the kernel keeps it: it ends with this process
+                    self._process.wait(END_S)
             # Nothing, unless it was killed.
             end(self._groups, max(0.0, deadline - time.monotonic()), filter(None, self._groups.values()))
 

@@ -100,7 +100,7 @@ def _run_attempts(
                 if not left or stop_request.count:
                     raise
                 log.error("%s", error)
-                set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints)
+                set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=lambda: bool(stop_request.count))
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from megarl import algorithms
@@ -80,24 +81,27 @@ def _needs_another_past(change: Change) -> bool:
     return False
 
 
-def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = True) -> None:
+def set_aside_damaged(
+    run_dir: Path, *, rename: bool = True, digests: bool = True, stopping: Callable[[], bool] = lambda: False
+) -> None:
     """Rename the newest checkpoints when their files are not as they were written, so that the one before counts; says so.
 
     Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
 
     Raises:
         CheckpointError: none is whole; then nothing is renamed.
+        JobError: ``stopping`` returned True before all files were read; then nothing is renamed.
     """
     folder = run_dir / "checkpoints"
-    _set_aside_damaged(folder, rename, digests)
+    _set_aside_damaged(folder, rename, digests, stopping)
     if latest(folder) is None:
-        _set_aside_damaged(folder / "warm_start", rename, digests)
+        _set_aside_damaged(folder / "warm_start", rename, digests, stopping)
 
 
-def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
+def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Callable[[], bool]) -> None:
     candidates = finished(folder)
     damaged: list[tuple[Path, str]] = []
-    while candidates and (fault := _fault(candidates[-1], digests)) is not None:
+    while candidates and (fault := _fault(candidates[-1], digests, stopping)) is not None:
         damaged.append((candidates.pop(), fault))
     if damaged and not candidates:
         faults = "; ".join(f"{path}: {fault}" for path, fault in damaged)
@@ -110,11 +114,11 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
             path.rename(aside)
 
 
-def _fault(checkpoint: Path, digests: bool) -> str | None:
+def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str | None:
     """Why a finished checkpoint cannot be loaded, as far as its files tell."""
     models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}
     try:
-        if (fault := fault_of_files(checkpoint, digests=digests)) is not None:
+        if (fault := fault_of_files(checkpoint, digests=digests, stopping=stopping)) is not None:
             return fault
         for model in sorted(models):
             DistFiles(checkpoint / model).close()
