@@ -17,6 +17,8 @@ from megarl.rollout.auth import bearer
 from megarl.rollout.engine import last_lines
 
 _POLL_S = 0.1
+_REPORT_S = 5.0
+"""From a worker's timeout until its reason is here."""
 FAILURE = "failure"
 """Key of a worker's answer that says what went wrong there."""
 
@@ -96,8 +98,11 @@ class EngineControl:
         self._call("POST", "/start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """Makes every worker receive; returns when all have (``megarl.sync.receiver.UpdateInfo``)."""
-        self._call("POST", "/update_weights", {"update_info": dict(info)})
+        """Makes every worker receive; returns when all have (``megarl.sync.receiver.UpdateInfo``).
+
+        A worker gives up after ``timeout_s`` by itself and reports which message did not arrive: its report is waited for.
+        """
+        self._call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
 
     def finish(self, version: str) -> None:
         self._call("POST", "/finish_weight_update", {"weight_version": version})
