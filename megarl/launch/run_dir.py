@@ -105,7 +105,8 @@ def _in_use(run_dir: Path, pid: str, host: str, lives: bool, holders: Iterable[i
 
 def _holders(handle: IO[str]) -> dict[int, str]:
     """Living processes of this machine that hold the lock -> the process that took it, from which they inherited its descriptor."""
-    found, lock = {}, os.fstat(handle.fileno())
+    found: dict[int, str] = {}
+    lock = os.fstat(handle.fileno())
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             for number in os.listdir(folder / "fd"):
