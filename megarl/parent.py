@@ -36,5 +36,5 @@ def _outlive(parent: int, after_s: float) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     time.sleep(after_s)
-    log.error("ending: its supervisor is dead since %g s", after_s)
+    log.error("ending: the supervisor died %g s ago", after_s)
     os._exit(1)

@@ -40,12 +40,12 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, over: Callable[[], bool] = lambda: False) -> Fingerprint:
-        """Of a file; ``over`` is called between two pieces, and ends the reading. Raises JobError then."""
+        """Of a file. Raises JobError once ``over``, which is called before each piece, returns True."""
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while piece := file.read(PIECE):
                 if over():
-                    raise JobError(f"asked to stop while {path} was read")
+                    raise JobError(f"asked to stop while {path} was compared with its digest")
                 digest.update(piece)
             return cls(os.fstat(file.fileno()).st_size, digest.hexdigest())
 
@@ -158,24 +158,20 @@ def fault_of_files(checkpoint: Path, *, digests: bool = True, stopping: Callable
             return f"{checkpoint / name} {is_now}, written were {wanted[name].size}"
     if digests:
         found = _digested([checkpoint / name for name in wanted], stopping)
-        if found is None:
-            raise JobError(f"asked to stop while the files of {checkpoint} were compared with their digests")
         for name, fingerprint in zip(wanted, found, strict=True):
             if fingerprint != wanted[name]:
                 return f"{checkpoint / name} has SHA-256 {fingerprint.sha256[:12]}…, written was {wanted[name].sha256[:12]}…"
     return None
 
 
-def _digested(paths: Sequence[Path], stopping: Callable[[], bool]) -> list[Fingerprint] | None:
-    """None when that was interrupted."""
+def _digested(paths: Sequence[Path], stopping: Callable[[], bool]) -> list[Fingerprint]:
+    """Raises JobError once ``stopping`` returns True."""
     left = threading.Event()
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing holds no lock of Python's
         try:
             return list(pool.map(lambda path: Fingerprint.of(path, lambda: left.is_set() or stopping()), paths))
-        except JobError:
-            return None
         finally:
-            left.set()  # an interrupt ends here too: what is being read is given up
+            left.set()  # an interrupt ends here: what is being read is given up
 
 
 def _size(path: Path) -> int | None:

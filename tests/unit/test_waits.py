@@ -37,7 +37,7 @@ LIMITED = {
     "loop/session.Session.finish: dist.barrier": "a collective: groups.patience_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
-    "reshard/execute._Incoming.take: arrival.wait": "sync.timeout_s: the timeout of the link",
+    "reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
     "reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
     "reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.patience_s of the default group",
     "rewards/host.RewardHost._refusal: reader.readline": "asyncio.wait_for, process.CONNECT_S",
