@@ -28,7 +28,7 @@ def die_with(parent: int, number: int) -> None:
 
 @cache  # vLLM loads a plugin more than once
 def end_after_parent(after_s: float = ALONE_S) -> None:
-    """End this process ``after_s`` after the death of its parent, whatever it waits for then: a guard may be dead as well."""
+    """End this process ``after_s`` after its parent's death, whatever it waits for then: a guard may be dead as well."""
     threading.Thread(target=_outlive, args=(os.getppid(), after_s), daemon=True, name="parent watch").start()
 
 

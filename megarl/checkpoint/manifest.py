@@ -139,7 +139,9 @@ def write_manifest(checkpoint: Path, state: Mapping[str, Any], made: Mapping[str
     write_text(checkpoint / MANIFEST, json.dumps({**state, "made": dict(made), "files": listed}, indent=1))
 
 
-def fault_of_files(checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False) -> str | None:
+def fault_of_files(
+    checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False
+) -> str | None:
     """The first file that is not as the manifest says, and how; None where all are, or where it lists none (as of before it did).
 
     Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files' sizes alone.

@@ -257,7 +257,10 @@ class Gathering:
             self._came.notify_all()
 
     def wait(self, patience_s: float, stopping: Callable[[], bool] = lambda: False) -> list[RemoteNode]:
-        """All other nodes, by rank. Raises JobError when some do not come, KeyboardInterrupt once ``stopping`` returns True."""
+        """All other nodes, by rank.
+
+        Raises JobError when some do not come, KeyboardInterrupt once ``stopping`` returns True.
+        """
         deadline = time.monotonic() + patience_s
         with self._came:
             while not self._expected <= self._nodes.keys() and (left := deadline - time.monotonic()) > 0:

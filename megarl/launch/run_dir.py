@@ -40,8 +40,9 @@ def own_run_dir(run_dir: Path) -> Iterator[int]:
     """Hold the run directory: two jobs in one directory would overwrite each other's state.
 
     Yields the lock's descriptor. Every process that keeps it open holds the directory too, so that after the death of
-    a supervisor the next one waits until all of the job's processes are gone, and ends those that outlive ORPHANS_S. A Slurm
-    job that was requeued fences its earlier self first: where a node's daemon was killed, that goes on and does not know.
+    a supervisor the next one waits until all of the job's processes are gone, and ends those that outlive ORPHANS_S.
+    A Slurm job that was requeued fences its earlier self first: where a node's daemon was killed, that goes on and
+    does not know.
 
     Raises:
         ConfigError: another live job holds it.
@@ -98,13 +99,13 @@ def _in_use(run_dir: Path, pid: str, host: str, lives: bool, holders: Iterable[i
     others = [str(holder) for holder in holders if str(holder) != pid]
     held = f", its lock is held here by process {', '.join(others)}" if others and not lives else ""
     return (
-        f"run.dir={run_dir} is in use by {'' if lives else 'what is left of '}process {pid or 'unknown'} on {host or 'this machine'}{held}; "
-        "end that job or choose another run.name"
+        f"run.dir={run_dir} is in use by {'' if lives else 'what is left of '}process {pid or 'unknown'} on "
+        f"{host or 'this machine'}{held}; end that job or choose another run.name"
     )
 
 
 def _holders(handle: IO[str]) -> dict[int, str]:
-    """Living processes of this machine that hold the lock -> the process that took it, from which they inherited its descriptor."""
+    """Living processes of this machine that hold the lock -> the process that took it, whose descriptor they inherited."""
     found: dict[int, str] = {}
     lock = os.fstat(handle.fileno())
     for folder in Path("/proc").glob("[0-9]*"):

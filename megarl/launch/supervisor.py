@@ -30,7 +30,7 @@ WATCH_S = 0.1
 FENCE_S = 1.0
 """How often an attempt looks whether a later one has begun."""
 ENGINES_SHARE = 0.25
-"""Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs is free to save then."""
+"""Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save then."""
 STOP_S = 10.0
 """How long processes get to end after SIGTERM once one of them has died."""
 
@@ -210,7 +210,8 @@ def watch(
                 log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
                 for process in trainers:
                     process.signal(signal.SIGTERM)
-            if engines and asked_at is not None and time.monotonic() - asked_at > ENGINES_SHARE * config.run.shutdown_grace_s:
+            engines_s = ENGINES_SHARE * config.run.shutdown_grace_s
+            if engines and asked_at is not None and time.monotonic() - asked_at > engines_s:
                 while engines:
                     engines.pop().signal(signal.SIGKILL)
             late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s

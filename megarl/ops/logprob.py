@@ -285,15 +285,21 @@ _checked: set[str] = set()
 """Names of groups whose ranks have compared their shards."""
 
 
-def _check_shards(columns: int, group: torch.distributed.ProcessGroup | None, vocab_start: int, vocab_size: int) -> None:
-    """Raise ValueError on every rank of a group unless all have equally many columns, in order: a rank that raised alone would be
-    waited for. The ranks compare them at the group's first use, which is the same call on all of them."""
+def _check_shards(
+    columns: int, group: torch.distributed.ProcessGroup | None, vocab_start: int, vocab_size: int
+) -> None:
+    """Raise ValueError on every rank of a group unless all have equally many columns, in order.
+
+    A rank that raised alone would be waited for. The ranks compare them at the group's first use, which is the same
+    call on all of them.
+    """
     if group is None or group.size() == 1 or torch.compiler.is_compiling() or group.group_name in _checked:
         return
     shards: list[tuple[int, int, int]] = [(0, 0, 0)] * group.size()
     torch.distributed.all_gather_object(shards, (columns, vocab_start, vocab_size), group=group)
     if shards != [(shards[0][0], rank * shards[0][0], shards[0][2]) for rank in range(group.size())]:
-        found = ", ".join(f"rank {rank} has {width} columns from {start} on" for rank, (width, start, _) in enumerate(shards))
+        columns_of = "rank {} has {} columns from {} on".format
+        found = ", ".join(columns_of(rank, width, start) for rank, (width, start, _) in enumerate(shards))
         raise ValueError(
             f"the ranks of a group must hold equally many columns, in order, of one vocabulary (vocab_size "
             f"{', '.join(str(size) for size in sorted({size for *_, size in shards}))}): {found}"

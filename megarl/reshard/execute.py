@@ -4,8 +4,8 @@ Both sides cut the plan into the same buckets and every rank works through its o
 deadlocks: of all buckets under way, the first one's receiver waits for nothing else, and neither does its sender. Each side has
 at most two buckets alive: a sender packs one while the other is on its way, a receiver unpacks one while the next arrives.
 
-A message begins with its bucket's number among those of its link, and a link ends with a message that has nothing else: a message
-that is lost, or comes twice, is named with its tensors and ranks.
+A message begins with its bucket's number among those of its link, and a link ends with a message that has nothing else:
+a message that is lost, or comes twice, is named with its tensors and ranks.
 """
 
 from __future__ import annotations
@@ -66,8 +66,11 @@ class Transport(Protocol):
         ...
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
-        """Expect the next message of source rank ``rank``. ``spare()`` gives memory (uint8) for it, where that is needed: so much that
-        any message of the link fits, since gloo ends a process that gets more than it has room for."""
+        """Expect the next message of source rank ``rank``, of ``nbytes``.
+
+        ``spare()`` gives memory (uint8) for it, where that is needed: so much that any message of the link fits, since
+        gloo ends a process that gets more than it has room for.
+        """
         ...
 
 
@@ -386,7 +389,7 @@ class _Incoming:
             raise WeightSyncError(f"{bucket} did not arrive: {error}") from error
         if (number := int(_number(message)[0])) != bucket.number:
             what = "came twice" if number < bucket.number else "was lost"
-            raise WeightSyncError(f"{bucket} was expected and message {number} of that link arrived: one {what}; sync again")
+            raise WeightSyncError(f"{bucket} was expected, message {number} of that link arrived: one {what}; sync again")
         return message
 
     @torch.no_grad()

@@ -100,7 +100,7 @@ class EngineControl:
     def update(self, info: Mapping[str, Any]) -> None:
         """Makes every worker receive; returns when all have (``megarl.sync.receiver.UpdateInfo``).
 
-        A worker gives up after ``timeout_s`` by itself and reports which message did not arrive: its report is waited for.
+        A worker gives up after ``timeout_s`` by itself and reports which message did not arrive.
         """
         self._call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
 

@@ -182,7 +182,8 @@ class WeightPublisher:
         topic = f"connect/{self._address.generation}"
         if self._rank == 0:
             with self._deciding(topic) as told:
-                self._each(lambda i, engine: engine.wait_ready(self._config.rollout.start_timeout_s, stopping=self._stopping))
+                start_s = self._config.rollout.start_timeout_s
+                self._each(lambda i, engine: engine.wait_ready(start_s, stopping=self._stopping))
                 self._processes = [state.process for state in self._each(lambda i, engine: engine.state())]
                 answers = self._each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
                 machines = [worker["machine"] for engine in answers for worker in engine]

@@ -159,7 +159,8 @@ def test_a_lost_message_is_named_and_a_retry_mends_it(engine: RunningEngine, ran
     publisher.transport = Losing(publisher.transport, nth=2)
     for failure in ranks.publish(model, next(versions)):
         assert isinstance(failure, WeightSyncError)
-        assert "message 2 (model." in str(failure) and "from source rank 1 to destination rank 0 was expected" in str(failure)
+        assert "message 2 (model." in str(failure)
+        assert "from source rank 1 to destination rank 0 was expected" in str(failure)
     assert "message 2" in refusing(engine)
     ranks.publish_whole(model)
 

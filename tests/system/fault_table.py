@@ -4,8 +4,8 @@
 
 One job trains while every fault is done to it, each two or more steps behind the one before; where a fault ends the command, the same command
 is given again. At its end its checkpoints, metrics, tasks, answers, log-probs and rewards are compared with those of a job that was left
-alone. Weight syncs and PostgreSQL have a job of their own, and so has each fault that changes the result by intent (an update left out, a step taken back). As
-root the job's directory is a file system of its own, which one fault fills.
+alone. Weight syncs and PostgreSQL have a job of their own, and so has each fault that changes the result by intent (an update left
+out, a step taken back). As root the job's directory is a file system of its own, which one fault fills.
 
 *Seconds*: from the fault until a step that had not been recorded is, repeated steps included.
 """
