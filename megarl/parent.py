@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import threading
+import time
+from functools import cache
 
+log = logging.getLogger(__name__)
+
+ALONE_S = 20.0
+"""How long processes may outlive their supervisor: they may be saving a checkpoint."""
+LOOK_S = 1.0
+"""Seconds between two looks at the parent."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call itself is safe
 
@@ -14,3 +24,17 @@ def die_with(parent: int, number: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it was gone before the call above
         os._exit(1)
+
+
+@cache  # vLLM loads a plugin more than once
+def end_after_parent(after_s: float = ALONE_S) -> None:
+    """End this process ``after_s`` after its parent's death, whatever it waits for then: a guard may be dead as well."""
+    threading.Thread(target=_outlive, args=(os.getppid(), after_s), daemon=True, name="parent watch").start()
+
+
+def _outlive(parent: int, after_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    time.sleep(after_s)
+    log.error("ending: the supervisor died %g s ago", after_s)
+    os._exit(1)

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -90,7 +91,8 @@ class Tracker:
     def close(self) -> None:
         """Send what waits, for ``CLOSE_S`` at most."""
         if not self.failed.is_set():
-            self._records.put(None)
+            with suppress(queue.Full):  # it hangs: so does its thread
+                self._records.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 self._fail(f"it did not end within {CLOSE_S:.0f} s")

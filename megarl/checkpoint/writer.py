@@ -9,6 +9,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from math import prod
 from multiprocessing.connection import Connection
@@ -23,6 +24,10 @@ from megarl.parent import die_with
 T = TypeVar("T")
 NICENESS = 10
 """The writer has until the next checkpoint, the trainer waits for nobody."""
+SEND_S = 60.0
+"""How long the writer may take to read what it is to do; one that does not is killed."""
+KILLED_S = 10.0
+"""How long a killed writer is waited for: one that the kernel holds, in the middle of a write, ends later."""
 ALIGNMENT = 64
 """Bytes between the beginnings of tensors."""
 
@@ -117,10 +122,14 @@ class Writer:
             )
         for place, tensor in zip(places, tensors, strict=True):
             place.within(self._memory).copy_(tensor)
+        late = threading.Timer(SEND_S, self._process.kill)
+        late.start()
         try:
             self._pipe.send((work, rest, places))
         except OSError:
             return Task(self, RuntimeError(self._death()))
+        finally:
+            late.cancel()
         self._busy = True
         return Task(self)
 
@@ -152,7 +161,7 @@ class Writer:
         return result
 
     def _death(self) -> str:
-        self._process.join()
+        self._process.join(KILLED_S)
         return f"the process that writes it ended with status {self._process.exitcode}"
 
     def _written(self) -> str:
@@ -165,7 +174,7 @@ class Writer:
     def kill(self) -> None:
         atexit.unregister(self.kill)
         self._process.kill()
-        self._process.join()
+        self._process.join(KILLED_S)
 
     def __del__(self) -> None:
         os.close(self._descriptor)

@@ -20,12 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from megarl.parent import ALONE_S
 from megarl.rollout.engine import group_members, shared_memory
 
 log = logging.getLogger(__name__)
 
-ALONE_S = 20.0
-"""How long processes may outlive their supervisor: they may be saving a checkpoint."""
 END_S = 10.0
 """How long a guard may take to end that has nothing to wait for."""
 AGAIN_S = 5.0
@@ -111,7 +110,8 @@ class Guard:
             except subprocess.TimeoutExpired:
                 log.warning("the guard of this job's processes does not end; killing it")
                 self._process.kill()
-                self._process.wait()
+                with suppress(subprocess.TimeoutExpired):  # the kernel keeps it: it ends with this process
+                    self._process.wait(END_S)
             # Nothing, unless it was killed.
             end(self._groups, max(0.0, deadline - time.monotonic()), filter(None, self._groups.values()))
 

@@ -52,5 +52,8 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def is_set(self) -> bool:
+        return self.count > 0
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

@@ -85,7 +85,7 @@ def _run_attempts(
     run_dir = Path(config.run.dir)
     with StopRequest() as stop_request, ExitStack() as stack:
         INTERRUPT.check()
-        others = gathering.wait(config.cluster.connect_timeout_s) if allocation.nodes > 1 else []
+        others = gathering.wait(config.cluster.connect_timeout_s, stop_request.is_set) if allocation.nodes > 1 else []
         everybody = [*others]
         others = _healthy(config, allocation, others)
         for node in others:
@@ -109,7 +109,7 @@ def _run_attempts(
                     raise
                 log.error("%s", error)
                 check_fence(run_dir, attempt)
-                set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints)
+                set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 

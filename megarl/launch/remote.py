@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +28,8 @@ from megarl.store import VARIABLE
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.5
+"""Seconds between two looks at a request to stop, while nodes are awaited."""
 LATE_S = 20.0
 """How long a head that ends early waits for the other supervisors, to tell them."""
 END_S = 10.0
@@ -254,10 +256,17 @@ class Gathering:
             self._nodes[node.rank] = node
             self._came.notify_all()
 
-    def wait(self, patience_s: float) -> list[RemoteNode]:
-        """All other nodes, by rank. Raises JobError when some do not come."""
+    def wait(self, patience_s: float, stopping: Callable[[], bool] = lambda: False) -> list[RemoteNode]:
+        """All other nodes, by rank.
+
+        Raises JobError when some do not come, KeyboardInterrupt once ``stopping`` returns True.
+        """
+        deadline = time.monotonic() + patience_s
         with self._came:
-            self._came.wait_for(lambda: self._expected <= self._nodes.keys(), patience_s)
+            while not self._expected <= self._nodes.keys() and (left := deadline - time.monotonic()) > 0:
+                if stopping():
+                    raise KeyboardInterrupt
+                self._came.wait(min(left, LOOK_S))
             missing = sorted(self._expected - self._nodes.keys())
             if missing:
                 raise JobError(

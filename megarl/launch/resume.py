@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from megarl import algorithms
@@ -100,7 +101,9 @@ def _needs_another_past(change: Change) -> bool:
     return False
 
 
-def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = True) -> None:
+def set_aside_damaged(
+    run_dir: Path, *, rename: bool = True, digests: bool = True, stopping: Callable[[], bool] = lambda: False
+) -> None:
     """Rename the newest checkpoints when their files are not as they were written, so that the one before counts.
 
     Each is logged. One that was being replaced when its job was killed gets its name back first.
@@ -109,19 +112,20 @@ def set_aside_damaged(run_dir: Path, *, rename: bool = True, digests: bool = Tru
 
     Raises:
         CheckpointError: none is whole, or the newest is gone and was the only one; then nothing is renamed.
+        JobError: ``stopping`` returned True before all files were read; then nothing is renamed.
     """
     folder = run_dir / "checkpoints"
-    _set_aside_damaged(folder, rename, digests)
+    _set_aside_damaged(folder, rename, digests, stopping)
     if latest(folder) is None:
-        _set_aside_damaged(folder / "warm_start", rename, digests)
+        _set_aside_damaged(folder / "warm_start", rename, digests, stopping)
 
 
-def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
+def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Callable[[], bool]) -> None:
     for checkpoint in recover(folder) if rename else []:
         log.warning("%s was being saved again when its job was killed: what it was before is back", checkpoint)
     candidates = in_order(folder)
     damaged: list[tuple[Path, str]] = []
-    while candidates and (fault := _fault(candidates[-1], digests)) is not None:
+    while candidates and (fault := _fault(candidates[-1], digests, stopping)) is not None:
         damaged.append((candidates.pop(), fault))
     if damaged and not candidates:
         faults = "; ".join(f"{path}: {fault}" for path, fault in damaged)
@@ -141,13 +145,13 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool) -> None:
         log.warning("%s; the run goes on from %s", fault, candidates[-1])
 
 
-def _fault(checkpoint: Path, digests: bool) -> str | None:
+def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str | None:
     """Why a checkpoint cannot be loaded, as far as its files tell."""
     if not (checkpoint / MANIFEST).is_file():
         return f"{checkpoint / MANIFEST} is missing"
     models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}
     try:
-        if (fault := fault_of_files(checkpoint, digests=digests)) is not None:
+        if (fault := fault_of_files(checkpoint, digests=digests, stopping=stopping)) is not None:
             return fault
         for model in sorted(models):
             DistFiles(checkpoint / model).close()

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from megarl.checkpoint.manifest import current_attempt
 from megarl.durable import write_text
 from megarl.errors import ConfigError, FencedError
+from megarl.launch.guard import end
+
+log = logging.getLogger(__name__)
 
 WAIT_S = 0.1
 ORPHANS_S = 40.0
 """How long a start waits for the processes of a supervisor that was killed: longer than they take to end."""
+DEAD = "0"
+"""Number in /proc of a process that took a lock and is dead, as some pid namespaces show it."""
 
 
 def check_writable(setting: str, folder: Path) -> None:
@@ -35,8 +41,9 @@ def own_run_dir(run_dir: Path) -> Iterator[int]:
     """Hold the run directory: two jobs in one directory would overwrite each other's state.
 
     Yields the lock's descriptor. Every process that keeps it open holds the directory too, so that after the death of
-    a supervisor the next one waits until all of the job's processes are gone. A Slurm job that was requeued fences its
-    earlier self first: where a node's daemon was killed, that goes on and does not know.
+    a supervisor the next one waits until all of the job's processes are gone, and ends those that outlive ORPHANS_S.
+    A Slurm job that was requeued fences its earlier self first: where a node's daemon was killed, that goes on and
+    does not know.
 
     Raises:
         ConfigError: another live job holds it.
@@ -48,33 +55,78 @@ def own_run_dir(run_dir: Path) -> Iterator[int]:
         raise ConfigError(
             f"run.dir={run_dir} cannot be made or written in ({error.strerror}); set run.dir to another place"
         ) from error
-    fenced = False
-    deadline = time.monotonic() + ORPHANS_S
     try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                handle.seek(0)
-                pid, host, slurm_job = _holder(handle.read())
-                earlier_self = slurm_job != "" and slurm_job == os.environ.get("SLURM_JOB_ID")
-                if earlier_self and not fenced:
-                    next_attempt(run_dir)
-                    fenced = True
-                lives = not earlier_self and host == os.uname().nodename and _is_alive(pid)
-                if lives or time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"run.dir={run_dir} is in use by {'' if lives else 'what is left of '}"
-                        f"process {pid or 'unknown'} on {host or 'this machine'}; end that job or choose another run.name"
-                    ) from None
-            time.sleep(WAIT_S)
+        _lock(run_dir, handle)
         handle.truncate(0)
         handle.write(f"{os.getpid()} {os.uname().nodename} {os.environ.get('SLURM_JOB_ID', '')}")
         handle.flush()
         yield handle.fileno()
     finally:
         handle.close()
+
+
+def _lock(run_dir: Path, handle: IO[str]) -> None:
+    """Take the lock. Raises ConfigError."""
+    fenced = ended = False
+    deadline = time.monotonic() + ORPHANS_S
+    while not _locked(handle):
+        handle.seek(0)
+        pid, host, slurm_job = _holder(handle.read())
+        here = host == os.uname().nodename
+        earlier_self = slurm_job != "" and slurm_job == os.environ.get("SLURM_JOB_ID")
+        if earlier_self and not fenced:
+            next_attempt(run_dir)
+            fenced = True
+        lives = not earlier_self and here and _is_alive(pid)
+        if lives or time.monotonic() > deadline:
+            holders = _holders(handle)
+            orphans = [holder for holder, owner in holders.items() if owner in (pid, DEAD)]
+            if ended or not here or _is_alive(pid) or not orphans:
+                raise ConfigError(_in_use(run_dir, pid, host, lives, holders))
+            _end(orphans, pid)
+            ended, deadline = True, time.monotonic() + ORPHANS_S
+        time.sleep(WAIT_S)
+
+
+def _locked(handle: IO[str]) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _in_use(run_dir: Path, pid: str, host: str, lives: bool, holders: Iterable[int]) -> str:
+    others = [str(holder) for holder in holders if str(holder) != pid]
+    held = f", its lock is held here by process {', '.join(others)}" if others and not lives else ""
+    return (
+        f"run.dir={run_dir} is in use by {'' if lives else 'what is left of '}process {pid or 'unknown'} on "
+        f"{host or 'this machine'}{held}; end that job or choose another run.name"
+    )
+
+
+def _holders(handle: IO[str]) -> dict[int, str]:
+    """Living processes of this machine that hold the lock -> the process that took it, whose descriptor they inherited."""
+    found: dict[int, str] = {}
+    lock = os.fstat(handle.fileno())
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            for number in os.listdir(folder / "fd"):
+                if os.path.samestat((folder / "fd" / number).stat(), lock):
+                    text = (folder / "fdinfo" / number).read_text()
+                    found.update((int(folder.name), line.split()[5]) for line in text.splitlines() if " FLOCK " in line)
+    return found
+
+
+def _end(orphans: Sequence[int], supervisor: str) -> None:
+    """Kill what a supervisor that is dead has left: its guard is gone too, or would have done it."""
+    names = ", ".join(f"process {pid}" for pid in orphans)
+    log.warning("ending %s: left of process %s, which is dead, and alive %g s later", names, supervisor, ORPHANS_S)
+    groups = set()
+    for pid in orphans:
+        with suppress(ProcessLookupError):
+            groups.add(os.getpgid(pid))
+    end(groups, 0.0)
 
 
 def _holder(text: str) -> tuple[str, str, str]:

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.1
 FENCE_S = 1.0
 """How often an attempt looks whether a later one has begun."""
+ENGINES_SHARE = 0.25
+"""Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save then."""
 STOP_S = 10.0
 """How long processes get to end after SIGTERM once one of them has died."""
 
@@ -189,6 +191,7 @@ def watch(
     started = list(started)
     replacements = Replacements(started, config.cluster.replacements)
     trainers = [s.process for s in started if s.process.name.startswith("trainer")]
+    engines: list[Process] = []
     asked_at: float | None = None
     looked_at = 0.0
     sentinel = Sentinel(config, _logs(config, attempt or 0))
@@ -202,9 +205,14 @@ def watch(
                 server.start()
             if stop_request.count and asked_at is None:
                 asked_at = time.monotonic()
+                engines = [s.process for s in started if s.process.name.startswith("engine")]
                 log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
                 for process in trainers:
                     process.signal(signal.SIGTERM)
+            engines_s = ENGINES_SHARE * config.run.shutdown_grace_s
+            if engines and asked_at is not None and time.monotonic() - asked_at > engines_s:
+                while engines:
+                    engines.pop().signal(signal.SIGKILL)
             late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
             early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in trainers)  # had no handler yet
             if stop_request.count > 2 or late or early:

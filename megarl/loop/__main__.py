@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 
 from megarl import pulse
+from megarl.parent import end_after_parent
 
 
 def main() -> int:
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
     pulse.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
+    end_after_parent()
     if role == "trainer":
         from megarl.loop.trainer import main as run
     elif role == "explorer":

@@ -1,6 +1,6 @@
 """A job's engines as all its trainer ranks see them together: joined, given the weights, and given them again when one was replaced.
 
-Every rank makes the same calls and comes out of them alike: with a result, or with an error.
+Every rank makes the same calls and comes out of them alike: with a result, or with an error (or ``Stopped``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TRIES = 4
 """Of one publication, each but the first after an engine has died in the one before."""
+
+
+class Stopped(Exception):
+    """A call failed after the job was asked to stop; raised on every rank. Model and state are as before the call."""
 
 
 def connect(s: Session) -> None:
@@ -57,7 +61,8 @@ def _publish(s: Session, *, abort: bool = False) -> dict[str, float]:
 def _again_if_one_dies(s: Session, do: Callable[[], T], *, join: bool) -> T:
     """``do``; where an engine died in it, once more when the one that replaces it has been joined.
 
-    What goes wrong while all engines live is raised at once, above all that weights differ.
+    What goes wrong while all engines live is raised at once, above all that weights differ. A job that is asked to
+    stop gets no other engine: then any failure but a difference of weights raises ``Stopped``.
     """
     assert s.publisher is not None, "connect first"
     for left in reversed(range(TRIES)):
@@ -66,7 +71,10 @@ def _again_if_one_dies(s: Session, do: Callable[[], T], *, join: bool) -> T:
                 _together(s, s.publisher.connect)
             return do()
         except (EngineError, WeightSyncError) as error:
-            found = [] if isinstance(error, WeightsDiffer) else s.publisher.died()
+            differ = not s.agree(not isinstance(error, WeightsDiffer))
+            if not differ and s.stop_requested():
+                raise Stopped(str(error)) from error
+            found = [] if differ else s.publisher.died()
             if s.agree(not found):  # only rank 0 finds any
                 raise
             if not left:

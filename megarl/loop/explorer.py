@@ -195,7 +195,7 @@ class Explorer:
             raise failure from failures
         finally:
             await self._call(self._store.release_claims, self._worker)
-            self._store_thread.shutdown()
+            self._store_thread.shutdown(wait=False)  # idle: that was its last call
 
     def _at(self) -> str:
         return f"{self._generating} samples being generated, {self._scoring} scored"

@@ -244,7 +244,9 @@ class Session:
     def connect(self) -> None:
         """Wait for the engines, and join them for weight syncs."""
         with self.timeline.phase("wait_for_engine"):
-            self.publisher = WeightPublisher(self.config, self.actor.layout, self.hf_config, self.position.rank)
+            self.publisher = WeightPublisher(
+                self.config, self.actor.layout, self.hf_config, self.position.rank, stopping=lambda: self.stop_flag
+            )
             engines.connect(self)
 
     def sync(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from megarl import algorithms, ops
 from megarl.config import Config, load_resolved
 from megarl.errors import LastingError
 from megarl.experience import Report
+from megarl.loop.engines import Stopped
 from megarl.loop.guard import RollBack, roll_back
 from megarl.loop.rollouts import evaluate, training_groups
 from megarl.loop.session import Session
@@ -35,23 +36,31 @@ def train(config: Config) -> None:
         if not warm_start(s):
             return
         s.begin_reinforcement_learning()
-        s.connect()
-        while s.state.step < config.trainer.steps:
-            try:
-                going = not s.stop_requested() and evaluate_when_due(s) and step(s)
-            except RollBack as bad:
-                roll_back(s, bad)
-                continue
-            if not going:
-                s.commit()
-                return
-        s.sync()
-        if not evaluate(s, "eval-after"):
-            s.commit()
-            return
+        try:
+            finished = _reinforce(s)
+        except Stopped as stopped:
+            s.say(f"stopping in the middle of a weight sync ({stopped})")
+            finished = False
         s.commit()
-        s.export_hf(s.run_dir / "hf")
-        s.finish()
+        if finished:
+            s.export_hf(s.run_dir / "hf")
+            s.finish()
+
+
+def _reinforce(s: Session) -> bool:
+    """All steps that are left and the last evaluation; False when the job is asked to stop before the end.
+
+    Raises Stopped.
+    """
+    s.connect()
+    while s.state.step < s.config.trainer.steps:
+        try:
+            if s.stop_requested() or not evaluate_when_due(s) or not step(s):
+                return False
+        except RollBack as bad:
+            roll_back(s, bad)
+    s.sync()
+    return evaluate(s, "eval-after")
 
 
 def evaluate_when_due(s: Session) -> bool:

@@ -270,6 +270,7 @@ def check_shard(columns: int, group: torch.distributed.ProcessGroup | None, voca
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
     if not 1 <= vocab_size < 2**62:
         raise ValueError(f"vocab_size must be at least 1 and below 2**62, got {vocab_size}")
+    _check_shards(columns, group, vocab_start, vocab_size)
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     if vocab_start != rank * columns:
         raise ValueError(f"vocab_start must be {rank * columns} on rank {rank} of {ranks} with {columns} columns each, got {vocab_start}")
@@ -278,6 +279,32 @@ def check_shard(columns: int, group: torch.distributed.ProcessGroup | None, voca
             f"vocab_size is {vocab_size}, but {ranks} rank(s) with {columns} columns each hold {ranks * columns}; "
             "give the group of ranks that hold the others"
         )
+
+
+_checked: set[str] = set()
+"""Names of groups whose ranks have compared their shards."""
+
+
+def _check_shards(
+    columns: int, group: torch.distributed.ProcessGroup | None, vocab_start: int, vocab_size: int
+) -> None:
+    """Raise ValueError on every rank of a group unless all have equally many columns, in order.
+
+    A rank that raised alone would be waited for. The ranks compare them at the group's first use, which is the same
+    call on all of them.
+    """
+    if group is None or group.size() == 1 or torch.compiler.is_compiling() or group.group_name in _checked:
+        return
+    shards: list[tuple[int, int, int]] = [(0, 0, 0)] * group.size()
+    torch.distributed.all_gather_object(shards, (columns, vocab_start, vocab_size), group=group)
+    if shards != [(shards[0][0], rank * shards[0][0], shards[0][2]) for rank in range(group.size())]:
+        columns_of = "rank {} has {} columns from {} on".format
+        found = ", ".join(columns_of(rank, width, start) for rank, (width, start, _) in enumerate(shards))
+        raise ValueError(
+            f"the ranks of a group must hold equally many columns, in order, of one vocabulary (vocab_size "
+            f"{', '.join(str(size) for size in sorted({size for *_, size in shards}))}): {found}"
+        )
+    _checked.add(group.group_name)
 
 
 def check_targets(like: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float) -> None:

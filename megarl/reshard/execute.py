@@ -3,6 +3,9 @@
 Both sides cut the plan into the same buckets and every rank works through its own in one global order. That order is why nothing
 deadlocks: of all buckets under way, the first one's receiver waits for nothing else, and neither does its sender. Each side has
 at most two buckets alive: a sender packs one while the other is on its way, a receiver unpacks one while the next arrives.
+
+A message begins with its bucket's number among those of its link, and a link ends with a message that has nothing else:
+a message that is lost, or comes twice, is named with its tensors and ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megarl import pulse
-from megarl.errors import ConfigError, PlanError, WeightsDiffer
+from megarl.errors import ConfigError, PlanError, WeightsDiffer, WeightSyncError
 from megarl.ops import slice_digest
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
@@ -31,6 +34,8 @@ _MODULUS = 1 << 64
 _SYNC_FAILURE = "weights differ after the sync from what was sent; do not sample from this engine, sync again or restart it"
 _ALIGNMENT = 16
 """Bytes; every dtype may be viewed at a multiple of it."""
+HEADER = _ALIGNMENT
+"""Bytes in front of a bucket's elements; the first eight are its number."""
 
 
 class Work(Protocol):
@@ -61,7 +66,11 @@ class Transport(Protocol):
         ...
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
-        """Expect the next message of source rank ``rank``. ``spare()`` gives memory (uint8) for it, where that is needed."""
+        """Expect the next message of source rank ``rank``, of ``nbytes``.
+
+        ``spare()`` gives memory (uint8) for it, where that is needed: so much that any message of the link fits, since
+        gloo ends a process that gets more than it has room for.
+        """
         ...
 
 
@@ -78,6 +87,14 @@ class Bucket(NamedTuple):
     link: Link
     nbytes: int
     chunks: tuple[Chunk, ...]
+    number: int = 0
+    """Among those of its link."""
+
+    def __str__(self) -> str:
+        tensors = list(dict.fromkeys(chunk.move.tensor for chunk in self.chunks))
+        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        held = f" ({', '.join(tensors[:3])}{more})" if tensors else ", the end of the transfer,"
+        return f"message {self.number}{held} from source rank {self.link.src} to destination rank {self.link.dst}"
 
 
 def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
@@ -118,14 +135,24 @@ def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: t
     return [bucket for _, bucket in sorted(keyed, key=lambda item: item[0])]
 
 
+def _numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Each with its number, and behind all of them the end of each link."""
+    counts: dict[Link, int] = defaultdict(int)
+    found = []
+    for bucket in buckets:
+        found.append(bucket._replace(number=counts[bucket.link]))
+        counts[bucket.link] += 1
+    return found + [Bucket(link, 0, (), count) for link, count in sorted(counts.items())]
+
+
 @lru_cache(maxsize=1)  # a process is one rank of one job, and sends or receives the same with every sync
 def _buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
-    return buckets_of(plan, plan.moves_from(rank), capacity, dtype)
+    return _numbered(buckets_of(plan, plan.moves_from(rank), capacity, dtype))
 
 
 @lru_cache(maxsize=1)
 def _buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
-    return buckets_of(plan, plan.moves_to(rank), capacity, dtype)
+    return _numbered(buckets_of(plan, plan.moves_to(rank), capacity, dtype))
 
 
 class _Windows:
@@ -248,7 +275,7 @@ def exchange(
         moves += plan.moves_from(rank)
     if rank < plan.destination.num_ranks:
         moves += (move for move in plan.moves_to(rank) if move.src != rank)
-    buckets = buckets_of(plan, moves, bucket_bytes, dtype)
+    buckets = _numbered(buckets_of(plan, moves, bucket_bytes, dtype))
     outgoing = _Outgoing(plan, tensors, transport, [b for b in buckets if b.link.src == rank])
     arriving = [b for b in buckets if b.link.dst == rank and b.link.src != rank]
     incoming = _Incoming(plan, rank, write, _ignore, transport, arriving)
@@ -256,7 +283,7 @@ def exchange(
         if bucket.link.src != rank:
             incoming.take(bucket)
         elif bucket.link.dst == rank:
-            incoming.unpack(bucket, outgoing.pack(bucket))
+            incoming.unpack(bucket, outgoing.pack(bucket)[HEADER:])
         else:
             outgoing.send(bucket)
     if rank < plan.destination.num_ranks:
@@ -275,9 +302,9 @@ class _Outgoing:
         self, plan: ReshardPlan, tensors: Mapping[str, torch.Tensor], transport: Transport, buckets: Sequence[Bucket]
     ) -> None:
         self.buckets = buckets
-        size = max((bucket.nbytes for bucket in buckets), default=0)
+        size = HEADER + max((bucket.nbytes for bucket in buckets), default=0)
         self.buffers = [transport.allocate(size) for _ in range(min(len(buckets), 2))]
-        self.works: list[Work | None] = [None] * len(self.buffers)
+        self.works: list[tuple[Bucket, Work] | None] = [None] * len(self.buffers)
         self.turn = 0
         self.shapes = plan.source.tensors
         self.tensors = tensors
@@ -286,13 +313,14 @@ class _Outgoing:
 
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's elements in the next free buffer."""
+        """The bucket's message in the next free buffer."""
         pulse.mark()
         self.turn = (self.turn + 1) % len(self.buffers)
         self._wait(self.turn)
-        flat = self.buffers[self.turn][: bucket.nbytes]
+        flat = self.buffers[self.turn][: HEADER + bucket.nbytes]
+        _number(flat)[0] = bucket.number
         for chunk in bucket.chunks:
-            view = _view(flat, chunk)
+            view = _view(flat[HEADER:], chunk)
             view.copy_(_slice(self.tensors[chunk.move.src_local], chunk, chunk.move.src_at))
             key = (bucket.link.dst, chunk.move.tensor)
             partial = slice_digest(view, start=boxes.start_of(chunk.box), shape=self.shapes[chunk.move.tensor])
@@ -301,7 +329,7 @@ class _Outgoing:
 
     def send(self, bucket: Bucket) -> None:
         flat = self.pack(bucket)
-        self.works[self.turn] = self.transport.isend(flat, bucket.link.dst)
+        self.works[self.turn] = bucket, self.transport.isend(flat, bucket.link.dst)
 
     def finish(self) -> Digests:
         for turn in range(len(self.works)):
@@ -309,10 +337,14 @@ class _Outgoing:
         return dict(self.digests)
 
     def _wait(self, turn: int) -> None:
-        work = self.works[turn]
-        if work is not None:
+        sent, self.works[turn] = self.works[turn], None
+        if sent is None:
+            return
+        bucket, work = sent
+        try:
             work.wait()
-        self.works[turn] = None
+        except RuntimeError as error:
+            raise WeightSyncError(f"{bucket} was not taken: {error}") from error
 
 
 class _Incoming:
@@ -331,7 +363,7 @@ class _Incoming:
         self.write = write
         self.wrote = wrote
         self.transport = transport
-        self.size = max((bucket.nbytes for bucket in buckets), default=0)
+        self.size = HEADER + max((bucket.nbytes for bucket in buckets), default=0)
         self.buffers: list[torch.Tensor | None] = [None, None]
         self.expected: deque[Arrival] = deque()
         self.ahead = iter(enumerate(buckets))
@@ -345,9 +377,20 @@ class _Incoming:
         """Wait for the bucket, the next one of those given at the start, and unpack it."""
         self._expect()
         arrival = self.expected.popleft()
-        self.unpack(bucket, arrival.wait())
+        self.unpack(bucket, self._message(bucket, arrival)[HEADER:])
         pulse.mark()
         arrival.release()
+
+    def _message(self, bucket: Bucket, arrival: Arrival) -> torch.Tensor:
+        """Of the bucket and no other. Raises WeightSyncError."""
+        try:
+            message = arrival.wait()
+        except RuntimeError as error:
+            raise WeightSyncError(f"{bucket} did not arrive: {error}") from error
+        if (number := int(_number(message)[0])) != bucket.number:
+            what = "came twice" if number < bucket.number else "was lost"
+            raise WeightSyncError(f"{bucket} was expected, message {number} of that link arrived: one {what}; sync again")
+        return message
 
     @torch.no_grad()
     def unpack(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -367,7 +410,7 @@ class _Incoming:
         number, bucket = next(self.ahead, (0, None))
         if bucket is not None:
             self.expected.append(
-                self.transport.irecv(bucket.nbytes, bucket.link.src, lambda: self._buffer(number % 2)[: bucket.nbytes])
+                self.transport.irecv(HEADER + bucket.nbytes, bucket.link.src, lambda: self._buffer(number % 2))
             )
 
     def _buffer(self, which: int) -> torch.Tensor:
@@ -380,6 +423,11 @@ class _Incoming:
         for box in self.padding.pop(local, ()):
             self.write(local)[boxes.index_of(boxes.start_of(box), boxes.shape_of(box))].zero_()
             self.wrote(local, boxes.volume(box))
+
+
+def _number(message: torch.Tensor) -> torch.Tensor:
+    """int64 [1], within the message."""
+    return message[:8].view(torch.int64)
 
 
 def _view(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:

@@ -41,7 +41,7 @@ class GroupTransport:
         return work
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor]) -> Received:
-        message = spare()
-        work = dist.irecv(message, group=self.group, group_src=rank)
+        memory = spare()
+        work = dist.irecv(memory, group=self.group, group_src=rank)
         assert work is not None, "this process is not in the group"
-        return Received(work, message)
+        return Received(work, memory[:nbytes])

@@ -17,6 +17,8 @@ from megarl.rollout.auth import bearer
 from megarl.rollout.engine import last_lines
 
 _POLL_S = 0.1
+_REPORT_S = 5.0
+"""From a worker's timeout until its reason is here."""
 FAILURE = "failure"
 """Key of a worker's answer that says what went wrong there."""
 
@@ -41,11 +43,20 @@ class EngineControl:
     timeout_s: float = 120.0
     log: Path | None = None
 
-    def wait_ready(self, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> float:
-        """Waits until the server answers; returns the seconds. ``alive`` tells whether its process still runs."""
+    def wait_ready(
+        self, timeout_s: float, alive: Callable[[], bool] = lambda: True, stopping: Callable[[], bool] = lambda: False
+    ) -> float:
+        """Waits until the server answers; returns the seconds.
+
+        Args:
+            alive: False once the server's process has ended.
+            stopping: True once the job is asked to stop: a server that is not there by then may never be started.
+        """
         start = time.monotonic()
         while not self._healthy():
             waited = time.monotonic() - start
+            if stopping():
+                raise EngineError(f"the job is asked to stop, and the engine at {self.url} is not ready")
             if not alive():
                 raise EngineError(
                     self._with_log(f"the engine at {self.url} died after {waited:.0f} s, before it was ready")
@@ -87,8 +98,11 @@ class EngineControl:
         self._call("POST", "/start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """Makes every worker receive; returns when all have (``megarl.sync.receiver.UpdateInfo``)."""
-        self._call("POST", "/update_weights", {"update_info": dict(info)})
+        """Makes every worker receive; returns when all have (``megarl.sync.receiver.UpdateInfo``).
+
+        A worker gives up after ``timeout_s`` by itself and reports which message did not arrive.
+        """
+        self._call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
 
     def finish(self, version: str) -> None:
         self._call("POST", "/finish_weight_update", {"weight_version": version})

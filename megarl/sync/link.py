@@ -59,8 +59,8 @@ class Link:
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
         """Expects the next message of the other side's ``rank`` in the memory that ``spare`` gives."""
-        message = spare()
-        return Received(self._open().recv([message], self._peers + rank, 0), message)
+        memory = spare()
+        return Received(self._open().recv([memory], self._peers + rank, 0), memory[:nbytes])
 
     def close(self) -> None:
         """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from megarl import pulse
+from megarl.parent import end_after_parent
 
 BACKEND = "megarl"
 
@@ -17,7 +18,8 @@ def register() -> None:
     # register_engine raises on a second call and offers no question of its own.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.sync.receiver", "Receiver")
-    pulse.listen()
+    if pulse.listen() is not None:  # a supervisor's
+        end_after_parent()
     _fork_on_cpu()
 
 

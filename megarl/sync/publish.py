@@ -119,6 +119,7 @@ class WeightPublisher:
         rank: This process's rank in the layout.
         vocab_multiple: What the layout was built with; the engines rebuild it.
         addresses: Engines and link; read from the environment when not given.
+        stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
     """
 
     def __init__(
@@ -130,9 +131,11 @@ class WeightPublisher:
         *,
         vocab_multiple: int = VOCAB_MULTIPLE,
         addresses: JobAddresses | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         addresses = addresses or JobAddresses.from_environment()
         self._config = config
+        self._stopping = stopping
         self._rank = rank
         self._num_trainers = layout.num_ranks
         self._vocab_multiple = vocab_multiple
@@ -179,7 +182,8 @@ class WeightPublisher:
         topic = f"connect/{self._address.generation}"
         if self._rank == 0:
             with self._deciding(topic) as told:
-                self._each(lambda i, engine: engine.wait_ready(self._config.rollout.start_timeout_s))
+                start_s = self._config.rollout.start_timeout_s
+                self._each(lambda i, engine: engine.wait_ready(start_s, stopping=self._stopping))
                 self._processes = [state.process for state in self._each(lambda i, engine: engine.state())]
                 answers = self._each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
                 machines = [worker["machine"] for engine in answers for worker in engine]

@@ -17,7 +17,7 @@ from megarl.rollout.engine import UNTIL_PUBLISHED
 from megarl.schema import WeightsVersion
 from megarl.sync.publish import check_probe
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
-from tests.loop.trainers import Breaking, Flipping, Ranks, ranks_of, refusing, versions
+from tests.loop.trainers import Breaking, Flipping, Losing, Ranks, ranks_of, refusing, versions
 from tests.loop.zygote import Zygote
 
 FP32_TOLERANCE = 1e-4
@@ -151,6 +151,18 @@ def test_an_update_cut_midway_refuses_and_a_retry_mends_it(
     refusing(engine)
     ranks.publish_whole(new)
     assert difference(engine, new) < FP32_TOLERANCE
+
+
+def test_a_lost_message_is_named_and_a_retry_mends_it(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
+    ranks.publish_whole(model)
+    publisher = ranks.publishers[1]
+    publisher.transport = Losing(publisher.transport, nth=2)
+    for failure in ranks.publish(model, next(versions)):
+        assert isinstance(failure, WeightSyncError)
+        assert "message 2 (model." in str(failure)
+        assert "from source rank 1 to destination rank 0 was expected" in str(failure)
+    assert "message 2" in refusing(engine)
+    ranks.publish_whole(model)
 
 
 def test_trainer_and_engine_that_do_not_agree_are_told_apart(engine: RunningEngine, ranks: Ranks) -> None:

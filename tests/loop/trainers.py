@@ -119,6 +119,19 @@ class Breaking(Flipping):
         return self._inner.isend(message, rank)
 
 
+class Losing(Flipping):
+    """Sends all but the ``nth`` message."""
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        self._left -= 1
+        return Sent() if self._left == -1 else self._inner.isend(message, rank)
+
+
+class Sent:
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+
 def refusing(engine: RunningEngine) -> str:
     """Fails the test unless the engine refuses; returns its words."""
     with pytest.raises(EngineError) as refused:

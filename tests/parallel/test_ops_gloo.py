@@ -46,3 +46,20 @@ def test_two_ranks_agree_with_each_other_and_with_float64():
         gradient = torch.cat([r[name][2] for r in ranks], dim=1)
         assert (gradient - whole.grad).abs().max() < 4e-6
         assert (gradient[:, VOCAB:] == 0).all() and (gradient[2] == 0).all()
+
+
+def _unequal(rank: int) -> str:
+    torch.distributed.init_process_group("gloo")
+    logits = torch.randn(ROWS, WIDTH - 3 * rank)
+    group = torch.distributed.group.WORLD
+    try:
+        ops.vocab_parallel_logprob(logits, torch.zeros(ROWS, dtype=torch.int64), group=group, vocab_start=rank * WIDTH, vocab_size=VOCAB)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_unequal_shards_are_refused_on_every_rank() -> None:
+    """Not only on the one whose own numbers are wrong: the other would wait for it."""
+    first, second = run_grid(2, _unequal)
+    assert first == second and "rank 0 has 20 columns from 0 on, rank 1 has 17 columns from 20 on" in first

@@ -4,8 +4,8 @@
 
 One job trains while every fault is done to it, each two or more steps behind the one before; where a fault ends the command, the same command
 is given again. At its end its checkpoints, metrics, tasks, answers, log-probs and rewards are compared with those of a job that was left
-alone. PostgreSQL has a job of its own, and so has each fault that changes the result by intent (an update left out, a step taken back). As
-root the job's directory is a file system of its own, which one fault fills.
+alone. Weight syncs and PostgreSQL have a job of their own, and so has each fault that changes the result by intent (an update left
+out, a step taken back). As root the job's directory is a file system of its own, which one fault fills.
 
 *Seconds*: from the fault until a step that had not been recorded is, repeated steps included.
 """
@@ -47,6 +47,8 @@ BASE = (
     "cluster.replacements=99",
     "cluster.stall_s=15",
 )
+IN_SYNCS = "sync.bucket_bytes=4096"
+"""Hundreds of small messages: a sync lasts long enough for something to be done in it."""
 PAUSE_S = 15.0
 """How long a database is away."""
 
@@ -66,6 +68,8 @@ class Injured:
 
     def __init__(self, run_dir: Path, overrides: Sequence[str]) -> None:
         self.run_dir, self.overrides = run_dir, list(overrides)
+        self.pids: list[int] = []
+        """All processes of the job, as a moment that is short has found them."""
         self.job = Job(run_dir, self.overrides).start()
 
     def again(self) -> None:
@@ -94,6 +98,7 @@ class Injured:
     def in_a_rollout(self) -> None:
         """Some groups of the newest rollout are done, others not."""
         self.behind_a_step()
+        self.pids = [self.job.pid, *self.job.processes()]
 
         def under_way() -> bool:
             states = [state for (state,) in self.job.query(
@@ -112,6 +117,23 @@ class Injured:
     def in_a_checkpoint(self) -> None:
         folder = self.run_dir / "checkpoints"
         self.job.until(lambda: bool([*folder.glob("global_step_*.attempt_*")]), "a checkpoint that is being written", poll_s=0.002)
+
+    def in_a_sync(self) -> None:
+        """Of a step with an odd number, before which no checkpoint was due."""
+        self.behind_a_step()
+        self.pids = [self.job.pid, *self.job.processes()]
+        self.engine = self.job.pid_of("engine")
+        while not self._next_sync() % EVERY:
+            pass
+
+    def _next_sync(self) -> int:
+        """Wait for it; the steps recorded before."""
+        before = self._syncs()
+        self.job.until(lambda: self._syncs() > before, "a sync", poll_s=0.002)
+        return self.step()
+
+    def _syncs(self) -> int:
+        return (self.run_dir / "logs" / f"attempt_{self.attempt()}" / "engine_0.log").read_text().count("PAUSED_NEW")
 
     def kill(self, role: str, number: int) -> None:
         os.kill(self.job.pid_of(role), number)
@@ -275,6 +297,40 @@ def asked_to_stop(injured: Injured) -> str:
     return stopped(injured, "a checkpoint is saved within the grace")
 
 
+def all_asked_to_stop(injured: Injured) -> str:
+    """As ``scancel --signal=TERM`` does it."""
+    for pid in injured.pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    return saved(injured, "engines, explorer and guard end as well; a checkpoint of the current step is saved")
+
+
+def asked_to_stop_without_engine(injured: Injured) -> str:
+    os.kill(injured.engine, signal.SIGKILL)
+    noticed = "an engine died in a weight sync"
+    before = injured.job.output.read_text().count(noticed)
+    injured.job.until(lambda: injured.job.output.read_text().count(noticed) > before, noticed, poll_s=0.01)
+    injured.job.signal(signal.SIGTERM)
+    return saved(injured, "nobody waits for another engine; a checkpoint of the current step is saved")
+
+
+def saved(injured: Injured, text: str) -> str:
+    """The command ends with a checkpoint of the last step that it recorded."""
+    status, newest = injured.job.wait(90), latest(injured.run_dir / "checkpoints")
+    if newest is None or newest.name != f"global_step_{injured.step()}" or status != 130:
+        raise SystemExit(f"{injured.run_dir}: status {status}, step {injured.step()} is recorded, the newest checkpoint is {newest}")
+    return stopped(injured, text)
+
+
+def supervisor_and_guard_killed(injured: Injured) -> str:
+    guards = [pid for pid in injured.pids if b"megarl.launch.guard" in _command(Path(f"/proc/{pid}"))]
+    for pid in (*guards, injured.job.pid):
+        os.kill(pid, signal.SIGKILL)
+    injured.job.wait(10)
+    injured.job = Job(injured.run_dir, injured.overrides).start()  # at once: it waits until the others have let go of the directory
+    return "the ranks save and end by themselves; the same command, given at once, goes on from that checkpoint"
+
+
 def later_attempt(injured: Injured) -> str:
     (injured.run_dir / "attempt").write_text(str(injured.attempt() + 1))
     return stopped(injured, "the older attempt sees it within a second, kills its processes and writes nothing more")
@@ -317,6 +373,12 @@ FAULTS = (
     Fault("SQLite file locked", Injured.in_a_rollout, database_locked),
     Fault("disk full", Injured.behind_a_step, disk_filled),
 )  # fmt: skip
+OF_SYNCS = (
+    Fault("SIGTERM to all processes", Injured.in_a_sync, all_asked_to_stop),
+    Fault("SIGTERM to all processes", Injured.in_a_rollout, all_asked_to_stop),
+    Fault("engine: SIGKILL, then SIGTERM", Injured.in_a_sync, asked_to_stop_without_engine),
+    Fault("supervisor and guard: SIGKILL", Injured.in_a_sync, supervisor_and_guard_killed),
+)
 OF_POSTGRES = (
     Fault("PostgreSQL (the job's own): SIGKILL", Injured.behind_a_step, database_killed),
     Fault("PostgreSQL: all its processes SIGSTOP", Injured.behind_a_step, database_stopped),
@@ -420,13 +482,13 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     steps = (len(FAULTS) + 1) * (STEPS_APART + 1)
     settings = [*BASE, f"trainer.steps={steps}", *overrides]
-    whole, hurt, of_postgres = root / "whole", root / "hurt", root / "postgres"
+    whole, hurt, of_syncs, of_postgres = root / "whole", root / "hurt", root / "syncs", root / "postgres"
     if not (whole / "hf" / "config.json").is_file():
         run_to_its_end(whole, settings)
     rows: list[Row] = []
     verdicts: list[str] = []
     differing: list[str] = []
-    faults = [fault for fault in FAULTS if arguments.only in fault.name]
+    faults = [fault for fault in FAULTS if arguments.only in f"{fault.name}, {fault.moment.__name__}"]
     if faults:
         shutil.rmtree(hurt, ignore_errors=True)
         hurt.mkdir()
@@ -434,7 +496,13 @@ def main() -> None:
             rows += suffer([fault for fault in faults if alone or fault.do is not disk_filled], hurt, settings)
             text, found = compared(hurt, whole, steps)
             verdicts, differing = [*verdicts, f"the job of all faults on SQLite: {text}"], differing + found
-    faults = [fault for fault in OF_POSTGRES if arguments.only in fault.name]
+    faults = [fault for fault in OF_SYNCS if arguments.only in f"{fault.name}, {fault.moment.__name__}"]
+    if faults:
+        shutil.rmtree(of_syncs, ignore_errors=True)
+        rows += suffer(faults, of_syncs, [*settings, IN_SYNCS])
+        text, found = compared(of_syncs, whole, steps)
+        verdicts, differing = [*verdicts, f"the job of faults in syncs: {text}"], differing + found
+    faults = [fault for fault in OF_POSTGRES if arguments.only in f"{fault.name}, {fault.moment.__name__}"]
     if faults:
         shutil.rmtree(of_postgres, ignore_errors=True)
         rows += suffer(faults, of_postgres, [*settings, "store=postgres"])

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -144,12 +145,30 @@ def dies(job: Job, role: str, name: str) -> None:
     assert (printed[-1] if printed else "it printed nothing") in said.split("its last lines")[1]
 
 
+def until_a_sync(job: Job) -> None:
+    """Wait for the beginning of the next one."""
+    engine_log = newest_log(job.run_dir, "engine 0")
+    syncs = engine_log.read_text().count("PAUSED_NEW")
+    job.until(lambda: engine_log.read_text().count("PAUSED_NEW") > syncs, "a sync", poll_s=0.002)
+
+
+def test_a_stop_of_all_processes_in_a_sync_is_saved(start: Start, run_dir: Path) -> None:
+    """As ``scancel --signal=TERM`` does it: engines and explorer end too, and none takes their place. No other checkpoint is due."""
+    job = training(start(*ENDLESS, "trainer.checkpoint_interval=100000", "sync.bucket_bytes=4096"))
+    pids = [job.pid, *job.processes()]
+    until_a_sync(job)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    assert job.wait(START_S) == 130, job.output.read_text()
+    assert finished_checkpoint(run_dir) == job.steps()[-1]
+    job.until_gone(1.0)
+
+
 def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) -> None:
     """At the beginning of a sync: an engine that is told to end then waits for ever for the call that it never answered."""
     job = training(start(*ENDLESS))
-    engine_log = newest_log(run_dir, "engine 0")
-    syncs = engine_log.read_text().count("PAUSED_NEW")
-    job.until(lambda: engine_log.read_text().count("PAUSED_NEW") > syncs, "a sync", poll_s=0.002)
+    until_a_sync(job)
     segments = job.shared_memory()
     since = time.monotonic()
     job.signal(signal.SIGKILL)

@@ -7,8 +7,9 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,14 @@ class Network:
     receiver's memory is overwritten with garbage as soon as it is given for one: who reuses either too early gets wrong data.
     ``most_alive`` counts the messages of one rank that were sent and not waited for, or expected and not released."""
 
-    def __init__(self, corrupt: Callable[[int, int, int, Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        corrupt: Callable[[int, int, int, Tensor], None] | None = None,
+        faults: Mapping[tuple[int, int, int], int] = MappingProxyType({}),
+    ) -> None:
+        self.faults = faults
+        """(source, destination, number of a message) -> how often it is delivered, instead of once."""
+        self.sent: dict[tuple[int, int], int] = defaultdict(int)
         self.queues: dict[tuple[int, int], queue.Queue[tuple[Tensor, threading.Event]]] = defaultdict(queue.Queue)
         self.lock = threading.Lock()
         self.alive: dict[tuple[str, int], int] = defaultdict(int)
@@ -67,11 +75,12 @@ class Sent:
 
 @dataclass
 class Expected:
-    """The next message of a link, on its way into ``memory``."""
+    """The next message of a link, of ``nbytes``, on its way into ``memory``."""
 
     network: Network
     link: tuple[int, int]
     memory: Tensor
+    nbytes: int
 
     def wait(self) -> Tensor:
         net, (src, dst) = self.network, self.link
@@ -84,15 +93,15 @@ class Expected:
 
         net.sleep(ready, f"destination rank {dst} waiting for {src}")
         sent, event = arrived[0]
-        assert sent.shape == self.memory.shape, f"{self.link}: expected {self.memory.numel()} bytes, got {sent.numel()}"
-        self.memory.copy_(sent)
+        assert sent.numel() <= self.memory.numel(), f"{self.link}: room for {self.memory.numel()} bytes, got {sent.numel()}"
+        self.memory[: sent.numel()].copy_(sent)
         if net.corrupt is not None:
             with net.lock:
                 number = net.messages[self.link]
                 net.messages[self.link] += 1
             net.corrupt(src, dst, number, self.memory)
         event.set()
-        return self.memory
+        return self.memory[: self.nbytes]
 
     def release(self) -> None:
         self.network.count(("destination", self.link[1]), -1)
@@ -114,15 +123,21 @@ class Port:
         self.network.count(("source", self.rank), 1)
         with self.network.lock:
             self.network.largest_bytes = max(self.network.largest_bytes, message.numel())
-        self.network.queue((self.rank, rank)).put((message, event))
+        number = self.network.sent[self.rank, rank]
+        self.network.sent[self.rank, rank] += 1
+        copies = self.network.faults.get((self.rank, rank, number), 1)
+        for _ in range(copies):
+            self.network.queue((self.rank, rank)).put((message if copies == 1 else message.clone(), event))
+        if not copies:
+            event.set()
         return Sent(self.network, self.rank, event)
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], Tensor]) -> Expected:
         self.network.count(("destination", self.rank), 1)
         memory = spare()
-        assert memory.shape == (nbytes,) and memory.dtype == torch.uint8
+        assert memory.dim() == 1 and memory.numel() >= nbytes and memory.dtype == torch.uint8
         memory.fill_(GARBAGE)
-        return Expected(self.network, (rank, self.rank), memory)
+        return Expected(self.network, (rank, self.rank), memory, nbytes)
 
 
 def run_threads(network: Network, jobs: list[Callable[[], Any]]) -> list[Any]:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.checkpoint import writer
 from megarl.checkpoint.writer import Writer, of_process
 
 
@@ -85,6 +86,13 @@ def test_what_is_larger_than_a_pipe_does_not_block_it(own: Writer) -> None:
     task = own.begin(much, [], b"x" * 2**20)
     until(lambda: task.done)
     assert len(task.result()) == 2**21
+
+
+def test_one_that_reads_nothing_is_killed(own: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SEND_S", 0.3)
+    os.kill(own._process.pid or 0, signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match="ended with status -9"):
+        own.begin(much, [], b"x" * 2**22).result()
 
 
 def absent(tensors: list[torch.Tensor], path: Path) -> None:

@@ -11,7 +11,9 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config
 from megarl.errors import ConfigError, FencedError, JobError, LastingError
 from megarl.launch import guard as guards
-from megarl.launch import job, ports
+from megarl.launch import job, ports, run_dir
 from megarl.launch.allocation import Allocation
 from megarl.launch.guard import Guard, end
 from megarl.launch.interrupt import StopRequest
@@ -186,6 +188,32 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     assert (tmp_path / "c.log").read_text() == "up\ntold to end\n"
 
 
+BLOCKED = """
+import os, sys
+from pathlib import Path
+from megarl.launch.process import Child
+waits = (
+    "import signal, threading; from megarl.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); end_after_parent(0.2); "
+    "print('up', flush=True); lock = threading.Lock(); lock.acquire(); lock.acquire()"
+)
+child = Child("trainer rank 0", [sys.executable, "-c", waits], {}, Path(sys.argv[1]))
+while "up" not in child.log.read_text():
+    pass
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_that_waits_without_end_ends_after_its_parent(tmp_path: Path) -> None:
+    """Whatever it waits for, when nobody is there to kill it."""
+    done = subprocess.run([sys.executable, "-c", BLOCKED, str(tmp_path / "log")], stdout=subprocess.PIPE, timeout=60)
+    deadline = time.monotonic() + 30
+    while group_members(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "the supervisor died" in (tmp_path / "log").read_text()
+
+
 TRAINER = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.5), sys.exit({status}))); print('up', flush=True); time.sleep(60)"
 
 
@@ -213,6 +241,26 @@ def test_stop_of_a_whole_session_is_a_stop(tmp_path: Path) -> None:
 
 def test_stop_before_a_trainer_listens_is_a_stop(tmp_path: Path) -> None:
     watch_stopping(tmp_path, "import time; print('up', flush=True); time.sleep(60)")
+
+
+WAITING = (
+    "import os, signal, sys, time; signal.signal(15, lambda *_: None); print('up', flush=True)\n"
+    "while os.path.exists('/proc/{engine}/fd/0'):\n    time.sleep(0.05)\n"
+)
+
+
+def test_an_engine_that_hangs_is_ended_before_the_grace_is_over(tmp_path: Path) -> None:
+    """The trainer may wait for it in C, in a weight sync; freed, it saves."""
+    engine = child(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")
+    trainer = Child("trainer rank 0", [sys.executable, "-c", WAITING.format(engine=engine.pid)], {}, tmp_path / "trainer_0.log")
+    while "up" not in trainer.log.read_text():
+        time.sleep(0.02)
+    request = StopRequest()
+    request.count = 1
+    with Guard() as guard:
+        node = LocalNode(guard, children={c.name: c for c in (engine, trainer)})
+        watch([Started(c, node) for c in (engine, trainer)], request, config_of(tmp_path, "run.shutdown_grace_s=8"))
+    assert trainer.poll() == 0 and engine.poll() == -signal.SIGKILL
 
 
 def test_trainer_that_fails_while_it_stops_is_named(tmp_path: Path) -> None:
@@ -473,6 +521,56 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
         holder.wait(30)
     with own_run_dir(tmp_path):  # free again
         assert (tmp_path / "lock").read_text().split()[0] == str(os.getpid())
+
+
+ORPHANS = """
+import os, signal, sys
+from pathlib import Path
+from megarl.launch.process import Child
+from megarl.launch.run_dir import own_run_dir
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+with own_run_dir(Path(sys.argv[1])) as lock:
+    child = Child("trainer rank 0", [sys.executable, "-c", deaf], {}, Path(sys.argv[1], "trainer_0.log"), keep=[lock])
+    while "up" not in child.log.read_text():
+        pass
+    print(child.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)  # and there is no guard
+"""
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[int]:
+    """A process of a job whose supervisor and guard were killed: it holds the run directory's lock and does not end by itself."""
+    done = subprocess.run([sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, timeout=60)
+    yield int(done.stdout)
+    with suppress(ProcessLookupError):
+        os.kill(int(done.stdout), signal.SIGKILL)
+
+
+def test_a_start_ends_what_a_killed_supervisor_and_its_guard_left(
+    tmp_path: Path, orphan: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_dir, "ORPHANS_S", 0.3)
+    waiter = "import sys, time; file = open(sys.argv[1], 'a+'); print('open', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", waiter, str(tmp_path / "lock")], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()  # it has the file open, and does not hold the lock
+            with own_run_dir(tmp_path):
+                assert not group_members(orphan)
+                assert other.poll() is None
+        finally:
+            other.kill()
+    assert f"process {orphan}" in caplog.text
+
+
+def test_a_start_names_what_it_may_not_end(tmp_path: Path, orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor ran on another machine, so it may live; a process here holds the lock."""
+    monkeypatch.setattr(run_dir, "ORPHANS_S", 0.3)
+    text = (tmp_path / "lock").read_text().split(" ")
+    (tmp_path / "lock").write_text(" ".join([text[0], "another-machine", ""]))
+    with pytest.raises(ConfigError, match=f"process {text[0]} on another-machine.*held here by process {orphan}"), own_run_dir(tmp_path):
+        pass
+    assert group_members(orphan)
 
 
 def test_attempts_are_counted(tmp_path: Path) -> None:

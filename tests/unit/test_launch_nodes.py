@@ -357,6 +357,17 @@ def test_a_run_directory_that_is_not_shared_is_told(joined: Any) -> None:
     assert "file system that all nodes share" in str(node.check_run_dir(str(folder), "two"))
 
 
+@pytest.mark.timeout(60)
+def test_a_stop_ends_the_wait_for_nodes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Gathering(Allocation(0, 3, "127.0.0.1", port), KEY, 5) as gathering:
+        with pytest.raises(KeyboardInterrupt):
+            gathering.wait(600, lambda: True)
+        gathering._expected.clear()  # else its end waits for them too
+
+
 def test_nodes_that_do_not_come_are_counted(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -8,22 +8,31 @@ import pytest
 
 from megarl.errors import WeightsDiffer, WeightSyncError
 from megarl.loop import engines
+from megarl.loop.engines import Stopped
 
 
 class Syncs:
     """As much of a session as joining engines looks at, on its only rank: each of ``failures`` ends one connection."""
 
-    def __init__(self, *failures: WeightSyncError, died: tuple[str, ...] = ("no answer from the engine",)) -> None:
+    def __init__(
+        self, *failures: WeightSyncError, died: tuple[str, ...] = ("no answer from the engine",), stop_after: int | None = None
+    ) -> None:
         self.failures = list(failures)
         self.said: list[str] = []
+        self.left = stop_after
         self.publisher = SimpleNamespace(connect=self.connect, died=lambda: list(died))
 
     def connect(self) -> None:
+        if self.left is not None:
+            self.left -= 1
         if self.failures:
             raise self.failures.pop(0)
 
     def agree(self, yes: bool) -> bool:
         return yes
+
+    def stop_requested(self) -> bool:
+        return self.left is not None and self.left <= 0
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -52,3 +61,17 @@ def test_what_another_engine_would_not_mend_is_raised_at_once(failure: WeightSyn
     with pytest.raises(type(failure)) as raised:
         connect(s)
     assert raised.value is failure
+
+
+def test_a_stop_ends_the_wait_for_a_replacement() -> None:
+    """A job that stops starts no engine: to wait for one would take the time in which a checkpoint can be saved."""
+    s = Syncs(*[WeightSyncError("the link is down")] * 3, stop_after=2)
+    with pytest.raises(Stopped, match="the link is down"):
+        connect(s)
+    assert len(s.said) == 1 and len(s.failures) == 1
+
+
+def test_a_stop_hides_no_difference_of_weights() -> None:
+    s = Syncs(WeightsDiffer("a tensor"), stop_after=0)
+    with pytest.raises(WeightsDiffer):
+        connect(s)

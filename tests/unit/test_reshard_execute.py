@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, PlanError, WeightSyncError
 from megarl.reshard import boxes
-from megarl.reshard.execute import Digests, buckets_of, compare, digests_of, exchange, merge, receive, send
+from megarl.reshard.execute import HEADER, Digests, buckets_of, compare, digests_of, exchange, merge, receive, send
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
 from megarl.reshard.plan import Link, ReshardPlan, build_plan
 from tests.unit.reshard_oracle import (
@@ -83,7 +83,7 @@ def run_exchange(plan: ReshardPlan, sources: list[Tensors], bucket_bytes: int = 
             for r in range(ranks)
         ],
     )
-    assert network.largest_bytes <= bucket_bytes
+    assert network.largest_bytes <= HEADER + bucket_bytes
     return got
 
 
@@ -111,7 +111,7 @@ def test_megatron_to_vllm_equals_hand_written_shards(case: Case, bucket_bytes: i
     got, sent = run_plan(plan, megatron_grid(case.config, hf, case.tp, case.pp, case.dp), network, bucket_bytes, dtype)
     for rank, tensors in enumerate(got):
         assert_same(tensors, vllm_rank(case.config, hf, case.engine_tp, rank % case.engine_tp), dtype)
-    assert network.largest_bytes <= bucket_bytes
+    assert network.largest_bytes <= HEADER + bucket_bytes
     assert network.most_alive <= 2
     compare(plan, sent, engine_digests(plan, got))
 
@@ -172,7 +172,7 @@ def test_one_flipped_element_is_named(case: Case, data: st.DataObject) -> None:
 
     def corrupt(src: int, dst: int, count: int, message: torch.Tensor) -> None:
         if (src, dst, count) == (*link, number):
-            message[element * 4] ^= 1
+            message[HEADER + element * 4] ^= 1
 
     sources = megatron_grid(case.config, random_hf(case.config), case.tp, case.pp, case.dp)
     got, sent = run_plan(plan, sources, Network(corrupt), bucket_bytes)
@@ -184,6 +184,26 @@ def test_one_flipped_element_is_named(case: Case, data: st.DataObject) -> None:
     assert victim.dst_local in faults[0]
     senders = sorted({move.src for move in plan.moves if move.dst == link.dst and move.tensor == victim.tensor})
     assert f"destination rank {link.dst}, from source ranks {senders}:" in faults[0]
+
+
+@fast
+@given(case=cases(), data=st.data(), lost=st.booleans())
+def test_a_message_that_is_lost_or_comes_twice_is_named(case: Case, data: st.DataObject, lost: bool) -> None:
+    """With its tensors and ranks, and at once: no receiver waits for a message that is not on its way."""
+    plan, bucket_bytes = to_engine(case), 512
+    link = data.draw(st.sampled_from(sorted({Link(move.src, move.dst) for move in plan.moves})))
+    buckets = [bucket for bucket in buckets_of(plan, plan.moves, bucket_bytes, FP32) if bucket.link == link]
+    number = data.draw(st.integers(0, len(buckets) - 1))
+    network = Network(faults={(*link, number): 0 if lost else 2})
+    sources = megatron_grid(case.config, random_hf(case.config), case.tp, case.pp, case.dp)
+    expected = buckets[number + (not lost) :][:1]  # of a doubled message, the one behind it
+    tensors = [chunk.move.tensor for bucket in expected for chunk in bucket.chunks]
+    with pytest.raises(WeightSyncError) as error:
+        run_plan(plan, sources, network, bucket_bytes)
+    said = str(error.value)
+    assert f"from source rank {link.src} to destination rank {link.dst}" in said
+    assert f"message {number + (not lost)}" in said and ("was lost" if lost else "came twice") in said
+    assert (tensors[0] if tensors else "the end of the transfer") in said
 
 
 def test_digest_of_a_tensor_is_the_same_number_everywhere() -> None:

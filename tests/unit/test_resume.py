@@ -16,7 +16,7 @@ from megarl.checkpoint.manifest import LATEST, fingerprints, latest, read_manife
 from megarl.config import save_resolved
 from megarl.config.load import check_setting
 from megarl.durable import write_text
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError, ConfigError, JobError
 from megarl.launch import job
 from megarl.launch.changes import FREE
 from megarl.launch.prepare import prepare_data, prepare_model
@@ -303,6 +303,16 @@ def test_a_flipped_byte_gives_way_to_the_checkpoint_before(tmp_path: Path, caplo
     if digests:
         assert f"{newest} is damaged" in caplog.text and "SHA-256" in caplog.text and f"goes on from {before}" in caplog.text
     assert newest.is_dir() is not digests
+
+
+def test_a_stop_ends_the_check_of_digests(tmp_path: Path) -> None:
+    """Which takes minutes where checkpoints are large; a stop must not wait for them. Nothing is judged by a check that did not end."""
+    newest = finished_checkpoint(tmp_path)
+    files = fingerprints(newest, [path for path in newest.rglob("*") if path.is_file() and path.name != "state.json"])
+    write_manifest(newest, {"phase": "rl", "step": 1}, {}, files)
+    with pytest.raises(JobError, match=f"asked to stop while {newest}/.* was compared"):
+        set_aside_damaged(tmp_path, stopping=lambda: True)
+    assert newest.is_dir()
 
 
 def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:

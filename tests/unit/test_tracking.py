@@ -125,6 +125,18 @@ def test_a_queue_that_is_full_ends_the_tracker(caplog: pytest.LogCaptureFixture,
     release.set()
 
 
+@pytest.mark.timeout(60)
+def test_a_queue_that_is_full_at_the_end_delays_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service hangs, and exactly as many records wait as may."""
+    monkeypatch.setattr(tracking, "WAITING", 2)
+    monkeypatch.setattr(tracking, "CLOSE_S", 0.1)
+    tracker = tracking.Tracker("test", lambda: threading.Event().wait())  # type: ignore[arg-type, return-value]
+    for step in range(2):
+        tracker.write(step, {}, False)
+    tracker.close()
+    assert "it did not end within" in caplog.text
+
+
 def test_the_setting() -> None:
     assert compose(["experiment=quickstart"]).trainer.trackers == ["tensorboard"]
     assert compose(["experiment=quickstart", "trainer.trackers=[]"]).trainer.trackers == []

@@ -1,0 +1,49 @@
+"""Trainer ranks that wait for engines when their job is asked to stop."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.errors import EngineError, WeightSyncError
+from megarl.launch import ports
+from megarl.parallel.grid import megatron_grid
+from megarl.reshard.layouts import megatron_layout
+from megarl.rollout.addresses import JobAddresses
+from megarl.rollout.control import EngineControl
+from megarl.sync.publish import WeightPublisher
+from tests.unit.reshard_cases import qwen3_config
+
+HOST = "127.0.0.1"
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_stop_ends_the_wait_for_an_engine() -> None:
+    [port] = ports.choose(HOST, 1, None)
+    with pytest.raises(EngineError, match="asked to stop"):
+        EngineControl(f"http://{HOST}:{port}", "key").wait_ready(600, stopping=lambda: True)
+
+
+def test_a_stop_ends_the_wait_of_every_rank() -> None:
+    """Rank 0 looks at the request; the others wait for its word."""
+    engine, link = ports.choose(HOST, 2, None)
+    addresses = JobAddresses((f"http://{HOST}:{engine}",), HOST, link, "key")
+    config = Config(model=ModelConfig(path="unused"), parallel=ParallelConfig(tp=2), rollout=RolloutConfig(start_timeout_s=600))
+    hf_config = qwen3_config()
+    layout = megatron_layout(hf_config, megatron_grid(config.parallel))
+    asked = threading.Event()
+    ranks = [WeightPublisher(config, layout, hf_config, rank, addresses=addresses, stopping=asked.is_set) for rank in range(2)]
+
+    def connect(publisher: WeightPublisher) -> str:
+        with pytest.raises((EngineError, WeightSyncError)) as raised:
+            publisher.connect()
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(connect, publisher) for publisher in ranks]
+        assert not any(future.done() for future in waiting)
+        asked.set()
+        assert all("asked to stop" in future.result() for future in waiting)

@@ -1,0 +1,122 @@
+"""Calls that may block without a limit of their own: each is listed here, with what limits it. docs/faults.md lists the limits."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import megarl
+
+ROOT = Path(megarl.__file__).parent
+WITHOUT_ARGUMENTS = {"wait", "join", "get", "result", "communicate", "acquire", "accept", "readline", "shutdown", "recv", "barrier"}
+"""Methods that wait without end unless they are given a timeout; of strings and dicts they have arguments."""
+ALWAYS = {"recv", "recv_bytes", "waitpid", "select", "lockf"}
+"""Those that have no timeout to give."""
+FUNCTIONS = {"run", "check_output", "check_call", "call", "urlopen", "create_connection"}
+"""Of subprocess, urllib and socket, which take ``timeout``."""
+POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
+"""As context managers they wait for all their work."""
+LIMITED = {
+    "checkpoint/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after every 4 MiB",
+    "checkpoint/pool.each: future.result": "`megarl convert`, a command of a person: it has completed by then",
+    "checkpoint/pool.each: pool.shutdown": "`megarl convert`: what runs ends at its next count of bytes",
+    "checkpoint/save.Save.finish: self._task.result": "Writer.answer: as long as the writer writes; the sentinel ends a stall (cluster.stall_s)",
+    "checkpoint/save._write_files: results.get": "the same thread has put the result there",
+    "checkpoint/save._write_files: counted.put": "a queue without bound",
+    "checkpoint/save.Save.finish: part.results.put": "a queue without bound",
+    "checkpoint/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
+    "checkpoint/writer._serve: pipe.recv": "the writer's life; it dies with its trainer rank (die_with)",
+    "launch/guard.Guard._keep: self._process.wait": "a daemon thread that waits for the guard's end",
+    "launch/node.on_every_node: with ThreadPoolExecutor": "each node stops in its grace and node.GONE_S, or is lost (cluster.heartbeat_s)",
+    "launch/postgres.Server._run: subprocess.run": "commands of PostgreSQL at the start of a job",
+    "launch/postgres._identity: subprocess.run": "one `test` of the shell",
+    "launch/postgres._version: subprocess.run": "`postgres --version`",
+    "launch/remote.Gathering._let_in: self._door.accept": "a daemon thread; leaving the gathering shuts its socket",
+    "loop/session.Session.export_hf: dist.barrier": "a collective: groups.patience_s",
+    "loop/session.Session.finish: dist.barrier": "a collective: groups.patience_s",
+    "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
+    "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
+    "reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
+    "reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
+    "reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.patience_s of the default group",
+    "rewards/host.RewardHost._refusal: reader.readline": "asyncio.wait_for, process.CONNECT_S",
+    "rewards/host.RewardHost._serve: process.wait": "the worker has been killed",
+    "rewards/judge_cache.JudgementCache.close: self._thread.shutdown": "one statement of SQLite, whose locks have a timeout",
+    "rewards/pool.RewardPool._free_worker: self._idle.get": "a worker is busy for a verifier's timeout at most",
+    "rewards/process.LocalWorker._ending: self._process.wait": "its output is closed: it has ended",
+    "rewards/process.LocalWorker.kill: process.wait": "it has been killed",
+    "rewards/process.RemoteWorker._open: reader.readline": "asyncio.wait_for, process.CONNECT_S",
+    "rewards/process.Worker._exchange: self._reader.readline": "asyncio.wait_for, the verifier's timeout",
+    "rewards/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
+    "rollout/endpoint._stream: lines.get": "a task for every sample puts a line, or the request is aborted (rollout.request_timeout_s)",
+    "rollout/watch.EngineWatch.__exit__: self._thread.join": "one answer of an engine: watch.ANSWER_S",
+    "sandbox/box.Box.receive: self.wait": "box.START_S",
+    "sandbox/box.Box.send_test: self.wait": "box.START_S",
+    "sandbox/box.Box.wait: self._link.recv": "the timeout of its socket, box.START_S",
+    "sandbox/box.Outer.close: self._process.wait": "it has been killed",
+    "sandbox/box.read: link.recv": "the timeout of its socket, what is left until the deadline",
+    "sandbox/inside/mother.end_all: os.waitpid": "its children have been killed",
+    "sandbox/local.LocalSandbox.check: answers.wait": "box.START_S",
+    "sandbox/selftest._receive: link.recv": "the timeout of its socket, selftest.GONE_S",
+    "sync/link.Link.irecv: self._open().recv": "does not wait: it begins to receive",
+    "sync/publish.WeightPublisher._each: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or rollout.start_timeout_s while they start",
+    "sync/publish.WeightPublisher._transfer: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s",
+    "sync/publish.WeightPublisher.connect: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s",
+    "sync/publish._results: future.result": "one request to each engine: sync.timeout_s",
+    "sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",
+    "sync/receiver.Receiver.receive_weights: self.shutdown": "no wait: closes the link",
+    "sync/shared.Borrower.finish: work.wait": "sync.timeout_s: the timeout of the link",
+    "sync/shared._Borrowed.wait: self.told.wait": "sync.timeout_s: the timeout of the link",
+    "sync/shared._Lent.wait: self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, device='cpu')).wait": "sync.timeout_s: the timeout of the link",
+    "sync/shared._Lent.wait: self.told.wait": "sync.timeout_s: the timeout of the link",
+    "tracking.Tracker._serve: self._records.get": "a daemon thread",
+}
+"""Where, and what limits it."""
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _owner(call: ast.Call) -> str:
+    return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def _endless(call: ast.Call) -> bool:
+    if any(keyword.arg in ("timeout", "timeout_s", "wait") for keyword in call.keywords):
+        return False
+    name, owner = _name(call), _owner(call)
+    if name in ALWAYS:
+        return owner not in ("", "sqlalchemy") and not (name == "select" and owner != "select")
+    if name == "put":
+        return len(call.args) == 1
+    if name in WITHOUT_ARGUMENTS:
+        return bool(owner) and not call.args
+    if name in FUNCTIONS:
+        return owner in ("subprocess", "urllib.request", "request", "socket")
+    return name == "flock" and "LOCK_NB" not in ast.unparse(call)
+
+
+def _walk(node: ast.AST, where: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        inner = f"{where}.{child.name}" if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else where
+        if isinstance(child, ast.Call) and _endless(child):
+            yield f"{inner}: {ast.unparse(child.func)}"
+        if isinstance(child, ast.With | ast.AsyncWith):
+            pools = [item.context_expr for item in child.items if isinstance(item.context_expr, ast.Call)]
+            yield from (f"{inner}: with {_name(pool)}" for pool in pools if _name(pool) in POOLS)
+        yield from _walk(child, inner)
+
+
+def endless() -> set[str]:
+    files = (path for path in ROOT.rglob("*.py"))
+    return {found for path in files for found in _walk(ast.parse(path.read_text()), str(path.relative_to(ROOT).with_suffix("")))}
+
+
+def test_every_wait_without_a_timeout_is_listed() -> None:
+    assert endless() - LIMITED.keys() == set(), "give it a timeout, or say here what limits it"
+
+
+def test_nothing_is_listed_that_is_gone() -> None:
+    assert LIMITED.keys() - endless() == set()
