@@ -35,7 +35,7 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
         now - ref.detach()
         for now, ref in zip(pairs.sums(batch.logp, *place), pairs.sums(batch.ref_logp, *place), strict=True)
     )
-    h = chosen - rejected
+    h = terms.masked(chosen - rejected, counted)
     if config.preference == "ipo":
         each = (h - 1.0 / (2.0 * config.beta)).square()
     else:
