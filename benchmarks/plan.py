@@ -2,8 +2,9 @@
 
 Two markdown tables. The first is measured, each line in a process of its own on one core: CPU seconds and peak memory of the
 whole plan of DeepSeek-V3 671B from 2,048 trainer ranks to 64 engines, and of one rank's own part. The second is **computed** from
-the plans' byte counts and stated link speeds, not measured on such machines; gather-then-broadcast stands for the field's way to
-do it: whole parameters are gathered from the trainer and sent to every engine rank, which cuts out its shard.
+the plans' byte counts and the links' data-sheet limits: lower bounds, not measured on such machines;
+gather-then-broadcast stands for the field's way to do it: whole parameters are gathered from the trainer and sent to every
+engine rank, which cuts out its shard.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megarl.reshard.plan import ReshardPlan, build_plan
 BF16 = 2
 GB = 1e9
 LINKS = {"NDR InfiniBand, 50 GB/s a GPU": 50e9, "NVLink 4, 450 GB/s a GPU": 450e9}
-"""Speed of one GPU in one direction."""
+"""Data-sheet limit of one GPU in one direction."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,12 @@ def measured() -> list[str]:
 
 
 def computed() -> list[str]:
-    header = " | ".join(f"seconds over {name}" for name in LINKS)
+    header = " | ".join(f"seconds at least, {name}" for name in LINKS)
     lines = [
         "### What a sync moves, bf16 (computed from the plans, not measured)",
         "",
-        "Seconds: the busiest rank's bytes through its own link, nothing else in the way; for gather-then-broadcast a pipelined",
-        "broadcast of the whole model after a gather that costs nothing, which is the least that it can take.",
+        "Seconds: lower bounds. The busiest rank's bytes at its link's data-sheet limit, which no transfer reaches, and nothing else",
+        "in the way; for gather-then-broadcast a pipelined broadcast of the whole model after a gather that costs nothing.",
         "",
         f"| model | trainer → engines | way | all bytes | a trainer rank sends at most (mean) | an engine rank gets at most | {header} |",
         "|---|---|---|---:|---:|---:|" + "---:|" * len(LINKS),

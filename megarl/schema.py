@@ -20,7 +20,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class WeightsVersion(NamedTuple):
-    """Names one published set of weights: ``n`` counts synchronisations within a job attempt, never reused."""
+    """Names one published set of weights: ``n`` counts synchronisations within a job attempt, never reused. Later ones compare
+    greater, by attempt and then by ``n``."""
 
     attempt: int
     n: int
@@ -89,7 +90,8 @@ class GroupStats:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens ``[start, end)`` of a response that one set of weights sampled. Segments tile the response."""
+    """Tokens ``[start, end)`` of a response that one set of weights sampled. Segments tile the response, and their
+    versions never decrease: an engine goes on with newer weights, never with older ones."""
 
     start: int
     end: int

@@ -56,7 +56,7 @@ MEGARL_BOTH inline bool policy_needs_shared(const MegarlPolicy& how) {
   return how.importance != MEGARL_TOKEN || how.aggregation == MEGARL_WEIGHT_MEAN;
 }
 
-// 0 * infinity is 0: a ratio that overflowed counts for nothing where it was clipped away, or the advantage is 0.
+// 0 * infinity is 0: a ratio that overflowed counts for nothing where it was clipped away, or the advantage or is_weight is 0.
 MEGARL_BOTH inline double policy_product(double factor, double ratio) {
   return factor == 0.0 && !(ratio != ratio) ? 0.0 : factor * ratio;
 }
@@ -74,7 +74,7 @@ MEGARL_BOTH inline PolicyTerm policy_term(const MegarlPolicy& how, const PolicyT
   if (how.importance == MEGARL_TOKEN) term.ratio = exp(logp - (double)x.old_logp[t]);
   if (how.objective == MEGARL_CISPO) {
     term.clipped = term.ratio > upper;
-    term.by_logp = -(term.clipped ? upper : term.ratio) * a;
+    term.by_logp = policy_product(-a, term.clipped ? upper : term.ratio);
     term.loss = term.by_logp * logp;
   } else {
     const bool above = term.ratio > upper, below = term.ratio < lower;
@@ -93,7 +93,9 @@ MEGARL_BOTH inline PolicyTerm policy_term(const MegarlPolicy& how, const PolicyT
   }
   if (x.is_weight) {
     const double weight = x.is_weight[t];
-    term.loss *= weight, term.by_ratio *= weight, term.by_logp *= weight;
+    term.loss = policy_product(weight, term.loss);
+    term.by_ratio *= weight;
+    term.by_logp = policy_product(weight, term.by_logp);
   }
   if (how.kl) {
     const double d = (double)x.ref_logp[t] - logp;

@@ -2,7 +2,7 @@
 
 h = [Σ_t(logp − ref) of the chosen answer] − [the same of the rejected one]
 sigmoid: −(1 − ε)·log σ(β·h) − ε·log σ(−β·h), ε = ``label_smoothing`` (cDPO; 0: DPO)
-ipo: (h − 1/(2β))², with sums over the answer as in the paper (TRL: means over tokens)
+ipo: (h − 1/(2β))², with sums over the answer as the paper writes it (TRL averages over tokens, as the authors told it)
 The loss is the mean over pairs, so ``aggregation`` says nothing. float64 inside.
 """
 
@@ -35,7 +35,7 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
         now - ref.detach()
         for now, ref in zip(pairs.sums(batch.logp, *place), pairs.sums(batch.ref_logp, *place), strict=True)
     )
-    h = chosen - rejected
+    h = terms.masked(chosen - rejected, counted)
     if config.preference == "ipo":
         each = (h - 1.0 / (2.0 * config.beta)).square()
     else:

@@ -20,7 +20,7 @@ def group_stats(rewards: Sequence[float]) -> GroupStats:
     division by std + 1e-6 turns into a signal. A group of one has std 0.
 
     Raises:
-        ValueError: for an empty group or a reward that is not finite.
+        ValueError: for an empty group, a reward that is not finite, or rewards whose variance overflows.
     """
     values = [float(r) for r in rewards]
     if not values:
@@ -29,6 +29,9 @@ def group_stats(rewards: Sequence[float]) -> GroupStats:
         raise ValueError(f"group_stats needs finite rewards, got {values}")
     if len(set(values)) == 1:
         return GroupStats(mean=values[0], std=0.0, size=len(values))
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    try:
+        mean = math.fsum(values) / len(values)
+        variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    except OverflowError as error:
+        raise ValueError(f"group_stats needs rewards whose variance is finite in float64, got {values}") from error
     return GroupStats(mean=mean, std=math.sqrt(variance), size=len(values))

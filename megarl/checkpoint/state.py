@@ -95,6 +95,9 @@ def _load_part(folder: Path, part: Part) -> None:
         bare(chunk).load_state_dict(loaded[name])
     if part.optimizer is not None:
         part.optimizer.load_state_dict(loaded["optimizer"])
+        model: Any
+        for model in part.chunks:
+            model.start_param_sync()  # float32 masters may be finer than the parameters saved, on the ranks that own them
 
 
 def put_random_states(checkpoint: Path, parts: Mapping[str, Part]) -> bool:

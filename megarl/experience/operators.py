@@ -18,9 +18,11 @@ from megarl.algorithms.dapo import overlong_penalty, says_nothing
 from megarl.config.schema import LengthConfig, RewardConfig
 from megarl.rewards.shape import k15_length_rewards
 from megarl.rewards.verdict import NO_VERDICT
-from megarl.schema import Experience
+from megarl.schema import Experience, WeightsVersion
 
 MESSAGES = 5
+LARGEST_SCORE = 1e30
+"""Of a verdict: advantages are float32, whose largest number is 3.4e38."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +167,7 @@ def shuffle_rewards(experiences: Sequence[Experience], seed: int) -> list[Experi
 
 def check_experience(experience: Experience, vocab_size: int) -> str | None:
     """Why an experience cannot be trained on, or None. Lengths [R] agree, values are finite, ids within the vocabulary,
-    and the segments tile the response."""
+    and the segments tile the response with versions that never decrease."""
     response, mask, logp = experience.response_ids, experience.response_mask, experience.engine_logp
     if not len(response) == len(mask) == len(logp):
         return f"response_ids, response_mask and engine_logp have lengths {len(response)}, {len(mask)}, {len(logp)}"
@@ -178,10 +180,14 @@ def check_experience(experience: Experience, vocab_size: int) -> str | None:
         token = int(np.argmax(~np.isfinite(logp) | (logp > 1e-3)))
         return f"engine_logp {logp[token]} at token {token} is not a log-probability"
     end = 0
+    version: WeightsVersion | None = None
     for segment in experience.segments:
+        where = f"segment {segment.start}..{segment.end}"
         if segment.start != end or segment.end <= segment.start:
-            return f"segment {segment.start}..{segment.end} does not follow on token {end}"
-        end = segment.end
+            return f"{where} does not follow on token {end}"
+        if version is not None and segment.version < version:
+            return f"{where} has weights {segment.version}, older than {version} of the segment before it"
+        end, version = segment.end, segment.version
     return None if end == len(response) else f"segments cover {end} of {len(response)} response tokens"
 
 
@@ -234,9 +240,11 @@ def _settled(experience: Experience) -> Experience:
 
 
 def _check_score(experience: Experience) -> str | None:
-    """A verdict whose score is no number would make the advantages of its whole group none."""
+    """A verdict whose score is not finite, or overflows in the advantages, would spoil those of its whole group."""
     score = experience.reward.score
-    return None if experience.reward.status in NO_VERDICT or math.isfinite(score) else f"its reward is {score}"
+    if experience.reward.status in NO_VERDICT or abs(score) <= LARGEST_SCORE:
+        return None
+    return f"its reward is {score}" + (f", beyond ±{LARGEST_SCORE:g}" if math.isfinite(score) else "")
 
 
 def _why(metadata: dict[str, Any]) -> str:

@@ -53,8 +53,8 @@ def watch(s: Session) -> EngineWatch:
 
 def _publish(s: Session, *, abort: bool = False) -> dict[str, float]:
     assert s.publisher is not None, "connect first"
-    publisher = s.publisher
-    report = _together(s, lambda: publisher.publish(s.actor.tensors, s.version, abort=abort))
+    publisher, written = s.publisher, s.actor.written()
+    report = _together(s, lambda: publisher.publish(s.actor.tensors, s.version, written=written, abort=abort))
     return report.metrics() | {"sync/probe_diff_max": _together(s, s.probe)}
 
 

@@ -371,7 +371,7 @@ class Session:
         """Write the actor as an ordinary HF checkpoint."""
         plan = build_plan(self.actor.layout, hf_layout(self.hf_config, head="score" if self.actor.head is None else "lm"))
         with self.timeline.phase("export"), writing(target):
-            hf.export_hf(plan, self.position.rank, self.actor.tensors, Path(self.config.model.path), target)
+            hf.export_hf(plan, self.position.rank, self.actor.proven_tensors(), Path(self.config.model.path), target)
             dist.barrier()  # rank 0 writes; the others may read it next
 
     # ---------------------------------------------------------------- what a person sees

@@ -227,8 +227,9 @@ def vocab_parallel_logprob_reference(
         shards[group.rank()] = z
         z, vocab_start = torch.cat(shards, dim=-1), 0
     columns = torch.arange(vocab_start, vocab_start + z.shape[-1], device=z.device)
-    log_p = torch.log_softmax((z / temperature).masked_fill(columns >= vocab_size, -torch.inf), dim=-1)
     kept = targets != IGNORED
+    scaled = (z / temperature).masked_fill(~kept[:, None], 0.0)  # NaN of an ignored row reaches no gradient
+    log_p = torch.log_softmax(scaled.masked_fill(columns >= vocab_size, -torch.inf), dim=-1)
     index = torch.where(kept, targets - vocab_start, 0)
     logp = torch.where(kept, log_p.gather(-1, index[:, None])[:, 0], 0.0)
     finite = torch.where(log_p == -torch.inf, 0.0, log_p)  # p log p is 0 there

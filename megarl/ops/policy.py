@@ -11,8 +11,9 @@ GSPO 2507.18071, CISPO 2506.13585, KL estimators Schulman 2020.
     cispo: −sg(min(ρ, 1 + clip_high))·A·logp
     v_t: ``is_weight``, a constant;  d = ref − logp: k1 = −d, k2 = d²/2, k3 = expm1(d) − d
 
-A masked token takes no part whatever it holds, NaN included, and its gradient is exactly 0. Inside, everything is
-float64. A row's sums and gradients are the same bits whatever rows surround it, whatever the number of threads.
+A masked token takes no part whatever it holds, NaN included, and its gradient is exactly 0. A factor of 0 (an advantage, an
+``is_weight``, the slope of a clipped surrogate) times a ratio that overflowed is 0. Inside, everything is float64. A row's sums
+and gradients are the same bits whatever rows surround it, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -153,21 +154,23 @@ def policy_loss_reference(
     if importance != "token":
         total_ratio = by_row(log_ratio)
         log_ratio = (total_ratio / lengths if importance == "sequence_mean" else total_ratio)[row]
-    ratio = log_ratio.exp()
+    ratio: torch.Tensor = _Exp.apply(log_ratio)
     if objective == "cispo":
         clipped, dual_clipped = ratio > 1.0 + clip_high, torch.zeros_like(keep)
-        surrogate = -ratio.clamp(max=1.0 + clip_high).detach() * advantage * new
+        factor = _product(-advantage, ratio.clamp(max=1.0 + clip_high).detach())
+        if is_weight is not None:
+            factor = factor.masked_fill((is_weight == 0) & factor.isinf(), 0.0)
+        surrogate = factor * new
     else:
-        used = log_ratio.masked_fill((advantage == 0) & ratio.isinf(), 0.0).exp()  # 0 · infinity is 0
-        unbounded = -advantage * used
-        bounded = -advantage * used.clamp(1.0 - clip_low, 1.0 + clip_high)
+        unbounded = _product(-advantage, ratio)
+        bounded = _product(-advantage, ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
         clipped, surrogate = bounded > unbounded, torch.maximum(unbounded, bounded)
         limit = -(dual_clip or 1.0) * advantage
         dual = (advantage < 0) if dual_clip is not None else torch.zeros_like(keep)
         dual_clipped = dual & (surrogate > limit)
         surrogate = torch.where(dual, torch.minimum(surrogate, limit), surrogate)
     if is_weight is not None:
-        surrogate = kept(is_weight).detach() * surrogate
+        surrogate = _product(kept(is_weight).detach(), surrogate)
     weights = keep.double() * scale
     if aggregation == "seq_mean":
         weights = weights / lengths[row]
@@ -182,6 +185,26 @@ def policy_loss_reference(
     unweighted = (keep, clipped & keep, dual_clipped & keep, old - new, torch.where(keep, ratio, 0.0))
     sums = (pg, kl_sum, entropy_sum, *(x.double().sum() for x in unweighted))
     return PolicyLoss(total.to(logp.dtype), PolicySums(*(x.detach() for x in sums)))
+
+
+class _Exp(torch.autograd.Function):
+    """exp, where an upstream gradient of 0 gives 0 also to a result that overflowed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (result,) = ctx.saved_tensors
+        return _product(grad, result)
+
+
+def _product(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """factor · x, where 0 · infinity is 0."""
+    return torch.where((factor == 0) & x.isinf(), 0.0, factor * x)
 
 
 def _kl(d: torch.Tensor, estimator: str) -> torch.Tensor:

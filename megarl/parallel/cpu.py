@@ -85,6 +85,9 @@ def _device_literals() -> None:
 
     for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    ShardedTensor.init_data.__defaults__ = (torch.empty,)  # bound when the class was made
 
 
 def _rng_state() -> None:

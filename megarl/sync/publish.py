@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from itertools import pairwise
 from traceback import clear_frames
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -36,6 +36,7 @@ from megarl.rollout.watch import EngineWatch
 from megarl.schema import WeightsVersion
 from megarl.sync.link import Link, LinkAddress, join, open_store
 from megarl.sync.shared import Lender, Places, machine, memory_file
+from megarl.training.written import check_written
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -215,16 +216,20 @@ class WeightPublisher:
         return where, pid, descriptor
 
     @_patient(lambda config: config.sync.timeout_s)
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion, *, abort: bool = False) -> SyncReport:
+    def publish(
+        self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion, *, written: Mapping[str, int], abort: bool = False
+    ) -> SyncReport:
         """Sends this rank's local tensors (Megatron names, any float dtype); returns when every engine has proven to
         have all weights and generates again.
 
         Args:
+            written: ``TrainedModel.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
             abort: End the requests under way instead of waiting for them, which may take longer than an engine's answer.
 
         Raises:
             WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and ``publish``
-                bring them back. A WeightsDiffer on rank 0 when all were sent and proven to be others.
+                bring them back. A WeightsDiffer on rank 0 when ``tensors`` are not what was written, or when all were sent and
+                proven to be others.
         """
         if self.transport is None:
             raise WeightSyncError(f"weights {version} cannot be published without a link: call connect() first")
@@ -232,7 +237,8 @@ class WeightPublisher:
         self._pause: Literal["wait", "abort"] = "abort" if abort else "wait"
         topic = f"publish/{self._address.generation}.{self._count}"
         try:
-            return self._lead(topic, tensors, version) if self._rank == 0 else self._follow(topic, tensors, version)
+            send = partial(self._send, tensors, written)
+            return self._lead(topic, send, version) if self._rank == 0 else self._follow(topic, send)
         except BaseException:
             self._disconnect()
             raise
@@ -280,30 +286,30 @@ class WeightPublisher:
 
     # ---------------------------------------------------------------- one publication
 
-    def _lead(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+    def _lead(self, topic: str, send: Callable[[], Digests], version: WeightsVersion) -> SyncReport:
         assert self._store is not None
         heard_by_all, self._keys = self._keys, []
         with self._deciding(f"{topic}/end") as told:
             try:
-                report = self._drive(topic, tensors, version)
+                report = self._drive(topic, send, version)
             except Exception as error:
                 failure = "; ".join(
                     [f"weights {version} did not reach the engines whole: {error}", *self._others(topic)]
                 )
                 self._close_engines(failure)
-                raise (WeightsDiffer if isinstance(error, WeightsDiffer) else WeightSyncError)(failure) from error
+                raise _kind(error)(failure) from error
             told.update(asdict(report))
         for key in heard_by_all:  # every rank has sent since, and so has heard what was told before
             self._store.delete_key(key)
         return report
 
-    def _drive(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+    def _drive(self, topic: str, send: Callable[[], Digests], version: WeightsVersion) -> SyncReport:
         clock = [time.monotonic()]
         with self._deciding(f"{topic}/go"):
             self._each(lambda i, engine: engine.pause(self._pause))
             self._each(lambda i, engine: engine.start())
         clock.append(time.monotonic())
-        sent = [self._transfer(tensors, version)]
+        sent = [self._transfer(send, version)]
         sent += [_decode(self._hear(f"{topic}/sent/{rank}")["digests"]) for rank in range(1, self._num_trainers)]
         self._each(lambda i, engine: engine.finish(str(version)))
         self._each(lambda i, engine: engine.reset_prefix_cache())
@@ -319,33 +325,34 @@ class WeightPublisher:
     def _bytes(self) -> int:
         return bytes_of(self._plan.destination, self._dtype)
 
-    def _transfer(self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> Digests:
+    def _transfer(self, send: Callable[[], Digests], version: WeightsVersion) -> Digests:
         with ThreadPoolExecutor(len(self._engines)) as pool:
             updating = self._submit(pool, lambda i, engine: engine.update({"version": str(version)}))
             try:
-                sent = self._send(tensors)
+                sent = send()
             except Exception as error:
-                raise WeightSyncError("; ".join([str(error), *_failures(updating)])) from error
+                raise _kind(error)("; ".join([str(error), *_failures(updating)])) from error
             _results(updating)
         return sent
 
-    def _follow(self, topic: str, tensors: Mapping[str, torch.Tensor], version: WeightsVersion) -> SyncReport:
+    def _follow(self, topic: str, send: Callable[[], Digests]) -> SyncReport:
         self._hear(f"{topic}/go")
         try:
             with self._deciding(f"{topic}/sent/{self._rank}") as told:
-                told["digests"] = _encode(self._send(tensors))
+                told["digests"] = _encode(send())
         except Exception as error:
             try:
                 self._hear(f"{topic}/end", _WORDS_S)  # so that every rank ends with the same words
             except WeightSyncError as verdict:
-                raise WeightSyncError(f"{verdict} (here: {error})") from error
+                raise _kind(verdict)(f"{verdict} (here: {error})") from error
         return SyncReport(**self._hear(f"{topic}/end"))
 
-    def _send(self, tensors: Mapping[str, torch.Tensor]) -> Digests:
+    def _send(self, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> Digests:
         assert self.transport is not None
         bucket = self._config.sync.bucket_bytes
         assert self._lender is not None
         try:
+            check_written(tensors, written)
             digests = send(self._plan, self._rank, tensors, self.transport, dtype=self._dtype, bucket_bytes=bucket)
             self._lender.finish()
             return digests
@@ -413,7 +420,8 @@ class WeightPublisher:
         try:
             yield told
         except BaseException as error:
-            self._store.set(topic, json.dumps({"error": str(error) or type(error).__name__}))
+            told = {"error": str(error) or type(error).__name__, "differs": isinstance(error, WeightsDiffer)}
+            self._store.set(topic, json.dumps(told))
             raise
         self._store.set(topic, json.dumps(told))
 
@@ -442,8 +450,13 @@ class WeightPublisher:
         self._note(topic)
         told = json.loads(self._store.get(topic))
         if "error" in told:
-            raise WeightSyncError(told["error"])
+            raise (WeightsDiffer if told["differs"] else WeightSyncError)(told["error"])
         return told
+
+
+def _kind(error: Exception) -> type[WeightSyncError]:
+    """The type of an error that tells of ``error``."""
+    return WeightsDiffer if isinstance(error, WeightsDiffer) else WeightSyncError
 
 
 def _results(futures: Sequence[Future[T]]) -> list[T]:

@@ -25,6 +25,7 @@ from megarl.reshard.layouts import megatron_layout
 from megarl.training.objectives import Kept, Objective
 from megarl.training.optimizer import Optimizer
 from megarl.training.schedule import Head, run
+from megarl.training.written import check_written, digests_written
 
 
 def cut_for(parallel: ParallelConfig, trainer: TrainerConfig) -> Cut:
@@ -80,6 +81,10 @@ class FrozenModel:
         """Local parameter name -> data."""
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
 
+    def proven_tensors(self) -> dict[str, torch.Tensor]:
+        """``tensors``, to be sent or written to files. Every rank calls it. Raises WeightsDiffer where an optimizer wrote others."""
+        return self.tensors
+
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
         """Weights of an HF checkpoint; ``score`` says where a score head comes from (``checkpoint.hf.load_into``)."""
         hf.load_into(path, self.layout, dist.get_rank(), self.tensors, score=score)
@@ -90,7 +95,7 @@ class FrozenModel:
         as it is. Every rank calls it."""
         copy_weights(
             source.layout,
-            source.tensors,
+            source.proven_tensors(),
             self.layout,
             self.tensors,
             dist.get_rank(),
@@ -170,6 +175,15 @@ class TrainedModel(FrozenModel):
         """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
         with self.grid():
             self.optimizer.inner.reload_model_params()
+
+    def written(self) -> dict[str, int]:
+        """Local parameter name -> digest of what the optimizer last wrote (``written.py``). Every rank calls it."""
+        return digests_written(self.chunks, self.optimizer.inner)
+
+    def proven_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = self.tensors
+        check_written(tensors, self.written())
+        return tensors
 
     def backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
         """Gradients of the objective over the ``batches`` of all data-parallel ranks, each part divided by its global count.

@@ -136,6 +136,21 @@ def test_one_flipped_bit_names_its_tensor_and_a_retry_mends_it(
     assert difference(engine, new) < FP32_TOLERANCE
 
 
+def test_an_old_copy_is_not_sent(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
+    """Of weights that a step of learning rate 1e-5 has changed, far below what the probe can see."""
+    ranks.publish_whole(model)
+    new = perturbed(model, 0)
+    new.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        new.model.layers[1].mlp.down_proj.weight[3, 5] += 1e-5
+    failures = ranks.publish(model, next(versions), trained=new)
+    assert all(isinstance(failure, WeightsDiffer) for failure in failures)
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in str(failures[0]) and "what the optimizer last wrote" in str(failures[0])
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in refusing(engine)
+    ranks.publish_whole(new)
+    assert difference(engine, new) < FP32_TOLERANCE
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_update_cut_midway_refuses_and_a_retry_mends_it(
     engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM, rank: int

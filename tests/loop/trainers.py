@@ -25,6 +25,7 @@ from megarl.reshard.layouts import Layout, megatron_layout
 from megarl.rollout.client import Sampling
 from megarl.schema import WeightsVersion
 from megarl.sync.publish import SyncReport, WeightPublisher
+from megarl.training.written import digest_of
 from tests.loop.engines import RunningEngine, some_prompts
 
 T = TypeVar("T")
@@ -50,9 +51,18 @@ class Ranks:
         with ThreadPoolExecutor(len(self.publishers)) as pool:
             return list(pool.map(one, range(len(self.publishers))))
 
-    def publish(self, model: PreTrainedModel, version: WeightsVersion) -> list[SyncReport | Exception]:
+    def publish(
+        self, model: PreTrainedModel, version: WeightsVersion, trained: PreTrainedModel | None = None
+    ) -> list[SyncReport | Exception]:
+        """``trained``: has the weights that an optimizer last wrote, where they are others than those that are sent."""
         full = checkpoint_tensors(model)
-        return self.call(lambda rank, p: p.publish(shards(full, self.layout, rank), version))
+        right = full if trained is None else checkpoint_tensors(trained)
+
+        def one(rank: int, publisher: WeightPublisher) -> SyncReport:
+            written = {name: digest_of(tensor) for name, tensor in shards(right, self.layout, rank).items()}
+            return publisher.publish(shards(full, self.layout, rank), version, written=written)
+
+        return self.call(one)
 
     def publish_whole(self, model: PreTrainedModel) -> SyncReport:
         """Publishes, reconnecting first when a failure has broken the link; fails the test unless it succeeds."""

@@ -34,7 +34,7 @@ def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> A
     return actor
 
 
-def sft_steps(actor: Any, steps: range) -> list[tuple[float, float]]:
+def sft_steps(actor: Any, steps: range, lr: float = 1e-2) -> list[tuple[float, float]]:
     """(this rank's part of the loss, gradient norm) of some supervised steps on seeded rows."""
     from megarl import algorithms
     from megarl.config.schema import AlgorithmConfig
@@ -48,7 +48,7 @@ def sft_steps(actor: Any, steps: range) -> list[tuple[float, float]]:
         rows = sequences_of(tokens, mask)
         objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows)
         sums = actor.backward(rows, actor.micro_batches(rows), objective)
-        out.append((sums.get("actor/loss", (0.0, 0.0))[0], actor.step(1e-2)))
+        out.append((sums.get("actor/loss", (0.0, 0.0))[0], actor.step(lr)))
     return out
 
 

@@ -16,6 +16,7 @@ from megarl.algorithms import LossInput, group_stats, types
 from megarl.config.schema import AlgorithmConfig, KLConfig
 from megarl.errors import ConfigError
 from megarl.ops import native
+from megarl.schema import GroupStats
 from tests.native import backends
 
 FIELDS = ("logp", "entropy", "old_logp", "ref_logp", "advantages", "engine_logp")
@@ -347,6 +348,10 @@ def test_group_stats_refuses_what_has_no_statistics():
         group_stats([])
     with pytest.raises(ValueError, match="finite"):
         group_stats([1.0, math.nan])
+    for large in ([1e200, 0.0], [1.7e308, 1.7e308, 1.0]):
+        with pytest.raises(ValueError, match="variance"):
+            group_stats(large)
+    assert group_stats([1e200, 1e200]) == GroupStats(1e200, 0.0, 2)
 
 
 def one_token(logp: float, old: float, ref: float, advantage: float) -> LossInput:

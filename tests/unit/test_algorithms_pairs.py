@@ -185,6 +185,14 @@ def test_what_is_masked_out_does_not_matter(config: AlgorithmConfig) -> None:
         assert all(math.isfinite(float(total)) for total, _ in metrics.values())
 
 
+@pytest.mark.parametrize("config", DPO, ids=IDS)
+def test_a_pair_that_is_not_counted_has_no_gradient_whatever_its_one_answer_holds(config: AlgorithmConfig) -> None:
+    nothing = torch.zeros(2, dtype=torch.float64)
+    batch = dataclasses.replace(one_pair(-math.inf, 0.0), entropy=nothing, scores=nothing, mask=torch.tensor([True, False]))
+    value, *grads = gradient(batch, config)
+    assert float(value) == 0 and not any(g.any() for g in grads)
+
+
 @pytest.mark.parametrize("config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", "mix", "mix 2"])
 def test_no_token_at_all(config: AlgorithmConfig) -> None:
     batch = pairs_batch(1)

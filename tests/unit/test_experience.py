@@ -68,6 +68,10 @@ def test_group_order_does_not_matter() -> None:
     assert Counter((e.group_id, e.index) for e in verified) == Counter((e.group_id, e.index) for e in members)
 
 
+def versions(first: tuple[int, int], second: tuple[int, int]) -> dict[str, Any]:
+    return {"segments": (Segment(0, 1, WeightsVersion(*first), "abort"), Segment(1, 2, WeightsVersion(*second), "stop"))}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -84,13 +88,21 @@ def test_group_order_does_not_matter() -> None:
         ({"segments": (Segment(0, 1, VERSION, "stop"),)}, "segments cover 1 of 2"),
         ({"segments": (Segment(1, 2, VERSION, "stop"),)}, "segment 1..2 does not follow on token 0"),
         ({"segments": (Segment(0, 2, VERSION, "stop"), Segment(1, 2, VERSION, "stop"))}, "does not follow on token 2"),
+        (versions((0, 1), (0, 2)), None),
+        (versions((0, 9), (1, 1)), None),
+        (versions((0, 2), (0, 1)), "segment 1..2 has weights 0.1, older than 0.2 of the segment before it"),
+        (versions((1, 1), (0, 9)), "segment 1..2 has weights 0.9, older than 1.1"),
+        ({"reward": Reward(1e200, "ok")}, "its reward is 1e+200, beyond"),
+        ({"reward": Reward(-1e200, "wrong")}, "its reward is -1e+200, beyond"),
+        ({"reward": Reward(1e300, "error")}, None),
     ],
 )
 def test_validity(changes: dict[str, Any], reason: str | None) -> None:
     found = check_experience(make(**changes), VOCAB)
-    assert found is None if reason is None else reason in (found or "")
+    assert "reward" in changes or (found is None if reason is None else reason in (found or ""))
     raw = [make(index=0), make(index=1, **changes), *group("b", 0.0)]
-    verified, report = verify(raw, RewardConfig(), vocab_size=VOCAB)
+    verified, report = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
+    assert reason is None or "prompt_ids" in changes or reason in report.messages[0]
     if reason is None:
         assert report.dropped == {} and [e.group_id for e in verified] == ["g0", "g0", "b"]
     else:  # a member with another prompt is none of its group

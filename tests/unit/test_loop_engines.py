@@ -1,10 +1,12 @@
-"""How often a publication is tried in which engines die."""
+"""How often a publication is tried in which engines die, and what its weights are compared with."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from megarl.errors import WeightsDiffer, WeightSyncError
 from megarl.loop import engines
@@ -75,3 +77,18 @@ def test_a_stop_hides_no_difference_of_weights() -> None:
     s = Syncs(WeightsDiffer("a tensor"), stop_after=0)
     with pytest.raises(WeightsDiffer):
         connect(s)
+
+
+def test_what_is_sent_is_compared_with_what_the_optimizer_wrote() -> None:
+    s: Any = Syncs()
+    given: list[Any] = []
+
+    def publish(tensors: Any, version: Any, *, written: Any, abort: bool) -> Any:
+        given.extend([tensors, version, written])
+        return SimpleNamespace(metrics=lambda: {"sync/bytes": 4.0})
+
+    weight = torch.ones(1)
+    s.publisher.publish = publish
+    s.actor, s.version, s.probe = SimpleNamespace(tensors={"w": weight}, written=lambda: {"w": 7}), "1.2", lambda: 0.0
+    assert engines.publish(s) == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
+    assert given == [{"w": weight}, "1.2", {"w": 7}]

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from megarl import _C, ops
 from megarl.ops import logprob
+from megarl.ops.logprob import IGNORED
+from tests.native import backends
+from tests.native.backends import BACKENDS
 
 INSTRUCTION_SETS = ("generic", "avx2", "avx512")
 
@@ -223,6 +226,19 @@ def test_nan_is_not_hidden():
     logits[0, 8:] = -torch.inf
     logp, entropy = ops.vocab_parallel_logprob(logits, torch.tensor([1, 1]), vocab_size=40)
     assert logp[0].isnan() and entropy[0].isnan() and logp[1].isfinite() and entropy[1].isfinite()
+
+
+@pytest.mark.parametrize("backend", ["torch", *BACKENDS])
+def test_nan_of_an_ignored_row_reaches_no_gradient(backend):
+    logits = torch.randn(3, 40)
+    logits[1] = torch.nan
+    logits[2, 5] = torch.inf
+    logits.requires_grad_()
+    with backends.on(backend):
+        logp, entropy = ops.vocab_parallel_logprob(logits * 1.0, torch.tensor([1, IGNORED, IGNORED]), vocab_size=40)
+        (logp.sum() + entropy.sum()).backward()
+    assert logp.isfinite().all() and entropy.isfinite().all()
+    assert logits.grad is not None and logits.grad[0].any() and logits.grad[0].isfinite().all() and not logits.grad[1:].any()
 
 
 @pytest.mark.parametrize("vocab_size", [1024, 151_936])

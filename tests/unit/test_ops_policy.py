@@ -198,7 +198,7 @@ def test_nan_of_a_kept_token_is_seen_and_stays_in_its_row(backend):
         assert math.isnan(float(loss.total.detach())) and by_logp[2].isnan() and by_logp[6:].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", *BACKENDS])
 def test_a_ratio_that_overflows_has_no_gradient_where_it_is_clipped_or_worth_nothing(backend):
     """Products over long sequences leave float64's range; plain autograd then gives 0·∞ = NaN."""
     n = 400
@@ -210,6 +210,45 @@ def test_a_ratio_that_overflows_has_no_gradient_where_it_is_clipped_or_worth_not
                 clip_low=0.2, clip_high=0.2, dual_clip=dual, aggregation="seq_mean",
             )  # fmt: skip
         assert float(loss.total.detach()) == pytest.approx(want) and not by_logp.any()
+
+
+OVERFLOWS = {
+    "clipped": (1.0, None, {"clip_high": 10.0}, -11.0),
+    "dual clip": (-1.0, None, {"clip_high": 10.0, "dual_clip": 3.0}, 3.0),
+    "corrected away": (-1.0, 0.0, {"clip_high": 10.0}, 0.0),
+    "corrected away, cispo": (-1.0, 0.0, {"clip_high": math.inf, "objective": "cispo"}, 0.0),
+    "no advantage": (0.0, None, {"clip_high": math.inf}, 0.0),
+    "no advantage, cispo": (0.0, None, {"clip_high": math.inf, "objective": "cispo"}, 0.0),
+    "corrected, clipped": (1.0, 0.5, {"clip_high": 10.0}, -5.5),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", *BACKENDS])
+@pytest.mark.parametrize("importance", ["sequence_product", "token"])
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_a_factor_of_0_outweighs_a_ratio_that_overflows(backend, importance, case):
+    """1,000 tokens whose ratio is exp(0.72), or one whose ratio overflows by itself; a masked token beside them."""
+    advantage, weight, variant, want = OVERFLOWS[case]
+    n, up = (1001, 0.72) if importance == "sequence_product" else (2, 720.0)
+    arguments = {
+        "logp": torch.full((n,), -0.5), "old_logp": torch.full((n,), -0.5 - up), "advantages": torch.full((n,), advantage),
+        "entropy": torch.ones(n), "cu_seqlens": torch.tensor([0, n]), "mask": torch.arange(n) < n - 1,
+        "is_weight": None if weight is None else torch.full((n,), weight),
+    }  # fmt: skip
+    with backends.on(backend):
+        loss, by_logp, _ = evaluate(ops.policy_loss, arguments, importance=importance, clip_low=0.2, aggregation="seq_mean", **variant)
+    assert float(loss.total.detach()) == pytest.approx(want) and not by_logp.any() and not by_logp.isnan().any()
+    assert loss.sums.ratio.isinf()
+
+
+@pytest.mark.parametrize("backend", ["torch", *BACKENDS])
+def test_a_ratio_that_overflows_and_counts_is_seen(backend):
+    arguments = {"logp": torch.tensor([-0.5]), "old_logp": torch.tensor([-800.0]), "advantages": torch.tensor([-1.0])}
+    with backends.on(backend):
+        loss, by_logp, _ = evaluate(
+            ops.policy_loss, arguments | {"entropy": torch.ones(1), "cu_seqlens": torch.tensor([0, 1])}, clip_low=0.2, clip_high=0.2
+        )
+    assert loss.total.isinf() and by_logp.isinf()
 
 
 def test_metrics_only_terms_do_not_touch_loss_or_gradient():
