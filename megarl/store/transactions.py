@@ -23,6 +23,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from megarl import pulse
 from megarl.errors import FencedError, JobError
+from megarl.store import database
 from megarl.store.database import open_engine, reason, shown
 from megarl.store.tables import JOB, METADATA
 
@@ -30,9 +31,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+QUIET_S = 10.0
+"""How long a locked file is no news."""
 _INSERT: dict[str, Callable[[Table], Any]] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _PASSING = ("08", "40", "53", "57")
 """Classes of PostgreSQL's error codes that pass by themselves: connection, serialization (deadlock), resources, shutdown."""
+_SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
 _ATTEMPT = "attempt"
@@ -54,7 +58,7 @@ class Transactions:
         self.shown = shown(url)
         self.attempt = attempt
         self._outage_s = outage_s
-        self._reader = open_engine(url)
+        self._reader = open_engine(url, max(outage_s, database.BUSY_TIMEOUT_S))
         self._writer = self._reader.execution_options(megarl_write=True)
         self._handle = secrets.randbits(62)
         self.write(_make_tables)
@@ -140,31 +144,56 @@ class Transactions:
             )
 
     def _persist(self, run: Callable[[bool], T]) -> T:
-        began: float | None = None
-        wait_s = FIRST_WAIT_S
+        outage = _Outage(self.shown, self._outage_s)
         while True:
             try:
-                result = run(began is not None)
+                result = run(outage.tries > 0)
             except DBAPIError as error:
                 if not passes(error):
                     raise
-                now = time.monotonic()
-                if began is None:
-                    began = now
-                    if self._outage_s > 0:
-                        log.warning("store %s: %s; trying again for up to %g s", self.shown, reason(error), self._outage_s)
-                if now - began >= self._outage_s:
-                    raise JobError(
-                        f"the store {self.shown} could not be used for {self._outage_s:g} s (store.outage_s): {reason(error)}; "
-                        f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same command again"
-                    ) from error
-                pulse.mark()  # a database that is away is no stall
-                time.sleep(min(wait_s * _JITTER.uniform(0.5, 1.0), max(0.0, began + self._outage_s - now)))
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                outage.wait(error)
                 continue
-            if began is not None:
-                log.warning("store %s: back after %.1f s", self.shown, time.monotonic() - began)
+            outage.end()
             return result
+
+
+class _Outage:
+    """One call's: the time since its first failure."""
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._name, self._limit_s = name, limit_s
+        self._began = 0.0
+        self._warned = False
+        self.tries = 0
+        """Failed so far."""
+
+    def wait(self, error: DBAPIError) -> None:
+        """A moment before the next try; a lock that is held as long as usual is not worth a line.
+
+        Raises:
+            JobError: it has lasted too long.
+        """
+        now = time.monotonic()
+        if not self.tries:
+            self._began = now - getattr(error.orig, "waited_s", 0.0)
+        locked, lasted = _is_locked(error), now - self._began
+        left = (max(self._limit_s, database.BUSY_TIMEOUT_S) if locked else self._limit_s) - lasted
+        if left <= 0:
+            raise JobError(
+                f"the store {self._name} could not be used for {self._limit_s:g} s (store.outage_s): {reason(error)}; "
+                f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same command again"
+            ) from error
+        if not self._warned and (not locked or lasted >= min(QUIET_S, database.BUSY_TIMEOUT_S)):
+            self._warned = True
+            log.warning("store %s: %s; trying again for up to %g s", self._name, reason(error), self._limit_s)
+        pulse.waited()
+        longest = FIRST_WAIT_S if locked else min(FIRST_WAIT_S * 2 ** min(self.tries, 9), LONGEST_WAIT_S)  # SQLite has waited already
+        time.sleep(min(longest * _JITTER.uniform(0.5, 1.0), left))
+        self.tries += 1
+
+    def end(self) -> None:
+        if self._warned:
+            log.warning("store %s: back after %.1f s", self._name, time.monotonic() - self._began)
 
 
 def _number(stored: str) -> int:
@@ -187,6 +216,11 @@ def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Non
     connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=others), rows)
 
 
+def _is_locked(error: DBAPIError) -> bool:
+    """Another process holds SQLite's file."""
+    return getattr(error.orig, "sqlite_errorname", "").startswith(_SQLITE_LOCKED)
+
+
 def _is_full(error: DBAPIError) -> bool:
     """SQLite's word, or PostgreSQL's disk_full."""
     return getattr(error.orig, "sqlite_errorname", "") in _SQLITE_FULL or getattr(error.orig, "sqlstate", None) == "53100"
@@ -200,6 +234,6 @@ def passes(error: DBAPIError) -> bool:
     if not isinstance(error, OperationalError):
         return False
     if (name := getattr(error.orig, "sqlite_errorname", None)) is not None:
-        return name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", *_SQLITE_FULL))
+        return name.startswith((*_SQLITE_LOCKED, *_SQLITE_FULL))
     state = getattr(error.orig, "sqlstate", None)  # None: it was not the server that spoke
     return state is None or state.startswith(_PASSING)
