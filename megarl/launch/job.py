@@ -52,7 +52,8 @@ def run(config: Config) -> int:
         tasks = check(config, mend=True, nodes=allocation.nodes)
         config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
-        server = stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=config.parallel.world_size + OTHERS))
+        connections = config.parallel.world_size + OTHERS
+        server = stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock]))
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
