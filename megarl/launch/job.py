@@ -27,6 +27,7 @@ from megarl.launch.prepare import with_prompt_limit
 from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.run_dir import next_attempt, own_run_dir
+from megarl.launch.store_repair import rebuild_damaged_store
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.schema import Task
@@ -102,6 +103,7 @@ def _run_attempts(
                     raise
                 log.error("%s", error)
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints)
+                rebuild_damaged_store(config)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 

@@ -71,9 +71,9 @@ def shown(url: str) -> str:
 
 
 def reason(error: SQLAlchemyError) -> str:
-    """The first line of what the driver says."""
+    """The first line of what the driver says, without the rest of a row that it quotes."""
     text = str(getattr(error, "orig", None) or error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def _masked(url: URL) -> str:
@@ -117,11 +117,27 @@ def _parsed(url: str) -> URL:
     return parsed
 
 
-def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S) -> Engine:
+def sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite store; None for another database. Raises ConfigError as ``open_engine``."""
+    parsed = _parsed(url)
+    return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names of a folder's files would outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S, synchronous: str = "NORMAL") -> Engine:
     """Connects to nothing yet.
 
     Args:
         answer_s: How long PostgreSQL may take to answer a statement; SQLite raises after ``LOCK_S``.
+        synchronous: SQLite's: FULL has every commit written through to the disk, NORMAL none.
 
     Raises ConfigError when the URL cannot be read or its driver is missing.
     """
@@ -135,7 +151,7 @@ def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S) -> Engine:
     @event.listens_for(engine, "connect")
     def _configure(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None  # transactions are begun below, not by the driver's guess
-        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(f"PRAGMA synchronous={synchronous}")
         _enter_wal(connection)
 
     @event.listens_for(engine, "begin")
