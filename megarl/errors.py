@@ -67,6 +67,10 @@ class LastingError(JobError):
     """Exit status of a process that ends of it."""
 
 
+class StoreDamagedError(JobError):
+    """A page or a row of the store that is not as it was written."""
+
+
 class FencedError(JobError):
     """This attempt of a run is over, because a later one has begun: nothing that it still does may count."""
 

@@ -41,7 +41,7 @@ class Pulse(NamedTuple):
     marks: int = 0
     """Marks so far; one that stays the same for long is a stall."""
     work: int = 0
-    """Answers that ended and were scored, of an explorer: it marks time without any as well."""
+    """Answers that ended and were scored, of an explorer, and its waits for the store: it marks time without any as well."""
     step: int = 0
     """Of the loop, from 1; 0 outside of steps."""
     patience_s: float = 0.0
@@ -151,6 +151,12 @@ def worked() -> None:
     """A sample has ended, or has its score."""
     if _mine is not None:
         _mine.work += 1
+
+
+def waited() -> None:
+    """A moment of a wait that has an end of its own, for a database that is away: neither a stall nor an idle explorer."""
+    worked()
+    mark()
 
 
 def become(phase: str) -> None:

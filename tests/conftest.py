@@ -57,6 +57,7 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object
 def new_postgres(postgres_server: object) -> Callable[[], str]:
     """Makes the URL of an empty schema on that server at each call."""
     import psycopg
+    from sqlalchemy.engine import make_url
 
     numbers = itertools.count()
 
@@ -64,7 +65,7 @@ def new_postgres(postgres_server: object) -> Callable[[], str]:
         schema, url = f"test_{next(numbers)}", postgres_server.url
         with psycopg.connect(url.replace("+psycopg", "")) as connection:
             connection.execute(f"CREATE SCHEMA {schema}")
-        return f"{url}?options=-csearch_path%3D{schema}"
+        return make_url(url).update_query_dict({"options": f"-csearch_path={schema}"}).render_as_string(hide_password=False)
 
     return make
 

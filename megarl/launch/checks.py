@@ -27,6 +27,7 @@ from megarl.launch.resume import check_settings_of_run, set_aside_damaged
 from megarl.launch.role_checks import check_budget, check_role_models, check_role_settings, roles_of
 from megarl.launch.rows import SPLITS, needs_expert_rows, read_split
 from megarl.launch.run_dir import check_writable
+from megarl.launch.store_repair import rebuild_damaged_store
 from megarl.launch.vision_checks import check_images
 from megarl.launch.vocabulary import check_vocabulary
 from megarl.parallel.grid import check_roles
@@ -48,8 +49,9 @@ PROCESS_BYTES = 400 * 2**20
 def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = False) -> dict[str, list[Task]]:
     """Everything that can be known to fail, before any process is launched; makes missing data and model.
 
-    With ``mend`` damaged checkpoints are set aside; ``nodes``: machines of the job. With ``dry`` what is missing is made in a temporary
-    folder, so that nothing is left. Returns the tasks of the store by split (train, eval): none in an offline job, which has no explorer.
+    With ``mend`` damaged checkpoints are set aside, and a damaged store is made again; ``nodes``: machines of the job. With ``dry`` what
+    is missing is made in a temporary folder, so that nothing is left. Returns the tasks of the store by split (train, eval): none in an
+    offline job, which has no explorer.
 
     Raises:
         ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the mend.
@@ -57,6 +59,7 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = Fal
     run_dir = Path(config.run.dir)
     check_writable(f"run.dir={run_dir}", run_dir)
     set_aside_damaged(run_dir, rename=mend, digests=config.trainer.verify_checkpoints)
+    rebuild_damaged_store(config, rename=mend)
     config = with_limit_of_run(config)
     check_settings_of_run(config, run_dir)
     algorithm = algorithms.get(config.algorithm.name)

@@ -28,6 +28,7 @@ from megarl.launch.prepare import with_prompt_limit
 from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.run_dir import check_fence, next_attempt, own_run_dir
+from megarl.launch.store_repair import rebuild_damaged_store
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.schema import Task
@@ -54,7 +55,8 @@ def run(config: Config) -> int:
         tasks = check(config, mend=True, nodes=allocation.nodes)
         config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
-        server = stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=config.parallel.world_size + OTHERS))
+        connections = config.parallel.world_size + OTHERS
+        server = stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock]))
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
@@ -110,6 +112,7 @@ def _run_attempts(
                 log.error("%s", error)
                 check_fence(run_dir, attempt)
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
+                rebuild_damaged_store(config)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 

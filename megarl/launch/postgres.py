@@ -19,7 +19,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -46,8 +46,10 @@ SETTINGS = {
     "max_wal_senders": "0",
     "logging_collector": "off",
 }
+ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
+"""Variables that PostgreSQL's processes inherit."""
 START_S = 300.0
-"""How long a server may take to recover what a killed one left."""
+"""How long a server may take to recover what a killed one left, and each program that prepares its data."""
 LOCK_S = 60.0
 STOP_S = 60.0
 TAIL_LINES = 15
@@ -67,19 +69,22 @@ class Identity(NamedTuple):
 
 
 @contextmanager
-def job_store(url: str, run_dir: Path, key: str, *, host: str, port: int | None = None, connections: int = 100) -> Iterator[Server | None]:
+def job_store(
+    url: str, run_dir: Path, key: str, *, host: str, port: int | None = None, connections: int = 100, held: Sequence[int] = ()
+) -> Iterator[Server | None]:
     """Where ``url`` asks for a server of the job's own: have it up, with its URL in the environment of this process and of those
     that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
 
     Args:
         connections: Processes that may hold the store open at once: every trainer rank, every explorer, and the supervisor.
+        held: Descriptors of the run directory's lock, which PostgreSQL's processes keep open as all others do.
 
     Raises as :meth:`Server.start`.
     """
     if url != OWN_SERVER or VARIABLE in os.environ:
         yield None
         return
-    server = Server(run_dir / "postgres", key, host=host, port=port, connections=connections)
+    server = Server(run_dir / "postgres", key, host=host, port=port, connections=connections, held=held)
     server.start()
     os.environ[VARIABLE] = server.url
     try:
@@ -157,6 +162,7 @@ class Server:
         key: The job's. It may be another one at each start.
         port: None chooses one at the first start and keeps it.
         settings: PostgreSQL's own, beside ``SETTINGS``.
+        held: Open descriptors that its processes inherit.
     """
 
     def __init__(
@@ -168,12 +174,13 @@ class Server:
         port: int | None = None,
         connections: int = 100,
         settings: Mapping[str, str] | None = None,
+        held: Sequence[int] = (),
     ) -> None:
         self.folder = folder.absolute()
         self.data = self.folder / "data"
         self.log = self.folder / "server.log"
         self.host, self.port = host, port
-        self._key = key
+        self._key, self._held = key, list(held)
         self._settings = {"max_connections": str(connections + 5), **SETTINGS, **(settings or {})}  # 3 are the superuser's
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -208,7 +215,8 @@ class Server:
         programs = find_server(made.read_text().strip() if made.exists() else None)
         with _locked(self.folder) as lock:
             identity = _identity(self.folder)
-            run = partial(self._run, identity)
+            keep = [lock.fileno(), *self._held]
+            run = partial(self._run, identity, keep)
             login = f"ALTER ROLE {NAME} LOGIN PASSWORD '{self._password}'\n"
             if made.exists():
                 _give(self.data, identity.uid)
@@ -229,9 +237,10 @@ class Server:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     cwd=self.folder,
+                    env=_environment(),
                     start_new_session=True,  # Ctrl-C is for the job: the trainer saves before this ends
-                    pass_fds=[lock.fileno()],
-                    **_ending_with_us(identity.options),
+                    pass_fds=keep,
+                    **_ending_with_us(identity.options, signal.SIGINT),
                 )
         try:
             self._wait()
@@ -267,15 +276,22 @@ class Server:
         settings = {**self._settings, "exit_on_error": "on", "log_min_error_statement": "panic"}
         return [programs / "postgres", "--single", "-D", data, *(w for name, value in settings.items() for w in ("-c", f"{name}={value}")), "postgres"]
 
-    def _run(self, identity: Identity, argv: list[str | Path], text: str = "") -> None:
-        """Raises JobError with the last lines of a program that fails."""
-        done = subprocess.run(
-            argv, input=text, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self.folder,
-            env={**os.environ, "LC_ALL": "C"}, start_new_session=True, **identity.options,
+    def _run(self, identity: Identity, keep: Sequence[int], argv: list[str | Path], text: str = "") -> None:
+        """Raises JobError with the last lines of a program that fails, or does not end."""
+        process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder,
+            env=_environment(), start_new_session=True, pass_fds=keep, **_ending_with_us(identity.options, signal.SIGKILL),
         )  # fmt: skip
-        if done.returncode != 0:
-            said = done.stdout.replace(self._password, "***")
-            raise JobError(f"{argv[0]} ended with status {done.returncode} in {self.folder}:\n{_tail(said)}")
+        try:
+            output, _ = process.communicate(text, timeout=START_S)
+        except BaseException as error:
+            _kill_session(process)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise JobError(f"{argv[0]} has not ended after {START_S:g} s in {self.folder}; look whether that file system responds") from None
+        if process.returncode != 0:
+            said = output.replace(self._password, "***")
+            raise JobError(f"{argv[0]} ended with status {process.returncode} in {self.folder}:\n{_tail(said)}")
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_S
@@ -313,9 +329,26 @@ def find_server(version: str | None = None) -> Path:
 
 def _version(folder: Path) -> str:
     """Major version."""
-    said = subprocess.run([folder / "postgres", "--version"], capture_output=True, text=True).stdout
+    try:
+        program: list[str | Path] = [folder / "postgres", "--version"]
+        said = subprocess.run(program, capture_output=True, text=True, env=_environment(), timeout=LOCK_S).stdout
+    except subprocess.TimeoutExpired:
+        return "?"
     number = re.search(r"\d+", said)
     return number[0] if number else "?"
+
+
+def _environment() -> dict[str, str]:
+    """What PostgreSQL needs of ours: no key of the job or of its user."""
+    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | {"LC_ALL": "C"}
+
+
+def _kill_session(process: subprocess.Popen[str]) -> None:
+    """End a program that leads its session, and its children."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
 
 
 @contextmanager
@@ -360,7 +393,9 @@ def _identity(folder: Path) -> Identity:
         _give(folder, identity.uid)
         with suppress(OSError, subprocess.SubprocessError):
             probe = 'test "$(id -u)" != 0 && test -w "$0" && cd "$0"'
-            if subprocess.run(["/bin/sh", "-c", probe, folder], cwd="/", capture_output=True, **identity.options).returncode == 0:
+            argv = ["/bin/sh", "-c", probe, str(folder)]
+            done = subprocess.run(argv, cwd="/", env=_environment(), capture_output=True, timeout=LOCK_S, **identity.options)
+            if done.returncode == 0:
                 return identity
     raise ConfigError(
         f"store.url={OWN_SERVER}: PostgreSQL refuses to run as root, and here neither the users postgres and nobody can (they must "
@@ -385,14 +420,14 @@ def _rename_root() -> None:
             file.write(text)
 
 
-def _ending_with_us(options: dict[str, Any]) -> dict[str, Any]:
-    """Options under which the process is shut down when we die."""
+def _ending_with_us(options: dict[str, Any], number: signal.Signals) -> dict[str, Any]:
+    """Options under which the process gets this signal when we die."""
     before, parent = options.get("preexec_fn"), os.getpid()
 
     def prepare() -> None:
         if before is not None:
             before()
-        die_with(parent, signal.SIGINT)  # last: a change of user would undo it
+        die_with(parent, number)  # last: a change of user would undo it
 
     return {**options, "preexec_fn": prepare}
 

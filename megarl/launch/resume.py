@@ -16,6 +16,7 @@ from megarl.checkpoint.manifest import (
     MANIFEST,
     PREFIX,
     fault_of_files,
+    finished,
     in_order,
     latest,
     read_state,
@@ -137,12 +138,17 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Call
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
     if damaged and rename:
-        with writing(folder / LATEST):
-            write_text(folder / LATEST, candidates[-1].name.removeprefix(PREFIX))
+        _name_latest(candidates[-1])
     elif not damaged and (fault := unfounded_latest(folder)) is not None:
         if not candidates:
             raise CheckpointError(f"{fault}, and there is no other; put it back, or remove {folder} to begin anew")
         log.warning("%s; the run goes on from %s", fault, candidates[-1])
+
+
+def _name_latest(checkpoint: Path) -> None:
+    """Record that the newest checkpoint of its folder is this one. Raises DiskFullError."""
+    with writing(checkpoint.parent / LATEST):
+        write_text(checkpoint.parent / LATEST, checkpoint.name.removeprefix(PREFIX))
 
 
 def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str | None:
@@ -163,17 +169,33 @@ def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str
 
 
 def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
-    """The store has what the newest checkpoint's steps recorded.
+    """Make sure that the store has the steps of the newest checkpoint. Where it has lost the last ones, as after a power cut, the
+    newest checkpoint whose steps it has counts instead, and later ones are renamed.
 
     Raises:
-        ConfigError: it was removed, or is another run's: the report would show a part of the run as if it were all.
+        ConfigError: it has those of none: it was removed, or is another run's, and the report would show a part as if it were all.
     """
-    found = latest(run_dir / "checkpoints")
-    done = 0 if found is None else int(read_state(found)["step"])
-    missing = sorted(set(range(1, done + 1)).difference(step for step, _ in store.steps()))
-    if missing:
+    candidates = finished(run_dir / "checkpoints")
+    steps = {path: int(read_state(path)["step"]) for path in candidates}
+    recorded = {step for step, _ in store.steps()}
+    covered = [path for path in candidates if recorded.issuperset(range(1, steps[path] + 1))]
+    if not candidates or candidates[-1] in covered:
+        return
+    newest, done = candidates[-1], steps[candidates[-1]]
+    missing = sorted(set(range(1, done + 1)) - recorded)
+    lacks = f"knows nothing of {len(missing)} of the {done} steps that {newest} has behind it (the first is {missing[0]})"
+    if not covered or not steps[covered[-1]]:
         raise ConfigError(
-            f"store.url={config.store.url} knows nothing of {len(missing)} of the {done} steps that {found} has behind it "
-            f"(the first is {missing[0]}): was the file removed or replaced? Put it back, or take another run.name; "
+            f"store.url={config.store.url} {lacks}: was the file removed or replaced? Put it back, or take another run.name; "
             f"the weights of the run so far are in {run_dir / 'checkpoints'}"
         )
+    for path in candidates[candidates.index(covered[-1]) + 1 :]:
+        aside = path.with_name(f"uncovered_{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    _name_latest(covered[-1])
+    log.warning(
+        "THE RUN GOES BACK to %s: store.url=%s %s, as after a power cut. Later checkpoints are now named uncovered_%s*; if the store "
+        "is not this run's, stop, put the right one in its place and give them their names back",
+        covered[-1], config.store.url, lacks, PREFIX,
+    )  # fmt: skip

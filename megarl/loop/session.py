@@ -360,12 +360,16 @@ class Session:
         return {"seed": self.config.trainer.seed, "tasks": size, "epoch": epoch, "offset": offset}
 
     def _fence(self) -> None:
-        """Raises FencedError when a later attempt has started: what this one writes would overwrite what that one does."""
+        """Return when the store would keep the steps that a checkpoint counts through a power cut.
+
+        Raises FencedError when a later attempt has started: what this one writes would overwrite what that one does.
+        """
         if (newest := current_attempt(self.run_dir)) > self.attempt:
             raise FencedError(
                 f"attempt {self.attempt} of the run in {self.run_dir} writes no checkpoint: attempt {newest} has taken over; end "
                 "what is left of the earlier one"
             )
+        self.store.sync()
 
     def export_hf(self, target: Path) -> None:
         """Write the actor as an ordinary HF checkpoint."""

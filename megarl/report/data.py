@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from tokenizers import Tokenizer
 
 from megarl.config import Config, load_resolved, to_dict
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, StoreDamagedError
 from megarl.report.timeline import Phase, union
 from megarl.schema import Experience, Task
 from megarl.store import Store
@@ -138,7 +138,7 @@ def load(run_dir: Path) -> Run:
             steps = [(step, _finite(metrics)) for step, metrics in store.steps()]
             tasks = store.tasks("eval", images=False)
             events = [event["data"] for event in store.events("evaluation")]
-            answers = {name: store.experiences(name) for name in answers}
+            answers = {name: _answers(store, name, notes) for name in answers}
         finally:
             store.close()
     before, after = (_evaluation(name, events, answers[name]) for name in answers)
@@ -238,6 +238,15 @@ def _store_url(config: Config, run_dir: Path) -> str | None:
         return config.store.url
     path = _located(config, run_dir, url.database)
     return f"sqlite:///{path}" if path.is_file() else None  # Store would make an empty one
+
+
+def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Experience]:
+    """Of an evaluation; none, and a note, where one is damaged: a start of the run does not look at answers of steps that are done."""
+    try:
+        return store.experiences(rollout_id)
+    except StoreDamagedError as error:
+        notes.append(f"The answers of {rollout_id} are left out: {error}.")
+        return []
 
 
 def _evaluation(name: str, events: Iterable[Mapping[str, Any]], answers: Sequence[Experience]) -> Evaluation | None:

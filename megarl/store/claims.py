@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Row, Select, insert, or_, select, update
 
 from megarl.schema import GREEDY, Task, WeightsVersion
+from megarl.store.checksums import check
 from megarl.store.codec import dumps, task_from_row
 from megarl.store.tables import EXPERIENCES, GROUPS, ROLLOUT_METRICS, ROLLOUTS, TASK_IMAGES, TASKS
 from megarl.store.transactions import put
@@ -49,9 +50,9 @@ def is_free(worker: str, claimed_before: float) -> ColumnElement[bool]:
     return or_(GROUPS.c.state == "pending", expired)
 
 
-_WITH_ROLLOUT = select(GROUPS, *(c for c in ROLLOUTS.c if c.name not in GROUPS.c)).join(
-    ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id
-)
+_WITH_ROLLOUT = select(
+    GROUPS, *(c for c in ROLLOUTS.c if c.name not in GROUPS.c), ROLLOUTS.c.checksum.label("rollout_checksum")
+).join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
 _IN_ORDER = (ROLLOUTS.c.sequence, GROUPS.c.position)
 
 
@@ -86,6 +87,10 @@ def held_by(connection: Connection, token: str) -> list[Row[Any]]:
 
 
 def claims_of(groups: Sequence[Row[Any]], tasks: Sequence[Row[Any]], images: Mapping[str, tuple[bytes, ...]]) -> list[Claim]:
+    """Raises StoreDamagedError."""
+    for group in groups:
+        check(GROUPS, group)
+        check(ROLLOUTS, group, "rollout_checksum")
     of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
     return [
         Claim(
@@ -128,6 +133,7 @@ def images_of(connection: Connection, task_ids: Select[Any] | Collection[str]) -
     query = select(TASK_IMAGES).where(TASK_IMAGES.c.task_id.in_(task_ids)).order_by(TASK_IMAGES.c.position)
     found: dict[str, tuple[bytes, ...]] = {}
     for row in connection.execute(query):
+        check(TASK_IMAGES, row)
         found[row.task_id] = (*found.get(row.task_id, ()), row.image)
     return found
 

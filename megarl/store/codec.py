@@ -15,6 +15,8 @@ from safetensors.numpy import save as save_tensors
 
 from megarl.errors import DataError
 from megarl.schema import Experience, GroupStats, Reward, Segment, Task, WeightsVersion
+from megarl.store.checksums import check, sealed
+from megarl.store.tables import EXPERIENCES, TASKS, TRAINED
 
 ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "engine_logp": np.float32}
 """Fields of an Experience that are arrays, with the dtype in which they are kept."""
@@ -43,6 +45,8 @@ def task_to_row(task: Task) -> dict[str, Any]:
 
 
 def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
+    """Raises StoreDamagedError."""
+    check(TASKS, row)
     return Task(
         task_id=row.task_id,
         data_source=row.data_source,
@@ -74,7 +78,7 @@ def experience_to_row(experience: Experience) -> dict[str, Any]:
         "group_stats": None if stats is None else [stats.mean, stats.std, stats.size],
         "metadata": experience.metadata,
     }
-    return {
+    row = {
         "group_id": experience.group_id,
         "index": experience.index,
         "rollout_id": experience.rollout_id,
@@ -85,6 +89,7 @@ def experience_to_row(experience: Experience) -> dict[str, Any]:
         # An owned contiguous copy: safetensors writes the buffer of a strided view as it lies in memory.
         "tensors": save_tensors({name: np.ascontiguousarray(array) for name, array in arrays.items()}),
     }
+    return sealed(EXPERIENCES, row)
 
 
 def old_logp_to_bytes(experience: Experience, old_logp: np.ndarray) -> bytes:
@@ -98,6 +103,10 @@ def old_logp_to_bytes(experience: Experience, old_logp: np.ndarray) -> bytes:
 
 
 def experience_from_row(row: Any) -> Experience:
+    """One experience; the checksum of its ``old_logp`` is in the column ``old_logp_checksum``. Raises StoreDamagedError."""
+    check(EXPERIENCES, row)
+    if row.old_logp is not None:
+        check(TRAINED, row, "old_logp_checksum")
     record = json.loads(row.record)
     stats = record["group_stats"]
     return Experience(

@@ -19,6 +19,9 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from megarl.errors import ConfigError
 
 BUSY_TIMEOUT_S = 60.0
+"""How long at least another process's transaction is waited for, also by who waits for no outage."""
+LOCK_S = 0.2
+"""How long SQLite itself waits for a lock: nobody sees a process move meanwhile, so ``Transactions`` repeats it."""
 CONNECT_TIMEOUT_S = 10
 IDLE_S = 30.0
 """After this, PostgreSQL ends a session that stands still inside a transaction: its process was stopped, or its node is
@@ -68,9 +71,9 @@ def shown(url: str) -> str:
 
 
 def reason(error: SQLAlchemyError) -> str:
-    """The first line of what the driver says."""
+    """The first line of what the driver says, without the rest of a row that it quotes."""
     text = str(getattr(error, "orig", None) or error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def _masked(url: URL) -> str:
@@ -114,19 +117,41 @@ def _parsed(url: str) -> URL:
     return parsed
 
 
-def open_engine(url: str) -> Engine:
-    """Connects to nothing yet. Raises ConfigError when the URL cannot be read or its driver is missing."""
+def sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite store; None for another database. Raises ConfigError as ``open_engine``."""
+    parsed = _parsed(url)
+    return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names of a folder's files would outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S, synchronous: str = "NORMAL") -> Engine:
+    """Connects to nothing yet.
+
+    Args:
+        answer_s: How long PostgreSQL may take to answer a statement; SQLite raises after ``LOCK_S``.
+        synchronous: SQLite's: FULL has every commit written through to the disk, NORMAL none.
+
+    Raises ConfigError when the URL cannot be read or its driver is missing.
+    """
     parsed = _parsed(url)
     if parsed.get_backend_name() == "postgresql":
-        return _open_postgres(parsed)
+        return _open_postgres(parsed, answer_s)
     assert parsed.database is not None
     Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
+    engine = create_engine(parsed, connect_args={"timeout": LOCK_S})
 
     @event.listens_for(engine, "connect")
     def _configure(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None  # transactions are begun below, not by the driver's guess
-        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(f"PRAGMA synchronous={synchronous}")
         _enter_wal(connection)
 
     @event.listens_for(engine, "begin")
@@ -139,7 +164,7 @@ def open_engine(url: str) -> Engine:
     return engine
 
 
-def _open_postgres(url: URL) -> Engine:
+def _open_postgres(url: URL, answer_s: float) -> Engine:
     query = dict(url.query)
     own = query.pop("options", "")
     idle = f"-c idle_in_transaction_session_timeout={IDLE_S * 1000:.0f}"
@@ -147,17 +172,21 @@ def _open_postgres(url: URL) -> Engine:
     settings = {"connect_timeout": CONNECT_TIMEOUT_S, **_KEEPALIVE}
     arguments = {"options": options, **{name: value for name, value in settings.items() if name not in query}}
     try:
+        from megarl.store.waiting import connect
+
         # A store is one thread's. Statements must see what others committed before them: READ COMMITTED.
-        return create_engine(
+        engine = create_engine(
             url.set(query=query), connect_args=arguments, isolation_level="READ COMMITTED", hide_parameters=True
         )
     except ModuleNotFoundError as missing:
         raise ConfigError(f"store.url={_masked(url)} needs the Python module {missing.name!r}; install it") from missing
+    event.listen(engine, "do_connect", lambda dialect, record, args, settings: connect(_masked(url), answer_s, *args, **settings))
+    return engine
 
 
 def _enter_wal(connection: sqlite3.Connection) -> None:
     """Switch to WAL. SQLite does not wait for its busy timeout here when two processes open a new file together."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    deadline = time.monotonic() + LOCK_S
     while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         try:
             connection.execute("PRAGMA journal_mode=WAL")

@@ -6,8 +6,8 @@ finish it: whatever happens to explorers, a group's experiences are written once
 
 Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
 (``transactions.py``); each says why a repetition does no harm. SQLite runs in WAL mode with ``synchronous=NORMAL``:
-killing any process loses no committed transaction (a power cut may lose the last ones, never the file). WAL needs a local
-file system.
+killing any process loses no committed transaction. A power cut may lose those since the last ``sync``, which comes before
+every checkpoint's manifest. WAL needs a local file system.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-from sqlalchemy import Connection, Row, case, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Table, case, delete, func, insert, select, update
 
 from megarl.errors import DataError
 from megarl.schema import GREEDY, Experience, Task, WeightsVersion
 from megarl.store import claims
+from megarl.store.checksums import check, sealed
 from megarl.store.claims import Claim, RolloutKind, images_of
 from megarl.store.codec import (
     dumps,
@@ -66,6 +67,7 @@ class Store:
     Raises:
         ConfigError: the URL cannot be read or its driver is missing.
         JobError: (here, and every method) the database could not be used for ``outage_s``.
+        StoreDamagedError: (here, and every method) a page or a row is not as it was written.
         FencedError: (here, and every write) the job has begun another attempt.
     """
 
@@ -96,7 +98,7 @@ class Store:
         if len(set(ids)) != len(ids):
             twice = next(task_id for i, task_id in enumerate(ids) if task_id in ids[:i])
             raise DataError(f"task id {twice!r} occurs twice in split {split!r}; ids must be unique")
-        rows = [task_to_row(task) | {"split": split, "position": i} for i, task in enumerate(tasks)]
+        rows = [sealed(TASKS, task_to_row(task) | {"split": split, "position": i}) for i, task in enumerate(tasks)]
 
         def work(connection: Connection, again: bool) -> None:
             of_split = select(TASKS.c.task_id).where(TASKS.c.split == split)
@@ -112,7 +114,8 @@ class Store:
                 connection.execute(insert(TASKS), rows)
             for task in tasks:  # one after another: a row's images may be 32 MiB
                 for i, image in enumerate(task.images):
-                    connection.execute(insert(TASK_IMAGES), {"task_id": task.task_id, "position": i, "image": image})
+                    row = {"task_id": task.task_id, "position": i, "image": image}
+                    connection.execute(insert(TASK_IMAGES), sealed(TASK_IMAGES, row))
 
         self._write(work)
 
@@ -186,10 +189,10 @@ class Store:
                     f"rollout {rollout_id}: {len(unknown)} task ids are not in the store, the first is {unknown[0]!r}; "
                     f"add_tasks first"
                 )
-            _delete_rollouts(connection, [rollout_id])
-            connection.execute(insert(ROLLOUTS), [rollout])
+            delete_rollouts(connection, [rollout_id])
+            connection.execute(insert(ROLLOUTS), [sealed(ROLLOUTS, rollout)])
             if groups:
-                connection.execute(insert(GROUPS), groups)
+                connection.execute(insert(GROUPS), [sealed(GROUPS, group) for group in groups])
 
         self._write(work)
 
@@ -205,10 +208,10 @@ class Store:
 
         def work(connection: Connection, again: bool) -> None:
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.step >= from_step)))
-            _delete_rollouts(connection, ids)
+            delete_rollouts(connection, ids)
             connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
-            evaluations = connection.execute(select(EVENTS.c.event_id, EVENTS.c.data).where(EVENTS.c.kind == "evaluation"))
-            later = [row.event_id for row in evaluations if json.loads(row.data).get("step", 0) > from_step]
+            evaluations = connection.execute(select(EVENTS).where(EVENTS.c.kind == "evaluation"))
+            later = [row.event_id for row in evaluations if _event(row)["data"].get("step", 0) > from_step]
             connection.execute(delete(EVENTS).where(EVENTS.c.event_id.in_(later)))
 
         self._write(work)
@@ -222,10 +225,10 @@ class Store:
 
     def rollout_metrics(self, rollout_id: str) -> dict[str, float]:
         """What explorers measured for a rollout, summed over them (seconds, tokens, samples)."""
-        query = select(ROLLOUT_METRICS.c.metrics).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
+        query = select(ROLLOUT_METRICS).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
         total: dict[str, float] = {}
-        for text in self._read(lambda connection: list(connection.scalars(query))):
-            for name, value in json.loads(text).items():
+        for metrics in self._read(lambda connection: [_metrics(ROLLOUT_METRICS, row) for row in connection.execute(query)]):
+            for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
@@ -235,7 +238,7 @@ class Store:
         A greedy answer comes with each experience of its group, not as one of them.
         """
         query = (
-            select(EXPERIENCES, TRAINED.c.old_logp)
+            select(EXPERIENCES, TRAINED.c.old_logp, TRAINED.c.checksum.label("old_logp_checksum"))
             .join(GROUPS, GROUPS.c.group_id == EXPERIENCES.c.group_id)
             .outerjoin(
                 TRAINED, (TRAINED.c.group_id == EXPERIENCES.c.group_id) & (TRAINED.c.index == EXPERIENCES.c.index)
@@ -284,8 +287,9 @@ class Store:
 
         groups, tasks = self._write(work)
         # Images may be many bytes: not under the write lock.
-        images = self._read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
-        return claims.claims_of(groups, tasks, images)
+        return self._read(
+            lambda connection: claims.claims_of(groups, tasks, images_of(connection, {task.task_id for task in tasks}))
+        )
 
     def finish_group(
         self, claim: Claim, experiences: Sequence[Experience], metrics: Mapping[str, float] | None = None
@@ -327,9 +331,8 @@ class Store:
 
     def steps(self) -> list[tuple[int, dict[str, float | None]]]:
         """Recorded (step, metrics) in order; a metric that was not finite reads None."""
-        query = select(STEPS.c.step, STEPS.c.metrics).order_by(STEPS.c.step)
-        rows = self._read(lambda connection: connection.execute(query).all())
-        return [(row.step, json.loads(row.metrics)) for row in rows]
+        query = select(STEPS).order_by(STEPS.c.step)
+        return self._read(lambda connection: [(row.step, _metrics(STEPS, row)) for row in connection.execute(query)])
 
     def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
         """Append to the job's log of events (a retry, a restart, a warning).
@@ -341,7 +344,7 @@ class Store:
 
         def work(connection: Connection, again: bool) -> None:
             if not (again and connection.execute(same).first()):
-                connection.execute(insert(EVENTS), [event])
+                connection.execute(insert(EVENTS), [sealed(EVENTS, event)])
 
         self._write(work)
 
@@ -350,8 +353,11 @@ class Store:
         query = select(EVENTS).order_by(EVENTS.c.event_id)
         if kind is not None:
             query = query.where(EVENTS.c.kind == kind)
-        rows = self._read(lambda connection: connection.execute(query).all())
-        return [{"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)} for row in rows]
+        return self._read(lambda connection: [_event(row) for row in connection.execute(query)])
+
+    def sync(self) -> None:
+        """Return when all that any process has committed so far would outlive a power cut. Safe to repeat."""
+        self._database.sync()
 
     def open_job(self) -> None:
         """Say that work may still be asked for. Safe to repeat."""
@@ -370,7 +376,18 @@ class Store:
         self._write(lambda connection, again: put(connection, JOB, [{"key": "state", "value": state}]))
 
 
-def _delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
+def _metrics(table: Table, row: Any) -> dict[str, Any]:
+    check(table, row)
+    metrics: dict[str, Any] = json.loads(row.metrics)
+    return metrics
+
+
+def _event(row: Any) -> dict[str, Any]:
+    check(EVENTS, row)
+    return {"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)}
+
+
+def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
     # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
     for table in (GROUPS, EXPERIENCES, TRAINED, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
+SCHEMA = 2
+"""Number of these tables, kept in ``job``. 1, or none: without checksums."""
+
+
+def _checksum() -> Column[int]:
+    """CRC-32 of the row (``checksums.py``); NULL in rows of schema 1."""
+    return Column("checksum", BigInteger)
+
 
 TASKS = Table(
     "tasks",
@@ -18,6 +26,7 @@ TASKS = Table(
     Column("reward_model", Text, nullable=False),
     Column("extra_info", Text, nullable=False),
     Column("response", Text),
+    _checksum(),
     Index("tasks_by_split", "split", "position"),
 )
 
@@ -27,6 +36,7 @@ TASK_IMAGES = Table(
     Column("task_id", String, primary_key=True),
     Column("position", Integer, primary_key=True, autoincrement=False),
     Column("image", LargeBinary, nullable=False),  # the file
+    _checksum(),
 )
 
 ROLLOUTS = Table(
@@ -41,6 +51,7 @@ ROLLOUTS = Table(
     Column("group_size", Integer, nullable=False),
     Column("sampling", Text, nullable=False),
     Column("requested_at", Float, nullable=False),
+    _checksum(),
 )
 
 GROUPS = Table(
@@ -50,6 +61,7 @@ GROUPS = Table(
     Column("rollout_id", String, nullable=False),
     Column("position", Integer, nullable=False),
     Column("task_id", String, nullable=False),
+    _checksum(),
     Column("state", String, nullable=False),  # pending | claimed | done
     Column("claimed_by", String),
     Column("claimed_at", Float),
@@ -70,6 +82,7 @@ EXPERIENCES = Table(
     Column("status", String, nullable=False),
     Column("record", Text, nullable=False),
     Column("tensors", LargeBinary, nullable=False),
+    _checksum(),
     Index("experiences_by_rollout", "rollout_id"),
 )
 
@@ -80,6 +93,7 @@ TRAINED = Table(
     Column("index", Integer, primary_key=True),
     Column("rollout_id", String, nullable=False),
     Column("old_logp", LargeBinary, nullable=False),  # float32, little endian
+    _checksum(),
     Index("trained_by_rollout", "rollout_id"),
 )
 
@@ -89,6 +103,7 @@ ROLLOUT_METRICS = Table(
     Column("rollout_id", String, primary_key=True),
     Column("worker", String, primary_key=True),
     Column("metrics", Text, nullable=False),
+    _checksum(),
 )
 
 STEPS = Table(
@@ -97,6 +112,7 @@ STEPS = Table(
     Column("step", Integer, primary_key=True, autoincrement=False),
     Column("recorded_at", Float, nullable=False),
     Column("metrics", Text, nullable=False),
+    _checksum(),
 )
 
 EVENTS = Table(
@@ -107,6 +123,7 @@ EVENTS = Table(
     Column("source", String, nullable=False),
     Column("kind", String, nullable=False),
     Column("data", Text, nullable=False),
+    _checksum(),
 )
 
 JOB = Table(
@@ -114,4 +131,5 @@ JOB = Table(
     METADATA,
     Column("key", String, primary_key=True),
     Column("value", Text, nullable=False),
+    _checksum(),
 )

@@ -17,25 +17,31 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Table, func, select
+from sqlalchemy import Connection, Engine, Table, func, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from megarl import pulse
-from megarl.errors import FencedError, JobError
-from megarl.store.database import open_engine, reason, shown
-from megarl.store.tables import JOB, METADATA
+from megarl.errors import ConfigError, FencedError, JobError, StoreDamagedError
+from megarl.store import database
+from megarl.store.checksums import CHECKSUM, sealed
+from megarl.store.database import open_engine, reason, shown, sqlite_file, sync_folder
+from megarl.store.tables import JOB, METADATA, SCHEMA
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+QUIET_S = 10.0
+"""How long a locked file is no news."""
 _INSERT: dict[str, Callable[[Table], Any]] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _PASSING = ("08", "40", "53", "57")
 """Classes of PostgreSQL's error codes that pass by themselves: connection, serialization (deadlock), resources, shutdown."""
+SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
+_SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_READ", "SQLITE_IOERR_SHORT_READ")
 _SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
-_ATTEMPT = "attempt"
+_ATTEMPT, _SCHEMA, _SYNCED = "attempt", "schema", "synced"
 _JITTER = random.Random()  # not the generator that a run's results depend on
 
 
@@ -54,13 +60,16 @@ class Transactions:
         self.shown = shown(url)
         self.attempt = attempt
         self._outage_s = outage_s
-        self._reader = open_engine(url)
+        self._reader = open_engine(url, max(outage_s, database.BUSY_TIMEOUT_S))
         self._writer = self._reader.execution_options(megarl_write=True)
+        self._path = sqlite_file(url)
+        self._syncing = open_engine(url, synchronous="FULL").execution_options(megarl_write=True) if self._path else self._writer
         self._handle = secrets.randbits(62)
         self.write(_make_tables)
 
     def close(self) -> None:
         self._reader.dispose()
+        self._syncing.dispose()
 
     def read(self, work: Callable[[Connection], T]) -> T:
         """``work`` in a transaction that writes nothing."""
@@ -71,7 +80,7 @@ class Transactions:
 
         return self._persist(lambda again: transaction())
 
-    def write(self, work: Callable[[Connection, bool], T]) -> T:
+    def write(self, work: Callable[[Connection, bool], T], engine: Engine | None = None) -> T:
         """``work(connection, again)`` in a transaction of its own, committed.
 
         ``again``: an earlier run was cut off, and may have been committed. ``work`` must then change nothing that was
@@ -81,7 +90,7 @@ class Transactions:
         """
 
         def transaction(again: bool) -> T:
-            with self._writer.begin() as connection:
+            with (engine or self._writer).begin() as connection:
                 if work is not _make_tables:
                     self._enter(connection)
                     return work(connection, again)
@@ -118,6 +127,22 @@ class Transactions:
         self.write(work)
         self.attempt = attempt
 
+    def sync(self) -> None:
+        """Return when all that was committed before, by whomever, would outlive a power cut.
+
+        A commit with ``synchronous=FULL`` writes SQLite's whole log through to the disk; PostgreSQL does so with every commit, unless
+        its ``synchronous_commit`` is off.
+        """
+
+        def work(connection: Connection, again: bool) -> None:
+            if connection.dialect.name == "postgresql":
+                connection.exec_driver_sql("SET LOCAL synchronous_commit TO on")
+            put(connection, JOB, [{"key": _SYNCED, "value": str(time.time())}])
+
+        self.write(work, self._syncing)
+        if self._path is not None:
+            sync_folder(self._path.parent)  # another process may have made the log
+
     def _enter(self, connection: Connection) -> None:
         """Take this handle's lock, and see that the attempt is still ours, for as long as the transaction lasts.
 
@@ -140,41 +165,95 @@ class Transactions:
             )
 
     def _persist(self, run: Callable[[bool], T]) -> T:
-        began: float | None = None
-        wait_s = FIRST_WAIT_S
+        outage = _Outage(self.shown, self._outage_s)
         while True:
             try:
-                result = run(began is not None)
+                result = run(outage.tries > 0)
             except DBAPIError as error:
+                if is_damage(error):
+                    raise self._damaged(reason(error)) from error
                 if not passes(error):
                     raise
-                now = time.monotonic()
-                if began is None:
-                    began = now
-                    if self._outage_s > 0:
-                        log.warning("store %s: %s; trying again for up to %g s", self.shown, reason(error), self._outage_s)
-                if now - began >= self._outage_s:
-                    raise JobError(
-                        f"the store {self.shown} could not be used for {self._outage_s:g} s (store.outage_s): {reason(error)}; "
-                        f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same command again"
-                    ) from error
-                pulse.mark()  # a database that is away is no stall
-                time.sleep(min(wait_s * _JITTER.uniform(0.5, 1.0), max(0.0, began + self._outage_s - now)))
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                outage.wait(error)
                 continue
-            if began is not None:
-                log.warning("store %s: back after %.1f s", self.shown, time.monotonic() - began)
+            except StoreDamagedError as error:
+                raise self._damaged(str(error)) from None
+            outage.end()
             return result
+
+    def _damaged(self, what: str) -> StoreDamagedError:
+        way_on = (
+            "restore it from a backup, or take another run.name" if self._path is None else
+            f"start the run again: it keeps what can be read, sets the file aside as {self._path.name}.damaged and generates again what "
+            "the newest checkpoint does not cover"
+        )  # fmt: skip
+        return StoreDamagedError(f"the store {self.shown} is damaged: {what}; {way_on}")
+
+
+class _Outage:
+    """One call's: the time since its first failure."""
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._name, self._limit_s = name, limit_s
+        self._began = 0.0
+        self._warned = False
+        self.tries = 0
+        """Failed so far."""
+
+    def wait(self, error: DBAPIError) -> None:
+        """A moment before the next try; a lock that is held as long as usual is not worth a line.
+
+        Raises:
+            JobError: it has lasted too long.
+        """
+        now = time.monotonic()
+        if not self.tries:
+            self._began = now - getattr(error.orig, "waited_s", 0.0)
+        locked, lasted = _is_locked(error), now - self._began
+        left = (max(self._limit_s, database.BUSY_TIMEOUT_S) if locked else self._limit_s) - lasted
+        if left <= 0:
+            raise JobError(
+                f"the store {self._name} could not be used for {self._limit_s:g} s (store.outage_s): {reason(error)}; "
+                f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same command again"
+            ) from error
+        if not self._warned and (not locked or lasted >= min(QUIET_S, database.BUSY_TIMEOUT_S)):
+            self._warned = True
+            log.warning("store %s: %s; trying again for up to %g s", self._name, reason(error), self._limit_s)
+        pulse.waited()
+        longest = FIRST_WAIT_S if locked else min(FIRST_WAIT_S * 2 ** min(self.tries, 9), LONGEST_WAIT_S)  # SQLite has waited already
+        time.sleep(min(longest * _JITTER.uniform(0.5, 1.0), left))
+        self.tries += 1
+
+    def end(self) -> None:
+        if self._warned:
+            log.warning("store %s: back after %.1f s", self._name, time.monotonic() - self._began)
 
 
 def _number(stored: str) -> int:
-    return int(stored.split()[0])
+    if not (number := stored.partition(" ")[0]).isdecimal():
+        raise StoreDamagedError(f"a row of job is not as it was written, its attempt is {stored!r}")
+    return int(number)
 
 
 def _make_tables(connection: Connection, again: bool) -> None:
     if connection.dialect.name == "postgresql":  # CREATE TABLE IF NOT EXISTS fails when two run it together
         connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
     METADATA.create_all(connection)
+    _add_checksums(connection)
+
+
+def _add_checksums(connection: Connection) -> None:
+    """Make tables of schema 1 into today's. Raises ConfigError for those of a later version."""
+    stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == _SCHEMA))
+    if stored is not None and int(stored) > SCHEMA:
+        raise ConfigError(f"the store has tables of schema {stored}, this version reads up to {SCHEMA}; run the version that made it")
+    if stored is not None and int(stored) == SCHEMA:
+        return
+    for table in METADATA.sorted_tables:
+        columns = {column["name"] for column in inspect(connection).get_columns(table.name)}
+        if CHECKSUM in table.c and CHECKSUM not in columns:
+            connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {CHECKSUM} BIGINT")
+    put(connection, JOB, [{"key": _SCHEMA, "value": str(SCHEMA)}])
 
 
 def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
@@ -184,12 +263,25 @@ def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Non
     statement = _INSERT[connection.dialect.name](table)
     keys = [column.name for column in table.primary_key]
     others = {column.name: statement.excluded[column.name] for column in table.c if column.name not in keys}
-    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=others), rows)
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=others), [sealed(table, row) for row in rows])
+
+
+def _is_locked(error: DBAPIError) -> bool:
+    """Another process holds SQLite's file."""
+    return getattr(error.orig, "sqlite_errorname", "").startswith(SQLITE_LOCKED)
 
 
 def _is_full(error: DBAPIError) -> bool:
     """SQLite's word, or PostgreSQL's disk_full."""
     return getattr(error.orig, "sqlite_errorname", "") in _SQLITE_FULL or getattr(error.orig, "sqlstate", None) == "53100"
+
+
+def is_damage(error: DBAPIError) -> bool:
+    """SQLite's words, or PostgreSQL's data_corrupted and index_corrupted. SQLite's driver has no number for text that is none."""
+    name = getattr(error.orig, "sqlite_errorname", "")
+    if name.startswith(_SQLITE_DAMAGED) or "Could not decode to UTF-8" in str(error.orig):
+        return True
+    return getattr(error.orig, "sqlstate", None) in ("XX001", "XX002")
 
 
 def passes(error: DBAPIError) -> bool:
@@ -200,6 +292,6 @@ def passes(error: DBAPIError) -> bool:
     if not isinstance(error, OperationalError):
         return False
     if (name := getattr(error.orig, "sqlite_errorname", None)) is not None:
-        return name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", *_SQLITE_FULL))
+        return name.startswith((*SQLITE_LOCKED, *_SQLITE_FULL))
     state = getattr(error.orig, "sqlstate", None)  # None: it was not the server that spoke
     return state is None or state.startswith(_PASSING)

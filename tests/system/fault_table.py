@@ -49,8 +49,10 @@ BASE = (
 )
 IN_SYNCS = "sync.bucket_bytes=4096"
 """Hundreds of small messages: a sync lasts long enough for something to be done in it."""
-PAUSE_S = 15.0
-"""How long a database is away."""
+PAUSE_S = 25.0
+"""How long a database is away: longer than ``cluster.stall_s``."""
+FULL_S = 15.0
+"""How long a disk is full."""
 
 
 @dataclass
@@ -224,6 +226,18 @@ def database_stopped(injured: Injured) -> str:
     return f"stopped for {PAUSE_S:.0f} s: every process waits"
 
 
+def damaged_store(injured: Injured) -> str:
+    kill(injured.job)
+    path = injured.run_dir / "store.db"
+    sqlite3.connect(path).execute("pragma wal_checkpoint(truncate)").fetchone()
+    content = path.read_bytes()
+    page = content.index(b'"training/global_step":') // 4096 * 4096  # of the table of steps
+    with path.open("r+b") as file:
+        file.seek(page)
+        file.write(b"\xff" * 100)
+    return stopped(injured, "a page of steps was overwritten: the file is set aside, and made again from the rest of it and metrics.jsonl")
+
+
 def disk_filled(injured: Injured) -> str:
     assert injured.run_dir.is_mount(), "it would fill somebody's disk"
     ballast = injured.run_dir / "ballast"
@@ -235,9 +249,9 @@ def disk_filled(injured: Injured) -> str:
                 size += chunk
             except OSError:
                 chunk //= 2
-    time.sleep(PAUSE_S)
+    time.sleep(FULL_S)
     ballast.unlink()
-    return f"no room for {PAUSE_S:.0f} s: writes to the store wait, a checkpoint that has no room is left out, with a warning"
+    return f"no room for {FULL_S:.0f} s: writes to the store wait, a checkpoint that has no room is left out, with a warning"
 
 
 def damaged_checkpoint(injured: Injured) -> str:
@@ -371,6 +385,7 @@ FAULTS = (
     Fault("a later attempt begins", Injured.in_a_rollout, later_attempt),
     Fault("trainer rank: SIGKILL as a later attempt begins", Injured.in_a_rollout, later_attempt_and_death),
     Fault("SQLite file locked", Injured.in_a_rollout, database_locked),
+    Fault("SQLite file damaged", Injured.behind_a_step, damaged_store),
     Fault("disk full", Injured.behind_a_step, disk_filled),
 )  # fmt: skip
 OF_SYNCS = (

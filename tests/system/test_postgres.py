@@ -34,9 +34,10 @@ from megarl.store import OWN_SERVER, VARIABLE, Store, check_url, database
 from megarl.store.claims import finish as finish_in
 from megarl.store.codec import experience_to_row
 from tests.stores import finish, logp_of, make_experience, make_task, request, rows
+from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
 pytestmark = pytest.mark.postgres
-NUMBERS_AND_TIMES = ("sequence", "requested_at", "claimed_at", "claim_token", "recorded_at", "event_id", "at")
+NUMBERS_AND_TIMES = ("sequence", "requested_at", "claimed_at", "claim_token", "recorded_at", "event_id", "at", "checksum")
 """Columns in which two stores differ that were told the same."""
 
 
@@ -255,6 +256,43 @@ def test_a_store_says_when_it_gives_up(server: Server, url: str, caplog: pytest.
     assert "trying again for up to 0.3 s" in caplog.text
     for text in (str(raised.value), str(refused.value), caplog.text, server.log.read_text()):
         assert password_of(server) not in text
+    store.close()
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """Within, all processes of the server are stopped: the machine still accepts connections and takes what is sent."""
+    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children()]
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_stopped_server_is_no_stall(server: Server, url: str, when: str) -> None:
+    """Neither in a statement nor in a connect, and both go on with the server."""
+    store = Store(url)
+    with child(url, when) as (process, memory):
+        with stopped(server):
+            go(process)
+            assert shows_that_it_waits(memory)
+            assert process.poll() is None
+        assert process.wait(60) == 0
+    assert [step for step, _ in store.steps()] == [1]
+    store.close()
+
+
+def test_a_stopped_server_is_waited_for_as_long_as_is_set(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.3)
+    store = Store(url, outage_s=0.3)
+    with stopped(server), pytest.raises(JobError, match=r"could not be used for 0.3 s \(store.outage_s\): no answer for"):
+        store.record_step(1, {})
+    store.record_step(2, {})
+    assert 2 in [step for step, _ in store.steps()]
     store.close()
 
 

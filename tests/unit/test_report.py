@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -302,6 +303,18 @@ def test_stopped_after_the_first_evaluation(run_dir: Path) -> None:
     text = Page(write_report(run_dir).read_text()).text
     assert "not finished: 2 of 30 steps" in text and "no answer" in text
     assert "tokenizer.json is not there: answers are shown as token ids." in text
+
+
+def test_damaged_answers_are_left_out_and_noted(run_dir: Path) -> None:
+    store = Store(load(run_dir).config.store.url)
+    connection = sqlite3.connect(run_dir / "store.db")
+    connection.execute("update experiences set score = 0.25 where rollout_id = 'eval-after' and \"index\" = 0")
+    connection.commit()
+    connection.close()
+    store.close()
+    text = Page(write_report(run_dir).read_text()).text
+    assert "The answers of eval-after are left out" in text and "a row of experiences is not as it was written" in text
+    assert "after" in summary(run_dir)
 
 
 def test_damaged_line_is_skipped_and_noted(run_dir: Path) -> None:

@@ -21,6 +21,7 @@ from megarl.launch import job
 from megarl.launch.changes import FREE
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run, check_store_of_run, set_aside_damaged
+from megarl.launch.store_repair import rebuild_damaged_store
 from megarl.metrics import MetricWriter
 from megarl.schema import WeightsVersion
 from megarl.store import Store
@@ -432,6 +433,57 @@ def test_a_store_without_the_runs_steps_is_refused(tmp_path: Path) -> None:
     store.record_step(2, {})
     check_store_of_run(config, tmp_path, store)
     store.close()
+
+
+def test_a_store_that_lost_its_last_steps_takes_the_run_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a power cut leaves it: to the newest checkpoint whose steps are all there."""
+    config = config_of(tmp_path)
+    for step in (0, 2, 4, 6):
+        finished_checkpoint(tmp_path, step)
+    store = Store(config.store.url)
+    store.record_step(2, {})
+    with pytest.raises(ConfigError, match=r"5 of the 6 steps.*the first is 1"):  # step 0 is no place to go back to
+        check_store_of_run(config, tmp_path, store)
+    for step in (1, 3):
+        store.record_step(step, {})
+    check_store_of_run(config, tmp_path, store)
+    folder = tmp_path / "checkpoints"
+    assert latest(folder) == folder / "global_step_2"
+    assert sorted(path.name for path in folder.glob("uncovered_*")) == ["uncovered_global_step_4", "uncovered_global_step_6"]
+    assert f"THE RUN GOES BACK to {folder}/global_step_2" in caplog.text and "3 of the 6 steps" in caplog.text
+    store.close()
+
+
+def test_a_damaged_store_is_made_again_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From what can be read and metrics.jsonl: the run goes on from its newest checkpoint."""
+    config = config_of(tmp_path)
+    newest = finished_checkpoint(tmp_path, 3)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 4):
+            metrics = {"training/global_step": step, "reward": step / 2}
+            file.write(json.dumps({"step": step, "sft/loss": 1.0}) + "\n" + json.dumps({"step": step, **metrics}) + "\n")
+        file.write('{"step": 4, "tra')
+    store = Store(config.store.url)
+    for step in range(1, 4):
+        store.record_step(step, {"training/global_step": step, "reward": step / 2})
+    whole = store.steps()
+    store.close()
+    path = tmp_path / "store.db"
+    damaged = path.read_bytes().replace(b'"reward":1.0', b'"reward":9.0')
+    path.write_bytes(damaged)
+    rebuild_damaged_store(config, rename=False)
+    assert f"the store {path} is damaged: a row of steps is not" in caplog.text and path.read_bytes() == damaged
+    rebuild_damaged_store(config)
+    assert f"THE STORE {path} WAS DAMAGED" in caplog.text and "1 steps that only metrics.jsonl had" in caplog.text
+    assert (tmp_path / "store.db.damaged").read_bytes() == damaged
+    store = Store(config.store.url)
+    assert store.steps() == whole
+    check_store_of_run(config, tmp_path, store)
+    assert latest(newest.parent) == newest
+    store.close()
+    caplog.clear()
+    rebuild_damaged_store(config)
+    assert not caplog.records
 
 
 # ---------------------------------------------------------------- what an attempt wrote behind its last checkpoint

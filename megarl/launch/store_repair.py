@@ -1,0 +1,63 @@
+"""A run's SQLite store that was damaged: made again before a job reads it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.store import OWN_SERVER, VARIABLE, Store, repair, sqlite_file
+
+log = logging.getLogger(__name__)
+
+
+def rebuild_damaged_store(config: Config, *, rename: bool = True) -> None:
+    """Make a damaged SQLite store again from the rows that can be read and the run's ``metrics.jsonl``, with a warning; the damaged
+    file is kept. Without ``rename`` there is only the warning.
+
+    Raises ConfigError where ``store.url`` cannot be read.
+    """
+    if config.store.url == OWN_SERVER and VARIABLE not in os.environ:
+        return
+    path = sqlite_file(config.store.url)
+    if path is None or (fault := repair.fault(path)) is None:
+        return
+    if not rename:
+        log.warning("the store %s is damaged: %s; the next start makes it again from what can be read", path, fault)
+        return
+    aside = repair.rebuild(path)
+    restored = _restore_steps(config.store.url, Path(config.run.dir) / "metrics.jsonl")
+    log.warning(
+        "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has what could be read of it, and %d steps that only "
+        "metrics.jsonl had. Answers of earlier steps may be missing in the report; training loses nothing, since it goes on from "
+        "a checkpoint.", path, fault, aside, restored,
+    )  # fmt: skip
+
+
+def _restore_steps(url: str, metrics: Path) -> int:
+    """Record the steps that ``metrics`` has and the store has not; returns how many."""
+    store = Store(url)
+    try:
+        recorded = {step for step, _ in store.steps()}
+        lost = {step: found for step, found in _written(metrics).items() if step not in recorded}
+        for step, found in lost.items():
+            store.record_step(step, found)
+        return len(lost)
+    finally:
+        store.close()
+
+
+def _written(metrics: Path) -> dict[int, dict[str, Any]]:
+    """Steps of training and what was measured; a repeated one as it was the last time."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in metrics.read_text().splitlines() if metrics.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # half a line, of a process that was killed
+        if record.get("training/global_step") == record["step"]:
+            found[record.pop("step")] = record
+    return found

@@ -1,0 +1,138 @@
+"""A damaged SQLite store: found before a job opens it, and made again from the rows that can be read."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Table, func, insert, select
+from sqlalchemy.exc import DBAPIError
+
+from megarl.schema import GREEDY
+from megarl.store.checksums import CHECKSUM, is_intact
+from megarl.store.database import BUSY_TIMEOUT_S, open_engine, reason, sync_folder
+from megarl.store.store import delete_rollouts
+from megarl.store.tables import EXPERIENCES, GROUPS, METADATA, ROLLOUTS, TRAINED
+from megarl.store.transactions import SQLITE_LOCKED, Transactions, is_damage
+
+LARGE = (EXPERIENCES, TRAINED)
+"""Left out at a start: those of the steps to come are deleted, those of earlier steps are compared where they are read."""
+_BATCH = 1000
+_FILES = ("", "-wal", "-shm")
+
+
+def fault(path: Path) -> str | None:
+    """Why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows of all small tables."""
+    if _rebuilt(path).exists():
+        return "making it again was interrupted"
+    if not path.is_file():
+        return None
+    engine = open_engine(f"sqlite:///{path}")
+    try:
+        with engine.connect() as connection:
+            found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+            return _damaged_row(connection) if found == "ok" else " ".join(str(found).split())
+    except DBAPIError as error:
+        return reason(error) if is_damage(error) else None  # the store itself waits for a lock, and tells of the rest
+    finally:
+        engine.dispose()
+
+
+def _damaged_row(connection: Connection) -> str | None:
+    there = {str(name) for (name,) in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for table in METADATA.sorted_tables:
+        if table in LARGE or table.name not in there or CHECKSUM not in table.c:
+            continue
+        columns = {str(column[1]) for column in connection.exec_driver_sql(f"PRAGMA table_info({table.name})")}
+        if CHECKSUM in columns and not all(is_intact(table, row) for row in connection.execute(select(table)).mappings()):
+            return f"a row of {table.name} is not as it was written, its checksum differs"
+    return None
+
+
+def rebuild(path: Path) -> Path:
+    """Put a new store with all rows that can be read at ``path``; returns where the damaged one is. Repeat it where it was cut off."""
+    rebuilt, aside = _rebuilt(path), path.with_name(f"{path.name}.damaged")
+    if not rebuilt.exists():
+        new = path.with_name(f"{path.name}.new")
+        for name in _FILES:
+            Path(f"{new}{name}").unlink(missing_ok=True)
+            Path(f"{aside}{name}").unlink(missing_ok=True)
+        _copy(path, new)
+        assert not Path(f"{new}-wal").exists(), "its last connection left rows in the log"
+        os.replace(new, rebuilt)
+    for name in reversed(_FILES):  # SQLite looks for the log under the name of its file
+        if (file := Path(f"{path}{name}")).exists():
+            os.replace(file, f"{aside}{name}")
+    os.replace(rebuilt, path)
+    sync_folder(path.parent)
+    return aside
+
+
+def _rebuilt(path: Path) -> Path:
+    return path.with_name(f"{path.name}.rebuilt")
+
+
+def _copy(path: Path, new: Path) -> None:
+    """All rows of ``path`` that are as they were written, but of no rollout a part."""
+    database = Transactions(f"sqlite:///{new}", None, 0.0)
+    old = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)
+    old.text_factory = lambda text: text.decode(errors="replace")  # a checksum tells of it
+    old.row_factory = sqlite3.Row
+    try:
+        for table in METADATA.sorted_tables:
+            for rows in _batches(old, table):
+                database.write(lambda connection, again, table=table, rows=rows: _insert(connection, table, rows))  # type: ignore[misc]
+        database.write(lambda connection, again: delete_rollouts(connection, _incomplete(connection)))
+        database.sync()
+    finally:
+        old.close()
+        database.close()
+
+
+def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    connection.execute(insert(table).prefix_with("OR REPLACE"), rows)
+
+
+def _batches(old: sqlite3.Connection, table: Table) -> Iterator[list[dict[str, Any]]]:
+    columns, batch = [column.name for column in table.c], []
+    for row in _readable(old, table):
+        if is_intact(table, row):
+            batch.append({name: row.get(name) for name in columns})
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _readable(old: sqlite3.Connection, table: Table) -> Iterator[dict[str, Any]]:
+    """Rows up to the first page that cannot be read, then those behind the last one."""
+    last = -1
+    for order in ("ASC", "DESC"):
+        try:
+            for row in old.execute(f"SELECT rowid AS rowid_, * FROM {table.name} WHERE rowid > ? ORDER BY rowid {order}", (last,)):
+                last = row["rowid_"] if order == "ASC" else last
+                yield dict(row)
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorname", "").startswith(SQLITE_LOCKED):
+                raise  # its rows are there
+            continue
+        return
+
+
+def _incomplete(connection: Connection) -> list[str]:
+    """Rollouts of which not all groups and experiences are there."""
+
+    def counts(query: Any) -> dict[str, int]:
+        return {rollout_id: count for rollout_id, count in connection.execute(query.group_by("rollout_id"))}
+
+    groups = counts(select(GROUPS.c.rollout_id, func.count()).where(GROUPS.c.state == "done"))
+    members = counts(select(EXPERIENCES.c.rollout_id, func.count()).where(EXPERIENCES.c.index != GREEDY))
+    return [
+        row.rollout_id
+        for row in connection.execute(select(ROLLOUTS))
+        if groups.get(row.rollout_id) != row.num_groups or members.get(row.rollout_id) != row.num_groups * row.group_size
+    ]

@@ -1,0 +1,236 @@
+"""A store whose file was changed, cut short or taken back by a power cut: one line says so, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+
+from megarl.errors import ConfigError, StoreDamagedError
+from megarl.store import Store, repair
+from megarl.store.database import open_engine
+from tests.power_cut import ForgetfulDisk
+from tests.stores import finish, make_task, request, rows
+
+STEPS = 40
+
+
+def filled(path: Path) -> str:
+    """A store of two whole rollouts, ``STEPS`` steps and an evaluation, with nothing left in its log; returns its URL."""
+    url = f"sqlite:///{path}"
+    store = Store(url)
+    store.begin_attempt(1)
+    store.add_tasks("train", [make_task(i) for i in range(6)])
+    for number in range(2):
+        request(store, f"r{number}", step=number)
+        for claim in store.claim_groups("a", 6):
+            assert finish(store, claim)
+        store.record_old_logp(found := store.experiences(f"r{number}"), [e.engine_logp for e in found])
+    for step in range(1, STEPS + 1):
+        store.record_step(step, {"reward": step / 7, "filler": 1000.0 + step})
+    store.record_event("trainer", "evaluation", {"step": 1, "accuracy": 0.5})
+    store.close()
+    return url
+
+
+def flip(path: Path, text: bytes, number: int = 0) -> None:
+    """Change one bit of the ``number``th place where the file has ``text``."""
+    content = bytearray(path.read_bytes())
+    place = -1
+    for _ in range(number + 1):
+        place = content.index(text, place + 1)
+    content[place + len(text) - 1] ^= 1
+    path.write_bytes(content)
+
+
+READS: dict[str, tuple[bytes, Callable[[Store], object]]] = {
+    "experiences": (b'"note":"\xc3\xa4', lambda store: store.experiences("r0")),
+    "trained": (b"\x00\x00\x80\xbf\xab\xaa\x2a\xbf", lambda store: store.experiences("r1")),
+    "steps": (b'"filler":1001', lambda store: store.steps()),
+    "tasks": (b"4 + 1 =", lambda store: store.tasks("train")),
+    "events": (b'"accuracy":0.5', lambda store: store.events()),
+    "rollout_metrics": (b'"samples":2.', lambda store: [store.rollout_metrics(f"r{i}") for i in range(2)]),
+}
+
+
+@pytest.mark.parametrize("table", READS)
+def test_a_flipped_bit_of_a_row_is_noticed_where_it_is_read(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "store.db"
+    store = Store(filled(path))
+    text, read = READS[table]
+    read(store)
+    store.close()
+    flip(path, text)
+    store = Store(f"sqlite:///{path}")
+    with pytest.raises(StoreDamagedError, match=rf"store sqlite:///{path} is damaged: .*(row of {table} is not|decode).*start the run again") as raised:
+        for number in range(2) if table in ("experiences", "trained") else (0,):
+            store.experiences(f"r{number}")
+        read(store)
+    assert "\n" not in str(raised.value)
+    store.close()
+
+
+def garbage(path: Path) -> None:
+    """Over the middle of the file."""
+    content = bytearray(path.read_bytes())
+    half = len(content) // 2
+    content[half : half + 8192] = os.urandom(8192)
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def no_database(path: Path) -> None:
+    path.write_bytes(b"x" * 20000)
+
+
+def page_of_steps(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    place = content.index(b'"filler":1020') // 4096 * 4096
+    content[place : place + 100] = b"\xff" * 100
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [garbage, cut_short, no_database, page_of_steps])
+def test_a_damaged_file_is_told_in_one_line_and_made_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "store.db"
+    url = filled(path)
+    assert repair.fault(path) is None
+    damage(path)
+    broken = path.read_bytes()
+    found = repair.fault(path)
+    assert found and "\n" not in found
+    with pytest.raises(StoreDamagedError, match=rf"store {url} is damaged: ") as raised:
+        store = Store(url)
+        store.steps(), store.tasks("train"), store.events(), [store.experiences(f"r{i}") for i in range(2)]
+    assert "\n" not in str(raised.value)
+    aside = repair.rebuild(path)
+    assert aside == tmp_path / "store.db.damaged" and aside.read_bytes() == broken
+    assert repair.fault(path) is None
+    store = Store(url)
+    store.begin_attempt(2)
+    for number in range(2):
+        assert len(store.experiences(f"r{number}")) in (0, 12), "a part of a rollout"
+    assert set(dict(store.steps())) <= set(range(1, STEPS + 1))
+    store.close()
+
+
+def test_what_can_be_read_of_a_damaged_store_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    url = filled(path)
+    before = rows(url)
+    flip(path, b'"filler":1020')
+    flip(path, b'"note":"\xc3\xa4')  # of an experience, so that its rollout goes
+    assert repair.fault(path) == "a row of steps is not as it was written, its checksum differs"
+    repair.rebuild(path)
+    after = rows(url)
+    assert [row for row in before["steps"] if row not in after["steps"]] == [row for row in before["steps"] if row[0] == 20]
+    [left] = after["rollouts"]
+    for name in ("experiences", "trained", "groups", "rollout_metrics"):
+        assert after[name] == [row for row in before[name] if left[1] in row], name
+    for name in ("tasks", "events", "task_images"):
+        assert after[name] == before[name]
+
+
+def test_a_damaged_attempt_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    url = filled(path)
+    connection = sqlite3.connect(path)
+    connection.execute("update job set value = 'q' || substr(value, 2) where key = 'attempt'")
+    connection.commit()
+    connection.close()
+    with pytest.raises(StoreDamagedError, match="a row of job is not as it was written, its attempt is 'q "):
+        Store(url, attempt=1)
+    assert repair.fault(path) == "a row of job is not as it was written, its checksum differs"
+    repair.rebuild(path)
+    Store(url).begin_attempt(2)
+
+
+def test_rebuilding_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.db"
+    url = filled(path)
+    page_of_steps(path)
+    renamed: list[str] = []
+    replace = os.replace
+
+    def dies(source: object, target: object) -> None:
+        if len(renamed) == dies_at:
+            raise KeyboardInterrupt
+        renamed.append(str(target))
+        replace(str(source), str(target))
+
+    for dies_at in (0, 1, 1):  # noqa: B007 (read in ``dies``)
+        renamed.clear()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "replace", dies)
+            repair.rebuild(path)
+        assert repair.fault(path) is not None
+    repair.rebuild(path)
+    assert repair.fault(path) is None and Store(url).task_ids("train") == [f"train/{i}" for i in range(6)]
+    assert (tmp_path / "store.db.damaged").is_file()
+
+
+def test_a_store_from_before_there_were_checksums_goes_on(tmp_path: Path) -> None:
+    url = filled(tmp_path / "store.db")
+    old = sqlite3.connect(tmp_path / "store.db")
+    tables = [name for (name,) in old.execute("select name from sqlite_master where type = 'table' and sql like '%checksum%'")]
+    assert len(tables) >= 8
+    for table in tables:
+        old.execute(f"alter table {table} drop column checksum")
+    old.execute("delete from job where key = 'schema'")
+    old.commit()
+    old.close()
+    assert repair.fault(tmp_path / "store.db") is None
+    store = Store(url)
+    assert len(store.experiences("r0")) == 12 and len(store.steps()) == STEPS and len(store.tasks("train")) == 6
+    store.record_step(1, {"reward": 0.5})
+    request(store, "r2", step=2)
+    assert all(finish(store, claim) for claim in store.claim_groups("a", 6)) and len(store.experiences("r2")) == 12
+    store.close()
+
+
+def test_a_store_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    url = filled(tmp_path / "store.db")
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text("update job set value = '99' where key = 'schema'"))
+    engine.dispose()
+    with pytest.raises(ConfigError, match="schema 99"):
+        Store(url)
+
+
+WRITER = """
+import os, signal, sys
+from megarl.store import Store
+store = Store(sys.argv[1])
+store.begin_attempt(1)
+other = Store(sys.argv[1], attempt=1)
+for step in range(1, 6):
+    other.record_step(step, {})
+if sys.argv[2] == "synced":
+    store.sync()
+other.record_step(6, {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("when", ["synced", "not synced"])
+def test_what_is_synced_outlives_a_power_cut(tmp_path: Path, when: str) -> None:
+    """On a disk that keeps only what was synced; without ``sync`` the steps are gone, or this test could not fail."""
+    run, disk = tmp_path / "run", ForgetfulDisk(tmp_path)
+    run.mkdir()
+    environment = {**os.environ, **disk.environment}
+    subprocess.run([sys.executable, "-c", WRITER, f"sqlite:///{run}/store.db", when], env=environment, check=False)
+    assert len(Store(f"sqlite:///{run}/store.db").steps()) == 6
+    assert repair.fault(disk.kept / "store.db") is None
+    store = Store(f"sqlite:///{disk.kept}/store.db")
+    assert [step for step, _ in store.steps()] == ([1, 2, 3, 4, 5] if when == "synced" else [])
+    store.close()

@@ -1,0 +1,86 @@
+"""A store that is away for longer than a stall: its processes show that they wait, and go on."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl import pulse
+from megarl.store import Store
+
+CHILD = """
+import sys
+from megarl import pulse
+from megarl.store import Store
+pulse.begin()
+store = Store(sys.argv[1], outage_s=300) if sys.argv[2] == "early" else None
+print("ready", flush=True)
+sys.stdin.readline()
+store = store or Store(sys.argv[1], outage_s=300)
+store.record_step(1, {})
+"""
+
+
+@contextmanager
+def child(url: str, when: str = "early") -> Iterator[tuple[subprocess.Popen[str], pulse.Memory]]:
+    """A process that opens the store, ``early`` or only when a line of its input comes, and then records a step."""
+    memory = pulse.Memory()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, url, when],
+        env={**os.environ, pulse.VARIABLE: str(memory.descriptor)}, pass_fds=[memory.descriptor],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            yield process, memory
+        finally:
+            process.kill()
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def shows_that_it_waits(memory: pulse.Memory) -> bool:
+    """Its marks and its work go on: the former for the sentinel's stall, the latter for its idle explorer."""
+    for _ in range(3):
+        before, end = memory.read(), time.monotonic() + 30
+        while (now := memory.read()).marks == before.marks or now.work == before.work:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+    return True
+
+
+def test_a_locked_file_is_no_stall(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    with child(f"sqlite:///{tmp_path}/store.db") as (process, memory):
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        go(process)
+        assert shows_that_it_waits(memory)
+        other.execute("ROLLBACK")
+        assert process.wait(60) == 0
+    assert [step for step, _ in store.steps()] == [1]
+    store.close()
+    other.close()
+
+
+def test_a_new_file_that_is_locked_is_no_stall(tmp_path: Path) -> None:
+    with child(f"sqlite:///{tmp_path}/store.db", "late") as (process, memory):
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        go(process)
+        assert shows_that_it_waits(memory)
+        other.execute("ROLLBACK")
+        other.close()
+        assert process.wait(60) == 0
