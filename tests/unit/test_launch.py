@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -383,7 +384,7 @@ def test_a_folder_of_sockets_has_a_short_name(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("ended_by", ["guard", "supervisor"])
 def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: str) -> None:
     """By an engine that was starting when its job was told to end, and had to be killed."""
-    segment = Path(f"/dev/shm/{tmp_path.parent.name}-{tmp_path.name}")
+    segment = Path(f"/dev/shm/psm_{secrets.token_hex(8)}")
     code = (
         "import mmap, signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1); "
         f"file = open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); time.sleep(600)"
@@ -397,6 +398,58 @@ def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: st
         stop([deaf], grace_s=3)
     assert deaf.wait(30) and deaf.poll() == -signal.SIGKILL
     assert not segment.exists()
+
+
+@pytest.mark.parametrize("ended_by", ["guard", "supervisor"])
+def test_files_of_others_in_shared_memory_survive_a_stop(tmp_path: Path, ended_by: str) -> None:
+    """A model, an environment or a run may lie in /dev/shm, and a segment of another job may be mapped."""
+    name = secrets.token_hex(8)
+    folder = Path(f"/dev/shm/{name}")
+    theirs = [Path(f"/dev/shm/{name}.safetensors"), folder / f"psm_{name}", Path(f"/dev/shm/psm_{name}")]
+    own = Path(f"/dev/shm/psm_{name}00")
+    try:
+        folder.mkdir()
+        for path in theirs:
+            path.write_bytes(bytes(4096))
+        time.sleep(4)  # a file no older than the process could be its own
+        code = (
+            "import mmap, sys, time\n"
+            "held = [open(path, 'a+b') for path in sys.argv[1:]]\n"
+            "for file in held[-2:]: file.truncate(4096)\n"
+            "maps = [mmap.mmap(file.fileno(), 4096) for file in held]\n"
+            "print('up', flush=True); time.sleep(600)"
+        )
+        late = f"/dev/shm/{name}.new"
+        process = Child("test", [sys.executable, "-c", code, *map(str, theirs), late, str(own)], {}, tmp_path / "test.log")
+        while "up" not in process.log.read_text():
+            assert process.poll() is None, process.tail()
+            time.sleep(0.02)
+        if ended_by == "guard":
+            end([process.pid], after_s=0)
+        else:
+            stop([process], grace_s=1)
+        assert process.wait(30) and not own.exists()
+        assert all(path.exists() for path in (*theirs, Path(late)))
+    finally:
+        shutil.rmtree(folder)
+        for path in (*theirs, own, Path(f"/dev/shm/{name}.new")):
+            path.unlink(missing_ok=True)
+
+
+def test_what_a_childs_processes_started_in_groups_of_their_own_ends_with_it(tmp_path: Path) -> None:
+    """As reward processes of an explorer do."""
+    started = tmp_path / "pid"
+    inner = f"import os, time; os.setpgid(0, 0); open({str(started)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    process = child(tmp_path, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])")
+    while not (started.exists() and started.read_text().endswith(" ")):
+        assert process.poll() is None, process.tail()
+        time.sleep(0.02)
+    process.signal(signal.SIGKILL)
+    assert process.wait(30)
+    until = time.monotonic() + 30
+    while b"State:\tS" in _read(Path("/proc", started.read_text().strip(), "status")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_guard_waits_for_what_ends_by_itself(tmp_path: Path) -> None:
