@@ -222,6 +222,55 @@ def _running(pid: int) -> bool:
         return False
 
 
+FORKS = """
+import os, pathlib, subprocess, sys, time
+CHILD = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], 'child_' + sys.argv[2]).write_text(str(os.getpid())); time.sleep(600)"
+FOLDER = pathlib.Path(__file__).parent
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    how, _, then = solution_str.partition(" ")
+    if how == "fork":
+        if os.fork() == 0:
+            (FOLDER / "child_fork").write_text(str(os.getpid()))
+            time.sleep(600)
+    elif how:
+        subprocess.Popen([sys.executable, "-c", CHILD, str(FOLDER), how], start_new_session=how == "session")
+    while how and not (FOLDER / ("child_" + how)).exists(): time.sleep(0.01)
+    if then == "die": os._exit(3)
+    while then == "hang": time.sleep(1)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "then", "local"),
+    [("fork", "hang", True), ("fork", "die", True), ("spawn", "return", True), ("session", "hang", True), ("fork", "hang", False), ("spawn", "die", False)],
+)
+def test_what_a_function_started_holds_nothing_up_and_ends_with_its_worker(tmp_path: Path, how: str, then: str, local: bool) -> None:
+    """It has inherited every descriptor of the worker, which must be neither waited for nor left open."""
+    path = tmp_path / "reward.py"
+    path.write_text(FORKS)
+
+    async def work(hosts: list[str]) -> Verdict:
+        config = RewardConfig(path=str(path), timeout_s=1.5, retries=0, max_kills=1, workers=int(local), hosts=hosts)
+        async with RewardPool(config, key=KEY) as pool:
+            return await pool.score(TASK, f"{how} {then}")
+
+    async def main() -> Verdict:
+        async with asyncio.timeout(60), RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
+            return await work([] if local else [f"127.0.0.1:{host.port}"])
+
+    verdict = asyncio.run(main())
+    assert verdict.reward.status == {"hang": "timeout", "die": "error", "return": "ok"}[then]
+    ended(int((tmp_path / f"child_{how}").read_text()))
+
+
+def ended(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while _running(pid):
+        assert time.monotonic() < deadline, f"process {pid} lives on"
+        time.sleep(0.02)
+
+
 FLAKY = """
 import asyncio, os, pathlib, signal, time
 FOLDER = pathlib.Path(__file__).parent
