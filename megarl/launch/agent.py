@@ -115,7 +115,9 @@ class _Agent:
             answer = self._do(message)
         except (OSError, ConfigError, JobError) as error:
             answer = {"error": str(error)}
-        self._say(news="answer", to=message["number"], **answer)
+        except (LookupError, TypeError, ValueError) as error:
+            answer = {"error": f"malformed request {message.get('do')!r} ({type(error).__name__}: {error})"}
+        self._say(news="answer", to=message.get("number"), **answer)
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["do"] == "start":
@@ -149,6 +151,12 @@ class _Agent:
                 self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
 
     def _watch(self) -> None:
+        try:
+            self._tell_news()
+        finally:  # an error is in the log: without this thread the head would wait for news until the node counts as silent
+            self._channel.close()
+
+    def _tell_news(self) -> None:
         beat, wished = 0.0, 0
         while True:
             with self._lock:
