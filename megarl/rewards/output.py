@@ -48,10 +48,9 @@ class Output:
 
     def shorten(self) -> None:
         """Drop all but the end of a file that is too long. Raises OSError."""
+        if not self._path.exists() or (size := self._path.stat().st_size) <= MAX_BYTES:
+            return
         with self._path.open("a+b", buffering=0) as file:
-            size = file.seek(0, 2)
-            if size <= MAX_BYTES:
-                return
             file.seek(size - KEPT_BYTES)
             kept = file.read(KEPT_BYTES)
             file.truncate(0)  # whoever prints appends, and goes on behind what is kept

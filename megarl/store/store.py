@@ -345,9 +345,9 @@ class Store:
 
         self._write(work)
 
-    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Events in order: {at (unix seconds), source, kind, data}."""
-        query = select(EVENTS).order_by(EVENTS.c.event_id)
+    def events(self, kind: str | None = None, after: float = 0.0) -> list[dict[str, Any]]:
+        """Events in order, those later than ``after``: {at (unix seconds), source, kind, data}."""
+        query = select(EVENTS).where(EVENTS.c.at > after).order_by(EVENTS.c.event_id)
         if kind is not None:
             query = query.where(EVENTS.c.kind == kind)
         rows = self._read(lambda connection: connection.execute(query).all())
