@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import sys
@@ -34,6 +35,9 @@ _SEGMENT = re.compile(
 )
 CLOCK_SLACK_S = 2.0
 """What a process' start, counted from the boot, may be off from a file system's clock."""
+FOLDER_PREFIX = "megarl-"
+OWNER = "megarl_owner.json"
+"""In an engine's temporary folder: its run, and the supervisor that made it."""
 LONGEST_SOCKET = 107
 """Bytes that the path of a Unix socket may have."""
 _SOCKET = len("/megarl-01234567/01234567-0123-0123-0123-0123456789ab")
@@ -102,11 +106,15 @@ def engine_process(
     return argv, environment
 
 
-def own_folder() -> tuple[Path, dict[str, str]]:
-    """A new folder for what one engine keeps in temporary files, and the environment that says so: vLLM leaves its sockets behind."""
+def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
+    """A new folder for what one engine keeps in temporary files, and the environment that says so: vLLM leaves its sockets behind.
+
+    It names its run, whose next start removes it (``remove_stale_folders``) when the supervisor and its guard were killed.
+    """
     shared = tempfile.gettempdir()
-    root = shared if len(os.fsencode(shared)) + _SOCKET <= LONGEST_SOCKET else "/tmp"
-    folder = tempfile.mkdtemp(prefix="megarl-", dir=root)
+    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_folder_root())
+    owner = {"run_dir": None if run_dir is None else str(run_dir.resolve()), "pid": os.getpid(), "start": _start_ticks(os.getpid())}
+    Path(folder, OWNER).write_text(json.dumps(owner))
     environment = {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # what torch has compiled is for later engines too: where it lies without us
         try:
@@ -115,6 +123,36 @@ def own_folder() -> tuple[Path, dict[str, str]]:
             user = f"uid_{os.getuid()}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(shared, f"torchinductor_{user}")
     return Path(folder), environment
+
+
+def _folder_root() -> str:
+    shared = tempfile.gettempdir()
+    return shared if len(os.fsencode(shared)) + _SOCKET <= LONGEST_SOCKET else "/tmp"
+
+
+def remove_stale_folders(run_dir: Path) -> list[Path]:
+    """Remove the folders that earlier starts of a run have left on this machine; returns those. One that a living process uses stays."""
+    removed = []
+    for folder in Path(_folder_root()).glob(f"{FOLDER_PREFIX}*"):
+        try:
+            owner = json.loads((folder / OWNER).read_text())
+            of_run, pid, start = owner["run_dir"] == str(run_dir.resolve()), int(owner["pid"]), owner["start"]
+        except (OSError, ValueError, LookupError, TypeError):  # another program's, another user's, or just being made
+            continue
+        if of_run and _start_ticks(pid) != start and not _used(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+def _used(folder: Path) -> bool:
+    """A process has it as its temporary folder, an engine's workers and what they have started among them."""
+    variable = b"TMPDIR=" + os.fsencode(folder)
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ends just now, or is another user's, who cannot use the folder
+            if variable in environment.read_bytes().split(b"\0"):
+                return True
+    return False
 
 
 def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
@@ -180,10 +218,15 @@ def _made_since(path: str, since: float) -> bool:
 
 def _started_at(pid: int) -> float | None:
     """When a process was started, in Unix seconds; None when it is gone."""
+    booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+    ticks = _start_ticks(pid)
+    return None if booted is None or ticks is None else int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process was started, in clock ticks since the boot, which with ``pid`` names it; None when it is gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
-        return int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK") if booted else None
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return None
 
 

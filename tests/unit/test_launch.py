@@ -30,7 +30,7 @@ from megarl.launch.process import Child
 from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
-from megarl.rollout.engine import group_members, own_folder
+from megarl.rollout.engine import group_members, own_folder, remove_stale_folders
 from tests.unit.small_job import config_of, refused
 
 
@@ -368,6 +368,29 @@ def test_an_engines_temporary_folder_ends_with_it(tmp_path: Path, monkeypatch: p
         with pytest.raises(JobError, match="engine 1 cannot be started on this machine: .*engine_0.log"):
             node.start(Spec("engine 1", ("-c", code), {}, str(tmp_path / "engine_0.log" / "engine_1.log")))
     os.rmdir(shared)  # nothing is left in it
+
+
+def test_the_folders_of_a_killed_start_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this run that no process uses."""
+    shared = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    code = (
+        "import sys; from pathlib import Path; from megarl.rollout.engine import own_folder\n"
+        "for run in sys.argv[1:]: print(own_folder(Path(run))[0])"
+    )
+    runs = [str(tmp_path / "run")] * 2 + [str(tmp_path / "other")]
+    made = subprocess.run([sys.executable, "-c", code, *runs], env={**os.environ, "TMPDIR": str(shared)}, capture_output=True, text=True, check=True)
+    stale, used, other = map(Path, made.stdout.split())
+    current, _ = own_folder(tmp_path / "run")
+    (shared / "megarl-else").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with subprocess.Popen(["sleep", "600"], env={"TMPDIR": str(used)}) as engine:
+        assert remove_stale_folders(tmp_path / "link") == [stale]
+        assert not stale.exists()
+        assert all(path.is_dir() for path in (used, other, current, shared / "megarl-else"))
+        engine.kill()
+    assert remove_stale_folders(tmp_path / "run") == [used]
+    shutil.rmtree(shared)
 
 
 def test_a_folder_of_sockets_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
