@@ -71,6 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     offer.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     offer.add_argument("--port", type=int, default=8766, help="default %(default)s; 0 takes a free one and says which")
     offer.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at a time (default: one for each core)")
+    offer.add_argument(
+        "--output", default="reward_output.log", help="file for what reward functions print, kept short (default %(default)s)"
+    )
     config = add("config", "Print the settings that overrides compose to, as JSON.")
     config.add_argument("overrides", nargs="*", help="hydra overrides")
     for command in (train, data, config):
@@ -238,9 +241,13 @@ def _sandbox(arguments: argparse.Namespace) -> int:
 
 def _rewards(arguments: argparse.Namespace) -> int:
     import asyncio
+    from pathlib import Path
 
     from megarl.errors import ConfigError
     from megarl.rewards.host import serve
+    from megarl.rewards.output import Output
+
+    key = os.environ.get("MEGARL_JOB_KEY", "")
 
     def started(port: int) -> None:
         logging.info("up to %d reward processes on %s:%d; Ctrl-C ends it", arguments.workers, arguments.host, port)
@@ -248,7 +255,7 @@ def _rewards(arguments: argparse.Namespace) -> int:
     if arguments.workers < 1:
         raise ConfigError(f"--workers {arguments.workers}: must be at least 1")
     try:
-        asyncio.run(serve(arguments.host, arguments.port, os.environ.get("MEGARL_JOB_KEY", ""), arguments.workers, started))
+        asyncio.run(serve(arguments.host, arguments.port, key, arguments.workers, started, Output(Path(arguments.output))))
     except ValueError as error:
         raise ConfigError(f"MEGARL_JOB_KEY: {error}") from error
     except OSError as error:

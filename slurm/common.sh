@@ -61,8 +61,11 @@ megarl_srun() {
   else
     step=("${srun_options[@]}" "${launch[@]}" megarl "$@")
   fi
-  MEGARL_STATUS=$(mktemp "${TMPDIR:-/tmp}/megarl-status-XXXXXX")
+  local folder=${TMPDIR:-/tmp}
+  rm -f "$folder/megarl-status-$SLURM_JOB_ID-"*  # of a start of this job that was killed
+  MEGARL_STATUS=$(mktemp "$folder/megarl-status-$SLURM_JOB_ID-XXXXXX")
   export MEGARL_STATUS
+  trap 'rm -f "$MEGARL_STATUS"' EXIT
   srun "${step[@]}" || status=$?
   # The head's command writes there how it ended. srun's status is the largest of all nodes', that of one that was lost on the way too.
   status=$([ -s "$MEGARL_STATUS" ] && cat "$MEGARL_STATUS" || echo "$status")

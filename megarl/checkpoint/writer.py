@@ -186,7 +186,10 @@ _writer: Writer | None = None
 def of_process() -> Writer:
     """This process's writer, which is started where there is none alive."""
     global _writer
-    if _writer is None or not _writer.alive:
+    if _writer is not None and not _writer.alive:
+        _writer.kill()  # or its end at exit would keep it, and a whole snapshot of memory with it
+        _writer = None
+    if _writer is None:
         _writer = Writer()
     return _writer
 

@@ -21,6 +21,7 @@ from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Spec
 from megarl.launch.postgres import with_own_password
 from megarl.launch.process import Child
+from megarl.rollout.engine import remove_stale_folders
 from megarl.store import VARIABLE
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,16 @@ def serve(allocation: Allocation, config: Config, key: str) -> int:
     Raises:
         JobError: the head cannot be reached, knows another key, or is lost.
     """
+    run_dir = Path(config.run.dir)
+    for folder in remove_stale_folders(run_dir):
+        log.info("removed %s, which a killed start of this run had left", folder)
     with StopRequest() as stop_request:
         channel = _connect(allocation, config, key, stop_request)
         try:
             with Guard() as guard:
-                node = LocalNode(guard, name=allocation.name, rank=allocation.rank, address=channel.own_address, role=allocation.role)
+                node = LocalNode(
+                    guard, name=allocation.name, rank=allocation.rank, address=channel.own_address, role=allocation.role, run_dir=run_dir
+                )
                 try:
                     return _Agent(channel, node, stop_request, _beat_s(config), key).run()
                 finally:
@@ -115,7 +121,9 @@ class _Agent:
             answer = self._do(message)
         except (OSError, ConfigError, JobError) as error:
             answer = {"error": str(error)}
-        self._say(news="answer", to=message["number"], **answer)
+        except (LookupError, TypeError, ValueError) as error:
+            answer = {"error": f"malformed request {message.get('do')!r} ({type(error).__name__}: {error})"}
+        self._say(news="answer", to=message.get("number"), **answer)
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["do"] == "start":
@@ -149,6 +157,12 @@ class _Agent:
                 self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
 
     def _watch(self) -> None:
+        try:
+            self._tell_news()
+        finally:  # an error is in the log: without this thread the head would wait for news until the node counts as silent
+            self._channel.close()
+
+    def _tell_news(self) -> None:
         beat, wished = 0.0, 0
         while True:
             with self._lock:

@@ -14,6 +14,8 @@ from typing import Any
 from megarl.errors import JobError
 
 MAX_LINE_BYTES = 2**24
+GREETING_BYTES = 2**12
+"""Of a line of the greeting: an unauthenticated peer can make this process keep no more."""
 GREETING_S = 10.0
 
 
@@ -50,18 +52,20 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(f"connection lost: {error}") from error
 
-    def receive(self) -> dict[str, Any]:
-        """The next message. Raises ChannelClosed."""
+    def receive(self, limit: int = MAX_LINE_BYTES) -> dict[str, Any]:
+        """The next message, of at most ``limit`` bytes. Raises ChannelClosed."""
         try:
-            line = self._lines.readline(MAX_LINE_BYTES)
+            line = self._lines.readline(limit)
             if not line.endswith(b"\n"):
-                raise ChannelClosed("connection closed")
+                raise ChannelClosed("connection closed" if len(line) < limit else f"a message of more than {limit} bytes")
             message = json.loads(line)
             if not isinstance(message, dict):
                 raise ValueError("not a JSON object")
             return message
         except TimeoutError as error:
             raise ChannelClosed(f"silent for {self.silence_s:.0f} s") from error
+        except RecursionError as error:
+            raise ChannelClosed("a message that is nested too deeply") from error
         except (OSError, ValueError) as error:
             raise ChannelClosed(f"connection lost: {error}") from error
 
@@ -80,18 +84,30 @@ def greet(connection: socket.socket, key: str, *, serving: bool, silence_s: floa
         ChannelClosed: the other side does not know the key, or says nothing in time.
     """
     channel = Channel(connection, GREETING_S)
-    mine = secrets.token_hex(16)
-    channel.send(challenge=mine)
-    theirs = str(channel.receive().get("challenge"))
-    channel.send(proof=_proof(key, theirs, "head" if serving else "node"))
-    proof = str(channel.receive().get("proof"))
-    if not hmac.compare_digest(proof, _proof(key, mine, "node" if serving else "head")):
+    try:
+        _prove(channel, key, serving)
+    except BaseException:
         channel.close()
-        raise ChannelClosed("the other side has another key (MEGARL_JOB_KEY)")
+        raise
     channel.silence_s = silence_s
     connection.settimeout(silence_s)
     return channel
 
 
+def _prove(channel: Channel, key: str, serving: bool) -> None:
+    mine = secrets.token_hex(16)
+    channel.send(challenge=mine)
+    theirs = str(channel.receive(GREETING_BYTES).get("challenge"))
+    channel.send(proof=_proof(key, theirs, "head" if serving else "node"))
+    proof = str(channel.receive(GREETING_BYTES).get("proof"))
+    if not hmac.compare_digest(_bytes(proof), _bytes(_proof(key, mine, "node" if serving else "head"))):
+        raise ChannelClosed("the other side has another key (MEGARL_JOB_KEY)")
+
+
 def _proof(key: str, challenge: str, side: str) -> str:
-    return hmac.new(key.encode(), f"megarl {side} {challenge}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(key.encode(), _bytes(f"megarl {side} {challenge}"), hashlib.sha256).hexdigest()
+
+
+def _bytes(text: str) -> bytes:
+    """Of text from JSON, which may have surrogates."""
+    return text.encode("utf-8", "surrogatepass")

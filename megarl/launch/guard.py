@@ -7,9 +7,7 @@ does not end by the SIGTERM that Linux sends it then.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from megarl.parent import ALONE_S
-from megarl.rollout.engine import group_members, shared_memory
+from megarl.rollout.engine import group_members, kill_group, shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +124,7 @@ def end(groups: Iterable[int], after_s: float, folders: Iterable[Path] = ()) -> 
         alive = {group for group in alive if group_members(group)}
     segments.update(path for group in alive for path in shared_memory(group))  # an engine that was starting makes more
     for group in alive:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        kill_group(group)
     for path in segments:
         path.unlink(missing_ok=True)
     for folder in folders:

@@ -31,6 +31,7 @@ from megarl.launch.run_dir import check_fence, next_attempt, own_run_dir
 from megarl.launch.store_repair import rebuild_damaged_store
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.auth import KEY_VARIABLE
+from megarl.rollout.engine import remove_stale_folders
 from megarl.schema import Task
 from megarl.store import Store
 
@@ -92,8 +93,10 @@ def _run_attempts(
         others = _healthy(config, allocation, others)
         for node in others:
             node.stop_request = stop_request
+        for folder in remove_stale_folders(run_dir):
+            log.info("removed %s, which a killed start of this run had left", folder)
         guard = stack.enter_context(Guard(lock))
-        here = LocalNode(guard, [lock], name=allocation.name, role=allocation.role, address=config.run.host, first_port=config.run.port)
+        here = LocalNode(guard, [lock], run_dir=run_dir, name=allocation.name, role=allocation.role, address=config.run.host, first_port=config.run.port)
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         for left in reversed(range(config.cluster.restarts + 1)):

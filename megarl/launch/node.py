@@ -128,6 +128,8 @@ class LocalNode:
     address: str = "127.0.0.1"
     interface: str = ""
     role: Role = "all"
+    run_dir: Path | None = None
+    """What temporary folders are marked with."""
     first_port: int | None = None
     """Ports from here on, where the setting gives one."""
     visible: Sequence[str] = field(default_factory=devices.visible)
@@ -147,7 +149,7 @@ class LocalNode:
             if spec.listens and spec.listens not in self.held:
                 host, _, port = spec.listens.rpartition(":")
                 self.held[spec.listens] = ports.hold(host, int(port))
-            folder, env = own_folder() if spec.name.startswith("engine") else (None, {})
+            folder, env = own_folder(self.run_dir) if spec.name.startswith("engine") else (None, {})
             try:
                 child = Child(spec.name, [sys.executable, *spec.argv], {**own, **env}, Path(spec.log), echo=spec.echo, keep=self.keep)
             except BaseException:

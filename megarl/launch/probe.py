@@ -6,6 +6,7 @@ a step of it does.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from megarl.errors import EngineError
 from megarl.launch.stacks import STOPPED, group_state
 from megarl.rollout.control import EngineControl
+
+log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 ANSWER_S = 600.0
@@ -29,6 +32,7 @@ class Probe:
     def __init__(self, url: str, key: str, group: int, alive: Callable[[], bool]) -> None:
         self.count = 0
         """How often all was well."""
+        self._url = url
         self._engine = EngineControl(url, key) if url else None
         self._group = group
         self._alive = alive
@@ -41,8 +45,11 @@ class Probe:
 
     def _run(self) -> None:
         while self._alive():
-            if self.state != STOPPED and self._answers():
-                self.count += 1
+            try:
+                if self.state != STOPPED and self._answers():
+                    self.count += 1
+            except OSError as error:  # no descriptor is free, say: without this thread the engine would count as stalled
+                log.warning("the engine at %s cannot be looked at: %s", self._url or "another node's server", error)
             time.sleep(EVERY_S)
 
     def _answers(self) -> bool:

@@ -17,6 +17,7 @@ from megarl import pulse
 from megarl.launch.probe import Probe
 from megarl.launch.stacks import Sign, state_of
 from megarl.parent import die_with
+from megarl.rollout.engine import kill_group
 
 TAIL_BYTES = 65536
 TAIL_LINES = 20
@@ -119,7 +120,7 @@ class Child:
         """Send a signal to the process itself; SIGKILL goes to its whole group."""
         try:
             if number == signal.SIGKILL:
-                os.killpg(self.pid, number)
+                kill_group(self.pid)
             elif self.poll() is None:
                 os.kill(self.pid, number)
         except ProcessLookupError:

@@ -36,6 +36,8 @@ END_S = 10.0
 """How long the head waits for the other supervisors to be gone."""
 ACCOUNTS_S = 10.0
 """How long a node may take to tell what its processes do, beyond what they take to say it."""
+ACCEPT_AGAIN_S = 1.0
+"""Pause after a connection that could not be accepted."""
 STARTED_S = 60.0
 """How long a node may take to start a process, or to find free ports."""
 
@@ -54,10 +56,10 @@ class RemoteProcess:
         return self._sign
 
     def showed(self, sign: Sequence[Any]) -> None:
-        self._sign = Sign(*sign)
+        self._sign = Sign(*(kind(value) for kind, value in zip((int, int, int, float, str, str), sign, strict=True)))
 
     def ended(self, message: dict[str, Any]) -> None:
-        self._ending = message
+        self._ending = {"status": int(message["status"]), "tail": str(message["tail"]), "at": float(message["at"])}
 
     def poll(self) -> int | None:
         if self._ending is None and (fault := self._node.fault()) is not None:
@@ -96,14 +98,20 @@ class RemoteNode:
         threading.Thread(target=self._beat, daemon=True, name=f"node {self.rank} beat").start()
 
     def _listen(self) -> None:
+        fault = "its connection is no longer read"
         try:
             while True:
                 self._hear(self._channel.receive())
         except ChannelClosed as closed:
+            fault = str(closed)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            fault = f"it sent a malformed message ({type(error).__name__}: {error})"
+        finally:
             with self._news:
                 if self._fault is None:
-                    self._fault, self.lost_at = str(closed), time.time()
+                    self._fault, self.lost_at = fault, time.time()
                 self._news.notify_all()
+            self._channel.close()
 
     def _hear(self, message: dict[str, Any]) -> None:
         with self._news:
@@ -205,6 +213,7 @@ class Gathering:
         self._nodes: dict[int, RemoteNode] = {}
         self._expected = set(range(1, allocation.nodes))
         self._came = threading.Condition()
+        self._closed = threading.Event()
         self._door: socket.socket | None = None
         if allocation.nodes > 1:
             try:
@@ -223,6 +232,7 @@ class Gathering:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._came:  # who is still on the way would wait for a head that is gone
             self._came.wait_for(lambda: self._expected <= self._nodes.keys(), LATE_S)
+        self._closed.set()
         if self._door is not None:
             with suppress(OSError):
                 self._door.shutdown(socket.SHUT_RDWR)
@@ -235,15 +245,18 @@ class Gathering:
         while True:
             try:
                 connection, where = self._door.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:  # no descriptor is free, say, or the peer has gone
+                if self._closed.wait(ACCEPT_AGAIN_S):
+                    return
+                log.warning("a connection to %s:%d failed: %s", self._allocation.head, self._allocation.port, error)
+                continue
             threading.Thread(target=self._welcome, args=(connection, where), daemon=True).start()
 
     def _welcome(self, connection: socket.socket, where: Any) -> None:
         try:
             channel = greet(connection, self._key, serving=True, silence_s=self._silence_s)
             node = RemoteNode(channel, channel.receive())
-        except (ChannelClosed, KeyError, TypeError, ValueError) as error:
+        except (ChannelClosed, LookupError, TypeError, ValueError, AttributeError) as error:
             log.warning("%s:%s wanted to join the job: %s", *where[:2], error)
             connection.close()
             return

@@ -161,6 +161,7 @@ def _specs(
     for node, address in zip(placement.reward_hosts, addresses.reward_hosts, strict=True):
         host, _, port = address.rpartition(":")
         argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port, "--workers", str(config.reward.workers)]
+        argv += ["--output", str(logs / f"reward_output_{node}.log")]
         add(node, f"reward host {node}", argv, {"OMP_NUM_THREADS": "1"}, f"reward_host_{node}.log", listens=address)
     if placement.explorer is not None:
         argv = ["-m", "megarl.loop", "explorer", "--config", str(resolved)]

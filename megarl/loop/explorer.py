@@ -32,6 +32,7 @@ from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import Judging
 from megarl.rewards.process import await_hosts
 from megarl.rewards.shape import opens_thinking
+from megarl.rewards.tally import EVENT
 from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
 from megarl.schema import GREEDY, Experience, Segment, Task, WeightsVersion
 from megarl.store import Claim, Store
@@ -41,6 +42,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S, LONGEST_RETRY_S = 0.5, 4.0
 """Waits before asking again for samples that an engine failed to give, each twice as long as the one before: it may be replaced meanwhile."""
+
+NEWS_S = 1.0
+"""How often it is looked whether scoring is worth a line on the terminal."""
 
 STOPPED = 128 + signal.SIGTERM
 """Exit status of an explorer that was told to stop before the job was closed."""
@@ -132,6 +136,7 @@ class Explorer:
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
         calls: Calls over which newly claimed groups are spread (one for each engine).
         patience_s: How long samples are asked for again while engines give none of them.
+        news: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to the terminal.
     """
 
     def __init__(
@@ -149,8 +154,10 @@ class Explorer:
         patience_s: float = 7.5,
         retry_s: float = RETRY_S,
         timeline: Timeline | None = None,
+        news: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._timeline = timeline
+        self._news = news
         self._store = store
         self._engine = engine
         self._scorer = scorer
@@ -179,6 +186,7 @@ class Explorer:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             async with asyncio.TaskGroup() as tasks:
                 ticking = tasks.create_task(pulse.ticking(self._at))
+                reporting = tasks.create_task(self._report())
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
                     for batch in self._batches(claims):
@@ -187,7 +195,7 @@ class Explorer:
                         flight.add_done_callback(flights.discard)
                     if not claims:
                         await asyncio.sleep(self._poll_s)
-                for task in (ticking, *flights):
+                for task in (ticking, reporting, *flights):
                     task.cancel()
         except BaseExceptionGroup as failures:
             if (failure := _first(failures)) is None:
@@ -196,6 +204,13 @@ class Explorer:
         finally:
             await self._call(self._store.release_claims, self._worker)
             self._store_thread.shutdown(wait=False)  # idle: that was its last call
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(NEWS_S)
+            if (line := self._news()) is not None:
+                log.warning("%s", line)
+                await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
 
     def _at(self) -> str:
         return f"{self._generating} samples being generated, {self._scoring} scored"
@@ -380,7 +395,7 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
         async with (
             EngineClient(engines, key, config.rollout.request_timeout_s) as engine,
             _judge(config, engines, key, patience_s) as judge,
-            RewardPool(await _with_hosts_of_nodes(config.reward), judge, key) as scorer,
+            RewardPool(await _with_hosts_of_nodes(config.reward), judge, key, _logs(config) / "reward_output.log") as scorer,
         ):
             explorer = Explorer(
                 store,
@@ -394,10 +409,15 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
                 patience_s=patience_s,
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
+                news=scorer.tally.line,
             )
             await explorer.run()
     finally:
         store.close()
+
+
+def _logs(config: Config) -> Path:
+    return Path(config.run.dir) / "logs" / f"attempt_{os.environ['MEGARL_ATTEMPT']}"
 
 
 async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:

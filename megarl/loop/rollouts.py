@@ -27,8 +27,10 @@ from megarl.experience import (
     verify,
 )
 from megarl.loop import engines
+from megarl.rewards.tally import EVENT
 from megarl.rollout.watch import EngineWatch
 from megarl.schema import Experience
+from megarl.store import Store
 from megarl.tasksets import ChatTokenizer, encode_demonstrations, read_rows
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 MEET_S = 30.0
 """How often ranks meet while they wait: a rollout may take longer than a collective waits for its ranks."""
+NEWS_S = 1.0
+"""How often the store is asked for news of the explorer."""
 SETTLE_S = 1.0
 """The same while a checkpoint is being written, which counts only when they have met."""
 
@@ -191,6 +195,24 @@ class ExpertRows:
         return [self._demonstrations[i] for i in numbers_of_step(len(self._demonstrations), step, count, seed, EXPERT)]
 
 
+class News:
+    """Lines about failing rewards, which the explorer leaves in the store: its own log is not on the terminal."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen = max((event["at"] for event in store.events(EVENT)), default=0.0)
+        self._looked_at = time.monotonic()
+
+    def lines(self) -> list[str]:
+        """Those that have come since; looks every NEWS_S at most."""
+        if time.monotonic() - self._looked_at < NEWS_S:
+            return []
+        self._looked_at = time.monotonic()
+        found = self._store.events(EVENT, self._seen)
+        self._seen = max([self._seen, *(event["at"] for event in found)])
+        return [event["data"]["line"] for event in found]
+
+
 def wait_for_rollout(s: Session, rollout_id: str, label: str) -> bool:
     """Wait on every rank until all groups are done, with a progress bar; False when the job is asked to stop."""
     with s.progress(None, label, "group") as bar:
@@ -222,6 +244,8 @@ def _follow(s: Session, rollout_id: str, bar: Any, watch: EngineWatch) -> bool:
         pulse.mark()  # the explorer shows whether it moves
         done, bar.total = s.store.progress(rollout_id)
         bar.update(done - bar.n)
+        for line in s.news.lines():
+            s.say(line)
         if done == bar.total or s.stop_flag or watch.lost is not None or time.monotonic() > until:
             return done == bar.total
         time.sleep(s.config.store.poll_s)

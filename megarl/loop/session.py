@@ -35,7 +35,7 @@ from megarl.errors import CheckpointError, DiskFullError, FencedError, LastingEr
 from megarl.loop import engines
 from megarl.loop.guard import Guard
 from megarl.loop.roles import Roles
-from megarl.loop.rollouts import Demonstration, ExpertRows, data_seed, num_expert_rows
+from megarl.loop.rollouts import Demonstration, ExpertRows, News, data_seed, num_expert_rows
 from megarl.metrics import CONSOLE, MetricWriter, Sums, Timeline, console_line
 from megarl.parallel import groups
 from megarl.reshard.layouts import hf_layout
@@ -93,6 +93,7 @@ class Session:
         born = psutil.Process().create_time()
         self.timeline.add("start", born, time.time() - born, attempt=self.attempt)
         self.store = Store(config.store.url, attempt=self.attempt, outage_s=config.store.outage_s)
+        self.news = News(self.store)
         self.train_tasks = self.store.task_ids("train")
         self.eval_tasks = self.store.task_ids("eval")
         self.algorithm = algorithms.get(config.algorithm.name)

@@ -14,11 +14,15 @@ import logging
 from collections.abc import Callable
 
 from megarl import pulse
-from megarl.rewards.process import CONNECT_S, MAX_LINE_BYTES, start_worker
+from megarl.rewards.child import RewardProcess
+from megarl.rewards.output import Output
+from megarl.rewards.process import CONNECT_S, MAX_LINE_BYTES, START_TIMEOUT_S, keep_alive
 
 log = logging.getLogger(__name__)
 
 MIN_KEY = 16
+GREETING_BYTES = 2**14
+"""Of the line with the key: what an unauthenticated client can make this process keep."""
 
 
 class RewardHost:
@@ -27,22 +31,24 @@ class RewardHost:
     Args:
         port: 0 takes a free one, see ``port``.
         workers: Processes at once; further connections are refused, with the reason.
+        output: For what reward functions print; without one it goes to stderr.
 
     Raises:
         ValueError: the key is shorter than 16 characters.
         OSError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, key: str, workers: int) -> None:
+    def __init__(self, host: str, port: int, key: str, workers: int, output: Output | None = None) -> None:
         if len(key) < MIN_KEY:
             raise ValueError(f"the key of a reward host must have at least {MIN_KEY} characters")
         self._address = (host, port)
         self._key = key
         self._most = workers
+        self._output = output
         self._open: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> RewardHost:
-        self._server = await asyncio.start_server(self._accept, *self._address, limit=MAX_LINE_BYTES, reuse_port=True)
+        self._server = await asyncio.start_server(self._accept, *self._address, limit=GREETING_BYTES, reuse_port=True)
         self.port = int(self._server.sockets[0].getsockname()[1])
         return self
 
@@ -59,6 +65,7 @@ class RewardHost:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            keep_alive(writer)
             refusal = await self._refusal(reader)
             if refusal is None:
                 task = asyncio.current_task()
@@ -72,43 +79,44 @@ class RewardHost:
                 log.warning("%s: %s", writer.get_extra_info("peername"), refusal)
                 writer.write(json.dumps({"error": refusal}).encode() + b"\n")
                 await writer.drain()
-        except ConnectionError:
-            pass
+        except OSError as error:
+            log.warning("%s: %s", writer.get_extra_info("peername"), error)
         finally:
             writer.close()
 
     async def _refusal(self, reader: asyncio.StreamReader) -> str | None:
-        given = ""
-        with contextlib.suppress(ValueError, TypeError, KeyError, TimeoutError):
-            given = str(json.loads(await asyncio.wait_for(reader.readline(), CONNECT_S))["key"])
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        given = b""
+        with contextlib.suppress(ValueError, TypeError, KeyError, OSError, RecursionError):
+            async with asyncio.timeout(CONNECT_S):
+                given = str(json.loads(await reader.readline())["key"]).encode()
+        if not hmac.compare_digest(given, self._key.encode()):
             return "wrong key"
         return f"all {self._most} workers are taken" if self.busy >= self._most else None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        process = await start_worker()
-        assert process.stdin is not None and process.stdout is not None
-        writer.write(b'{"ready": true}\n')
-        ways = [asyncio.create_task(_copy(reader, process.stdin)), asyncio.create_task(_copy(process.stdout, writer))]
+        process = await RewardProcess.start(MAX_LINE_BYTES, self._output)
+        ways = [asyncio.create_task(_copy(reader, process.writer)), asyncio.create_task(_copy(process.reader, writer))]
         try:
+            writer.write(b'{"ready": true}\n')
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # the caller left, or the process ended
         finally:
             for way in ways:
                 way.cancel()
+            await process.end()  # kills before it waits, so that a cancellation here leaves nothing behind
             await asyncio.gather(*ways, return_exceptions=True)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     while data := await source.read(65536):
         target.write(data)
-        await target.drain()
+        async with asyncio.timeout(START_TIMEOUT_S):  # one that does not read is stuck, or gone
+            await target.drain()
 
 
-async def serve(host: str, port: int, key: str, workers: int, started: Callable[[int], None]) -> None:
+async def serve(host: str, port: int, key: str, workers: int, started: Callable[[int], None], output: Output | None = None) -> None:
     """Until cancelled; calls ``started`` with the port."""
-    async with RewardHost(host, port, key, workers) as service:
+    async with RewardHost(host, port, key, workers, output) as service, asyncio.TaskGroup() as tasks:
         started(service.port)
+        if output is not None:
+            tasks.create_task(output.bounding())
         await pulse.ticking()

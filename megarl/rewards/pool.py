@@ -9,11 +9,14 @@ import json
 import logging
 import math
 import time
+from collections.abc import Coroutine
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from megarl.config.schema import RewardConfig
 from megarl.errors import ConfigError, DataError
+from megarl.rewards.output import Output
 from megarl.rewards.process import (
     START_TIMEOUT_S,
     LocalWorker,
@@ -26,6 +29,7 @@ from megarl.rewards.process import (
 )
 from megarl.rewards.router import JUDGE, route
 from megarl.rewards.shape import as_written
+from megarl.rewards.tally import Tally
 from megarl.rewards.verdict import NO_VERDICT, weighed
 from megarl.schema import Reward, Task
 
@@ -33,6 +37,8 @@ log = logging.getLogger(__name__)
 
 REVIVE_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0, 60.0)
 """Before each attempt to bring a dead worker up again; then it is given up (its host is gone)."""
+STUCK_S = sum(REVIVE_DELAYS_S) + 2 * len(REVIVE_DELAYS_S) * START_TIMEOUT_S
+"""Beyond ``reward.timeout_s``: the longest time in which every worker may be busy, or on its way up, without a fault of this pool."""
 USER = "user"
 """The verifier's name where ``reward.path`` is set."""
 
@@ -80,20 +86,26 @@ class RewardPool:
     Args:
         judge: Takes the answers of family ``judge``, which wait rather than compute.
         key: The job's key, for ``reward.hosts``.
+        output: File for what reward functions print, kept short; without one it goes to stderr.
 
     Raises ConfigError on entering when ``reward.path`` cannot be used, or a host of ``reward.hosts`` not be reached.
     """
 
-    def __init__(self, config: RewardConfig, judge: Judging | None = None, key: str = "") -> None:
+    def __init__(self, config: RewardConfig, judge: Judging | None = None, key: str = "", output: Path | None = None) -> None:
         self._config = config
         self._judge = judge
-        self._workers: list[Worker] = [LocalWorker(config) for _ in range(config.workers)]
+        self._output = None if output is None else Output(output)
+        self.tally = Tally()
+        """How scoring goes, failed tries included."""
+        self._workers: list[Worker] = [LocalWorker(config, self._output) for _ in range(config.workers)]
         self._workers += [RemoteWorker(config, address, key) for address in addresses(config.hosts)]
         self._idle: asyncio.Queue[Worker | None] = asyncio.Queue()
-        """None, for ever, when every worker has been given up."""
+        """None for good when every worker has been given up, or the pool is closed."""
+        self._freed_at = time.monotonic()
+        """When a worker was last put there or taken from there."""
         self._left = len(self._workers)
         self._why = ""
-        self._returning: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._quarantine: set[bytes] = set()
 
     async def __aenter__(self) -> Self:
@@ -103,7 +115,9 @@ class RewardPool:
             await self.close()
             raise ConfigError(str(error)) from error
         for worker in self._workers:
-            self._idle.put_nowait(worker)
+            self._put_back(worker)
+        if self._output is not None:
+            self._keep(self._output.bounding())
         return self
 
     async def __aexit__(
@@ -117,10 +131,11 @@ class RewardPool:
         return [w.pid for w in self._workers if isinstance(w, LocalWorker) and w.pid is not None]
 
     async def close(self) -> None:
-        """End every worker, busy or not."""
-        for task in self._returning:
+        """End every worker, busy or not. Who waits for one gets no verdict."""
+        self._give_up("the pool of reward processes is closed")
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._returning, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
     async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
@@ -142,16 +157,21 @@ class RewardPool:
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
         verdict = Verdict(_NONE, verifier=self._verifier(task), tries=0)
         if verdict.verifier == JUDGE and self._judge is not None:
-            return await self._judged(self._judge, request, verdict)
+            with self.tally.waiting():
+                verdict = await self._judged(self._judge, request, verdict)
+            self.tally.add(verdict.reward.status, verdict.message)
+            return verdict
         if key in self._quarantine:
             return verdict._replace(message=f"quarantined: this answer ended {self._config.max_kills} reward processes before")
         failures = 0
         while True:
             died_before = verdict.kills
             tried = verdict.tries
-            verdict = await self._try(request, verdict)
+            with self.tally.waiting():
+                verdict = await self._try(request, verdict)
             if verdict.tries == tried:
                 continue  # that worker has no such verifier: another one's turn
+            self.tally.add(verdict.reward.status, verdict.message)
             if verdict.reward.status not in NO_VERDICT:
                 return verdict
             if verdict.kills >= self._config.max_kills:
@@ -203,7 +223,7 @@ class RewardPool:
             found = Verdict(_NONE, str(error))
         finally:
             if worker.up:
-                self._idle.put_nowait(worker)
+                self._put_back(worker)
             else:  # brought up again before anybody waits for it
                 self._revive(worker)
         ended = time.monotonic()
@@ -218,7 +238,7 @@ class RewardPool:
     async def _free_worker(self) -> Worker | None:
         """The next free one that runs; None when all have been given up. What died while it was idle is nobody's fault."""
         while True:
-            worker = await self._idle.get()
+            worker = await self._next()
             if worker is None:
                 self._idle.put_nowait(None)
                 return None
@@ -226,25 +246,54 @@ class RewardPool:
                 return worker
             self._revive(worker)
 
+    async def _next(self) -> Worker | None:
+        """The next of those that are idle, None where none has become idle for so long that none will."""
+        limit_s = STUCK_S + self._config.timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._freed_at + limit_s - time.monotonic()):
+                    worker = await self._idle.get()
+                self._freed_at = time.monotonic()
+                return worker
+            except TimeoutError:
+                if time.monotonic() - self._freed_at >= limit_s:
+                    self._give_up(f"none has become free for {limit_s:.0f} s")
+
+    def _put_back(self, worker: Worker) -> None:
+        self._freed_at = time.monotonic()
+        self._idle.put_nowait(worker)
+
+    def _give_up(self, why: str) -> None:
+        """No further answer waits for a worker."""
+        self._why = why
+        self._idle.put_nowait(None)
+
     def _revive(self, worker: Worker) -> None:
-        task = asyncio.ensure_future(self._bring_up(worker))
-        self._returning.add(task)
-        task.add_done_callback(self._returning.discard)
+        self._keep(self._bring_up(worker))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _bring_up(self, worker: Worker) -> None:
-        for delay_s in REVIVE_DELAYS_S:
-            await asyncio.sleep(delay_s)
-            try:
-                await worker.ready()
-                self._idle.put_nowait(worker)
-                return
-            except (WorkerError, ConfigError, TimeoutError, OSError) as error:
-                self._why = str(error) or type(error).__name__
-                log.warning("a reward process does not come up: %s", self._why)
+        try:
+            for delay_s in REVIVE_DELAYS_S:
+                await asyncio.sleep(delay_s)
+                try:
+                    await worker.ready()
+                    self._put_back(worker)
+                    return
+                except (WorkerError, ConfigError, TimeoutError, OSError) as error:
+                    self._why = str(error) or type(error).__name__
+                    log.warning("a reward process does not come up: %s", self._why)
+        except Exception:
+            self._why = "an unexpected error, which is in the log"
+            log.exception("a reward process does not come up")
         self._left -= 1
         log.error("a reward process is given up; %d are left", self._left)
         if not self._left:
-            self._idle.put_nowait(None)
+            self._give_up(self._why)
 
 
 _NONE = Reward(math.nan, "error")

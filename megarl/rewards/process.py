@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import sys
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 from megarl.config.load import to_dict
 from megarl.config.schema import RewardConfig
 from megarl.errors import ConfigError
+from megarl.rewards.child import RewardProcess
+from megarl.rewards.output import Output
 
 START_TIMEOUT_S = 120.0
 """For starting Python and importing a verifier on a loaded machine; the task's own limit is ``reward.timeout_s``."""
 CONNECT_S = 10.0
 MAX_LINE_BYTES = 2**24
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 60_000}
+VERDICT_FIELDS = {"score", "status", "parts"}
 
 
 class WorkerError(RuntimeError):
@@ -44,7 +47,7 @@ class Worker:
     @property
     def up(self) -> bool:
         """As far as is known, it can be asked at once."""
-        return self._reader is not None and not self._reader.at_eof()
+        return self._reader is not None and not self._reader.at_eof() and self._reader.exception() is None
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Start the process; the lines from it and to it. Raises WorkerDied."""
@@ -108,13 +111,17 @@ class Worker:
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verdict of one answer, within ``reward.timeout_s``. Raises WorkerError, TimeoutError."""
-        return await self._ask({"score": request}, self._config.timeout_s)
+        reply = await self._ask({"score": request}, self._config.timeout_s)
+        if not reply.keys() >= VERDICT_FIELDS:
+            raise WorkerError(self._named(f"the reward process sent no verdict: {str(reply)[:200]}"))
+        return reply
 
     async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """One request and its reply. A worker that does not answer in time, or whose caller gives up, is killed."""
         assert self._reader is not None and self._writer is not None
         try:
-            line = await asyncio.wait_for(self._exchange(json.dumps(request).encode() + b"\n"), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
+                line = await self._exchange(json.dumps(request).encode() + b"\n")
         except (TimeoutError, asyncio.CancelledError):
             await self.kill()
             raise
@@ -125,7 +132,11 @@ class Worker:
             how = await self._ending()
             await self.kill()
             raise WorkerDied(how)
-        reply = json.loads(line)
+        try:
+            reply = _parsed(line)
+        except ValueError as error:
+            await self.kill()
+            raise WorkerError(self._named(f"the reward process sent no reply: {error}: {line[:200]!r}")) from error
         if "error" in reply:
             raise (WorkerUnfit if "prepare" in request and not reply.get("of_row") else WorkerError)(self._named(reply["error"]))
         return reply
@@ -135,12 +146,12 @@ class Worker:
 
     async def _exchange(self, request: bytes) -> bytes:
         assert self._reader is not None and self._writer is not None
-        with contextlib.suppress(ConnectionError):  # it has died; the read below says so
+        with contextlib.suppress(OSError):  # it has died; the read below shows it
             self._writer.write(request)
             await self._writer.drain()
         try:
             return await self._reader.readline()
-        except ConnectionError:
+        except OSError:  # a connection that keepalive has given up is a TimeoutError, and one of these too
             return b""
 
     async def kill(self) -> None:
@@ -150,45 +161,53 @@ class Worker:
             if not writer.is_closing():
                 writer.transport.abort()  # nothing that it still holds matters, and nobody may be reading
             with contextlib.suppress(OSError):
-                await writer.wait_closed()
+                async with asyncio.timeout(CONNECT_S):
+                    await writer.wait_closed()
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A reply. Raises ValueError."""
+    try:
+        reply = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(reply, dict):
+        raise ValueError("not an object")
+    return reply
 
 
 class LocalWorker(Worker):
-    """A process on this machine."""
+    """A process on this machine.
 
-    _process: asyncio.subprocess.Process | None = None
+    Args:
+        output: For what the function prints; without one it goes to stderr.
+    """
+
+    def __init__(self, config: RewardConfig, output: Output | None = None) -> None:
+        super().__init__(config)
+        self._output = output
+        self._process: RewardProcess | None = None
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        self._process = await start_worker()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        return self._process.stdout, self._process.stdin
+        try:
+            self._process = await RewardProcess.start(MAX_LINE_BYTES, self._output)
+        except OSError as error:
+            raise WorkerDied(f"a reward process cannot be started: {error.strerror}") from error
+        return self._process.reader, self._process.writer
 
     async def _ending(self) -> str:
-        assert self._process is not None
-        return f"the reward process ended with code {await self._process.wait()}"
+        status = None if self._process is None else await self._process.status()
+        return "the reward process closed its connection" if status is None else f"the reward process ended with code {status}"
 
     async def kill(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            if process.stdout is not None:  # to its end, or asyncio would not let go of the pipe
-                with contextlib.suppress(TimeoutError, ValueError):
-                    await asyncio.wait_for(process.stdout.read(), 1.0)
+            await process.end()
         await super().kill()
-
-
-async def start_worker() -> asyncio.subprocess.Process:
-    """A process that runs ``megarl.rewards.worker`` and ends with this one."""
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "megarl.rewards.worker", str(os.getpid()),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
-    )  # fmt: skip
 
 
 def addresses(hosts: Sequence[str]) -> list[str]:
@@ -219,23 +238,50 @@ class RemoteWorker(Worker):
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, _, port = self._address.rpartition(":")
         try:
-            connecting = asyncio.open_connection(host.strip("[]"), int(port), limit=MAX_LINE_BYTES)
-            reader, writer = await asyncio.wait_for(connecting, CONNECT_S)
-            writer.write(json.dumps({"key": self._key}).encode() + b"\n")
-            hello = await asyncio.wait_for(reader.readline(), CONNECT_S)
-        except (OSError, TimeoutError) as error:
-            raise WorkerDied(f"reward.hosts: {self._address} cannot be reached ({str(error) or 'no answer'}); is `megarl rewards serve` up there?") from error
-        answer = json.loads(hello) if hello.endswith(b"\n") else {"error": "it closed the connection"}
-        if "error" in answer:
-            writer.close()
-            raise WorkerDied(f"reward.hosts: {self._address} gives no worker: {answer['error']}")
+            async with asyncio.timeout(CONNECT_S):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=MAX_LINE_BYTES)
+        except OSError as error:
+            raise self._unreachable(error) from error
+        try:
+            await self._greet(reader, writer)
+        except OSError as error:
+            writer.transport.abort()
+            raise self._unreachable(error) from error
+        except BaseException:
+            writer.transport.abort()
+            raise
         return reader, writer
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Raises OSError, WorkerDied."""
+        keep_alive(writer)
+        writer.write(json.dumps({"key": self._key}).encode() + b"\n")
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                hello = await reader.readline()
+            answer = _parsed(hello) if hello.endswith(b"\n") else {"error": "it closed the connection"}
+        except ValueError as error:
+            answer = {"error": f"it is no `megarl rewards serve` ({error})"}
+        if "error" in answer:
+            raise WorkerDied(f"reward.hosts: {self._address} gives no worker: {answer['error']}")
+
+    def _unreachable(self, error: OSError) -> WorkerDied:
+        why = str(error) or "no answer"
+        return WorkerDied(f"reward.hosts: {self._address} cannot be reached ({why}); is `megarl rewards serve` up there?")
 
     async def _ending(self) -> str:
         return f"the reward process at {self._address} ended"
 
     def _named(self, message: str) -> str:
         return f"{self._address}: {message}"
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Make the kernel end a connection whose other machine is gone: after 60 s without a sign of it, sent or asked for."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str]) -> None:
@@ -259,7 +305,8 @@ async def await_hosts(hosts: Sequence[str], patience_s: float = START_TIMEOUT_S)
         host, _, port = address.rpartition(":")
         while True:
             try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), CONNECT_S)
+                async with asyncio.timeout(CONNECT_S):
+                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
                 writer.close()
                 break
             except (OSError, TimeoutError) as error:

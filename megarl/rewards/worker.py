@@ -1,7 +1,6 @@
-"""The process that runs a reward function: one JSON line in, one out. ``python -m megarl.rewards.worker PARENT``.
+"""The process that runs a reward function: one JSON line in, one out. ``python -m megarl.rewards.worker PARENT SOCKET``.
 
-The first line holds the settings. It may be killed at any time: it holds nothing. What the function prints goes to stderr, not
-into the protocol.
+The first line holds the settings. It may be killed at any time: it holds nothing. Stdout and stderr are the function's to print to.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import asyncio
 import importlib.util
 import inspect
 import json
-import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -92,21 +91,38 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 def serve(requests: IO[str], replies: IO[str]) -> None:
     """Answer requests until their end. The first one holds the settings; its reply says whether the function could be loaded."""
     try:
-        function = Function(from_dict(RewardConfig, json.loads(requests.readline())["config"]))
-    except ConfigError as error:
+        function = Function(from_dict(RewardConfig, _read(requests.readline(), "config")["config"]))
+    except (ConfigError, _Malformed) as error:
         _reply(replies, {"error": str(error)})
         return
     _reply(replies, {"ready": True})
     for line in requests:
-        request = json.loads(line)
         try:
+            request = _read(line, "prepare", "score")
             if "prepare" in request:
                 function.prepare(request["prepare"])
                 _reply(replies, {"ready": True})
             else:
                 _reply(replies, function.score(**request["score"]))
+        except _Malformed as error:
+            _reply(replies, {"error": str(error)})
         except Exception as error:  # the user's code may raise anything; it becomes this sample's verdict
             _reply(replies, {"error": function.describe(error), "of_row": isinstance(error, DataError)})
+
+
+class _Malformed(ValueError):
+    """A line that is no request."""
+
+
+def _read(line: str, *kinds: str) -> dict[str, Any]:
+    """A request of one of these kinds. Raises _Malformed."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"not a request of a reward pool: {type(error).__name__}: {error}") from error
+    if not isinstance(request, dict) or not any(kind in request for kind in kinds):
+        raise _Malformed(f"not a request of a reward pool: expected an object with {' or '.join(kinds)}")
+    return request
 
 
 def _reply(replies: IO[str], reply: dict[str, Any]) -> None:
@@ -116,10 +132,9 @@ def _reply(replies: IO[str], reply: dict[str, Any]) -> None:
 
 def main(arguments: list[str]) -> None:
     die_with(int(arguments[0]), signal.SIGKILL)  # even in the middle of a user's endless loop
-    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
+    connection = socket.socket(fileno=int(arguments[1]))
+    connection.set_inheritable(False)  # not for programs that the function starts
+    requests, replies = connection.makefile("r", encoding="utf-8", errors="replace"), connection.makefile("w", encoding="utf-8")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     serve(requests, replies)
 

@@ -77,7 +77,11 @@ class EngineControl:
         return time.monotonic() - start
 
     def state(self, timeout_s: float | None = None) -> EngineState:
-        return EngineState(**self._call("GET", "/megarl/state", timeout_s=timeout_s))
+        answer = self._call("GET", "/megarl/state", timeout_s=timeout_s)
+        try:
+            return EngineState(**answer)
+        except TypeError as error:
+            raise self._malformed("GET /megarl/state", answer) from error
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
         """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first."""
@@ -109,7 +113,10 @@ class EngineControl:
 
     def reset_prefix_cache(self) -> None:
         """Forgets keys and values that older weights computed; fails while requests still hold some of them."""
-        if not self._call("POST", "/reset_prefix_cache")["success"]:
+        answer = self._call("POST", "/reset_prefix_cache")
+        if not isinstance(answer, dict) or "success" not in answer:
+            raise self._malformed("POST /reset_prefix_cache", answer)
+        if not answer["success"]:
             raise EngineError(f"the engine at {self.url} kept its prefix cache: requests still run; pause it first")
 
     def workers(self, method: str, *args: Any) -> list[Any]:
@@ -118,7 +125,9 @@ class EngineControl:
         Raises:
             EngineError: what any worker says that went wrong.
         """
-        answers = self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})["results"]
+        answer = self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})
+        if not isinstance(answer, dict) or not isinstance(answers := answer.get("results"), list):
+            raise self._malformed(f"POST /collective_rpc {method}", answer)
         failed = failures(answers)
         if failed:
             raise EngineError(self._with_log(f"the engine at {self.url} failed in {method}: {failed}"))
@@ -130,8 +139,11 @@ class EngineControl:
         answer = self._call(
             "POST", "/inference/v1/generate", {"token_ids": list(token_ids), "sampling_params": sampling}
         )
-        entries = answer["prompt_logprobs"][1:]
-        return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+        try:
+            entries = answer["prompt_logprobs"][1:]
+            return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
 
     def health(self, timeout_s: float) -> None:
         """Returns when the server says that it is well."""
@@ -148,17 +160,24 @@ class EngineControl:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **bearer(self.key)}
         request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)
+        asked = f"{method} {path}"
         try:
             with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            said = _message(error.read().decode(errors="replace"))
-            raise EngineError(f"the engine at {self.url} answered {error.code} to {method} {path}: {said}") from error
+            said = _message(_rest(error).decode(errors="replace"))
+            raise EngineError(f"the engine at {self.url} answered {error.code} to {asked}: {said}") from error
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(
-                self._with_log(f"the engine at {self.url} did not answer {method} {path}: {error}")
+                self._with_log(f"the engine at {self.url} did not answer {asked}: {error or type(error).__name__}")
             ) from error
-        return json.loads(text) if text else None
+        try:
+            return json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:
+            raise self._malformed(asked, text[:200]) from error
+
+    def _malformed(self, asked: str, answer: Any) -> EngineError:
+        return EngineError(self._with_log(f"the engine at {self.url} sent a malformed answer to {asked}: {answer!r}"))
 
     def _with_log(self, message: str) -> str:
         return message if self.log is None else f"{message}\nlast lines of {self.log}:\n{last_lines(self.log)}"
@@ -173,10 +192,20 @@ def failures(answers: Sequence[Any]) -> str:
     )
 
 
+def _rest(error: urllib.error.HTTPError) -> bytes:
+    """Body of a refusal, as far as it came."""
+    try:
+        return error.read()
+    except http.client.IncompleteRead as partial:
+        return partial.partial
+    except (OSError, http.client.HTTPException):
+        return b""
+
+
 def _message(text: str) -> str:
     """The message within vLLM's or our own error body, or the body itself."""
     try:
         said = json.loads(text)["error"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return text.strip()
     return said["message"] if isinstance(said, dict) and "message" in said else str(said)

@@ -69,14 +69,19 @@ class Outer:
 
     def last_words(self) -> str:
         """Kills it."""
-        self._process.kill()
+        self._kill()
         assert self._process.stderr is not None
-        return self._process.stderr.read(4096).decode(errors="replace").strip()
+        os.set_blocking(self._process.stderr.fileno(), False)  # what it started may hold the other end
+        return (self._process.stderr.read(4096) or b"").decode(errors="replace").strip()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GONE_S)
 
     def close(self) -> None:
         """SIGKILL to bwrap; the kernel passes it on to the namespace's init (--die-with-parent), and so to everything inside."""
-        self._process.kill()
-        self._process.wait()
+        self._kill()
         if self._process.stderr is not None:
             self._process.stderr.close()
         self.link.close()

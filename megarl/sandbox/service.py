@@ -90,8 +90,8 @@ class Service:
         try:
             body = await request.json()
             return web.json_response(await asyncio.get_running_loop().run_in_executor(self._threads, work, body))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            return _problem(400, f"{type(error).__name__}: {error}")
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            return _problem(400, f"{type(error).__name__}: {error}".splitlines()[0][:300])
         except SandboxError as error:
             return _problem(500, str(error))
 

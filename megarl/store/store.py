@@ -348,9 +348,9 @@ class Store:
 
         self._write(work)
 
-    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Events in order: {at (unix seconds), source, kind, data}."""
-        query = select(EVENTS).order_by(EVENTS.c.event_id)
+    def events(self, kind: str | None = None, after: float = 0.0) -> list[dict[str, Any]]:
+        """Events in order, those later than ``after``: {at (unix seconds), source, kind, data}."""
+        query = select(EVENTS).where(EVENTS.c.at > after).order_by(EVENTS.c.event_id)
         if kind is not None:
             query = query.where(EVENTS.c.kind == kind)
         return self._read(lambda connection: [_event(row) for row in connection.execute(query)])

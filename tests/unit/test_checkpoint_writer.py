@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -158,6 +159,17 @@ def test_it_holds_nothing_open_and_ignores_what_asks_a_job_to_end() -> None:
         os.kill(pid, number)
     assert writer.begin(much, [], b"x").result() == b"xx"
     writer.kill()
+
+
+def test_a_dead_one_gives_back_its_memory() -> None:
+    first = of_process()
+    first.begin(much, [torch.zeros(1000)], b"x").result()
+    first._process.kill()
+    first._process.join()
+    gone = weakref.ref(first)
+    del first
+    assert of_process().alive and gone() is None
+    of_process().kill()
 
 
 def test_it_dies_with_its_parent() -> None:

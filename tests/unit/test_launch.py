@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -33,7 +34,7 @@ from megarl.launch.process import Child
 from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
-from megarl.rollout.engine import group_members, own_folder
+from megarl.rollout.engine import group_members, own_folder, remove_stale_folders
 from megarl.schema import Task
 from tests.unit.small_job import config_of, refused
 
@@ -451,6 +452,29 @@ def test_an_engines_temporary_folder_ends_with_it(tmp_path: Path, monkeypatch: p
     os.rmdir(shared)  # nothing is left in it
 
 
+def test_the_folders_of_a_killed_start_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this run that no process uses."""
+    shared = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    code = (
+        "import sys; from pathlib import Path; from megarl.rollout.engine import own_folder\n"
+        "for run in sys.argv[1:]: print(own_folder(Path(run))[0])"
+    )
+    runs = [str(tmp_path / "run")] * 2 + [str(tmp_path / "other")]
+    made = subprocess.run([sys.executable, "-c", code, *runs], env={**os.environ, "TMPDIR": str(shared)}, capture_output=True, text=True, check=True)
+    stale, used, other = map(Path, made.stdout.split())
+    current, _ = own_folder(tmp_path / "run")
+    (shared / "megarl-else").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with subprocess.Popen(["sleep", "600"], env={"TMPDIR": str(used)}) as engine:
+        assert remove_stale_folders(tmp_path / "link") == [stale]
+        assert not stale.exists()
+        assert all(path.is_dir() for path in (used, other, current, shared / "megarl-else"))
+        engine.kill()
+    assert remove_stale_folders(tmp_path / "run") == [used]
+    shutil.rmtree(shared)
+
+
 def test_a_folder_of_sockets_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 80)
     long.mkdir()
@@ -465,7 +489,7 @@ def test_a_folder_of_sockets_has_a_short_name(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("ended_by", ["guard", "supervisor"])
 def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: str) -> None:
     """By an engine that was starting when its job was told to end, and had to be killed."""
-    segment = Path(f"/dev/shm/{tmp_path.parent.name}-{tmp_path.name}")
+    segment = Path(f"/dev/shm/psm_{secrets.token_hex(8)}")
     code = (
         "import mmap, signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1); "
         f"file = open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); time.sleep(600)"
@@ -479,6 +503,58 @@ def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: st
         stop([deaf], grace_s=3)
     assert deaf.wait(30) and deaf.poll() == -signal.SIGKILL
     assert not segment.exists()
+
+
+@pytest.mark.parametrize("ended_by", ["guard", "supervisor"])
+def test_files_of_others_in_shared_memory_survive_a_stop(tmp_path: Path, ended_by: str) -> None:
+    """A model, an environment or a run may lie in /dev/shm, and a segment of another job may be mapped."""
+    name = secrets.token_hex(8)
+    folder = Path(f"/dev/shm/{name}")
+    theirs = [Path(f"/dev/shm/{name}.safetensors"), folder / f"psm_{name}", Path(f"/dev/shm/psm_{name}")]
+    own = Path(f"/dev/shm/psm_{name}00")
+    try:
+        folder.mkdir()
+        for path in theirs:
+            path.write_bytes(bytes(4096))
+        time.sleep(4)  # a file no older than the process could be its own
+        code = (
+            "import mmap, sys, time\n"
+            "held = [open(path, 'a+b') for path in sys.argv[1:]]\n"
+            "for file in held[-2:]: file.truncate(4096)\n"
+            "maps = [mmap.mmap(file.fileno(), 4096) for file in held]\n"
+            "print('up', flush=True); time.sleep(600)"
+        )
+        late = f"/dev/shm/{name}.new"
+        process = Child("test", [sys.executable, "-c", code, *map(str, theirs), late, str(own)], {}, tmp_path / "test.log")
+        while "up" not in process.log.read_text():
+            assert process.poll() is None, process.tail()
+            time.sleep(0.02)
+        if ended_by == "guard":
+            end([process.pid], after_s=0)
+        else:
+            stop([process], grace_s=1)
+        assert process.wait(30) and not own.exists()
+        assert all(path.exists() for path in (*theirs, Path(late)))
+    finally:
+        shutil.rmtree(folder)
+        for path in (*theirs, own, Path(f"/dev/shm/{name}.new")):
+            path.unlink(missing_ok=True)
+
+
+def test_what_a_childs_processes_started_in_groups_of_their_own_ends_with_it(tmp_path: Path) -> None:
+    """As reward processes of an explorer do."""
+    started = tmp_path / "pid"
+    inner = f"import os, time; os.setpgid(0, 0); open({str(started)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    process = child(tmp_path, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])")
+    while not (started.exists() and started.read_text().endswith(" ")):
+        assert process.poll() is None, process.tail()
+        time.sleep(0.02)
+    process.signal(signal.SIGKILL)
+    assert process.wait(30)
+    until = time.monotonic() + 30
+    while b"State:\tS" in _read(Path("/proc", started.read_text().strip(), "status")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_guard_waits_for_what_ends_by_itself(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from sqlalchemy.engine import make_url
 from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config
 from megarl.errors import ConfigError, FencedError, JobError
-from megarl.launch import agent, devices, health
+from megarl.launch import agent, devices, health, remote
 from megarl.launch.allocation import Allocation, find
 from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.guard import Guard
@@ -32,7 +32,7 @@ from megarl.launch.job import _healthy
 from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.placement import Place, place, table
 from megarl.launch.postgres import _url
-from megarl.launch.remote import Gathering
+from megarl.launch.remote import Gathering, RemoteNode, RemoteProcess
 from megarl.launch.run_dir import next_attempt
 from megarl.launch.supervisor import watch
 from megarl.store import VARIABLE
@@ -184,6 +184,92 @@ def test_a_proof_cannot_be_played_back() -> None:
     with pytest.raises(ChannelClosed, match="another key"):
         greet(here, KEY, serving=True, silence_s=5)
     thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"[" * 3000 + b"\n",
+        b'{"challenge": ' + b"[" * 2000 + b"\n",
+        b'{"challenge": "' + b"x" * 100_000,
+        b'{"challenge": "\\ud800"}\n{"proof": "\\ud800\\u00e9"}\n',
+        b"\xff\xfe\n",
+        b"[1]\n",
+    ],
+    ids=["nested", "nested within", "huge", "surrogates", "no text", "no object"],
+)
+def test_an_unauthenticated_peer_is_refused_whatever_it_sends(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Without an unhandled exception, and without keeping more than a few KiB of it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Gathering(Allocation(0, 2, "127.0.0.1", port), KEY, 5) as gathering, unhandled() as errors:
+        gathering._expected.clear()  # else its end waits for them
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.settimeout(15)
+            stranger.sendall(sent)
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):  # the head closes the connection while this side keeps it open
+                    pass
+        until(lambda: "wanted to join the job" in caplog.text)
+        assert not errors
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"news": "beat", "signs": {"p": [1, 2]}}, {"news": "beat", "signs": 3}, {"news": "ended", "name": "p"}, {"news": "answer"}, {"news": "beat", "signs": {"p": ["x"] * 6}}],
+)
+def test_a_malformed_message_of_a_node_is_its_fault(message: dict[str, Any], tmp_path: Path) -> None:
+    """And not the silent end of the thread that reads it."""
+    here, there = pair()
+    facts = asdict(health.facts("n1", "127.0.0.1"))
+    with unhandled() as errors:
+        node = RemoteNode(Channel(here, 60), {"rank": 1, "role": "all", "facts": facts})
+        process = node._processes["p"] = RemoteProcess(spec("p", "", tmp_path), node)
+        Channel(there, 60).send(**message)
+        until(lambda: node.fault() is not None)
+        assert "malformed message" in str(node.fault()) and process.poll() == 1 and "malformed" in process.tail()
+    assert not errors
+
+
+def test_a_connection_that_cannot_be_accepted_closes_no_door(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(remote, "ACCEPT_AGAIN_S", 0.05)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    gathering = Gathering(Allocation(0, 2, "127.0.0.1", port), KEY, 5)
+    door = gathering._door
+    assert door is not None
+
+    class Failing:
+        failures = 2
+
+        def accept(self) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(24, "Too many open files")
+            return door.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(door, name)
+
+    gathering._door = Failing()  # type: ignore[assignment]
+    gathering._expected.clear()
+    with gathering, socket.create_connection(("127.0.0.1", port)) as node:
+        node.settimeout(30)
+        assert b"challenge" in node.recv(4096), "the door is open"
+        assert "Too many open files" in caplog.text
+
+
+@contextmanager
+def unhandled() -> Iterator[list[str]]:
+    """Exceptions that ended a thread."""
+    found: list[str] = []
+    before, threading.excepthook = threading.excepthook, lambda hook: found.append(str(hook.exc_value))
+    try:
+        yield found
+    finally:
+        threading.excepthook = before
 
 
 def test_silence_is_an_end() -> None:

@@ -25,7 +25,7 @@ from tests.unit.test_launch_nodes import two_nodes
 SERVER = """
 import mmap, os, socket, sys, time
 name, port, folder, end = sys.argv[1:]
-shared = open(f"/dev/shm/megarl-test-{os.getpid()}", "w+b")
+shared = open(f"/dev/shm/psm_{os.getpid()}", "w+b")
 shared.truncate(4096)
 held = mmap.mmap(shared.fileno(), 4096)
 server = socket.create_server(("127.0.0.1", int(port)), reuse_port=True)
@@ -139,7 +139,7 @@ def test_what_dies_is_started_again(run: Callable[..., LocalNode], tmp_path: Pat
     for name in ("engine 0", "engine 1", "engine 2", "engine 2 part 2", "engine 3", "explorer"):
         first, second = starts(tmp_path, name)
         for pid in (first, second):
-            assert not group_members(pid) and not Path(f"/dev/shm/megarl-test-{pid}").exists(), name
+            assert not group_members(pid) and not Path(f"/dev/shm/psm_{pid}").exists(), name
     assert (tmp_path / "engine 0.log").read_text() == "up\nup\n"
     said = caplog.text
     assert f"engine 0 was ended by signal 9, its last word 'up' ({tmp_path}/engine 0.log); starting it again (cluster.replacements: 4 left)" in said

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -193,6 +195,7 @@ def test_a_killed_explorer_takes_looping_workers_with_it(user_config: RewardConf
     """Nobody is left to time the loop out: the kernel must end the worker."""
     code = f"""
 import asyncio
+import json
 from megarl import rewards
 from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardPool
@@ -220,6 +223,55 @@ def _running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+FORKS = """
+import os, pathlib, subprocess, sys, time
+CHILD = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], 'child_' + sys.argv[2]).write_text(str(os.getpid())); time.sleep(600)"
+FOLDER = pathlib.Path(__file__).parent
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    how, _, then = solution_str.partition(" ")
+    if how == "fork":
+        if os.fork() == 0:
+            (FOLDER / "child_fork").write_text(str(os.getpid()))
+            time.sleep(600)
+    elif how:
+        subprocess.Popen([sys.executable, "-c", CHILD, str(FOLDER), how], start_new_session=how == "session")
+    while how and not (FOLDER / ("child_" + how)).exists(): time.sleep(0.01)
+    if then == "die": os._exit(3)
+    while then == "hang": time.sleep(1)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "then", "local"),
+    [("fork", "hang", True), ("fork", "die", True), ("spawn", "return", True), ("session", "hang", True), ("fork", "hang", False), ("spawn", "die", False)],
+)
+def test_what_a_function_started_holds_nothing_up_and_ends_with_its_worker(tmp_path: Path, how: str, then: str, local: bool) -> None:
+    """It has inherited every descriptor of the worker, which must be neither waited for nor left open."""
+    path = tmp_path / "reward.py"
+    path.write_text(FORKS)
+
+    async def work(hosts: list[str]) -> Verdict:
+        config = RewardConfig(path=str(path), timeout_s=1.5, retries=0, max_kills=1, workers=int(local), hosts=hosts)
+        async with RewardPool(config, key=KEY) as pool:
+            return await pool.score(TASK, f"{how} {then}")
+
+    async def main() -> Verdict:
+        async with asyncio.timeout(60), RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
+            return await work([] if local else [f"127.0.0.1:{host.port}"])
+
+    verdict = asyncio.run(main())
+    assert verdict.reward.status == {"hang": "timeout", "die": "error", "return": "ok"}[then]
+    ended(int((tmp_path / f"child_{how}").read_text()))
+
+
+def ended(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while _running(pid):
+        assert time.monotonic() < deadline, f"process {pid} lives on"
+        time.sleep(0.02)
 
 
 FLAKY = """
@@ -495,3 +547,92 @@ def test_the_workers_imports_are_light() -> None:
         "import sys, megarl.rewards.worker; sys.exit(bool({'torch', 'sqlalchemy', 'reasoning_gym'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0
+
+
+def test_who_waits_for_a_worker_is_told_when_the_pool_closes_or_gets_stuck(user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(user_config, timeout_s=60.0)
+
+    async def close() -> list[Verdict]:
+        async with asyncio.timeout(60):
+            pool = await RewardPool(config).__aenter__()
+            scoring = [asyncio.create_task(pool.score(TASK, "loop")) for _ in range(3)]
+            await asyncio.sleep(0.2)
+            await pool.close()
+            return await asyncio.gather(*scoring)
+
+    assert {verdict.reward.status for verdict in asyncio.run(close())} == {"error"}
+
+    async def stuck() -> Verdict:
+        async with asyncio.timeout(60), RewardPool(replace(config, timeout_s=0.2)) as pool:
+            await pool._idle.get()  # its worker is lost to a fault of the pool
+            return await pool.score(TASK, "12")
+
+    monkeypatch.setattr(rewards.pool, "STUCK_S", 0.1)
+    verdict = asyncio.run(stuck())
+    assert verdict.reward.status == "error" and "none has become free" in str(verdict.message)
+
+
+@pytest.mark.parametrize("reply", [b"<html>\n", b"[" * 5000 + b"\n", b"[1]\n", b"{}\n", b'{"score": 1}\n'], ids=str)
+def test_a_host_that_sends_no_reply_costs_no_thread_of_the_pool(user_config: RewardConfig, reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the score, and of the next connection: whoever waits gets an error."""
+    monkeypatch.setattr(rewards.pool, "REVIVE_DELAYS_S", (0.0, 0.01))
+
+    class Broken(RewardHost):
+        async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b'{"ready": true}\n')
+            while line := await reader.readline():
+                writer.write(reply if b'"score": {' in line or len(seen) > 2 else b'{"ready": true}\n')
+                seen.append(line)
+
+    seen: list[bytes] = []
+
+    async def main() -> list[Verdict]:
+        async with asyncio.timeout(60), Broken("127.0.0.1", 0, KEY, workers=1) as host:
+            config = RewardConfig(hosts=[f"127.0.0.1:{host.port}"], workers=0, retries=0)
+            async with RewardPool(config, key=KEY) as pool:
+                return [await pool.score(TASK, "12") for _ in range(2)]
+
+    assert [verdict.reward.status for verdict in asyncio.run(main())] == ["error"] * 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"[" * 5000 + b"\n", b"x" * 200_000, b'{"key": "\\ud800"}\n', b'{"key": 3}\n', b"\xff\n", b"3\n"],
+    ids=["nested", "huge", "surrogates", "number", "no text", "no object"],
+)
+def test_an_unauthenticated_client_of_a_host_is_refused_whatever_it_sends(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> bytes:
+        async with asyncio.timeout(60), RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
+            reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+            writer.write(sent)
+            try:
+                return await reader.readline()
+            except ConnectionResetError:  # it had not read all of it
+                return b"wrong key"
+            finally:
+                writer.close()
+
+    assert b"wrong key" in asyncio.run(main())
+    assert "Unhandled" not in caplog.text and "Traceback" not in caplog.text
+
+
+def test_a_malformed_request_is_an_error_of_one_line() -> None:
+    """After authentication, where a worker process reads what the client sends."""
+
+    async def main() -> list[dict[str, Any]]:
+        async with asyncio.timeout(60), RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
+            worker = rewards.process.RemoteWorker(RewardConfig(), f"127.0.0.1:{host.port}", KEY)
+            await worker.ready()
+            assert worker._reader is not None and worker._writer is not None
+            replies = []
+            for line in (b"[" * 5000, b"3", b"{", b"\xff", b"{}", b'{"score": 3}', b'{"prepare": "reasoning_gym/chain_sum"}'):
+                worker._writer.write(line + b"\n")
+                replies.append(json.loads(await worker._reader.readline()))
+            connection = worker._writer.get_extra_info("socket")
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "a host that vanished is noticed"
+            await worker.kill()
+            return replies
+
+    *errors, last = asyncio.run(main())
+    assert all("\n" not in reply["error"] for reply in errors) and len(errors) == 6
+    assert last == {"ready": True}, "it lives"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +15,17 @@ from typing import Any
 
 import pytest
 
+from megarl.errors import EngineError
+from megarl.launch import probe as probes
+from megarl.launch.probe import Probe
 from megarl.rollout.control import EngineControl
 from megarl.rollout.watch import EngineWatch
 
 STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "process": "a"}
+
+
+BODIES = {"no JSON": b"<html>", "nested": b"[" * 100_000, "other fields": b'{"up": true}', "no object": b"[1]"}
+BROKEN = [*BODIES, "reset", "short", "short refusal"]
 
 
 class Server(ThreadingHTTPServer):
@@ -24,6 +34,7 @@ class Server(ThreadingHTTPServer):
     state = STATE
     asked = 0
     delay_s = 0.0
+    broken = ""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -33,8 +44,14 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked += 1
         time.sleep(self.server.delay_s)
         text = json.dumps(self.server.state).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
+        if self.server.broken == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            return
+        if self.server.broken in BODIES:
+            text = BODIES[self.server.broken]
+        self.send_response(500 if self.server.broken == "short refusal" else 200)
+        self.send_header("Content-Length", str(len(text) + 10 * self.server.broken.startswith("short")))
         self.end_headers()
         self.wfile.write(text)
 
@@ -76,6 +93,24 @@ def test_another_process_in_its_place_is_a_loss(change: dict[str, Any], words: s
         server.state = STATE | change
         until(lambda: watch.lost is not None)
         assert words in str(watch.lost)
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_answer_ends_no_watch(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a healthy engine would count as stalled, and one that has replaced it never get weights."""
+    monkeypatch.setattr(probes, "EVERY_S", 0.02)
+    with watched() as (server, watch):
+        engine = EngineControl(f"http://127.0.0.1:{server.server_port}", "k", timeout_s=5.0)
+        probe = Probe(engine.url, "k", os.getpgid(0), lambda: server.fileno() != -1)
+        server.broken, asked = how, server.asked
+        with pytest.raises(EngineError, match=f"the engine at {engine.url} "):
+            engine.state()
+        until(lambda: server.asked > asked + 3)
+        assert watch.lost is None
+        server.broken, count = "", probe.count
+        until(lambda: probe.count > count)
+        server.state = STATE | {"version": "default"}
+        until(lambda: watch.lost is not None)
 
 
 def test_one_that_is_silent_or_gone_may_be_busy_or_come_back() -> None:

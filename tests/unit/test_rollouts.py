@@ -34,6 +34,7 @@ class FakeSession:
         self.position = SimpleNamespace(rank=rank)
         self.config = SimpleNamespace(store=SimpleNamespace(poll_s=0.001), cluster=SimpleNamespace(stall_s=300.0))
         self.store = SimpleNamespace(progress=lambda rollout_id: progress.pop(0) if len(progress) > 1 else progress[0])
+        self.news = SimpleNamespace(lines=lambda: [])
         self.publisher = SimpleNamespace(watch=lambda version: EngineWatch([], version))
         self.version = "1.1"
         self.settling = False  # no checkpoint is being written

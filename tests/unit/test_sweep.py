@@ -214,6 +214,8 @@ def test_the_heads_status_is_the_jobs(tmp_path: Path, monkeypatch: pytest.Monkey
     """Where another node was lost on the way, srun ends with that one's; without a word from the head its own counts."""
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "MEGARL_HOME": str(ROOT), "MEGARL_SETUP": "none", "TMPDIR": str(tmp_path)}
     monkeypatch.setitem(STAND_INS, "srun", 'while [ "$1" != megarl ]; do shift; done; SLURM_PROCID=$RANK "$@"; exit 137')
+    (tmp_path / "megarl-status-7-killed").write_text("1")  # by a start of this job that was killed
+    (tmp_path / "megarl-status-77-lives").write_text("")
     statuses = [script(tmp_path, *SWEEP, **job, SLURM_ARRAY_TASK_ID="9", RANK=rank).returncode for rank in ("0", "1")]
     assert statuses == [2, 137]
-    assert not list(tmp_path.glob("megarl-status-*"))
+    assert [path.name for path in tmp_path.glob("megarl-status-*")] == ["megarl-status-77-lives"]
