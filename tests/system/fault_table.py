@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.manifest import MANIFEST, latest
+from megarl.checkpoint.manifest import MANIFEST, finished, latest
 from megarl.rollout.engine import group_members
 from tests.system.jobs import TINY, Job
 from tests.system.soak import END_S, checkpoints_and_metrics, differences, found_in, kill, run_to_its_end
@@ -267,11 +267,11 @@ def damaged_checkpoint(injured: Injured) -> str:
 
 
 def newest_killed(injured: Injured) -> Path:
-    """The newest checkpoint of the job, whose processes are gone."""
+    """The newest checkpoint of the job, whose processes are gone; there is one before it."""
+    folder = injured.run_dir / "checkpoints"
+    injured.job.until(lambda: len(finished(folder)) > 1, "two checkpoints")
     kill(injured.job)
-    newest = latest(injured.run_dir / "checkpoints")
-    assert newest is not None
-    return newest
+    return finished(folder)[-1]
 
 
 def manifest_removed(injured: Injured) -> str:
