@@ -28,6 +28,7 @@ CONFIG = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
 

@@ -200,6 +200,7 @@ def expert_settings(
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
+        "rope_interleave": True,
         "num_nextn_predict_layers": 0,
     }
 

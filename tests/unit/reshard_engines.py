@@ -30,7 +30,7 @@ _EXPERTS: dict[str, Config] = {
     "deepseek_v3": {"n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 128,
                     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
                     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "head_dim": None,
-                    "num_nextn_predict_layers": 0},
+                    "num_nextn_predict_layers": 0, "rope_interleave": True},
 }  # fmt: skip
 
 
