@@ -182,7 +182,7 @@ def test_a_hostile_text_is_wrong_and_soon(kind: str) -> None:
     info = {"type": kind, "options": ["1", "not", "2", "h"]} if kind.endswith("choice") else {"type": kind}
     for truth_ in [gold] if gold else ["2H2+O2=2H2O", "③①②", "B→A→C", "a>b>c", "①③", "90 min", "12", "床前明月光，疑是地上霜。"]:
         for text in HOSTILE:
-            assert score(f"\\boxed{{{text}x}}", truth_, info)["status"] == "wrong", (truth_, text[:12])
+            assert score(f"\\boxed{{{text}q}}", truth_, info)["status"] == "wrong", (truth_, text[:12])
 
 
 @pytest.mark.parametrize(
