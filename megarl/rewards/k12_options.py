@@ -68,7 +68,7 @@ def _plain(text: str) -> str:
 
 def _of_parts(text: str, options: Mapping[str, str]) -> set[str] | None:
     for parts in (k12_read.split_blanks(text), _PARTS.split(text)):
-        found = [named(part, options) for part in parts if part]
+        found = [named(part, options) for part in parts if part] if len(parts) <= 2 * len(options) else []
         if len(found) > 1 and all(found):
             return set().union(*(part for part in found if part))
     return None

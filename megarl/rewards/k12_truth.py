@@ -6,7 +6,9 @@ import re
 
 from megarl.rewards.normalize import half_width
 
-_TRUE = frozenset(["true", "t", "yes", "y", "correct", "right", "对", "正确", "是", "√", "✓", "✔", "对的", "正确的", "真", "是的", "成立", "v", "\\checkmark", "checkmark", "没错", "无误"])
+_TRUE = frozenset((
+    "true", "t", "yes", "y", "correct", "right", "对", "正确", "是", "√", "✓", "✔", "对的", "正确的", "真", "是的", "成立", "v", "\\checkmark", "checkmark", "没错", "无误",
+))  # fmt: skip
 _FALSE = frozenset(["false", "f", "no", "n", "incorrect", "wrong", "错", "错误", "否", "×", "✗", "✘", "x", "错的", "错误的", "假", "不是", "不对", "不正确", "不成立", "\\times", "times", "不是的", "untrue"]) | {"not true", "not correct", "not right"}
 _DOUBT = re.compile(r"\b(?:or|n?either|nor|maybe|perhaps|possibly|unsure|not sure|probably)\b|[?？]|或|可能(?!正确|成立|对|是对)|不知道|不确定|不清楚|无法")
 _NEVER = r"(?:not|never|cannot|can't|isn't|isnt|aren't|wasn't|doesn't|don't|no\s+longer|不可能|并非|并不|不是|没有|不能|不|没|非|无|未)"

@@ -13,7 +13,7 @@ _CIRCLED = {chr(first + k): k + 1 for first, length in _RUNS for k in range(leng
 _SIGN = f"[{''.join(_CIRCLED)}]"
 _TEXTS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textcircled)\s*\{([^{}]*)\}")
 _ARROW = r"(?:-*[-=]>|→|⟶|➔|➡️?|⇒|\\(?:to|rightarrow|longrightarrow|Rightarrow)(?![a-z]))"
-_SEPARATOR = rf"(?:\s*(?:{_ARROW}|[,;、>|]|-+|—+|\band\b|和|与|及|\bthen\b)\s*){{1,3}}"
+_SEPARATOR = rf"\s*(?:(?:{_ARROW}|[,;、>|]|-+(?![->])|—+(?!—)|\band\b|和|与|及|\bthen\b)\s*){{1,3}}"
 _MARKED = rf"(?:\(\s*{_SIGN}\s*\)|{_SIGN}|\(\s*\d{{1,2}}\s*\))"
 _NUMBER = rf"(?:{_MARKED}|\d{{1,2}}(?!\d))"
 _NOISE = re.compile(r"^(?:(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|order)\s*(?:is|are|:)?|(?:正确的?)?(?:选项|答案|顺序|序号|选择|应选|故选|选|第|只有|只)(?:是|为|:)?|only)\s*|\s*[个项]?[.。;!]*$", re.IGNORECASE)

@@ -15,6 +15,7 @@ from megarl.rewards import compute_score
 from megarl.rewards.k12 import TYPES, check_row, is_multiple_choice, question_type, score
 from megarl.rewards.k12_read import letters, options_of, split_blanks
 from megarl.rewards.k12_truth import truth
+from megarl.rewards.measures import asks_for_unit
 from megarl.rewards.numerals import with_digits
 
 TABLE = Path(__file__).parent / "cases" / "k12.tsv"
@@ -37,7 +38,7 @@ def cases() -> list[tuple[str, bool, Any, str, dict[str, Any]]]:
 
 def test_the_table_is_large_and_has_both_answers_for_every_type() -> None:
     rows = cases()
-    assert len(rows) >= 150
+    assert len(rows) >= 2500
     for kind in TYPES:
         assert {right for name, right, *_ in rows if name == kind} == {True, False}, kind
 
@@ -170,3 +171,32 @@ def test_letters_in_any_order(gold: set[str], draw: Any) -> None:
     draw.shuffle(shuffled)
     for joiner in ("", ", ", "、", " and ", "和"):
         assert score(f"\\boxed{{{joiner.join(shuffled)}}}", "".join(sorted(gold)), {"type": "multiple_choice"})["score"] == 1.0
+
+
+HOSTILE = ["1 , , " * 300, "1 - , " * 300, "not " * 480, r"\text{" * 300, "A-" * 900, "1." + "1" * 1900, "H2+" * 600, "true, " * 300, "a dozen and " * 160, "①→" * 900, "1 h " * 450, "不是" * 900, "(" * 1900, "x>" * 900]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_hostile_text_is_wrong_and_soon(kind: str) -> None:
+    gold = {"choice": "B", "multiple_choice": "AC", "blanks": "3;5", "true_false": "错"}.get(kind)
+    info = {"type": kind, "options": ["1", "not", "2", "h"]} if kind.endswith("choice") else {"type": kind}
+    for truth_ in [gold] if gold else ["2H2+O2=2H2O", "③①②", "B→A→C", "a>b>c", "①③", "90 min", "12", "床前明月光，疑是地上霜。"]:
+        for text in HOSTILE:
+            assert score(f"\\boxed{{{text}q}}", truth_, info)["status"] == "wrong", (truth_, text[:12])
+
+
+@pytest.mark.parametrize(
+    ("question", "asks"),
+    [
+        ("5 m = ____ cm", True),
+        ("How many minutes does it take?", True),
+        ("Give the length in centimetres.", True),
+        ("花了多少元？", True),
+        ("（单位：厘米）", True),
+        ("How long does the film last?", False),
+        ("A rope is 5 m long. How long are two of them?", False),
+        ("绳子有多长？", False),
+    ],
+)
+def test_a_question_may_ask_for_a_unit(question: str, asks: bool) -> None:
+    assert asks_for_unit(question) is asks

@@ -38,7 +38,7 @@ def cases() -> list[tuple[str, str, Any, str, dict[str, Any]]]:
 
 def test_the_table_is_large_and_has_every_status_of_every_subtype() -> None:
     rows = cases()
-    assert len(rows) >= 100
+    assert len(rows) >= 700
     for subtype in SUBTYPES:
         assert {status for name, status, *_ in rows if name == subtype} == set(STATUS.values()), subtype
 
