@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,18 +37,20 @@ sys.exit(main(["--config", sys.argv[1]]))
 
 
 def test_a_checkpoint_that_counts_has_its_steps_in_the_store(folder: Path, tmp_path: Path) -> None:
-    run_dir, disk = tmp_path / "run", ForgetfulDisk(tmp_path)
+    run_dir = tmp_path / "run"
+    disk = ForgetfulDisk(tmp_path, run_dir)
     run_dir.mkdir()
-    config = compose([*jobs.overrides(folder, run_dir, "algorithm.name=sft"), "parallel.dp=1"])
+    config = compose(["parallel=tp1" if setting == "parallel=dp2" else setting for setting in jobs.overrides(folder, run_dir)])
     save_resolved(config, run_dir / "resolved.json")
     (run_dir / "attempt").write_text("1")
     store = Store(config.store.url)
     store.begin_attempt(1)
+    store.close()
+    shutil.copy(run_dir / "store.db", disk.kept)  # the last to close it has synced it
     grid = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.choose("127.0.0.1", 1, None)[0])}
     environment = {**os.environ, **disk.environment, **grid, "MEGARL_ATTEMPT": "1"}
     done = subprocess.run([sys.executable, "-c", RANK, str(run_dir / "resolved.json")], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    store.close()
     cuts = {int(path.name.removeprefix("cut_")): path for path in tmp_path.glob("cut_*")}
     assert len(cuts) >= 3
     for step, path in cuts.items():

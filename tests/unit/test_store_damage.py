@@ -225,7 +225,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("when", ["synced", "not synced"])
 def test_what_is_synced_outlives_a_power_cut(tmp_path: Path, when: str) -> None:
     """On a disk that keeps only what was synced; without ``sync`` the steps are gone, or this test could not fail."""
-    run, disk = tmp_path / "run", ForgetfulDisk(tmp_path)
+    run = tmp_path / "run"
+    disk = ForgetfulDisk(tmp_path, run)
     run.mkdir()
     environment = {**os.environ, **disk.environment}
     subprocess.run([sys.executable, "-c", WRITER, f"sqlite:///{run}/store.db", when], env=environment, check=False)
