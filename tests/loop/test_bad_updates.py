@@ -22,6 +22,7 @@ from megarl.config import compose
 from megarl.store import Store
 from tests import disks
 from tests.parallel.grid import run_grid
+from tests.system.jobs import last_of_each
 
 ALGORITHM = """
 import dataclasses, os
@@ -57,12 +58,12 @@ STEPS = 6
 def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
     files = [f"taskset.{split}={folder}/{split}.jsonl" for split in ("train", "eval")]
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    return [
+    return last_of_each([
         "experiment=sft", "parallel=dp2", *files, f"run.dir={run_dir}", f"algorithm.name={folder}/spoiled.py", f"model.path={folder}/model",
         *(f"model.from_scratch.{name}={value}" for name, value in shape.items()), f"trainer.steps={STEPS}", "trainer.tasks_per_step=16",
         "trainer.updates_per_step=2", "trainer.checkpoint_interval=2", "trainer.keep_checkpoints=9", "trainer.eval_interval=0",
         "trainer.optimizer.warmup_steps=0", *more,
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attempt: int) -> str:

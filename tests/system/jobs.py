@@ -119,7 +119,7 @@ class Job:
     def pid_of(self, role: str) -> int:
         """The process of a role: ``engine``, ``explorer`` or ``trainer <rank>``."""
         kind, _, rank = role.partition(" ")
-        words = {"engine": "vllm.entrypoints", "explorer": "megarl.loop explorer", "trainer": "megarl.loop trainer"}[
+        words = {"engine": "megarl.rollout.server", "explorer": "megarl.loop explorer", "trainer": "megarl.loop trainer"}[
             kind
         ]
         for pid, command in self.processes().items():
