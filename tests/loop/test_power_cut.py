@@ -21,16 +21,16 @@ from pathlib import Path
 from megarl.checkpoint import save
 from megarl.loop.trainer import main
 
-write, kept = save.write_manifest, Path(os.environ["SYNCED"])
+complete, kept = save.complete, Path(os.environ["SYNCED"])
 
 def then_cut(checkpoint, state, *rest):
-    write(checkpoint, state, *rest)
+    complete(checkpoint, state, *rest)
     cut = kept.with_name(f"cut_{state['step']}")
     cut.mkdir()
     for path in kept.glob("store.db*"):
         shutil.copy(path, cut)
 
-save.write_manifest = then_cut
+save.complete = then_cut
 sys.exit(main(["--config", sys.argv[1]]))
 """
 """Keeps, when a manifest is there, what the disk would have of the store then."""
