@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from functools import cache
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +25,26 @@ def die_with(parent: int, number: int) -> None:
         os._exit(1)
 
 
-@cache  # vLLM loads a plugin more than once
+_watched: list[float] = []
+"""How long this process outlives its parent, where it is watched."""
+
+
 def end_after_parent(after_s: float = ALONE_S) -> None:
-    """End this process ``after_s`` after its parent's death, whatever it waits for then: a guard may be dead as well."""
-    threading.Thread(target=_outlive, args=(os.getppid(), after_s), daemon=True, name="parent watch").start()
+    """End this process ``after_s`` after its parent's death, whatever it waits for then: a guard may be dead as well.
+
+    The same holds for what it forks. A second call changes nothing.
+    """
+    if not _watched:
+        _watched.append(after_s)
+        _watch()
+
+
+def _watch() -> None:
+    if _watched:
+        threading.Thread(target=_outlive, args=(os.getppid(), *_watched), daemon=True, name="parent watch").start()
+
+
+os.register_at_fork(after_in_child=_watch)  # a thread is not forked with its process
 
 
 def _outlive(parent: int, after_s: float) -> None:

@@ -26,8 +26,8 @@ from megarl.launch.placement import Place
 from megarl.launch.postgres import Server, job_store
 from megarl.launch.prepare import with_prompt_limit
 from megarl.launch.remote import Gathering, RemoteNode
-from megarl.launch.resume import check_store_of_run, is_finished, set_aside_damaged
-from megarl.launch.run_dir import check_fence, next_attempt, own_run_dir
+from megarl.launch.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
+from megarl.launch.run_dir import check_fence, next_attempt, own_run_dir, run_id
 from megarl.launch.store_repair import rebuild_damaged_store
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.auth import KEY_VARIABLE
@@ -195,10 +195,13 @@ def _fill_store(config: Config, tasks: Mapping[str, list[Task]], attempt: int) -
 
     Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
     """
+    run_dir = Path(config.run.dir)
     store = Store(config.store.url, outage_s=config.store.outage_s)
+    check_owner_of_store(config, run_dir, store)
     store.begin_attempt(attempt)
-    check_store_of_run(config, Path(config.run.dir), store)
-    found = latest(Path(config.run.dir) / "checkpoints")
+    check_store_of_run(config, run_dir, store)
+    store.set_run_id(run_id(run_dir))
+    found = latest(run_dir / "checkpoints")
     store.discard_rollouts(0 if found is None else int(read_state(found)["step"]))
     for split, rows in tasks.items():
         if store.tasks(split) != rows:

@@ -28,6 +28,7 @@ from megarl.config import Config
 from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.changes import FREE, Change, changes_since_last_start, described, has_checkpoints, is_in, listed
+from megarl.launch.run_dir import run_id
 from megarl.parallel.grid import ROLES
 from megarl.store import Store
 
@@ -166,6 +167,20 @@ def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str
     commons = [checkpoint / model / COMMON for model in sorted(models)]
     broken = [str(common) for common in commons if not zipfile.is_zipfile(common)]
     return f"{broken[0]} is missing or not whole" if broken else None
+
+
+def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
+    """Before anything is written: a run that has checkpoints goes on with its own store, or one of which no owner is recorded.
+
+    Raises:
+        ConfigError: the store is another run's, which would lose what this run does not have.
+    """
+    owner = store.run_id()
+    if owner is not None and owner != run_id(run_dir) and has_checkpoints(run_dir):
+        raise ConfigError(
+            f"store.url={config.store.url} is the store of another run (run {owner}; {run_dir / 'run_id'} has {run_id(run_dir)}); "
+            "give the URL that this run had before"
+        )
 
 
 def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:

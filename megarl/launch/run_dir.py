@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
+import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -119,14 +121,27 @@ def _holders(handle: IO[str]) -> dict[int, str]:
 
 
 def _end(orphans: Sequence[int], supervisor: str) -> None:
-    """Kill what a supervisor that is dead has left: its guard is gone too, or would have done it."""
+    """Kill what a supervisor that is dead has left: its guard is gone too, or would have done it.
+
+    A process that leads a session ends with all of it, as the job's own do. Of any other process the group may be the shell's that
+    started the job, and this process's own: only it is killed.
+    """
     names = ", ".join(f"process {pid}" for pid in orphans)
     log.warning("ending %s: left of process %s, which is dead, and alive %g s later", names, supervisor, ORPHANS_S)
-    groups = set()
     for pid in orphans:
         with suppress(ProcessLookupError):
-            groups.add(os.getpgid(pid))
-    end(groups, 0.0)
+            if os.getsid(pid) == pid:
+                end([pid], 0.0)
+            else:
+                os.kill(pid, signal.SIGKILL)
+
+
+def run_id(run_dir: Path) -> str:
+    """The run's identity, made when it is first asked for; its store has it too, so that no other run's is taken for it."""
+    path = run_dir / "run_id"
+    if not path.is_file():
+        write_text(path, secrets.token_hex(8))
+    return path.read_text().strip()
 
 
 def _holder(text: str) -> tuple[str, str, str]:

@@ -372,8 +372,20 @@ class Store:
         query = select(JOB.c.value).where(JOB.c.key == "state")
         return self._read(lambda connection: connection.scalar(query)) or "open"
 
+    def run_id(self) -> str | None:
+        """Identity of the run whose store this is; None in a new one, and in those from before there were any."""
+        query = select(JOB.c.value).where(JOB.c.key == "run")
+        return self._read(lambda connection: connection.scalar(query))
+
+    def set_run_id(self, run_id: str) -> None:
+        """Take the store for a run. Safe to repeat."""
+        self._set_job("run", run_id)
+
     def _set_job_state(self, state: JobState) -> None:
-        self._write(lambda connection, again: put(connection, JOB, [{"key": "state", "value": state}]))
+        self._set_job("state", state)
+
+    def _set_job(self, key: str, value: str) -> None:
+        self._write(lambda connection, again: put(connection, JOB, [{"key": key, "value": value}]))
 
 
 def _metrics(table: Table, row: Any) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def exploring(store: Store, engine: RunningEngine) -> Iterator[None]:
 def session(store: Store) -> Any:
     return SimpleNamespace(
         store=store,
+        news=rollouts.News(store),
         config=Config(
             algorithm=AlgorithmConfig(group_size=4, dynamic_sampling=True),
             trainer=TrainerConfig(tasks_per_step=8, seed=3),

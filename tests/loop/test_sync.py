@@ -269,7 +269,7 @@ OTHER_ENGINES: dict[str, dict[str, Any]] = {
 def test_other_engines(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, kind: str) -> None:
     options: Mapping[str, Any] = OTHER_ENGINES[kind]
     rollout = RolloutConfig(
-        **{"max_num_seqs": 64, "kv_cache_bytes": 2**26, "start_timeout_s": 240.0, **options.get("rollout", {})}
+        **{"max_prompt_tokens": 128, "max_num_seqs": 64, "kv_cache_bytes": 2**26, "start_timeout_s": 240.0, **options.get("rollout", {})}
     )
     dtype = options.get("dtype", "float32")
     engine = tiny_engine(

@@ -194,11 +194,11 @@ import os, sys
 from pathlib import Path
 from megarl.launch.process import Child
 waits = (
-    "import signal, threading; from megarl.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); end_after_parent(0.2); "
-    "print('up', flush=True); lock = threading.Lock(); lock.acquire(); lock.acquire()"
+    "import os, signal, threading; from megarl.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); end_after_parent(0.2); "
+    "os.fork(); print('up', flush=True); lock = threading.Lock(); lock.acquire(); lock.acquire()"
 )
 child = Child("trainer rank 0", [sys.executable, "-c", waits], {}, Path(sys.argv[1]))
-while "up" not in child.log.read_text():
+while child.log.read_text().count("up") < 2:  # itself, and what it has forked
     pass
 print(child.pid, flush=True)
 os.kill(os.getpid(), 9)
@@ -637,6 +637,29 @@ def test_a_start_ends_what_a_killed_supervisor_and_its_guard_left(
         finally:
             other.kill()
     assert f"process {orphan}" in caplog.text
+
+
+BESIDE_ORPHANS = """
+import os, sys, time
+from pathlib import Path
+from megarl.launch import run_dir
+run_dir.ORPHANS_S = 0.3
+started = os.fork()
+if not started:
+    with run_dir.own_run_dir(Path(sys.argv[1])):
+        if not os.fork():
+            time.sleep(600)  # a process of a library, in the group of whoever started the job
+        os.kill(os.getpid(), 9)
+os.waitpid(started, 0)
+with run_dir.own_run_dir(Path(sys.argv[1])):
+    print("started again", flush=True)
+"""
+
+
+def test_a_start_ends_no_process_beside_an_orphan(tmp_path: Path) -> None:
+    """An orphan that leads no session is in the group of the shell, and of the start that ends it."""
+    done = subprocess.run([sys.executable, "-c", BESIDE_ORPHANS, str(tmp_path)], capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert (done.returncode, done.stdout) == (0, "started again\n"), done.stderr
 
 
 def test_a_start_names_what_it_may_not_end(tmp_path: Path, orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
