@@ -23,6 +23,7 @@ import pytest
 
 from megarl import algorithms
 from megarl.architectures import Head, architecture
+from megarl.architectures.complete import complete
 from megarl.config import Config, compose, config_dir
 from megarl.config.schema import ParallelConfig, RolloutConfig
 from megarl.errors import ConfigError
@@ -71,6 +72,11 @@ def engine_layout(path: str, rollout: RolloutConfig) -> Layout:
 
 
 def hf_config(path: str | None) -> dict[str, Any]:
+    return complete(published_config(path))
+
+
+def published_config(path: str | None) -> dict[str, Any]:
+    """As it is in ``config.json``, with keys left out."""
     name = Path(str(path)).name
     if name == "Llama-3.1-8B-RM":
         base = MODELS["Llama-3.1-8B-Instruct"]["config"]
@@ -117,7 +123,7 @@ def test_algorithms_compose_with_ones_own_experiment(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tables_count_the_published_parameters(name: str) -> None:
-    config, published = MODELS[name]["config"], MODELS[name]["parameters"]
+    config, published = complete(MODELS[name]["config"]), MODELS[name]["parameters"]
     assert sum(math.prod(shape) for shape in architecture(config).tensors(config).values()) == published
 
 
@@ -296,7 +302,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pq.write_table(pa.concat_tables([rows] * (1 if path.stem in ("test", "aime_2024") else 1024)), path)
     write_tokenizer(folder / "tokenizer")
     for name in [*MODELS, "Llama-3.1-8B-RM"]:
-        write_model(Path(shutil.copytree(folder / "tokenizer", folder / "models" / name)), hf_config(name))
+        write_model(Path(shutil.copytree(folder / "tokenizer", folder / "models" / name)), published_config(name))
     return folder
 
 
@@ -312,7 +318,8 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     score = "SequenceClassification" in config["architectures"][0]
     header, end = {}, 0
-    for name, shape in architecture(config, "score" if score else "lm").tensors(config).items():
+    full = complete(config)
+    for name, shape in architecture(full, "score" if score else "lm").tensors(full).items():
         wide = name.endswith("e_score_correction_bias")
         start, end = end, end + math.prod(shape) * (4 if wide else 2)
         header[name] = {"dtype": "F32" if wide else "BF16", "shape": shape, "data_offsets": [start, end]}

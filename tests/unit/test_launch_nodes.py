@@ -478,7 +478,7 @@ def test_a_later_attempt_ends_this_one(tmp_path: Path) -> None:
         attempt = next_attempt(tmp_path)
         next_attempt(tmp_path)
         assert current_attempt(tmp_path) == attempt + 1
-        with pytest.raises(FencedError, match="attempt 2 of this run has begun"):
+        with pytest.raises(FencedError, match="attempt 2 of the run in .* has begun"):
             watch([Started(process, here)], StopRequest(), config_of(tmp_path), attempt)
         assert process.poll() is not None
 
