@@ -55,7 +55,8 @@ def _watched(waiting: Generator[Any, Any, Any], name: str, limit_s: float) -> Ge
         ready = yield wanted
         pulse.waited()
         now = time.monotonic()
-        waited_s += min(now - looked, 1.0)  # who was stopped together with the server has not waited
+        # A process that was stopped together with the server has not waited; data that arrive begin a new wait.
+        waited_s = 0.0 if ready else waited_s + min(now - looked, 1.0)
         looked = now
         if not ready and waited_s > limit_s:
             raise Unanswered(waited_s)
