@@ -6,6 +6,7 @@ directory. Memory is a few blocks of ``stream.BLOCK_ELEMENTS`` for each worker, 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
@@ -20,7 +21,7 @@ import torch
 
 from megarl.checkpoint.opened import Head, Opened, family, open_dist_checkpoint, open_hf_checkpoint
 from megarl.checkpoint.output import Finished, Output
-from megarl.checkpoint.overwrite import check_target
+from megarl.checkpoint.overwrite import check_replaceable, check_target, named_target
 from megarl.checkpoint.pool import Count, each
 from megarl.checkpoint.slices import Source
 from megarl.checkpoint.stream import Digests, OutFile, Region, Transfer, add
@@ -70,6 +71,7 @@ def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Sett
 
     Raises CheckpointError for a source that does not fit its family's table, an existing target and a full disk.
     """
+    target = named_target(target)
     opened = open_hf_checkpoint(source, settings.head, settings.mtp)
     return _to_megatron(opened, target, settings)
 
@@ -77,12 +79,14 @@ def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Sett
 def convert_megatron_to_hf(source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()) -> Report:  # noqa: B008
     """Write the model of a dist_checkpointing directory as an HF checkpoint. ``config``: directory of config.json and tokenizer
     (None: the checkpoint's own). Raises CheckpointError as above."""
+    target = named_target(target)
     opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
     return _run(opened, HFTarget(opened, settings.dtype, settings.file_bytes), target, settings)
 
 
 def reshard_checkpoint(source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()) -> Report:  # noqa: B008
     """Write the model of a dist_checkpointing directory again, cut for ``settings.grid``. Raises CheckpointError as above."""
+    target = named_target(target)
     opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
     return _to_megatron(opened, target, settings)
 
@@ -97,11 +101,12 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
     began = time.monotonic()
     nonfinite: dict[str, str] | None = {} if settings.allow_nonfinite else None
     transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers, nonfinite)
+    sources = (opened.path, opened.config_path)
     try:
-        check_target(where, (opened.path, opened.config_path), overwrite=settings.overwrite)
+        check_target(where, sources, overwrite=settings.overwrite)
         _check_casts(opened, target)
         check_written(opened, workers=settings.workers, progress=settings.progress)
-        with Output(where, _fingerprint(opened, target)) as output:
+        with Output(where, _fingerprint(opened, target), functools.partial(check_replaceable, where, sources, overwrite=settings.overwrite)) as output:
             work = _Work(transfer, target, output, settings)
             kept = work.check_finished()
             left = [file for file in target.files if file.name not in output.finished]

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,15 +55,17 @@ class Output:
     Args:
         target: Where it will appear.
         job: Fingerprint of source and settings: files of another job are not kept.
+        check: Called last before what is at ``target`` is replaced; raises CheckpointError where it may not be.
 
     What is at ``target`` is replaced at the end; ``overwrite.check_target`` refuses it before. Raises CheckpointError when
     another process is writing it.
     """
 
-    def __init__(self, target: Path, job: str) -> None:
+    def __init__(self, target: Path, job: str, check: Callable[[], None] = lambda: None) -> None:
         self.target = target
         self.path = partial_path(target)
         self._job = job
+        self._check = check
         self.finished: dict[str, Finished] = {}
 
     def __enter__(self) -> Output:
@@ -81,6 +83,7 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None and not self.finished:
+            self._remove_files()
             _remove(self.path)
         self._lock.close()
 
@@ -104,10 +107,14 @@ class Output:
         return found
 
     def _clear(self) -> None:
-        for entry in self.path.iterdir():
+        self._remove_files()
+        self.keep([])
+
+    def _remove_files(self) -> None:
+        """Remove all but the lock; the journal, which tells that the files are a conversion's, is the last."""
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
             if entry.name != LOCK:
                 _remove(entry)
-        self._append(json.dumps({"job": self._job}))
 
     def keep(self, records: Iterable[Finished]) -> None:
         """Begin a new journal with these records only."""
@@ -144,6 +151,7 @@ class Output:
         """Write the manifest, the last file, and give the directory its name; an older one is moved aside first."""
         sync_tree(self.path)
         write_json(self.path / MANIFEST, manifest)
+        self._check()
         (self.path / JOURNAL).unlink()
         (self.path / LOCK).unlink()
         replace_directory(self.path, self.target)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 from megarl.checkpoint.output import JOURNAL, LOCK, MANIFEST, partial_path
@@ -13,24 +16,59 @@ from megarl.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", MANIFEST)
+_EXPORTED = (*_WEIGHTS, "config.json", "generation_config.json", *_TOKENIZER)
+_DIST = ("__*.distcp", "common.pt", ".metadata", "metadata.json")
+_CONVERTING = (*_EXPORTED, *_DIST, LOCK, JOURNAL, f".{JOURNAL}.*.tmp")
+"""Names in a directory that a conversion writes; the small files of its source come in addition."""
+
+
+def named_target(target: Path) -> Path:
+    """The target with a last name (``sub/..`` has none). Raises CheckpointError for a directory that cannot be renamed."""
+    if target.name in ("", ".."):
+        target = target.resolve()
+    if Path.cwd().is_relative_to(target.resolve()):
+        raise CheckpointError(f"{target} is the working directory or contains it; give another directory as target")
+    if os.path.ismount(target):
+        raise CheckpointError(f"{target} is a mount point, which cannot be replaced; give a directory inside it")
+    return target
+
 
 def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
     """Raise CheckpointError unless ``target`` can be written without the loss of a file that no conversion wrote.
 
     Args:
         target: It may exist with ``overwrite`` only; then it is empty or holds a converted checkpoint and no other file.
-        sources: Directories that are read; none may contain an existing target or lie inside it.
+        sources: Directories that are read; none may contain the target or lie inside it, nor in its temporary directories.
     """
-    for temporary in (partial_path(target), aside(target)):
-        if temporary.exists() and not _is_temporary(temporary):
-            raise CheckpointError(f"{temporary} was not written by megarl, but is needed to write {target}; move it away")
+    sources = tuple(sources)
+    partial = partial_path(target)
+    if _exists(partial):
+        check_apart(partial, sources)
+        if not _is_partial(partial, sources):
+            raise CheckpointError(f"{partial} was not written by megarl, but is needed to write {target}; move it away")
+    check_replaceable(target, sources, overwrite=overwrite)
+
+
+def check_replaceable(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
+    """The part of ``check_target`` that is repeated when the target gets its name: others may have written there since."""
+    check_apart(target, sources)
+    if _exists(old := aside(target)):
+        check_apart(old, sources)
+        if (other := _other_files(old)) is not None:
+            raise CheckpointError(f"{old} {other}, but is needed to write {target}; move it away")
+    _check_existing(target, overwrite)
     if recover_directory(target):
         log.warning("%s was being replaced when that was killed: the old one is back", target)
-    if not (target.exists() or target.is_symlink()):
+        _check_existing(target, overwrite)
+
+
+def _check_existing(target: Path, overwrite: bool) -> None:
+    if not _exists(target):
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists; give another directory, or --overwrite to replace it")
-    check_apart(target, sources)
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; --overwrite replaces converted checkpoints only; give another path")
     if (other := _other_files(target)) is not None:
@@ -40,39 +78,92 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
 
 
 def check_apart(target: Path, sources: Iterable[Path]) -> None:
-    """Raise CheckpointError if the target is one of the directories that are read, contains one or lies inside one."""
-    place = target.resolve()
+    """Raise CheckpointError if the target is one of the directories that are read, contains one or lies inside one.
+
+    Links in a source count as what they point to, and a directory that is mounted twice is one directory.
+    """
+    places = {target.resolve(), target.parent.resolve() / target.name}
     for source in sources:
-        if source.resolve().is_relative_to(place):
-            raise CheckpointError(f"{target} contains the source {source}, which would be deleted; give another directory")
-        if place.is_relative_to(source.resolve()):
-            raise CheckpointError(f"{target} is inside the source {source}, which would lose files; give another directory")
+        for read in (source, *(path for path in source.rglob("*") if path.is_symlink())):
+            if any(_is_inside(read.resolve(), place) for place in places):
+                raise CheckpointError(f"{target} contains the source {read}, which would be deleted; give another directory")
+            if any(_is_inside(place, read.resolve()) for place in places):
+                raise CheckpointError(f"{target} is inside the source {read}, which would lose files; give another directory")
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """True if a resolved path is the folder or lies in it, by its name or through another mount."""
+    if path.is_relative_to(folder):
+        return True
+    return folder.is_dir() and any(parent.exists() and parent.samefile(folder) for parent in (path, *path.parents))
 
 
 def check_export_target(target: Path, sources: Iterable[Path]) -> None:
-    """Raise CheckpointError unless ``target`` is new, empty or an HF checkpoint (files, no folders), apart from ``sources``."""
+    """Raise CheckpointError unless ``target`` is new, empty or holds only what an export of ``sources`` writes, apart from them."""
     if not target.exists():
         return
+    sources = tuple(sources)
     check_apart(target, sources)
-    entries = list(target.iterdir()) if target.is_dir() else [target]
-    is_hf = any(entry.name == "config.json" or entry.suffix == ".safetensors" for entry in entries)
-    if entries and (not is_hf or any(entry.is_dir() for entry in entries)):
+    if not target.is_dir():
         raise CheckpointError(f"{target} is not an HF checkpoint, so an exported one does not replace it; move it away")
+    names = {entry.name for entry in target.iterdir()}
+    other = _unknown(target, _EXPORTED, sources)
+    if names and (other or "config.json" not in names):
+        found = f"has {other[0]}" if other else "has no config.json"
+        raise CheckpointError(f"{target} is not an HF checkpoint, so an exported one does not replace it: it {found}; move it away")
 
 
-def _is_temporary(path: Path) -> bool:
-    """True for an empty folder, what a conversion left in the middle, and a converted checkpoint that was being removed."""
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
-    return not names or bool(names & {JOURNAL, LOCK, MANIFEST})
+def _is_partial(path: Path, sources: Iterable[Path]) -> bool:
+    """True for an empty folder and for one that a conversion left, with no other files than it writes."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    if JOURNAL not in names and MANIFEST in names:
+        return _other_files(path, (LOCK,)) is None  # killed between the manifest and the rename
+    if JOURNAL in names:
+        return _is_journal(path / JOURNAL) and not _unknown(path, _CONVERTING, sources, folders=True)
+    begun = not [name for name in names if name != LOCK and not fnmatch(name, f".{JOURNAL}.*.tmp")]
+    return begun and (LOCK not in names or (path / LOCK).stat().st_size == 0)
 
 
-def _other_files(target: Path) -> str | None:
+def _is_journal(path: Path) -> bool:
+    try:
+        value = json.loads(path.read_text().partition("\n")[0])
+    except (OSError, ValueError):
+        return False
+    return isinstance(value, dict) and set(value) == {"job"}
+
+
+def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, folders: bool = False) -> list[str]:
+    """Entries whose names fit no pattern and are no small file's of a source; ``folders``: ``huggingface/`` may be there."""
+    copied = {path.name for source in sources for path in source.iterdir() if path.is_file()}
+    found = []
+    for entry in sorted(folder.iterdir()):
+        if folders and entry.name == "huggingface" and entry.is_dir() and not entry.is_symlink():
+            found += [f"{entry.name}/{name}" for name in _unknown(entry, patterns, sources)]
+        elif not entry.is_file() or not (entry.name in copied or any(fnmatch(entry.name, pattern) for pattern in patterns)):
+            found.append(entry.name)
+    return found
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _other_files(target: Path, known: Iterable[str] = ()) -> str | None:
     """How the directory is more, or other, than a converted checkpoint; None where it is one, or empty."""
+    if target.exists() and not target.is_dir():
+        return "is a file"
     found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}
     if not found:
         return None
     manifest = read_target_manifest(target)
     if manifest is None:
         return f"has no {MANIFEST}"
-    other = sorted(found - {MANIFEST, *manifest.files, *manifest.beside})
-    return f"has {other[0]}{f' and {len(other) - 1} more files' if other[1:] else ''} besides the checkpoint" if other else None
+    if other := sorted(found - {MANIFEST, *manifest.files, *manifest.beside, *known}):
+        return f"has {other[0]}{f' and {len(other) - 1} more files' if other[1:] else ''} besides the checkpoint"
+    for name in sorted(found & manifest.files.keys()):
+        size = (target / name).lstat().st_size if not (target / name).exists() else (target / name).stat().st_size
+        if size != manifest.files[name]:
+            return f"has {name} with {size} bytes, {MANIFEST} has {manifest.files[name]} bytes"
+    return None

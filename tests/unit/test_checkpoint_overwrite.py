@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint import convert
 from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf, reshard_checkpoint
 from megarl.checkpoint.output import MANIFEST
+from megarl.checkpoint.overwrite import check_apart, check_export_target
 from megarl.errors import CheckpointError
 from megarl.reshard.layouts import MegatronGrid
 from tests.unit.reshard_cases import qwen3_config
@@ -89,7 +92,8 @@ def test_a_checkpoint_of_ours_and_an_empty_folder_are_replaced(root: Path) -> No
     (root / "meg").mkdir()
     convert_hf_to_megatron(root / "models/hf", root / "meg", OVERWRITE)
     convert_hf_to_megatron(root / "models/hf", root / "meg", OVERWRITE)
-    (root / "meg/__0_0.distcp").write_bytes(b"damaged")  # repeating the command is the way to repair it
+    file = root / "meg/__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))  # repeating the command is the way to repair it
     convert_hf_to_megatron(root / "models/hf", root / "meg", OVERWRITE)
     convert_megatron_to_hf(root / "meg", root / "back", settings=OVERWRITE)
     convert_megatron_to_hf(root / "meg", root / "back", settings=OVERWRITE)
@@ -133,3 +137,136 @@ def test_an_export_does_not_replace_its_source(root: Path) -> None:
     with pytest.raises(CheckpointError, match=r"contains the source .*models/hf"):
         export(config, MegatronGrid(), random_hf(config), root / "models/hf", linked(root) / "hf")
     assert contents(root / "models") == {name.removeprefix("models/"): data for name, data in before.items()}
+
+
+def refused(root: Path, source: str, target: Path | str, match: str, settings: Settings = QUIET) -> None:
+    """The conversion raises, and every file stays as it was."""
+    before = contents(root)
+    with pytest.raises(CheckpointError, match=match):
+        convert_hf_to_megatron(root / source, Path(target), settings)
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("name", [".x.old", ".x.partial"])
+def test_a_source_with_the_name_of_a_temporary_folder_is_refused(root: Path, name: str, exists: bool) -> None:
+    shutil.copytree(root / "models/hf", root / name)
+    if exists:
+        shutil.copytree(root / "models/hf", root / "x")
+    refused(root, name, root / "x", rf"contains the source .*\{name}, which would be deleted")
+
+
+def test_a_backup_with_other_files_is_not_removed(root: Path) -> None:
+    convert_hf_to_megatron(root / "models/hf", root / ".x.old", QUIET)
+    (root / ".x.old/training_log.txt").write_text("keep me")
+    shutil.copytree(root / ".x.old", root / "x")
+    refused(root, "models/hf", root / "x", r"\.x\.old has training_log.txt .*move it away")
+    refused(root, "models/hf", root / "x", r"\.x\.old has training_log.txt .*move it away", OVERWRITE)
+    (root / ".x.old/training_log.txt").unlink()
+    (root / "x/training_log.txt").unlink()
+    refused(root, "models/hf", root / "x", r"x exists; give another directory")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"lock": "", "mine.txt": "keep me"},
+        {"lock": "keep me"},
+        {"journal.jsonl": "keep me"},
+        {"journal.jsonl": '{"job": "0"}\n', "mine.txt": "keep me"},
+        {"journal.jsonl": '{"job": "0"}\n', "huggingface/mine.txt": "keep me"},
+        {MANIFEST: '{"tensors": {}, "files": {}}', "mine.txt": "keep me"},
+    ],
+    ids=["lock", "other lock", "other journal", "journal", "inner", "manifest"],
+)
+def test_a_partial_folder_with_other_files_is_not_emptied(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / ".x.partial" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / ".x.partial" / name).write_text(text)
+    refused(root, "models/hf", root / "x", r"\.x\.partial was not written by megarl, .* move it away")
+
+
+def test_weights_of_another_size_are_not_replaced(root: Path) -> None:
+    convert_hf_to_megatron(root / "models/hf", root / "meg", QUIET)
+    (root / "meg/__0_0.distcp").write_bytes(b"fine-tuned")
+    refused(root, "models/hf", root / "meg", r"meg has __0_0.distcp with 10 bytes, .*move it away", OVERWRITE)
+
+
+def test_a_source_of_links_into_the_target_is_refused(root: Path) -> None:
+    convert_hf_to_megatron(root / "models/hf", root / "meg", QUIET)
+    convert_megatron_to_hf(root / "meg", root / "back", settings=QUIET)
+    (root / "variant").mkdir()
+    for path in (root / "back").iterdir():
+        if path.name != MANIFEST:
+            (root / "variant" / path.name).symlink_to(path)
+    refused(root, "variant", root / "back", r"back contains the source .*variant/", OVERWRITE)
+
+
+def test_a_folder_that_is_mounted_twice_is_one_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount needs root: two inodes are made equal instead."""
+    (root / "bind").mkdir()
+    samefile = Path.samefile
+    both = {root / "bind", root / "models"}
+    monkeypatch.setattr(Path, "samefile", lambda a, b: {a, b} == both or samefile(a, b))
+    with pytest.raises(CheckpointError, match=r"models contains the source .*bind"):
+        check_apart(root / "models", [root / "bind"])
+    with pytest.raises(CheckpointError, match=r"models contains the source .*bind/hf"):
+        (root / "bind/hf").mkdir()
+        check_apart(root / "models", [root / "bind/hf"])
+    with pytest.raises(CheckpointError, match=r"models/new is inside the source .*bind"):
+        check_apart(root / "models/new", [root / "bind"])
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_target_that_appears_while_converting_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool) -> None:
+    check = convert.check_written
+
+    def appear(*args: object, **options: object) -> None:
+        (root / "out").mkdir()
+        (root / "out/mine.txt").write_text("keep me")
+        check(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(convert, "check_written", appear)
+    with pytest.raises(CheckpointError, match=r"out (exists|has no)"):
+        convert_hf_to_megatron(root / "models/hf", root / "out", OVERWRITE if overwrite else QUIET)
+    assert contents(root / "out") == {"mine.txt": b"keep me"}
+    monkeypatch.undo()
+    shutil.rmtree(root / "out")
+    assert convert_hf_to_megatron(root / "models/hf", root / "out", QUIET).kept_files > 0
+
+
+@pytest.mark.parametrize("target", [".", "..", "sub/..", "/", "../..", "../work"])
+def test_the_working_directory_is_no_target(root: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    (root / "work/sub").mkdir(parents=True)
+    monkeypatch.chdir(root / "work")
+    monkeypatch.setattr(convert, "open_hf_checkpoint", lambda *_: pytest.fail("the source is read"))
+    refused(root, "models/hf", target, "is the working directory or contains it; give another directory", OVERWRITE)
+
+
+def test_a_mount_point_is_no_target(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == root / "disk")
+    refused(root, "models/hf", root / "disk", "disk is a mount point, which cannot be replaced", OVERWRITE)
+
+
+def test_a_new_target_inside_the_source_is_refused(root: Path) -> None:
+    refused(root, "models/hf", root / "models/hf/meg", "hf/meg is inside the source .*models/hf")
+    (root / "elsewhere").mkdir()
+    (root / "models/hf/link").symlink_to(root / "elsewhere")
+    refused(root, "models/hf", root / "models/hf/link", "link (is inside|contains) the source .*models/hf", OVERWRITE)
+
+
+@pytest.mark.parametrize("names", [["config.json", "thesis.tex"], ["model.safetensors"], ["config.json", "adapter.safetensors"]])
+def test_an_export_replaces_only_what_exports_write(root: Path, names: list[str]) -> None:
+    (root / "out").mkdir()
+    for name in names:
+        (root / "out" / name).write_text("keep me")
+    with pytest.raises(CheckpointError, match=r"out is not an HF checkpoint, .* move it away"):
+        check_export_target(root / "out", [root / "models/hf"])
+
+
+def test_an_export_replaces_an_older_one(root: Path) -> None:
+    (root / "models/hf/NOTICE").write_text("copied with the model")
+    config = qwen3_config()
+    for _ in range(2):
+        export(config, MegatronGrid(), random_hf(config), root / "models/hf", root / "out")
+    assert (root / "out/NOTICE").is_file()
