@@ -10,7 +10,7 @@ _TRUE = frozenset((
     "true", "t", "yes", "y", "correct", "right", "对", "正确", "是", "√", "✓", "✔", "对的", "正确的", "真", "是的", "成立", "v", "\\checkmark", "checkmark", "没错", "无误",
 ))  # fmt: skip
 _FALSE = frozenset(["false", "f", "no", "n", "incorrect", "wrong", "错", "错误", "否", "×", "✗", "✘", "x", "错的", "错误的", "假", "不是", "不对", "不正确", "不成立", "\\times", "times", "不是的", "untrue"]) | {"not true", "not correct", "not right"}
-_DOUBT = re.compile(r"\b(?:or|n?either|nor|maybe|perhaps|possibly|unsure|not sure|probably)\b|[?？]|或|可能(?!正确|成立|对|是对)|不知道|不确定|不清楚|无法")
+_DOUBT = re.compile(r"\b(?:or|n?either|nor|maybe|perhaps|possibly|unsure|not sure|probably)\b|[?？]|或|(?<!不)可能|不知道|不确定|不清楚|无法")
 _NEVER = r"(?:not|never|cannot|can't|isn't|isnt|aren't|wasn't|doesn't|don't|no\s+longer|不可能|并非|并不|不是|没有|不能|不|没|非|无|未)"
 _BETWEEN = r"(?:\s*(?:be|a|an|the|at\s+all|really|actually|in\s+fact|logically|mathematically|strictly|是|能|会|够)\b|\s*(?:是|能|会|说|认为))*\s*"
 _PARTLY = r"(?:always|entirely|completely|necessarily|fully|totally|exactly|wholly|altogether|perfectly|universally|generally|all|quite|strictly\s+speaking|完全|一定|必然|总是|总|全|都)"
@@ -33,6 +33,7 @@ _CLAIM = re.compile(
     r"|(?:说法|结论|判断|命题|题目|题|答案|这句话|句子|此|这|它)(?:[^,.;:!。]{0,8})(?:正确|错|对|成立|有误)|应该?[是为]\s*[对错正√×][^,.;:!。]{0,3}$"
 )
 _CONDITION = re.compile(r"\bif\b|\bwere\b|\bwould\b|\bonly\b|如果|假如|若|只有|\bunless\b")
+_NOT_THE_ANSWER = re.compile(r"(?:\b(?:is|was)\s+not|\bisn't)\s+(?:the|my|an?)\s+(?:\w+\s+)?(?:answer|choice|verdict)\b|不是(?:正确)?答案")
 _CLAUSE = re.compile(r"[,.;:!?/()。]|\\\\|\bbut\b|\band\b|\bso\b|\bwait\b|\bactually\b|\btherefore\b|\bhence\b|但是?|所以|因此|然而|其实")
 
 
@@ -59,11 +60,11 @@ def truth(text: str) -> bool | None:
     if head := _HEAD.match(sentence):
         said = head["letter"] == "t" if head["letter"] else exact_truth(head["word"])
         return None if said is None or _taken_back(sentence[head.end() :], said) else said
-    if _DOUBT.search(sentence):
+    if _DOUBT.search(sentence) or _CONDITION.search(sentence):
         return None
     found = _predicates(sentence)
     said = found.pop() if len(found) == 1 else None
-    return None if said is None or _opposite_clause(sentence, said) else said
+    return None if said is None or _NOT_THE_ANSWER.search(sentence) or _opposite_clause(sentence, said) else said
 
 
 def _predicates(text: str) -> set[bool | None]:
