@@ -30,7 +30,8 @@ PREFIX = "global_step_"
 MANIFEST = "state.json"
 PIECE = 1 << 22
 """Bytes of a file that are read and digested at once."""
-_UNFINISHED = re.compile(rf"{PREFIX}\d+\.attempt_(\d+)")
+_UNFINISHED = re.compile(rf"{PREFIX}[0-9]+\.attempt_([0-9]+)")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _BESIDE_STATE = ("made", "files")
 """What a manifest holds beside the state that a job goes on from: who made it, and its files."""
 
@@ -59,7 +60,7 @@ def current_attempt(run_dir: Path) -> int:
     path = run_dir / "attempt"
     if not path.is_file():
         return 0
-    if not (text := path.read_text().strip()).isdigit():
+    if not _NUMBER.fullmatch(text := path.read_text(errors="replace").strip()):
         raise JobError(
             f"{path} has no number but {text[:40]!r}, which megarl has not written; write the largest number there that a line of "
             "metrics.jsonl has as training/attempt, or a larger one"
@@ -90,7 +91,7 @@ def finished(folder: Path) -> list[Path]:
 
 def in_order(folder: Path) -> list[Path]:
     """Checkpoints by step, those without a manifest too."""
-    steps = {int(p.name.removeprefix(PREFIX)): p for p in folder.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()}
+    steps = {int(name): p for p in folder.glob(f"{PREFIX}*") if _NUMBER.fullmatch(name := p.name.removeprefix(PREFIX))}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -138,7 +139,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(path.read_text())
         if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("phase"), str):
             raise ValueError("it has no step and phase")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest
 
@@ -185,7 +186,7 @@ def fault_of_files(
     listed = read_manifest(checkpoint).get("files", {})
     try:
         wanted = {str(name): Fingerprint(int(size), str(digest)) for name, (size, digest) in listed.items()}
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{checkpoint / MANIFEST} is damaged: its list of files cannot be read ({error})") from error
     if not wanted:
         unlisted = f"{checkpoint / MANIFEST} lists no files, so none of them can be verified"

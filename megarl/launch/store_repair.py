@@ -23,18 +23,24 @@ def rebuild_damaged_store(config: Config, *, rename: bool = True) -> None:
     if config.store.url == OWN_SERVER and VARIABLE not in os.environ:
         return
     path = sqlite_file(config.store.url)
-    if path is None or (fault := repair.fault(path)) is None:
+    metrics = Path(config.run.dir) / "metrics.jsonl"
+    if path is None or (fault := _emptied(path, metrics) or repair.fault(path)) is None:
         return
     if not rename:
         log.warning("the store %s is damaged: %s; the next start makes it again from what can be read", path, fault)
         return
     aside = repair.rebuild(path)
-    restored = _restore_steps(config.store.url, Path(config.run.dir) / "metrics.jsonl")
+    restored = _restore_steps(config.store.url, metrics)
     log.warning(
         "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has what could be read of it, and %d steps that only "
         "metrics.jsonl had. Answers of earlier steps may be missing in the report; training loses nothing, since it goes on from "
         "a checkpoint.", path, fault, aside, restored,
     )  # fmt: skip
+
+
+def _emptied(path: Path, metrics: Path) -> str | None:
+    """The fault of a file without a byte in a run that has steps; before the first step a killed start leaves such a file."""
+    return "it has 0 bytes" if path.is_file() and path.stat().st_size == 0 and _written(metrics) else None
 
 
 def _restore_steps(url: str, metrics: Path) -> int:
@@ -53,11 +59,12 @@ def _restore_steps(url: str, metrics: Path) -> int:
 def _written(metrics: Path) -> dict[int, dict[str, Any]]:
     """Steps of training and what was measured; a repeated one as it was the last time."""
     found: dict[int, dict[str, Any]] = {}
-    for line in metrics.read_text().splitlines() if metrics.is_file() else ():
+    for line in metrics.read_text(errors="replace").splitlines() if metrics.is_file() else ():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # half a line, of a process that was killed
-        if record.get("training/global_step") == record["step"]:
-            found[record.pop("step")] = record
+        step = record.pop("step", None) if isinstance(record, dict) else None
+        if type(step) is int and record.get("training/global_step") == step:
+            found[step] = record
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,13 +56,15 @@ def _damaged_row(connection: Connection) -> str | None:
 
 def rebuild(path: Path) -> Path:
     """Put a new store with all rows that can be read at ``path``; returns where the damaged one is. Repeat it where it was cut off."""
-    rebuilt, aside = _rebuilt(path), path.with_name(f"{path.name}.damaged")
+    rebuilt, aside = _rebuilt(path), _aside(path)
     if not rebuilt.exists():
         new = path.with_name(f"{path.name}.new")
-        for name in _FILES:
-            Path(f"{new}{name}").unlink(missing_ok=True)
-            Path(f"{aside}{name}").unlink(missing_ok=True)
-        _copy(path, new)
+        _remove(new)
+        _remove(aside)  # a log whose file is gone
+        padded = _padded(path)
+        _copy(padded or path, new)
+        if padded is not None:
+            _remove(padded)
         assert not Path(f"{new}-wal").exists(), "its last connection left rows in the log"
         os.replace(new, rebuilt)
     for name in reversed(_FILES):  # SQLite looks for the log under the name of its file
@@ -69,6 +73,38 @@ def rebuild(path: Path) -> Path:
     os.replace(rebuilt, path)
     sync_folder(path.parent)
     return aside
+
+
+def _aside(path: Path) -> Path:
+    """The name for the damaged file: of an earlier damage none is replaced. Where the file was moved already, its name."""
+    names = (path.with_name(f"{path.name}.damaged{number}") for number in itertools.chain([""], (f"_{n}" for n in itertools.count(2))))
+    if path.exists():
+        return next(name for name in names if not name.exists())
+    return list(itertools.takewhile(lambda name: name.exists(), names))[-1]
+
+
+def _padded(path: Path) -> Path | None:
+    """A copy with zeros for the pages that a shortened file lacks: without them SQLite reads no page at all. None where none lack."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\0") or header[24:28] != header[92:96]:
+        return None  # no header, or one whose number of pages SQLite does not use
+    page = int.from_bytes(header[16:18])
+    size = int.from_bytes(header[28:32]) * (65536 if page == 1 else page)
+    if size <= path.stat().st_size:
+        return None
+    padded = path.with_name(f"{path.name}.padded")
+    _remove(padded)
+    for name in ("", "-wal"):
+        if (file_ := Path(f"{path}{name}")).exists():
+            shutil.copyfile(file_, f"{padded}{name}")
+    os.truncate(padded, size)
+    return padded
+
+
+def _remove(database: Path) -> None:
+    for name in _FILES:
+        Path(f"{database}{name}").unlink(missing_ok=True)
 
 
 def _rebuilt(path: Path) -> Path:

@@ -12,7 +12,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.checkpoint.manifest import LATEST, fingerprints, latest, read_manifest, read_state, write_manifest
+from megarl.checkpoint.manifest import (
+    LATEST,
+    current_attempt,
+    fingerprints,
+    in_order,
+    latest,
+    read_manifest,
+    read_state,
+    write_manifest,
+)
 from megarl.config import save_resolved
 from megarl.config.load import check_setting
 from megarl.durable import write_text
@@ -415,7 +424,21 @@ def test_a_warm_start_that_is_over_may_be_damaged(tmp_path: Path) -> None:
     set_aside_damaged(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "2", "phase": "rl"}'])
+def test_folders_with_other_numerals_are_no_checkpoints(tmp_path: Path) -> None:
+    newest = finished_checkpoint(tmp_path)
+    for name in ("²", "٣"):
+        (tmp_path / "checkpoints" / f"global_step_{name}").mkdir()
+    assert in_order(tmp_path / "checkpoints") == [newest]
+
+
+@pytest.mark.parametrize("content", ["²".encode(), "٣".encode(), b"\xff", b"9" * 5000])
+def test_an_attempt_that_is_no_number_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "attempt").write_bytes(content)
+    with pytest.raises(JobError, match=f"{tmp_path}/attempt has no number"):
+        current_attempt(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "2", "phase": "rl"}', "[" * 100000])
 def test_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
     state = finished_checkpoint(tmp_path) / "state.json"
     state.write_text(text)
@@ -503,6 +526,22 @@ def test_a_damaged_store_is_made_again_at_the_start(tmp_path: Path, caplog: pyte
     caplog.clear()
     rebuild_damaged_store(config)
     assert not caplog.records
+
+
+def test_an_emptied_store_is_made_again_where_the_run_has_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(tmp_path)
+    path, metrics = tmp_path / "store.db", tmp_path / "metrics.jsonl"
+    path.touch()
+    rebuild_damaged_store(config)
+    assert not caplog.records, "a start that was killed leaves such a file"
+    lines = [b"{}", b"123", b"null", b"\xff\xfe", b'{"step": [], "training/global_step": []}', b"[" * 100000]
+    path.write_bytes(b"")
+    metrics.write_bytes(b"\n".join([*lines, b'{"step": 1, "training/global_step": 1, "reward": 0.5}', b""]))
+    rebuild_damaged_store(config)
+    assert f"THE STORE {path} WAS DAMAGED: it has 0 bytes" in caplog.text
+    store = Store(config.store.url)
+    assert [step for step, _ in store.steps()] == [1]
+    store.close()
 
 
 # ---------------------------------------------------------------- what an attempt wrote behind its last checkpoint

@@ -140,6 +140,30 @@ def test_what_can_be_read_of_a_damaged_store_is_kept(tmp_path: Path) -> None:
         assert after[name] == before[name]
 
 
+@pytest.mark.parametrize("pages", [1, 3])
+def test_a_file_that_lacks_its_last_pages_gives_all_others(tmp_path: Path, pages: int) -> None:
+    path = tmp_path / "store.db"
+    url = filled(path)
+    os.truncate(path, size := path.stat().st_size - 4096 * pages)
+    assert repair.fault(path) is not None
+    aside = repair.rebuild(path)
+    assert aside.stat().st_size == size and not list(tmp_path.glob("*.padded*"))
+    store = Store(url)
+    assert len(store.steps()) == STEPS and len(store.tasks("train")) == 6
+    store.close()
+
+
+def test_a_second_damage_keeps_the_file_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    filled(path)
+    kept = []
+    for name in ("store.db.damaged", "store.db.damaged_2", "store.db.damaged_3"):
+        path.write_bytes(name.encode() * 1000)
+        kept.append((tmp_path / name, path.read_bytes()))
+        assert repair.rebuild(path) == tmp_path / name
+    assert all(file.read_bytes() == content for file, content in kept)
+
+
 def test_a_damaged_attempt_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     url = filled(path)

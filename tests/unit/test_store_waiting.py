@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -25,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += 0.5
         return now[0]
 
-    monkeypatch.setattr(waiting.time, "monotonic", monotonic)
+    monkeypatch.setattr(time, "monotonic", monotonic)
     return now
 
 
