@@ -168,7 +168,7 @@ def test_an_older_export_is_replaced_whole_and_a_failed_one_leaves_it(
     old, new = random_hf(config, seed=1), random_hf(config, seed=2)
     source, out = write_checkpoint(tmp_path / "source", config, {}), tmp_path / "out"
     export(config, MegatronGrid(), old, source, out)
-    (out / "leftover.txt").write_text("of the old export")
+    (out / "generation_config.json").write_text("of the old export")
     for weights in ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "model.onnx"):
         (source / weights).write_bytes(b"of the model before training")
 
