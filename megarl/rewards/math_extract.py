@@ -83,7 +83,7 @@ def last_box(text: str) -> str | None:
     return answer
 
 
-def _last_tag(text: str) -> tuple[int, str] | None:
+def last_tag(text: str) -> tuple[int, str] | None:
     """(end, content) of the last ``<answer>…</answer>``; an unclosed last one has content ''."""
     opens = list(_TAG.finditer(text))
     if not opens:
@@ -108,7 +108,7 @@ def extract(response: str, answer_format: str = "any") -> str:
         found.append((end, content if inner is None else inner))
     if answer_format in ("any", "hashes"):
         found.extend((match.end(), match.group(1)) for match in list(_HASHES.finditer(text))[-1:])
-    if answer_format == "any" and (tag := _last_tag(text)):
+    if answer_format == "any" and (tag := last_tag(text)):
         inner = last_box(tag[1])
         found.append((tag[0], _loose(tag[1]) if inner is None else inner))
     if found:

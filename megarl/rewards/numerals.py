@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 from megarl.rewards import units
-from megarl.rewards.normalize import clean
+from megarl.rewards.normalize import MAX_DIGITS, clean
 from megarl.rewards.units import NUMERALS
 
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
@@ -42,6 +42,8 @@ _HAN_UNITS = {"十": 10, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
 _FORMAL = str.maketrans("壹贰叁肆伍陆柒捌玖拾佰仟", "一二三四五六七八九十百千")
 _SIGNS = "零〇一二两三四五六七八九十百千万亿"
 _NUMERAL = f"[{_SIGNS}]+"
+_TOO_LONG = re.compile(rf"[{_SIGNS}]{{41}}")
+"""A numeral that nobody writes; its value could have thousands of digits."""
 _HAN = re.compile(
     rf"(?P<sign>负)?(?:(?P<share>百分之|千分之)(?P<shared>{_NUMERAL}|\d+(?:\.\d+)?)"
     rf"|(?:(?P<mixed>{_NUMERAL}|\d+)又)?(?P<low>{_NUMERAL}|\d+)分之(?P<high>{_NUMERAL}|\d+)"
@@ -56,6 +58,8 @@ def with_digits(text: str) -> str:
     cleaned = clean(text)
     if (alone := _ALONE.get(cleaned.lower())) is not None:
         return str(alone)
+    if len(cleaned) > MAX_DIGITS or _TOO_LONG.search(cleaned.translate(_FORMAL)):
+        return text
     if re.search(r"[一-鿿〇]", cleaned):
         return _chinese(cleaned.translate(_FORMAL)) or text
     return _english(cleaned) or text if re.match(r"[A-Za-z]|\d+ (?:and|dozen)\b", cleaned) else text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from megarl.rewards.math_extract import after_thinking, unmarked
+from megarl.rewards.math_extract import after_thinking, last_tag, unmarked
 
 THRESHOLD = 0.5
 """Of ANLS (ST-VQA, 1905.13648) and of IoU, where a row gives none."""
@@ -15,7 +15,6 @@ _PLAIN = str.maketrans({sign: plain for signs, plain in (("‐‑‒–—−﹣
 _ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303"}
 _ACCENT = re.compile(r"\\(['`^\"~])\s*\{?([A-Za-z])\}?")
 _BREAKS = re.compile(r"\\\\|<br\s*/?>|\\n(?=[A-Z\s]|$)|\\newline(?![a-z])", re.IGNORECASE)
-_TAGGED = re.compile(r"<answer>(.*?)</answer>\s*$", re.DOTALL | re.IGNORECASE)
 _THING = r"(?:image|picture|photo|photograph|figure|diagram|sign|text|word|words|label|board|poster|caption|title|screen|banner|plate|book|shirt|it|this)"
 _QUOTED = re.compile(
     rf"(?:(?:the|this)\s+)?{_THING}(?:\s+(?:in|on|of|at)\s+(?:the|this)\s+\w+)?\s+(?:says?|reads?|states?|is|are|shows?)\s*[:,]?\s*(?P<en>.+)"
@@ -67,8 +66,9 @@ def similarity(gold: str, pred: str, response: str, threshold: float) -> float:
 
 def _whole(response: str) -> list[str]:
     """All lines of an answer that is no longer than a text may be."""
-    tag = _TAGGED.search(after_thinking(response))
-    text = tag[1] if tag else unmarked(response)
+    answer = after_thinking(response)
+    tag = last_tag(answer)
+    text = tag[1] if tag and not answer[tag[0] :].strip() else unmarked(response)
     return [text, quoted(text)] if text and len(text) <= 1000 else []
 
 
