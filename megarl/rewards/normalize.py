@@ -227,6 +227,8 @@ def same_quantity(gold: Quantity, pred: Quantity) -> bool:
     """Equal value, and no other unit. A missing unit or percent sign is forgiven, a wrong one is not."""
     if (gold.unit and pred.unit and gold.unit != pred.unit) or (gold.percent and pred.unit) or (pred.percent and gold.unit):
         return False
+    if pred.unit.startswith("_") and pred.unit not in (gold.unit, "_10"):
+        return False  # a number in another base
     if gold.written and pred.written:
         return gold.written == pred.written
     values = [gold.value]

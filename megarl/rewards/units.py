@@ -41,10 +41,13 @@ _STOPPING = (
     "minus times half quarter third double dozen dozens hundred thousand million billion trillion to from maybe either both possibly "
     "tenths hundredths thousandths thirds fourths fifths sixths eighths halves quarters pairs pair score scores k "
     "some any greater smaller only otherwise unless when where while for to until pi squared cubed sqrt root e i "
-    "alternatively alternately instead rather else versus vs actually correction wait twenty thirty forty fifty sixty seventy eighty ninety"
+    "alternatively alternately instead rather else versus vs actually correction wait twenty thirty forty fifty sixty seventy eighty ninety "
+    "thousands millions billions trillions hundreds factorial factorials mod modulo doubled halved tripled negated approx approximately roughly"
 )
 _STOP = frozenset(_STOPPING.split() + NUMERALS)
-_CHINESE_STOP = re.compile(r"或|和|与|不|非|以上|以下|以内|左右|多|少|大于|小于|至|到|几|分之|倍的|百|千|万|亿|半|成|否|错|对")
+_CHINESE_STOP = re.compile(r"或|和|与|不|非|以上|以下|以内|左右|多|少|大于|小于|至|到|几|分之|倍的|百|千|万|亿|半|成|否|错|对|^的.|^余|折$|倒数|相反数|倍数|两倍|次方|阶乘|之外|除外")
+_LAST_STOP = re.compile(r"\b(?:wrong|false|incorrect|remainders?|reciprocal|inverse|negative|choose|power)\W*$", re.IGNORECASE)
+"""A judgement or an operation at the end; ``5 wrong answers`` counts answers."""
 _WORD = re.compile(r"\\?[A-Za-zΩ$€£¥₹¢]+(?:\.[a-z]\.?)?|[一-鿿]+")
 
 
@@ -59,7 +62,7 @@ def unit_of(text: str) -> str | None:
     if base := re.fullmatch(r"\s*_\s*\{?\s*(\d{1,2}|[a-z]+)\s*\}?\s*", text):
         name = base.group(1)
         return f"_{NUMERALS.index(name)}" if name in NUMERALS else f"_{name}" if name.isdigit() else None
-    if len(text) > 60 or not _separate(text):
+    if len(text) > 60 or not _separate(text) or _LAST_STOP.search(text):
         return None
     symbols: list[str] = []
     power, over, unknown = "", False, 0
