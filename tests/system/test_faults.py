@@ -39,7 +39,7 @@ def start(run_dir: Path) -> Iterator[Start]:
     jobs: list[Job] = []
 
     def start(*overrides: str) -> Job:
-        jobs.append(Job(run_dir, [*TINY, "run.allow_changes=[trainer.warm_start,algorithm,taskset,trainer]", *overrides]).start())
+        jobs.append(Job(run_dir, [*TINY, "run.allow_changes=[trainer.warm_start]", *overrides]).start())
         return jobs[-1]
 
     yield start
