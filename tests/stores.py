@@ -66,6 +66,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "release_claims": lambda store, claims: store.release_claims("a"),
     "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}),
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
+    "set_run_id": lambda store, claims: store.set_run_id("r" * 32),
     "sync": lambda store, claims: store.sync(),
     "open_job": lambda store, claims: store.open_job(),
     "close_job": lambda store, claims: store.close_job(),

@@ -28,7 +28,9 @@ class Network:
         self,
         corrupt: Callable[[int, int, int, Tensor], None] | None = None,
         faults: Mapping[tuple[int, int, int], int] = MappingProxyType({}),
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
+        self.timeout_s = timeout_s
         self.faults = faults
         """(source, destination, number of a message) -> how often it is delivered, instead of once."""
         self.sent: dict[tuple[int, int], int] = defaultdict(int)
@@ -42,11 +44,12 @@ class Network:
         self.failed = threading.Event()
 
     def sleep(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready()``; an error in any thread ends the wait."""
-        deadline = time.monotonic() + TIMEOUT_S
+        """Wait until ``ready()``; an error in any thread ends the wait. Raises RuntimeError, as gloo and NCCL do, when it is over."""
+        deadline = time.monotonic() + self.timeout_s
         while not ready():
             assert not self.failed.is_set(), f"{what}: another rank failed"
-            assert time.monotonic() < deadline, f"{what}: nothing came"
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{what}: nothing came")
 
     def port(self, rank: int) -> Port:
         return Port(self, rank)
@@ -156,7 +159,7 @@ def run_threads(network: Network, jobs: list[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S + 5)
+        thread.join(network.timeout_s + 5)
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "deadlock"

@@ -317,7 +317,7 @@ def test_an_attempt_that_never_began_can_make_nothing(url: str) -> None:
 def test_every_write_is_in_the_table_of_writes() -> None:
     reads = {"task_ids", "tasks", "progress", "rollout_metrics", "experiences", "steps", "events", "job_state"}
     methods = {name for name in vars(Store) if not name.startswith("_")}
-    assert methods - reads - {"close", "begin_attempt"} == set(WRITES)
+    assert methods - reads - {"run_id", "close", "begin_attempt"} == set(WRITES)
 
 
 def test_a_locked_file_is_waited_for(
