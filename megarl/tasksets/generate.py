@@ -242,11 +242,12 @@ def _check_disjoint(rows: Mapping[str, Sequence[Task | Preference]]) -> None:
 
 def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
     known = generator_of(name).options
+    if unknown := [option for option in options if option not in known]:
+        raise ConfigError(
+            f"taskset.options.{', '.join(unknown)} {'are not options' if unknown[1:] else 'is not an option'} of {name};"
+            f"{_nearest(unknown[0], known)} known: {', '.join(known)}; '~taskset.options' on the command line takes out those of an experiment"
+        )
     for option, value in options.items():
-        if option not in known:
-            raise ConfigError(
-                f"taskset.options.{option} is not an option of {name};{_nearest(option, known)} known: {', '.join(known)}"
-            )
         if option in OPTION_BOUNDS and not OPTION_BOUNDS[option].admits(value):
             raise ConfigError(
                 f"taskset.options.{option}={value} must be {OPTION_BOUNDS[option]}; the default is {known[option]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.unit.small_job import SMALL, config_of, refused
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "own_experiments.md").read_text()
 [EXPERIMENT] = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
 [GENERATOR] = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+COMMANDS = [shlex.split(line, comments=True) for block in re.findall(r"```bash\n(.*?)```", DOCS, re.DOTALL) for line in block.splitlines()]
+"""Commands of the page, without their comments."""
 
 
 @pytest.fixture
@@ -73,8 +76,14 @@ def test_a_folder_that_cannot_be_used(folder: Path, fault: str) -> None:
 
 def own(folder: Path, text: str = GENERATOR) -> list[str]:
     (folder / "products.py").write_text(text)
-    inherited = [f"~taskset.options.{name}" for name in ("min_terms", "max_terms", "min_digits", "max_digits", "slip_percent")]
-    return [f"taskset.generate={folder}/products.py", *inherited]
+    return [f"taskset.generate={folder}/products.py", "~taskset.options"]
+
+
+def test_the_command_of_the_page_with_its_generator(tmp_path: Path) -> None:
+    [command] = [command for command in COMMANDS if any("products.py" in word for word in command)]
+    (tmp_path / "products.py").write_text(GENERATOR)
+    command = [word.replace("path/to", str(tmp_path)) for word in command]
+    assert main([*command[1:], "--check", f"run.dir={tmp_path}/run"]) == 0
 
 
 def test_a_generator_of_ones_own(tmp_path: Path) -> None:
@@ -116,7 +125,7 @@ def test_rows_are_made_anew_when_the_file_changes(tmp_path: Path) -> None:
         ("randint(0", "randit(0", ["AttributeError", "products.py:7"]),
         ("yield Entry(", "yield dict(", ["must yield megarl.tasksets.Entry or None", "dict"]),
         ("answer=str", "answer=int", ["Entry.answer must be a text", "products.py"]),
-        ("largest\": 99", "largest\": 'x'", ["GENERATOR.options", "numbers"]),
+        ("largest\": 999", "largest\": 'x'", ["GENERATOR.options", "numbers"]),
     ],
 )  # fmt: skip
 def test_a_generator_that_lacks_something(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
@@ -125,6 +134,9 @@ def test_a_generator_that_lacks_something(tmp_path: Path, old: str, new: str, wo
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
     refused(ConfigError, config_of(tmp_path / "run", *own(tmp_path), "taskset.options.largset=3"), "largset", "did you mean 'largest'")
+    foreign = [option for option in own(tmp_path) if option != "~taskset.options"]
+    words = ["min_terms, max_terms, min_digits, max_digits, slip_percent", "known: largest", "'~taskset.options'"]
+    refused(ConfigError, config_of(tmp_path / "run", *foreign), *words)
     refused(ConfigError, config_of(tmp_path / "run", "taskset.generate=/no/such.py"), "taskset.generate=/no/such.py", "no such file")
     refused(DataError, config_of(tmp_path / "run", *own(tmp_path), "taskset.options.largest=1"), "taskset.train_size=30 cannot be reached")
     ends = GENERATOR.replace("while True", "for _ in range(5)")
