@@ -71,7 +71,7 @@ def replace_directory(new: Path, target: Path) -> None:
     sync_tree(new)
     recover_directory(target)
     old = aside(target)
-    if _exists(target):
+    if exists(target):
         os.replace(target, old)
     try:
         os.replace(new, target)
@@ -85,7 +85,7 @@ def replace_directory(new: Path, target: Path) -> None:
 def recover_directory(target: Path) -> bool:
     """Undo or end a ``replace_directory`` that was killed; True where there was no new folder and the old one is back."""
     old = aside(target)
-    if _exists(target) or not _exists(old):
+    if exists(target) or not exists(old):
         _remove(old)
         return False
     os.replace(old, target)
@@ -93,7 +93,8 @@ def recover_directory(target: Path) -> bool:
     return True
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """True also for a link whose target is missing."""
     return path.exists() or path.is_symlink()
 
 

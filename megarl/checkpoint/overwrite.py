@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.checkpoint.output import JOURNAL, LOCK, MANIFEST, partial_path
 from megarl.checkpoint.target_manifest import read_target_manifest
-from megarl.durable import aside, recover_directory
+from megarl.durable import aside, exists, recover_directory
 from megarl.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -44,20 +44,22 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
     """
     sources = tuple(sources)
     partial = partial_path(target)
-    if _exists(partial):
-        check_apart(partial, sources)
-        if not _is_partial(partial, sources):
-            raise CheckpointError(f"{partial} was not written by megarl, but is needed to write {target}; move it away")
-    check_replaceable(target, sources, overwrite=overwrite)
+    check_apart(target, sources, aside(target), partial)
+    if exists(partial) and not _is_partial(partial, sources):
+        raise CheckpointError(f"{partial} was not written by megarl, but is needed to write {target}; move it away")
+    _check_replaceable(target, overwrite)
 
 
 def check_replaceable(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
     """The part of ``check_target`` that is repeated when the target gets its name: others may have written there since."""
-    check_apart(target, sources)
-    if _exists(old := aside(target)):
-        check_apart(old, sources)
-        if (other := _other_files(old)) is not None:
-            raise CheckpointError(f"{old} {other}, but is needed to write {target}; move it away")
+    check_apart(target, sources, aside(target))
+    _check_replaceable(target, overwrite)
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
+    old = aside(target)
+    if exists(old) and (other := _other_files(old)) is not None:
+        raise CheckpointError(f"{old} {other}, but is needed to write {target}; move it away")
     _check_existing(target, overwrite)
     if recover_directory(target):
         log.warning("%s was being replaced when that was killed: the old one is back", target)
@@ -65,7 +67,7 @@ def check_replaceable(target: Path, sources: Iterable[Path], *, overwrite: bool)
 
 
 def _check_existing(target: Path, overwrite: bool) -> None:
-    if not _exists(target):
+    if not exists(target):
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists; give another directory, or --overwrite to replace it")
@@ -77,18 +79,25 @@ def _check_existing(target: Path, overwrite: bool) -> None:
         )
 
 
-def check_apart(target: Path, sources: Iterable[Path]) -> None:
+def check_apart(target: Path, sources: Iterable[Path], *temporary: Path) -> None:
     """Raise CheckpointError if the target is one of the directories that are read, contains one or lies inside one.
 
-    Links in a source count as what they point to, and a directory that is mounted twice is one directory.
+    The same holds for its ``temporary`` directories. Links in a source count as their targets, and a directory that is mounted
+    twice is one directory.
     """
-    places = {target.resolve(), target.parent.resolve() / target.name}
+    written = [(path, {path.resolve(), path.parent.resolve() / path.name}) for path in (target, *temporary)]
     for source in sources:
         for read in (source, *(path for path in source.rglob("*") if path.is_symlink())):
-            if any(_is_inside(read.resolve(), place) for place in places):
-                raise CheckpointError(f"{target} contains the source {read}, which would be deleted; give another directory")
-            if any(_is_inside(place, read.resolve()) for place in places):
-                raise CheckpointError(f"{target} is inside the source {read}, which would lose files; give another directory")
+            for path, places in written:
+                _check_apart(path, places, read)
+
+
+def _check_apart(path: Path, places: Iterable[Path], read: Path) -> None:
+    resolved = read.resolve()
+    if any(_is_inside(resolved, place) for place in places):
+        raise CheckpointError(f"{path} contains the source {read}, which would be deleted; give another directory")
+    if any(_is_inside(place, resolved) for place in places):
+        raise CheckpointError(f"{path} is inside the source {read}, which would lose files; give another directory")
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
@@ -144,10 +153,6 @@ def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, 
         elif not entry.is_file() or not (entry.name in copied or any(fnmatch(entry.name, pattern) for pattern in patterns)):
             found.append(entry.name)
     return found
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
 
 
 def _other_files(target: Path, known: Iterable[str] = ()) -> str | None:
