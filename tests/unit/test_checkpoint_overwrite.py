@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megarl.checkpoint import convert
 from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf, reshard_checkpoint
 from megarl.checkpoint.output import MANIFEST
-from megarl.checkpoint.overwrite import check_apart, check_export_target
+from megarl.checkpoint.overwrite import check_apart, check_export_target, check_target
 from megarl.errors import CheckpointError
 from megarl.reshard.layouts import MegatronGrid
 from tests.unit.reshard_cases import qwen3_config
@@ -53,6 +54,21 @@ def test_a_target_that_contains_the_source_is_refused(root: Path, target: Callab
     with pytest.raises(CheckpointError, match=r"contains the source .*models/hf, which would be deleted; give another directory"):
         convert_hf_to_megatron(root / "models/hf", target(root), OVERWRITE)
     assert contents(root) == before
+
+
+def test_all_directories_of_a_target_are_compared_in_one_walk_of_the_source(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = root / "models/hf/inner"
+    inner.mkdir()
+    listed: list[str] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(os.fspath(path)) or scan(path))
+    for name in ("out", ".out.old", ".out.partial"):
+        (root / name).mkdir()
+    check_apart(root / "out", [root / "models/hf"])
+    of_one = listed.count(str(inner))
+    listed.clear()
+    check_target(root / "out", [root / "models/hf"], overwrite=True)
+    assert 0 < listed.count(str(inner)) == of_one
 
 
 def test_a_target_inside_the_source_is_refused(root: Path) -> None:
@@ -139,11 +155,11 @@ def test_an_export_does_not_replace_its_source(root: Path) -> None:
     assert contents(root / "models") == {name.removeprefix("models/"): data for name, data in before.items()}
 
 
-def refused(root: Path, source: str, target: Path | str, match: str, settings: Settings = QUIET) -> None:
-    """The conversion raises, and every file stays as it was."""
+@contextmanager
+def unchanged(root: Path) -> Iterator[None]:
+    """Assert that every file is as it was before."""
     before = contents(root)
-    with pytest.raises(CheckpointError, match=match):
-        convert_hf_to_megatron(root / source, Path(target), settings)
+    yield
     assert contents(root) == before
 
 
@@ -153,18 +169,22 @@ def test_a_source_with_the_name_of_a_temporary_folder_is_refused(root: Path, nam
     shutil.copytree(root / "models/hf", root / name)
     if exists:
         shutil.copytree(root / "models/hf", root / "x")
-    refused(root, name, root / "x", rf"contains the source .*\{name}, which would be deleted")
+    with unchanged(root), pytest.raises(CheckpointError, match=rf"contains the source .*\{name}, which would be deleted"):
+        convert_hf_to_megatron(root / name, root / "x", QUIET)
 
 
 def test_a_backup_with_other_files_is_not_removed(root: Path) -> None:
     convert_hf_to_megatron(root / "models/hf", root / ".x.old", QUIET)
     (root / ".x.old/training_log.txt").write_text("keep me")
     shutil.copytree(root / ".x.old", root / "x")
-    refused(root, "models/hf", root / "x", r"\.x\.old has training_log.txt .*move it away")
-    refused(root, "models/hf", root / "x", r"\.x\.old has training_log.txt .*move it away", OVERWRITE)
+    with unchanged(root), pytest.raises(CheckpointError, match=r"\.x\.old has training_log.txt .*move it away"):
+        convert_hf_to_megatron(root / "models/hf", root / "x", QUIET)
+    with unchanged(root), pytest.raises(CheckpointError, match=r"\.x\.old has training_log.txt .*move it away"):
+        convert_hf_to_megatron(root / "models/hf", root / "x", OVERWRITE)
     (root / ".x.old/training_log.txt").unlink()
     (root / "x/training_log.txt").unlink()
-    refused(root, "models/hf", root / "x", r"x exists; give another directory")
+    with unchanged(root), pytest.raises(CheckpointError, match=r"x exists; give another directory"):
+        convert_hf_to_megatron(root / "models/hf", root / "x", QUIET)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +203,15 @@ def test_a_partial_folder_with_other_files_is_not_emptied(root: Path, files: dic
     for name, text in files.items():
         (root / ".x.partial" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / ".x.partial" / name).write_text(text)
-    refused(root, "models/hf", root / "x", r"\.x\.partial was not written by megarl, .* move it away")
+    with unchanged(root), pytest.raises(CheckpointError, match=r"\.x\.partial was not written by megarl, .* move it away"):
+        convert_hf_to_megatron(root / "models/hf", root / "x", QUIET)
 
 
 def test_weights_of_another_size_are_not_replaced(root: Path) -> None:
     convert_hf_to_megatron(root / "models/hf", root / "meg", QUIET)
     (root / "meg/__0_0.distcp").write_bytes(b"fine-tuned")
-    refused(root, "models/hf", root / "meg", r"meg has __0_0.distcp with 10 bytes, .*move it away", OVERWRITE)
+    with unchanged(root), pytest.raises(CheckpointError, match=r"meg has __0_0.distcp with 10 bytes, .*move it away"):
+        convert_hf_to_megatron(root / "models/hf", root / "meg", OVERWRITE)
 
 
 def test_a_source_of_links_into_the_target_is_refused(root: Path) -> None:
@@ -199,7 +221,8 @@ def test_a_source_of_links_into_the_target_is_refused(root: Path) -> None:
     for path in (root / "back").iterdir():
         if path.name != MANIFEST:
             (root / "variant" / path.name).symlink_to(path)
-    refused(root, "variant", root / "back", r"back contains the source .*variant/", OVERWRITE)
+    with unchanged(root), pytest.raises(CheckpointError, match=r"back contains the source .*variant/"):
+        convert_hf_to_megatron(root / "variant", root / "back", OVERWRITE)
 
 
 def test_a_folder_that_is_mounted_twice_is_one_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,19 +263,23 @@ def test_the_working_directory_is_no_target(root: Path, monkeypatch: pytest.Monk
     (root / "work/sub").mkdir(parents=True)
     monkeypatch.chdir(root / "work")
     monkeypatch.setattr(convert, "open_hf_checkpoint", lambda *_: pytest.fail("the source is read"))
-    refused(root, "models/hf", target, "is the working directory or contains it; give another directory", OVERWRITE)
+    with unchanged(root), pytest.raises(CheckpointError, match="is the working directory or contains it; give another directory"):
+        convert_hf_to_megatron(root / "models/hf", Path(target), OVERWRITE)
 
 
 def test_a_mount_point_is_no_target(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == root / "disk")
-    refused(root, "models/hf", root / "disk", "disk is a mount point, which cannot be replaced", OVERWRITE)
+    with unchanged(root), pytest.raises(CheckpointError, match="disk is a mount point, which cannot be replaced"):
+        convert_hf_to_megatron(root / "models/hf", root / "disk", OVERWRITE)
 
 
 def test_a_new_target_inside_the_source_is_refused(root: Path) -> None:
-    refused(root, "models/hf", root / "models/hf/meg", "hf/meg is inside the source .*models/hf")
+    with unchanged(root), pytest.raises(CheckpointError, match="hf/meg is inside the source .*models/hf"):
+        convert_hf_to_megatron(root / "models/hf", root / "models/hf/meg", QUIET)
     (root / "elsewhere").mkdir()
     (root / "models/hf/link").symlink_to(root / "elsewhere")
-    refused(root, "models/hf", root / "models/hf/link", "link (is inside|contains) the source .*models/hf", OVERWRITE)
+    with unchanged(root), pytest.raises(CheckpointError, match="link (is inside|contains) the source .*models/hf"):
+        convert_hf_to_megatron(root / "models/hf", root / "models/hf/link", OVERWRITE)
 
 
 @pytest.mark.parametrize("names", [["config.json", "thesis.tex"], ["model.safetensors"], ["config.json", "adapter.safetensors"]])
