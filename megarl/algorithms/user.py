@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,24 +12,13 @@ from megarl.algorithms.types import NEEDS, ROLES, Algorithm, Estimate, Loss, Los
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError, describe
 from megarl.schema import GroupStats
+from megarl.user_file import import_value
 
 
 def load(path: str) -> Algorithm:
     """``ALGORITHM`` of a file. Raises ConfigError naming what the file lacks."""
     where = f"algorithm.name={path}"
-    if not Path(path).is_file():
-        raise ConfigError(f"{where}: no such file; give a Python file with ALGORITHM, a megarl.algorithms.Algorithm")
-    spec = importlib.util.spec_from_file_location("megarl_user_algorithm", path)
-    assert spec is not None and spec.loader is not None, "the name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{where} cannot be imported: {describe(error, path)}") from error
-    algorithm = getattr(module, "ALGORITHM", None)
-    if not isinstance(algorithm, Algorithm):
-        found = "nothing" if algorithm is None else f"a {type(algorithm).__name__}"
-        raise ConfigError(f"{where} has {found} called ALGORITHM; it must be a megarl.algorithms.Algorithm")
+    algorithm = import_value(path, "algorithm.name", "ALGORITHM", Algorithm)
     given = [n for n in ("advantage", "estimate", "choose_pairs", "finish_advantages") if getattr(algorithm, n) is not None]
     by_rewards = [] if algorithm.offline or set(given) & {"estimate", "choose_pairs"} else ["advantage"]
     for name in dict.fromkeys(["count", "loss", *by_rewards, *given]):

@@ -75,12 +75,12 @@ class Worker:
             await self._ask({"config": to_dict(self._config)}, START_TIMEOUT_S)
         except TimeoutError as error:
             raise ConfigError(
-                f"reward.path {path}: not loaded within {START_TIMEOUT_S:g} s; what it does when it is imported takes too long"
+                f"reward.path={path}: not loaded within {START_TIMEOUT_S:g} s; what it does when it is imported takes too long"
             ) from error
         except WorkerDied as error:
             if path is None:
                 raise
-            raise WorkerDied(f"{error} while it loaded reward.path {path}") from error
+            raise WorkerDied(f"{error} while it loaded reward.path={path}") from error
         except WorkerError as error:
             await self.kill()
             raise ConfigError(str(error)) from error

@@ -6,7 +6,6 @@ The first line holds the settings. It may be killed at any time: it holds nothin
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import resource
@@ -14,7 +13,6 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import IO, Any
 
 from megarl.config.load import from_dict
@@ -24,6 +22,7 @@ from megarl.parent import die_with
 from megarl.rewards.router import Scorer, scorer_for
 from megarl.rewards.shape import as_written
 from megarl.rewards.verdict import weighed, with_question
+from megarl.user_file import import_file
 
 ADDRESS_SPACE_BYTES = 8 * 2**30
 """Of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not the machine's."""
@@ -31,20 +30,10 @@ ADDRESS_SPACE_BYTES = 8 * 2**30
 
 def load_function(path: str) -> Callable[..., Any]:
     """``compute_score`` of a user's file. Raises ConfigError when the file cannot be used."""
-    if not Path(path).is_file():
-        raise ConfigError(f"reward.path {path}: no such file")
-    spec = importlib.util.spec_from_file_location("megarl_user_reward", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward.path {path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"reward.path {path}: cannot be imported: {describe(error, path)}") from error
-    function = getattr(module, "compute_score", None)
+    function = getattr(import_file(path, "reward.path", "compute_score"), "compute_score", None)
     if not callable(function):
         raise ConfigError(
-            f"reward.path {path}: defines no function "
+            f"reward.path={path} defines no function "
             f"compute_score(data_source, solution_str, ground_truth, extra_info=None)"
         )
     return function

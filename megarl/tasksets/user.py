@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.errors import ConfigError, describe
 from megarl.tasksets.entries import Entries, Entry, Generator
+from megarl.user_file import import_value
 
 TEXTS = ("question", "answer", "response", "slip", "data_source", "ability")
 
@@ -27,19 +27,7 @@ def digest(path: str) -> str:
 def load(path: str) -> Generator:
     """``GENERATOR`` of a file, whose entries are checked as they are drawn. Raises ConfigError naming what the file lacks."""
     where = f"taskset.generate={path}"
-    if not Path(path).is_file():
-        raise ConfigError(f"{where}: no such file; give a Python file with GENERATOR, a megarl.tasksets.Generator")
-    spec = importlib.util.spec_from_file_location("megarl_user_generator", path)
-    assert spec is not None and spec.loader is not None, "the name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{where} cannot be imported: {describe(error, path)}") from error
-    generator = getattr(module, "GENERATOR", None)
-    if not isinstance(generator, Generator):
-        found = "nothing" if generator is None else f"a {type(generator).__name__}"
-        raise ConfigError(f"{where} has {found} called GENERATOR; it must be a megarl.tasksets.Generator")
+    generator = import_value(path, "taskset.generate", "GENERATOR", Generator)
     if not all(isinstance(value, int) for value in generator.options.values()):
         raise ConfigError(f"{where}: GENERATOR.options must be names and whole numbers, got {dict(generator.options)}")
     return replace(generator, entries=lambda seed, options: _checked(generator, path, seed, options))
