@@ -53,6 +53,7 @@ class Row:
     """How many attempts it took beyond the one that was hurt."""
 
 
+NAN = "NaN in one rank's loss"
 SPOILED = """
 import dataclasses, os
 from megarl.algorithms.grpo import GRPO
@@ -107,7 +108,7 @@ def spoil(root: Path, action: str, happened: str) -> Row:
     ((then,),) = store.query(f"select min(recorded_at) from steps where recorded_at > {at}")
     assert isinstance(at, float) and isinstance(then, float)
     print(f"NaN, {action}: {then - at:.1f} s, {data}", flush=True)
-    return Row("NaN in one rank's loss", f"`trainer.guard.on_nonfinite={action}`", happened, then - at, int((run_dir / "attempt").read_text()) - 1)
+    return Row(NAN, f"`trainer.guard.on_nonfinite={action}`", happened, then - at, int((run_dir / "attempt").read_text()) - 1)
 
 
 def compared(hurt: Path, whole: Path, steps: int) -> tuple[str, list[str]]:
@@ -178,7 +179,7 @@ def main() -> None:
         rows += suffer(faults, of_postgres, [*settings, "store=postgres"])
         text, found = compared_without_store(of_postgres, whole)
         verdicts, differing = [*verdicts, f"the job on PostgreSQL: {text}"], differing + found
-    if not arguments.only:
+    if arguments.only in NAN:
         rows += [spoil(root, "skip", "the update is left out on all ranks"), spoil(root, "rollback", "back to the newest checkpoint, in process; other tasks")]
     for verdict in verdicts:
         print(verdict)
