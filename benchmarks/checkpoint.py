@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import page
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -159,6 +161,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tasks", type=int, default=64)
+    parser.add_argument("--write", action="store_true", help="also write the figures into docs/checkpoints.md")
     parser.add_argument("--dir", type=Path, default=None, help="where the checkpoints go (default: a temporary folder)")
     arguments = parser.parse_args()
     from tests.parallel.grid import run_grid
@@ -172,24 +175,32 @@ def main() -> None:
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"hidden {arguments.hidden}, {arguments.layers} layers, TP2, {arguments.tasks} tasks x {GROUP} answers, {arguments.rounds} rounds; "
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    say(f"hidden {arguments.hidden}, {arguments.layers} layers, TP2, {arguments.tasks} tasks x {GROUP} answers, {arguments.rounds} rounds; "
         f"{first['bytes'] / 1e6:.0f} MB of files a checkpoint; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     base = statistics.median(first["none"])
-    print("| checkpoint | a step, s (quartiles) | lost to it, s | share of a step | more processor time of both ranks and their writers, s |")
-    print("|---|---|---|---|---|")
+    say("| checkpoint | a step, s (quartiles) | lost to it, s | share of a step | more processor time of both ranks and their writers, s |")
+    say("|---|---|---|---|---|")
     processor = statistics.median(first["processor none"])
     for arm in ARMS:
         low, middle, high = statistics.quantiles(first[arm], n=4) if len(first[arm]) > 1 else first[arm] * 3
         # Each beside the plain step of its own round, as neighbours on a machine that others use too.
         lost = statistics.median(a - b for a, b in zip(first[arm], first["none"], strict=True))
         more = statistics.median(a - b for a, b in zip(first[f"processor {arm}"], first["processor none"], strict=True))
-        print(f"| {arm} | {middle:.2f} ({low:.2f} to {high:.2f}) | {lost:.2f} | {lost / base:.1%} | {more:.2f} of {processor:.2f} |")
+        say(f"| {arm} | {middle:.2f} ({low:.2f} to {high:.2f}) | {lost:.2f} | {lost / base:.1%} | {more:.2f} of {processor:.2f} |")
     for name, text in (("begin", "snapshot and fork"), ("finish", "making it count"), ("at once alone", "written at once")):
-        print(f"{text}: {statistics.median(first[name]):.2f} s, {statistics.median(first[name]) / base:.1%} of a step")
-    print(f"the writer outlasted the step in {sum(first['late'])} of {len(first['late'])}")
+        say(f"{text}: {statistics.median(first[name]):.2f} s, {statistics.median(first[name]) / base:.1%} of a step")
+    say(f"the writer outlasted the step in {sum(first['late'])} of {len(first['late'])}")
     size = first["bytes"]
-    print(f"SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores {size / first['verify'] / 1e9:.2f} GB/s, "
+    say(f"SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores {size / first['verify'] / 1e9:.2f} GB/s, "
         f"disk writes with fsync {first['disk'] / 1e9:.2f} GB/s")
+    if arguments.write:
+        page.write("checkpoints.md", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import page
 import torch
 
 from megarl.checkpoint.hf_files import INDEX, header_bytes
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=4.9)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/megarl-convert"))
+    parser.add_argument("--write", action="store_true", help="also write the figures into docs/checkpoints.md")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints there")
     options = parser.parse_args()
     scratch: Path = options.scratch
@@ -142,11 +144,19 @@ def main() -> None:
     equal = all(
         (scratch / "killed" / f.name).read_bytes() == f.read_bytes() for f in (scratch / "megatron").glob("*.distcp")
     )
-    print(f"\n{size / 1e9:.2f} GB, largest tensor {largest / 1e9:.2f} GB, bound 2 x largest + 1 GiB = {bound:.2f} GiB\n")
-    print("| step | seconds | MB/s | peak RSS |\n|---|---|---|---|")
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    say(f"\n{size / 1e9:.2f} GB, largest tensor {largest / 1e9:.2f} GB, bound 2 x largest + 1 GiB = {bound:.2f} GiB\n")
+    say("| step | seconds | MB/s | peak RSS |\n|---|---|---|---|")
     for name, seconds, peak in rows:
-        print(f"| {name} | {seconds:.1f} | {size / 1e6 / seconds:.0f} | {peak:.2f} GiB |")
-    print(f"\ndigests of all targets equal: {same}; killed and repeated equals uninterrupted, byte by byte: {equal}")
+        say(f"| {name} | {seconds:.1f} | {size / 1e6 / seconds:.0f} | {peak:.2f} GiB |")
+    say(f"\ndigests of all targets equal: {same}; killed and repeated equals uninterrupted, byte by byte: {equal}")
+    if options.write:
+        page.write("checkpoints.md", "\n".join(lines))
     if not options.keep:
         shutil.rmtree(scratch)
     if not (same and equal and max(peak for *_, peak in rows) <= bound):

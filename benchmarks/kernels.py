@@ -13,14 +13,13 @@ import ctypes
 import importlib
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import page
 import torch
 import torch.nn.functional as F
 
@@ -367,15 +366,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="*", default=[], help="of logprob linear gae policy digest")
-    parser.add_argument("--out", type=Path, help="also write the markdown here")
+    parser.add_argument("--write", action="store_true", help="also write the tables into docs/benchmarks/kernels.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     _one_rank()
     speed, source = bandwidth()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if GPU else f"{options.threads} thread(s), {ops.backend()['CPU tensors']}, {platform.machine()}"
-    lines = [f"`python benchmarks/kernels.py {' '.join(sys.argv[1:])}`, commit {commit}: {device}; torch {torch.__version__}; memory {source}."]
+    lines = [f"{device}; torch {torch.__version__}; memory {source}."]
     print(lines[0], flush=True)
     for suite in (logprob, linear, gae, policy, digest):
         if options.only and suite.__name__ not in options.only:
@@ -383,10 +381,8 @@ def main() -> None:
         for line in table(suite(), speed, options.repeats):
             print(line, flush=True)
             lines.append(line)
-    if options.out:
-        temporary = options.out.with_suffix(".partial")
-        temporary.write_text("\n".join(lines) + "\n")
-        temporary.rename(options.out)
+    if options.write:
+        page.write("benchmarks/kernels.md", "\n".join(lines))
 
 
 def _one_rank() -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+
+import page
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("sync", "rollout", "batch", "inference", "update", "checkpoint")
@@ -80,17 +80,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     arguments, overrides = parser.parse_known_args()
     overrides = ["trainer.warm_start.steps=20", "trainer.checkpoint_interval=5", *overrides]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    lines = ["# Where the time of the quickstart goes", ""]
-    lines += [f"`python benchmarks/loop.py {' '.join(sys.argv[1:])}`, commit {commit}, {os.cpu_count()} cores ({platform.machine()}), no GPU.", ""]
+    lines: list[str] = []
     shutil.rmtree(ROOT / "runs" / "bench-loop", ignore_errors=True)
     for label, steps in (("First run", arguments.steps), ("Second run: the same command again, with more steps", 2 * arguments.steps)):
         shutil.rmtree(ROOT / "runs" / "bench-loop" / "timeline", ignore_errors=True)
         lines += [f"## {label}", "", *report(*run("bench-loop", steps, overrides)), ""]
     text = "\n".join(lines)
-    target = ROOT / "docs" / "benchmarks" / "loop.md"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
+    page.write("benchmarks/loop.md", text)
     sys.stdout.write(text)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import page
 import torch
 
 from megarl import algorithms
@@ -26,7 +27,6 @@ from megarl.batching.packing import Cut, deal
 from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 
 VOCAB = 512
-DOC = Path(__file__).parent.parent / "docs" / "benchmarks" / "packing.md"
 
 
 def lengths_of(number: int, median: int, longest: int, seed: int = 0) -> list[int]:
@@ -123,9 +123,7 @@ def main() -> None:
         lines.append(f"| {way} | {len(batches)} | {positions / total:.2f} | {median:.2f} | {median / packed:.2f} | {losses[way]:.6f} |")
     text = "\n".join(
         [
-            "# Packing",
-            "",
-            "Written by `benchmarks/packing.py`. Timings are ratios of one run.",
+            "Timings are ratios of one run.",
             "",
             "## How full micro-batches are",
             "512 answers (one of R1's 16 updates of 8,192) of log-normal lengths with a median of 3,000 tokens, cut at 32,768.",
@@ -141,7 +139,7 @@ def main() -> None:
         ]
     )
     print(text)
-    DOC.write_text(text)
+    page.write("benchmarks/packing.md", text)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
+
+import page
 
 from megarl.architectures import architecture
 from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
@@ -189,7 +190,7 @@ def computed() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    parser.add_argument("--write", action="store_true", help="also write the tables into docs/benchmarks/plan.md")
     parser.add_argument("--measure", nargs=2, metavar=("WHAT", "RANK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -197,8 +198,8 @@ def main() -> None:
         return
     text = "\n".join([*measured(), "", *computed(), ""])
     sys.stdout.write(text)
-    if options.out:
-        options.out.write_text(text)
+    if options.write:
+        page.write("benchmarks/plan.md", text)
 
 
 if __name__ == "__main__":

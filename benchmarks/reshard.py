@@ -5,7 +5,7 @@ times: megarl's plan over sockets; the same plan through shared memory, as an en
 most frameworks do: gather every parameter whole from the tensor-parallel ranks of its stage, broadcast it to all engine ranks,
 and let each cut out its own share. At the end every engine rank's tensors are compared bit for bit.
 
-    python benchmarks/reshard.py [--repeats 5] [--bucket-mib 4 16 64] [--write docs/benchmarks/reshard.md]
+    python benchmarks/reshard.py [--repeats 5] [--bucket-mib 4 16 64] [--write]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import page
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -263,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[4, 8, 16, 64])
-    parser.add_argument("--write", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("--write", action="store_true", help="also write the table into docs/benchmarks/reshard.md")
     args = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -290,7 +291,7 @@ def main() -> None:
     text = "\n".join(lines)
     print(text)
     if args.write:
-        args.write.write_text(text + "\n")
+        page.write("benchmarks/reshard.md", text)
 
 
 if __name__ == "__main__":

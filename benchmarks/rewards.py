@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,13 +20,14 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import page
+
 from megarl.config.schema import RewardConfig
 from megarl.rewards import RewardPool
 from megarl.rewards.router import scorer_for
 from megarl.schema import Task
 
 ROOT = Path(__file__).parent.parent
-DOC = ROOT / "docs" / "benchmarks" / "rewards.md"
 CASES = ROOT / "tests" / "unit" / "cases"
 WORKERS = 16
 SLEEPY = """
@@ -133,7 +133,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--keep", type=Path, help="folder for the jobs, to look at their reports")
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
     parts: dict[str, list[str]] = {}
     if arguments.only != "overlap":
         parts["Verifications a second"] = throughput()
@@ -147,10 +146,8 @@ def main() -> None:
     print(text)
     if arguments.only is None and arguments.answers is None:
         note = (__doc__ or "").split("\n\n", 2)[2].strip()
-        DOC.write_text(
-            f"# Rewards\n`python benchmarks/rewards.py`, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} shared CPU cores, load {load:.1f} at the start. "
-            f"{note}\n\n{text}"
-        )
+        text = f"{note}\n\n{text}"
+        page.write("benchmarks/rewards.md", text)
 
 
 if __name__ == "__main__":

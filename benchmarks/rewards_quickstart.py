@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import page
+
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = "| tasks | seed | GRPO | learning rate 0 | minutes | answers | s in the verifier, mean | max | error | timeout |"
 
@@ -66,14 +68,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "rewards_quickstart")
     arguments, overrides = parser.parse_known_args()
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     runs = arguments.runs.resolve()
     rows = [row(runs, name, seed, overrides, name in arguments.controls) for name in arguments.tasksets for seed in arguments.seeds]
     lines = [
-        "# The quickstart with megarl's own verifiers",
-        "",
-        f"`python benchmarks/rewards_quickstart.py {' '.join(sys.argv[1:])}`, commit {commit}, two shared CPU cores. `taskset=math`, `k12` and `code` as",
-        "they are shipped: held-out accuracy (greedy) before → after GRPO; the control is the same job from the same warm start with learning rate 0.",
+        "`taskset=math`, `k12` and `code` as they are shipped: held-out accuracy (greedy) before → after GRPO; the control is the same job from the same warm start with learning rate 0.",
         "Answers, seconds, errors and timeouts are those of the training steps; minutes those of the whole job with its warm start.",
         "",
         HEAD,
@@ -81,7 +79,7 @@ def main() -> None:
         *rows,
     ]
     text = "\n".join(lines) + "\n"
-    (ROOT / "docs" / "benchmarks" / "rewards_quickstart.md").write_text(text)
+    page.write("benchmarks/rewards_quickstart.md", text)
     sys.stdout.write(text)
 
 

@@ -6,17 +6,19 @@ programs in the sandbox are started. ``python benchmarks/sandbox.py [workers]``.
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import socket
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import page
 
 from megarl.config.schema import CodeConfig
 from megarl.rewards.code import make_scorer
@@ -33,7 +35,11 @@ ASSERTS = {"test_list": [f"assert add({i}, 1) == {i + 1}" for i in range(3)]}
 
 
 def main() -> None:
-    workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workers", type=int, nargs="?", default=2)
+    parser.add_argument("--write", action="store_true", help="also write the tables into docs/benchmarks/sandbox.md")
+    options = parser.parse_args()
+    workers = options.workers
     sandbox = local_sandbox()
     score = make_scorer(sandbox, CodeConfig())
     python = find().python
@@ -54,18 +60,25 @@ def main() -> None:
         assert verdict["status"] == "ok", verdict
 
     ways = (boxed, plain(), plain("-I", "-S"))
-    print(f"{workers} workers, median of {ROUNDS} rounds of {SECONDS:g} s each; {sandbox.describe()}")
-    print(f"{time.strftime('%Y-%m-%d')}, {len(os.sched_getaffinity(0))} cores, load at the start {os.getloadavg()[0]:.1f}\n")
-    print("| answer | sandbox, answers/s | plain | plain -I -S | time, sandbox / plain | sandbox / plain -I -S |\n|---|---|---|---|---|---|")
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    say(f"{workers} workers, median of {ROUNDS} rounds of {SECONDS:g} s each; {sandbox.describe()}\n")
+    say("| answer | sandbox, answers/s | plain | plain -I -S | time, sandbox / plain | sandbox / plain -I -S |\n|---|---|---|---|---|---|")
     for name, row in (("1 test", TESTS[1]), ("10 tests", TESTS[10]), ("3 assertions", ASSERTS)):
         found = [[rate(way, row, workers) for way in ways] for _ in range(ROUNDS)]
         rates = [statistics.median(values) for values in zip(*found, strict=True)]
         ratios = [statistics.median(other[i] / other[0] for other in found) for i in (1, 2)]
-        print(f"| {name} | {' | '.join(f'{value:.1f}' for value in rates)} | {' | '.join(f'{value:.2f}' for value in ratios)} |", flush=True)
-    print("\n| answer | CPU ms in the sandbox | plain | plain -I -S |\n|---|---|---|---|")
+        say(f"| {name} | {' | '.join(f'{value:.1f}' for value in rates)} | {' | '.join(f'{value:.2f}' for value in ratios)} |")
+    say("\n| answer | CPU ms in the sandbox | plain | plain -I -S |\n|---|---|---|---|")
     for name, row in (("1 test", TESTS[1]), ("10 tests", TESTS[10]), ("3 assertions", ASSERTS)):
-        print(f"| {name} | {' | '.join(f'{cpu(way, row):.1f}' for way in ways)} |", flush=True)
-    print(f"\nload at the end {os.getloadavg()[0]:.1f}")
+        say(f"| {name} | {' | '.join(f'{cpu(way, row):.1f}' for way in ways)} |")
+    say(f"\nload at the end {os.getloadavg()[0]:.1f}")
+    if options.write:
+        page.write("benchmarks/sandbox.md", "\n".join(lines))
 
 
 def rate(work: Callable[[dict[str, Any]], None], row: dict[str, Any], workers: int) -> float:

@@ -76,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     config = add("config", "Print the settings that overrides compose to, as JSON.")
     config.add_argument("overrides", nargs="*", help="hydra overrides")
+    config.add_argument("--reference", action="store_true", help="print docs/settings.md instead: every setting, its values and meaning")
     for command in (train, data, config):
         command.add_argument("--config-dir", metavar="DIR", help="folder with further files of configs/, e.g. experiment/mine.yaml (docs/own_experiments.md)")
     return parser
@@ -267,7 +268,11 @@ def _config(arguments: argparse.Namespace) -> int:
     import json
 
     from megarl.config import compose, to_dict
+    from megarl.config.reference import reference
 
+    if arguments.reference:
+        sys.stdout.write(reference())
+        return 0
     sys.stdout.write(json.dumps(to_dict(compose(arguments.overrides, own=arguments.config_dir)), indent=1) + "\n")
     return 0
 

@@ -14,16 +14,27 @@ class FromScratchConfig:
     """A randomly initialised HF checkpoint, written to ``model.path`` when that does not exist."""
 
     model_type: str = "qwen3"
+    """A family of megarl's (docs/adding_a_model.md)."""
     vocab_size: int = 128
+    """Tokens of the tokenizer that is made with it."""
     hidden_size: int = 128
+    """Width of the residual stream."""
     intermediate_size: int = 384
+    """Width of the MLP."""
     num_hidden_layers: int = 4
+    """Layers."""
     num_attention_heads: int = 4
+    """Query heads."""
     num_key_value_heads: int = 2
+    """Key and value heads; fewer than query heads is grouped-query attention."""
     head_dim: int = 32
+    """Width of one head."""
     max_position_embeddings: int = 256
+    """Longest sequence in tokens."""
     tie_word_embeddings: bool = False
+    """Whether the LM head shares its weights with the embedding."""
     initializer_range: float = 0.05
+    """Standard deviation of the initial weights."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,11 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and engine; masters and optimizer state are float32 in either case."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Megatron-Core's own layers, or TransformerEngine's (needs a GPU)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward pass instead of kept: none, those of attention, whole layers."""
     from_scratch: FromScratchConfig | None = None
+    """A new model instead of a published one; null expects a checkpoint at ``model.path``."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,9 @@ class GridSizes:
     """Ranks of Megatron's grid in each direction, and which layers its stages have."""
 
     tp: int = 1
+    """Tensor-parallel ranks: each has a slice of every layer."""
     pp: int = 1
+    """Pipeline stages: each has some of the layers."""
     dp: int = 1
     """Data-parallel ranks: each trains sequences of its own."""
     cp: int = 1
@@ -57,6 +72,7 @@ class GridSizes:
     first_stage_layers: int | None = None
     """Layers of the first pipeline stage where it has another number than the rest."""
     last_stage_layers: int | None = None
+    """Layers of the last pipeline stage where it has another number than the rest."""
 
     @property
     def stage_size(self) -> int:
@@ -79,6 +95,8 @@ class ParallelConfig(GridSizes):
     """A model's grid; world size = tp * cp * dp * pp. Experts lie otherwise on the same ranks of a stage."""
 
     sequence_parallel: bool = False
+    """Share norms and dropout along the sequence among the ``tp`` ranks (Megatron's sequence parallelism): less
+    activation memory."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (never run on hardware: docs/hardware.md)."""
 
@@ -86,6 +104,7 @@ class ParallelConfig(GridSizes):
 @dataclass(frozen=True)
 class KLConfig:
     coef: float = 0.001
+    """Coefficient of the KL to the reference; 0 needs no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 has no gradient in a loss and is for ``place=reward`` alone."""
     place: Literal["loss", "reward"] = "loss"
@@ -101,19 +120,26 @@ class AlgorithmConfig:
     name: str = "grpo"
     """One of megarl's, or the path of a Python file with your own (ends in .py; docs/algorithms.md)."""
     group_size: int = 8
+    """Answers sampled for each task."""
     importance: Literal["token", "sequence_mean", "sequence_product"] = "token"
     """What the ratio of new to old policy is taken of: each token, or the mean or sum of a response's log-ratios."""
     clip_low: float = 0.2
     """The ratio's lower bound is 1 - clip_low; above 1 there is none."""
     clip_high: float = 0.2
+    """The ratio's upper bound is 1 + clip_high."""
     dual_clip: float | None = None
     """c > 1 bounds the loss of tokens with a negative advantage by c·|A|; None for no bound."""
     normalize_by_std: bool = True
+    """Divide advantages by the standard deviation of their group (GRPO); False only subtracts the mean (Dr. GRPO)."""
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = "token_mean"
+    """How token losses become one number: a mean over all tokens of the update, or per answer first
+    (docs/algorithms.md)."""
     aggregation_length: int = 1024
     """L of ``seq_mean_token_sum_norm``."""
     entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
     kl: KLConfig = field(default_factory=KLConfig)
+    """KL to the reference model."""
     tau: float = 1.0
     """How strongly opmd and kimi_mirror_descent hold on to the policy that they start from."""
     opmd: Literal["mean", "pairwise"] = "mean"
@@ -132,6 +158,7 @@ class AlgorithmConfig:
     beta: float = 0.1
     """β of preference losses."""
     preference: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Loss of a preference pair: DPO's logistic loss, or IPO's squared one."""
     label_smoothing: float = 0.0
     """Probability that a preference is the wrong way round (cDPO)."""
     mu: float = 0.1
@@ -154,16 +181,23 @@ class AlgorithmConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     lr: float = 1e-6
+    """Peak learning rate."""
     min_lr: float | None = None
     """End of the decay; None keeps ``lr``."""
     warmup_steps: int = 0
     """Trainer steps, all updates of which have one learning rate; the actor's begin behind ``critic.warmup_steps``."""
     decay_steps: int | None = None
+    """Trainer step, counted from the start, at which a linear decay ends at ``min_lr``; null keeps ``lr``."""
     weight_decay: float = 0.01
+    """AdamW's decoupled weight decay; norms and biases have none."""
     beta1: float = 0.9
+    """Decay of AdamW's first moment."""
     beta2: float = 0.95
+    """Decay of AdamW's second moment; verl and torch have 0.999."""
     eps: float = 1e-8
+    """AdamW's epsilon."""
     clip_grad: float = 1.0
+    """Largest gradient norm of an update; 0 does not clip."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +205,13 @@ class WarmStartConfig:
     """Supervised steps before reinforcement learning, through the same trainer."""
 
     steps: int = 0
+    """Supervised steps; 0 for none."""
     batch_size: int = 128
+    """Rows of a step."""
     checkpoint_interval: int = 100
     """Steps between two checkpoints; those of the warm start are removed once a later one counts."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Of the warm start alone; its moments are forgotten afterwards."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +224,9 @@ class GuardConfig:
     spike_factor: float | None = None
     """A norm above so many times the median of the last ``spike_window`` updates of that model is a spike; None looks for none."""
     spike_window: int = 50
+    """Updates over which the median is taken."""
     on_spike: Literal["stop", "skip", "rollback"] = "skip"
+    """What becomes of an update with a spike."""
     max_bad_steps: int = 5
     """The job ends at so many steps in a row with such an update."""
 
@@ -207,7 +246,9 @@ class TrainerConfig:
     micro_batch_size: int = 128
     """Without packing: rows per forward and backward pass on one data-parallel rank."""
     checkpoint_interval: int = 20
+    """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
+    """Finished checkpoints that are kept, the newest first."""
     async_checkpoint: bool = True
     """Training goes on while a forked process of each rank writes a checkpoint; it counts when all have written. What ends a job
     is written at once."""
@@ -219,7 +260,9 @@ class TrainerConfig:
     eval_interval: int = 0
     """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
     seed: int = 1
+    """Of task order, of sampling and of torch's generators."""
     num_threads: int = 1
+    """CPU threads of one trainer rank."""
     logits_bytes: int | None = None
     """Most bytes of logits on one rank. None keeps a micro-batch's whole; when they are more than this they are computed in
     chunks of rows that fit, and once more in the backward pass."""
@@ -228,8 +271,11 @@ class TrainerConfig:
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
     """Where metrics go beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the environment."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and learning-rate schedule of the actor."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Supervised steps before the first rollout."""
     guard: GuardConfig = field(default_factory=GuardConfig)
+    """What becomes of harmful updates."""
 
 
 @dataclass(frozen=True)
@@ -237,22 +283,33 @@ class RolloutConfig:
     """Rollout engines: ``replicas`` servers of tp * pp workers each."""
 
     tp: int = 1
+    """Tensor-parallel workers of an engine."""
     pp: int = 1
+    """Pipeline stages of an engine."""
     expert_parallel: bool = False
     """Whole experts on each of an engine's ``tp`` ranks, instead of a share of every expert."""
     replicas: int = 1
+    """Engines."""
     nodes: int = 1
     """Nodes that each engine spans; its tp * pp workers spread evenly over them."""
     max_prompt_tokens: int | None = None
     """None takes the longest prompt of ``taskset.train`` and ``taskset.eval``, and in a run that has begun the one of its start."""
     max_response_tokens: int = 64
+    """Longest answer; longer ones are cut and have finish reason ``length``."""
     temperature: float = 1.0
+    """Of sampling, and of the log-probs on both sides."""
     max_num_seqs: int = 512
+    """Most sequences that an engine computes at once (vLLM's)."""
     block_size: int = 32
+    """Tokens of a block of the KV cache (vLLM's)."""
     kv_cache_bytes: int = 268435456
+    """KV cache of one engine worker."""
     num_threads: int = 1
+    """CPU threads of one engine worker."""
     start_timeout_s: float = 300.0
+    """Longest start of an engine until it serves."""
     request_timeout_s: float = 300.0
+    """Longest silence of an engine that has samples to compute."""
     concurrent_groups: int = 64
     """Groups the explorer keeps in flight."""
 
@@ -270,10 +327,15 @@ class TasksetConfig:
     generate: str | None = None
     """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file (docs/own_experiments.md)."""
     seed: int = 7
+    """Of generated rows."""
     train_size: int = 20000
+    """Generated training rows."""
     eval_size: int = 500
+    """Generated held-out rows."""
     warm_start_size: int = 20000
+    """Generated demonstrations for the warm start."""
     expert_size: int = 2000
+    """Generated expert rows."""
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
     unjudgeable: Literal["refuse", "drop"] = "refuse"
@@ -316,7 +378,9 @@ class JudgeConfig:
     votes: int = 1
     """Judgements of an answer, each with a seed of its own; the majority decides, a tie is wrong. More than one needs a temperature."""
     temperature: float = 0.0
+    """Of its judgements; 0 is greedy."""
     max_tokens: int = 1024
+    """Longest judgement."""
     concurrency: int = 32
     """Requests under way at once."""
     timeout_s: float = 120.0
@@ -332,6 +396,7 @@ class FormatConfig:
     """1 for an answer of the wanted form, else 0 (DeepSeek-R1, 2501.12948 §2.2.2)."""
 
     weight: float = 0.0
+    """Of this part in the reward; 0 leaves it out."""
     form: Literal["think", "think_answer"] = "think_answer"
     """<think>…</think> and then text, or then <answer>…</answer>; each tag once, in order, nothing outside."""
 
@@ -341,6 +406,7 @@ class LengthConfig:
     """k1.5's reward for being short among the answers of a group (2501.12599 §2.3.3)."""
 
     weight: float = 0.0
+    """Of this part in the reward; 0 leaves it out."""
     warmup_steps: int = 0
     """Steps without it at the start."""
 
@@ -350,7 +416,9 @@ class RepetitionConfig:
     """The share of an answer's n-grams of words that it said before, as a number from -1 to 0 (Open-R1)."""
 
     weight: float = 0.0
+    """Of this part in the reward; 0 leaves it out."""
     ngram: int = 4
+    """Words of an n-gram."""
 
 
 @dataclass(frozen=True)
@@ -358,6 +426,7 @@ class LanguageConfig:
     """The share of an answer's words that are of one language (DeepSeek-R1, 2501.12948 §2.3.2)."""
 
     weight: float = 0.0
+    """Of this part in the reward; 0 leaves it out."""
     language: Literal["prompt", "en", "zh"] = "prompt"
     """``prompt``: that of the question."""
 
@@ -390,12 +459,19 @@ class RewardConfig:
     overlong_buffer: int | None = None
     """Tokens before ``rollout.max_response_tokens`` over which DAPO's length penalty grows to ``overlong_penalty``; None for none."""
     overlong_penalty: float = 1.0
+    """What DAPO's length penalty takes off an answer of full length."""
     format: FormatConfig = field(default_factory=FormatConfig)
+    """Reward for the form of an answer."""
     length: LengthConfig = field(default_factory=LengthConfig)
+    """Reward for being short."""
     repetition: RepetitionConfig = field(default_factory=RepetitionConfig)
+    """Penalty for repetition."""
     language: LanguageConfig = field(default_factory=LanguageConfig)
+    """Reward for one language throughout."""
     code: CodeConfig = field(default_factory=CodeConfig)
+    """How programs are run."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """A language model as verifier."""
 
 
 @dataclass(frozen=True)
@@ -405,6 +481,7 @@ class SyncConfig:
     shared_memory: bool = True
     """Send through shared memory to engine workers on a trainer rank's own machine; False sends everything over sockets."""
     timeout_s: float = 120.0
+    """Longest wait for the other side within a sync."""
     probe_tokens: int = 16
     """Length of the probe text whose log-probs are compared on both sides after every sync."""
     probe_tolerance: float | None = None
@@ -417,6 +494,7 @@ class StoreConfig:
     """A file on this machine, postgresql://USER@HOST/DATABASE, ``env://NAME`` (the URL is in that environment variable), or
     ``job://postgres``: a server of the job's own. Without a password; docs/store.md."""
     poll_s: float = 0.02
+    """Pause between two looks into the database while waiting."""
     outage_s: float = 300.0
     """How long a database that does not answer is waited for, by each process, before the job ends."""
 
@@ -445,6 +523,7 @@ class ClusterConfig:
     exclude_unhealthy: bool = False
     """Go on without nodes that differ or lack something, if the rest are enough."""
     max_clock_skew_s: float = 5.0
+    """Largest difference between two nodes' clocks at the start."""
     min_free_disk_bytes: int = 1073741824
     """For temporary files, on every node."""
 
@@ -452,8 +531,11 @@ class ClusterConfig:
 @dataclass(frozen=True)
 class RunConfig:
     name: str = "run"
+    """Name of the run, and of its directory."""
     dir: str = "runs/${run.name}"
+    """Directory of the run: checkpoints, store, logs, report."""
     host: str = "127.0.0.1"
+    """Address that engines and trainer ranks of one machine listen on."""
     port: int | None = None
     """First of the job's ports (engines, rendezvous); None lets the machine choose free ones."""
     allow_changes: list[str] = field(default_factory=list)
@@ -471,6 +553,7 @@ class ReferenceConfig:
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
+    """Its compute type; null takes the model's."""
 
 
 @dataclass(frozen=True)
@@ -481,7 +564,9 @@ class CriticConfig:
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
+    """Its compute type; null takes the model's."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """AdamW and learning-rate schedule of the critic."""
     warmup_steps: int = 0
     """Steps at the start in which the critic learns alone."""
 
@@ -493,7 +578,9 @@ class RewardModelConfig:
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
+    """Its compute type; null takes the model's."""
     coef: float = 1.0
+    """Factor of its score in the reward."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,12 @@ class StepBatch:
     updates: list[list[list[int]]]
     """For each optimizer update the units that it trains on: numbers of sequences that go through the model together."""
 
+    @property
+    def outside(self) -> list[list[int]]:
+        """Units of the sequences that no update trains on: answers that are in no pair."""
+        trained = {number for units in self.updates for unit in units for number in unit}
+        return [[i] for i in range(len(self.sequences)) if i not in trained]
+
 
 def gather(s: Session, experiences: list[Experience], demonstrations: Sequence[Demonstration]) -> StepBatch:
     """Sequences of a step, dealt to its updates; demonstrations in equal shares."""
@@ -75,10 +81,12 @@ def updates_of(units: Sequence[list[int]], updates: int, *, exactly: bool = Fals
 
 def infer(s: Session, batch: StepBatch) -> None:
     """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's, values."""
-    sequences = batch.sequences
+    sequences, asked = batch.sequences, batch.updates
+    if "old_logp" in s.algorithm.needs and (rest := batch.outside):
+        asked = [*asked, rest]  # the store, the mismatch and the adaptive KL take log-probs of every answer
 
     def answers(model: FrozenModel) -> torch.Tensor:
-        return model.answers(sequences, [model.micro_batches(sequences, units) for units in batch.updates])
+        return model.answers(sequences, [model.micro_batches(sequences, units) for units in asked])
 
     if "old_logp" in s.algorithm.needs:
         sequences.old_logp = answers(s.actor)

@@ -74,7 +74,8 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """Of the gradients in the model's buffers, over the whole grid, before clipping; weights, masters and moments stay."""
-        assert not self.inner.prepare_grads(), "there is no loss scaler"
+        overflowed = self.inner.prepare_grads()  # not in the assertion: python -O leaves assertions out, with what they call
+        assert not overflowed, "there is no loss scaler"
         return float(self.inner.get_grad_norm())
 
     def step(self, lr: float) -> float:

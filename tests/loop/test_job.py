@@ -24,6 +24,7 @@ from megarl.schema import Experience, Task
 from megarl.store import Store
 from megarl.tasksets import ChatTokenizer, encode_rows, read_rows
 from tests.loop.engines import transformers_logp
+from tests.metrics_page import unlisted
 from tests.system.jobs import Job, last_of_each
 
 STEPS = 3
@@ -75,7 +76,9 @@ def store(run_dir: Path) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def records(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert unlisted({name for record in records for name in record}) == set()
+    return records
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megarl.checkpoint.state import latest, read_state
 from megarl.report.data import load
 from tests.loop.engines import transformers_logp
+from tests.metrics_page import unlisted
 from tests.system.jobs import Job
 
 STEPS, EVERY, HELD_OUT = 20, 5, 40
@@ -82,7 +83,9 @@ def finished(request: pytest.FixtureRequest, started: dict[str, Job]) -> Job:
 
 
 def records(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert unlisted({name for record in records for name in record}) == set()
+    return records
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

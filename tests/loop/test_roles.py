@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from megarl.checkpoint.state import latest, read_state
 from megarl.schema import GREEDY
 from megarl.store import Store
+from tests.metrics_page import unlisted
 from tests.system.jobs import START_S, TINY, Job
 
 pytestmark = pytest.mark.timeout(900)  # three jobs before the first test
@@ -59,6 +60,7 @@ def score_model(path: Path) -> Path:
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     """Step -> what was recorded of it."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert unlisted({name for record in records for name in record}) == set()
     return {int(r["step"]): r for r in records if "training/global_step" in r}
 
 
