@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.schema import Config
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -39,9 +43,30 @@ def snapshot(path: str) -> str:
 
 
 def with_snapshots(config: Config) -> Config:
-    """The settings with cached snapshots for hub names of models."""
+    """The settings with cached snapshots for hub names of models: those that the run began with, for as long as the cache has them."""
     roles = {role: getattr(config, role) for role in ("model", "critic", "reward_model")}
-    return replace(config, **{role: replace(value, path=snapshot(value.path)) for role, value in roles.items() if value.path is not None})
+    used = _paths(Path(config.run.dir) / "resolved.json")
+    found = {role: _kept(used.get(role), snapshot(value.path)) for role, value in roles.items() if value.path is not None}
+    return replace(config, **{role: replace(roles[role], path=path) for role, path in found.items()})
+
+
+def _kept(used: str | None, newest: str) -> str:
+    """The snapshot of the run's last start where the name's main branch has moved on since."""
+    if used is None or used == newest or Path(used).parent != Path(newest).parent or Path(newest).parent.name != "snapshots":
+        return newest
+    if not (Path(used) / "config.json").is_file():
+        return newest
+    log.warning("the run goes on with %s, though the cache's main branch is at %s", used, Path(newest).name)
+    return used
+
+
+def _paths(resolved: Path) -> dict[str, str]:
+    """Model paths of a run's last start; none where its settings cannot be read, of which others tell."""
+    try:
+        settings = json.loads(resolved.read_text())
+        return {role: str(settings[role]["path"]) for role in ("model", "critic", "reward_model") if settings[role]["path"] is not None}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def advice(setting: str, path: str) -> str | None:

@@ -26,18 +26,23 @@ FREE = (
         "num_threads", "start_timeout_s", "request_timeout_s", "concurrent_groups",
     )),
     *(f"reward.{name}" for name in (
-        "workers", "hosts", "timeout_s", "retries", "max_kills", "backlog", "code.url", "judge.concurrency",
-        "judge.timeout_s", "judge.retries", "judge.cache",
+        "workers", "hosts", "backlog", "code.url", "judge.concurrency", "judge.cache",
     )),
 )  # fmt: skip
-"""Settings, and groups of them, that change nothing of the training's mathematics: where and how fast a job computes,
-how long it waits, what it logs and keeps. ``run.allow_changes`` confirms all others when a run goes on."""
+"""Settings, and groups of them, that change neither the training's mathematics nor verdicts: where and how fast a job computes,
+how long it waits, what it logs and keeps. Timeouts and retries of rewards are not among them: an answer without a verdict is dropped. ``run.allow_changes`` confirms all others when a run goes on."""
 
 
 class Change(NamedTuple):
     setting: str
     old: Any
     new: Any
+
+    def trains(self) -> bool:
+        """Whether it may change what a run learns, verdicts included, so that it must be confirmed."""
+        if self.setting == "reward.judge.url":
+            return None in (self.old, self.new)  # else the same judge at another address
+        return not is_in(self.setting, FREE)
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> Iterator[Change]:

@@ -27,7 +27,7 @@ from megarl.checkpoint.room import writing
 from megarl.config import Config
 from megarl.durable import write_text
 from megarl.errors import CheckpointError, ConfigError
-from megarl.launch.changes import FREE, Change, changes_since_last_start, described, has_checkpoints, is_in, listed
+from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints, is_in, listed
 from megarl.launch.run_dir import run_id
 from megarl.parallel.grid import ROLES
 from megarl.store import Store
@@ -78,7 +78,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
             f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {mend} "
             "(or raise trainer.steps to train that run further)"
         )
-    of_training = [c for c in changed if not is_in(c.setting, FREE)]
+    of_training = [c for c in changed if c.trains()]
     if unconfirmed := [c for c in of_training if not is_in(c.setting, config.run.allow_changes)]:
         raise ConfigError(
             f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; "

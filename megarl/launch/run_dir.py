@@ -151,7 +151,7 @@ def _holder(text: str) -> tuple[str, str, str]:
 
 
 def _is_alive(pid: str) -> bool:
-    if not pid.isdigit():
+    if not pid.isdecimal():
         return False
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -216,7 +216,7 @@ def addresses(hosts: Sequence[str]) -> list[str]:
     for entry in hosts:
         address, star, count = entry.partition("*")
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or (star and not count.isdigit()) or not 0 < int(port) < 65536 or count == "0":
+        if not host or not port.isdecimal() or (star and not count.isdecimal()) or not 0 < int(port) < 65536 or count == "0":
             raise ConfigError(f"reward.hosts: {entry!r} is not HOST:PORT*N (N processes of the `megarl rewards serve` there)")
         found += [address] * int(count or 1)
     return found

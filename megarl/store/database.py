@@ -66,7 +66,7 @@ def shown(url: str) -> str:
     """``url`` as people may see it: the database's own, without a password."""
     try:
         return _masked(make_url(_found(url)))
-    except (ArgumentError, ConfigError):
+    except (ArgumentError, ValueError):
         return url
 
 
@@ -100,11 +100,11 @@ def _parsed(url: str) -> URL:
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         parsed.get_dialect()
-    except (ArgumentError, ModuleNotFoundError) as error:
+    except (ArgumentError, ModuleNotFoundError, ValueError) as error:  # ValueError: of a port
         because = f" ({error})" if masked != url or text == url else ""  # it repeats a text that it cannot read
         raise ConfigError(
             f"store.url={masked} is no database that can be opened here{because}; write sqlite:///PATH, "
-            "postgresql://USER@HOST/DATABASE, or leave it out"
+            "postgresql://USER@HOST:PORT/DATABASE (several hosts: postgresql://USER@/DATABASE?host=A:5432&host=B:5432), or leave it out"
         ) from error
     if parsed.get_backend_name() not in ("sqlite", "postgresql"):
         raise ConfigError(

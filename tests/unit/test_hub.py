@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import compose
+from megarl.config import compose, save_resolved
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.checks import check
 from tests.unit.small_job import config_of, refused
@@ -70,3 +70,20 @@ def test_a_name_that_is_not_cached_says_how_to_get_it(hub: Path, prepared: Path)
     refused(ConfigError, config_of(prepared, f"model.path={NAME}"), *words)
     assert not Path("Some-Org").exists()
     refused(CheckpointError, config_of(prepared, "algorithm=ppo", f"critic.path={NAME}"), f"hf download {NAME}", "critic.path=models/Tiny-0.5B")
+
+
+def test_a_run_keeps_the_snapshot_that_it_began_with(hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The branch may move on in the cache; without the old snapshot the new one is another model, which the run refuses."""
+    first = cached(hub)
+    words = [*OWN, f"model.path={NAME}", f"critic.path={NAME}", f"run.dir={tmp_path / 'run'}"]
+    (tmp_path / "run").mkdir()
+    save_resolved(compose(words), tmp_path / "run" / "resolved.json")
+    second = first.with_name("def456")
+    shutil.copytree(first, second)
+    (hub / "models--Some-Org--Tiny-0.5B" / "refs" / "main").write_text("def456")
+    config = compose(words)
+    assert (config.model.path, config.critic.path) == (str(first), str(first))
+    assert f"goes on with {first}, though the cache's main branch is at def456" in caplog.text
+    assert compose([*words[:-1], f"run.dir={tmp_path / 'other'}"]).model.path == str(second)
+    shutil.rmtree(first)
+    assert compose(words).model.path == str(second)

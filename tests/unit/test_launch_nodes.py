@@ -70,6 +70,7 @@ def test_torchrun() -> None:
         ({"SLURM_STEP_NUM_TASKS": "8"}, "--ntasks-per-node=1"),
         ({"MEGARL_JOB_KEY": "short"}, "MEGARL_JOB_KEY"),
         ({"MEGARL_HEAD_PORT": "http"}, "MEGARL_HEAD_PORT=http"),
+        ({"MEGARL_HEAD_PORT": "8²"}, "MEGARL_HEAD_PORT=8²"),
         ({"MEGARL_ROLE": "critic"}, "MEGARL_ROLE=critic"),
     ],
 )

@@ -213,6 +213,8 @@ MANY = [f"algorithm.{name}=0.5" for name in ("clip_low", "clip_high", "gamma", "
         (["trainer.steps=9", "reward.weight=2"], ["reward.weight was 1.0, now 2.0"]),
         (["algorithm.dynamic_sampling=true", "rollout.temperature=0.5"], ["algorithm.dynamic_sampling was False, now True", "rollout.temperature was 1.0"]),
         (["trainer.seed=2"], ["trainer.seed was 1, now 2"]),
+        (["reward.timeout_s=9", "reward.retries=3", "reward.max_kills=9", "reward.judge.timeout_s=9"], ["reward.timeout_s was 10.0, now 9.0", "reward.max_kills"]),
+        (["reward.judge.url=http://h:1/v1"], ["reward.judge.url was None, now http://h:1/v1"]),
         (["reference.dtype=bfloat16"], ["reference.dtype was None, now bfloat16"]),
         (MANY, [name.partition("=")[0] for name in MANY]),
     ],
@@ -229,6 +231,14 @@ def test_what_changes_the_training_is_confirmed(tmp_path: Path, overrides: list[
     check_settings_of_run(config_of(tmp_path, *overrides, allowed), tmp_path)
     with pytest.raises(ConfigError, match=r"trainer\.warm_start\.batch_size was 128, now 3"):
         check_settings_of_run(config_of(tmp_path, *overrides, allowed, "trainer.warm_start.batch_size=3"), tmp_path)
+
+
+def test_a_judge_may_move_to_another_address(tmp_path: Path) -> None:
+    begun(tmp_path, finished=False)
+    save_resolved(config_of(tmp_path, "reward.judge.url=http://a:1/v1"), tmp_path / "resolved.json")
+    check_settings_of_run(config_of(tmp_path, "reward.judge.url=http://b:2/v1"), tmp_path)
+    with pytest.raises(ConfigError, match=r"reward\.judge\.url was http://a:1/v1, now None"):
+        check_settings_of_run(config_of(tmp_path), tmp_path)
 
 
 def test_a_group_confirms_what_is_in_it_and_a_part_of_a_name_does_not(tmp_path: Path) -> None:
@@ -250,7 +260,7 @@ def test_what_a_run_keeps_cannot_be_confirmed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     ["parallel=pp2", "trainer.steps=50", "rollout.replicas=3", "trainer.checkpoint_interval=7", "trainer.eval_interval=3", "cluster.stall_s=9",
-     "store.outage_s=9", "run.shutdown_grace_s=9", "sync.timeout_s=9", "trainer.trackers=[]", "reward.workers=3", "reward.timeout_s=9",
+     "store.outage_s=9", "run.shutdown_grace_s=9", "sync.timeout_s=9", "trainer.trackers=[]", "reward.workers=3", "reward.backlog=9",
      "critic.parallel.pp=2", "trainer.max_tokens_per_micro_batch=512", "trainer.keep_checkpoints=5"],
 )  # fmt: skip
 def test_what_changes_nothing_of_the_training_needs_no_word(tmp_path: Path, override: str) -> None:
