@@ -108,18 +108,25 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def check_export_target(target: Path, sources: Iterable[Path]) -> None:
-    """Raise CheckpointError unless ``target`` is new, empty or holds only what an export of ``sources`` writes, apart from them."""
-    if not target.exists():
-        return
-    sources = tuple(sources)
-    check_apart(target, sources)
-    if not target.is_dir():
-        raise CheckpointError(f"{target} is not an HF checkpoint, so an exported one does not replace it; move it away")
-    names = {entry.name for entry in target.iterdir()}
-    other = _unknown(target, _EXPORTED, sources)
-    if names and (other or "config.json" not in names):
+    """Raise CheckpointError unless ``target`` is new, empty or holds only what an export of ``sources`` writes, apart from them.
+
+    The same holds for the temporary directories beside it, which an export that was killed leaves.
+    """
+    sources, partial, old = tuple(sources), partial_path(target), aside(target)
+    check_apart(target, sources, partial, old)
+    for path in (target, partial, old):
+        if exists(path):
+            _check_exported(path, sources, whole=path != partial)
+
+
+def _check_exported(path: Path, sources: Iterable[Path], *, whole: bool) -> None:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not an HF checkpoint, so an exported one does not replace it; move it away")
+    other = _unknown(path, _EXPORTED, sources)
+    lacks = whole and any(path.iterdir()) and not (path / "config.json").is_file()
+    if other or lacks:
         found = f"has {other[0]}" if other else "has no config.json"
-        raise CheckpointError(f"{target} is not an HF checkpoint, so an exported one does not replace it: it {found}; move it away")
+        raise CheckpointError(f"{path} is not an HF checkpoint, so an exported one does not replace it: it {found}; move it away")
 
 
 def _is_partial(path: Path, sources: Iterable[Path]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ from megarl.checkpoint.manifest import (
 )
 from megarl.checkpoint.room import writing
 from megarl.config import Config
-from megarl.durable import write_text
+from megarl.durable import exists, write_text
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints, is_in, listed
 from megarl.launch.run_dir import run_id
@@ -135,15 +135,19 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Call
     for path, fault in damaged:
         log.warning("%s is damaged and does not count: %s; the run goes on from %s", path, fault, candidates[-1])
         if rename:
-            aside = path.with_name(f"damaged_{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            _set_aside(path, "damaged")
     if damaged and rename:
         _name_latest(candidates[-1])
     elif not damaged and (fault := unfounded_latest(folder)) is not None:
         if not candidates:
             raise CheckpointError(f"{fault}, and there is no other; put it back, or remove {folder} to begin anew")
         log.warning("%s; the run goes on from %s", fault, candidates[-1])
+
+
+def _set_aside(checkpoint: Path, why: str) -> None:
+    """Rename to ``<why>_<name>``, with a number behind it where an earlier one of that name is kept."""
+    names = (f"{why}_{checkpoint.name}{f'.{number}' if number > 1 else ''}" for number in itertools.count(1))
+    checkpoint.rename(next(path for name in names if not exists(path := checkpoint.with_name(name))))
 
 
 def _name_latest(checkpoint: Path) -> None:
@@ -205,9 +209,7 @@ def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
             f"the weights of the run so far are in {run_dir / 'checkpoints'}"
         )
     for path in candidates[candidates.index(covered[-1]) + 1 :]:
-        aside = path.with_name(f"uncovered_{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        _set_aside(path, "uncovered")
     _name_latest(covered[-1])
     log.warning(
         "THE RUN GOES BACK to %s: store.url=%s %s, as after a power cut. Later checkpoints are now named uncovered_%s*; if the store "

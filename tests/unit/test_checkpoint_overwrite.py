@@ -291,6 +291,25 @@ def test_an_export_replaces_only_what_exports_write(root: Path, names: list[str]
         check_export_target(root / "out", [root / "models/hf"])
 
 
+@pytest.mark.parametrize("name", [".out.partial", ".out.old"])
+def test_an_export_removes_no_other_files_from_its_temporary_directories(root: Path, name: str) -> None:
+    (root / name).mkdir()
+    (root / name / "thesis.tex").write_text("keep me")
+    config = qwen3_config()
+    with unchanged(root), pytest.raises(CheckpointError, match=rf"\{name} is not an HF checkpoint, .* it has thesis.tex; move it away"):
+        export(config, MegatronGrid(), random_hf(config), root / "models/hf", root / "out")
+    (root / name / "thesis.tex").rename(root / name / "model.safetensors")
+    (root / name / "config.json").write_text("{}")
+    export(config, MegatronGrid(), random_hf(config), root / "models/hf", root / "out")
+    assert not (root / name).exists()
+
+
+def test_an_export_into_its_source_is_refused(root: Path) -> None:
+    config = qwen3_config()
+    with unchanged(root), pytest.raises(CheckpointError, match="hf/out is inside the source .*models/hf"):
+        export(config, MegatronGrid(), random_hf(config), root / "models/hf", root / "models/hf/out")
+
+
 def test_an_export_replaces_an_older_one(root: Path) -> None:
     (root / "models/hf/NOTICE").write_text("copied with the model")
     config = qwen3_config()

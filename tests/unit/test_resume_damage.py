@@ -49,6 +49,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog
     assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2", LATEST]
 
 
+def test_what_was_set_aside_before_is_kept(tmp_path: Path) -> None:
+    finished_checkpoint(tmp_path, step=2)
+    for _ in range(3):
+        (finished_checkpoint(tmp_path, step=4) / "actor/common.pt").write_bytes(b"")
+        set_aside_damaged(tmp_path)
+    found = sorted(path.name for path in (tmp_path / "checkpoints").glob("damaged_*"))
+    assert found == ["damaged_global_step_4", "damaged_global_step_4.2", "damaged_global_step_4.3"]
+
+
 @pytest.mark.parametrize("digests", [True, False])
 def test_a_flipped_byte_gives_way_to_the_checkpoint_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, digests: bool) -> None:
     """In a place that no header tells of; ``trainer.verify_checkpoints=false`` does not look there."""
