@@ -1,0 +1,305 @@
+"""The experiments for real models against their sources: every number is the source's or a listed departure.
+
+``SOURCES`` holds the sources' values under megarl's names, copied by hand from the files at the named commits. A setting
+without a value there is not in the table. ``OURS`` holds the departures with megarl's values; the experiment's file
+explains each.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Config, compose, config_dir
+from megarl.experience import verify
+from megarl.schema import Experience, Reward, Segment, WeightsVersion
+
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "experiments.md").read_text()
+GSM8K_MATH, ULTRAFEEDBACK = 14_973, 61_135
+"""Rows of the data sets' training splits."""
+
+SAMPLING: dict[str, Any] = {"rollout.temperature": 1.0}
+GRPO: dict[str, Any] = SAMPLING | {
+    "algorithm.name": "grpo",
+    "algorithm.importance": "token",
+    "algorithm.normalize_by_std": True,
+    "algorithm.entropy_coef": 0.0,
+    "algorithm.correction": "none",
+    "algorithm.clip_low": 0.2,
+}
+ADAM: dict[str, Any] = {
+    "trainer.optimizer.lr": 1e-6,
+    "trainer.optimizer.min_lr": None,
+    "trainer.optimizer.decay_steps": None,
+    "trainer.optimizer.warmup_steps": 0,
+    "trainer.optimizer.beta1": 0.9,
+    "trainer.optimizer.eps": 1e-8,
+    "trainer.optimizer.clip_grad": 1.0,
+}
+VERL: dict[str, Any] = {  # verl/trainer/config, verl/workers/config/optimizer.py
+    **GRPO,
+    **ADAM,
+    "algorithm.clip_high": 0.2,
+    "algorithm.dual_clip": 3.0,
+    "algorithm.aggregation": "token_mean",
+    "algorithm.dynamic_sampling": False,
+    "trainer.optimizer.beta2": 0.999,
+    "trainer.optimizer.weight_decay": 0.01,
+    "trainer.eval_interval": 5,
+}
+KL_LOSS: dict[str, Any] = {"algorithm.kl.coef": 0.001, "algorithm.kl.estimator": "k3", "algorithm.kl.place": "loss"}
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "volcengine/verl@b178a3cd56f5:examples/grpo_trainer/run_qwen2_5-7b_math_megatron_diff_tp.sh": {
+        "experiment": "grpo_qwen2_5_7b",
+        **VERL,
+        **KL_LOSS,
+        "algorithm.group_size": 5,
+        "rollout.max_prompt_tokens": 1024,
+        "rollout.max_response_tokens": 1024,
+        "trainer.steps": GSM8K_MATH // 1024 * 15,
+        "trainer.tasks_per_step": 1024,
+        "trainer.updates_per_step": 1024 // 256,
+        "trainer.checkpoint_interval": 20,
+    },
+    "volcengine/verl@b178a3cd56f5:examples/grpo_trainer/run_qwen3-8b_npu.sh": {
+        "experiment": "grpo_qwen3_8b",
+        **VERL,
+        **KL_LOSS,
+        "algorithm.group_size": 5,
+        "rollout.max_prompt_tokens": 512,
+        "rollout.max_response_tokens": 1024,
+        "trainer.steps": "15 epochs of DAPO-Math-17k as published",
+        "trainer.tasks_per_step": 256,
+        "trainer.updates_per_step": 256 // 64,
+        "trainer.checkpoint_interval": 5,
+    },
+    "volcengine/verl@b178a3cd56f5:examples/ppo_trainer/run_qwen2-7b_rm.sh": {
+        "experiment": "ppo_llama3_1_8b",
+        **VERL,
+        "algorithm.name": "ppo",
+        "algorithm.kl.coef": 0.0,
+        "algorithm.group_size": 1,
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "algorithm.whiten_advantages": True,
+        "algorithm.value_clip": 0.5,
+        "critic.optimizer.lr": 1e-5,
+        "critic.optimizer.beta2": 0.999,
+        "critic.optimizer.weight_decay": 0.01,
+        "critic.optimizer.warmup_steps": int(0.05 * 210),
+        "critic.warmup_steps": 0,
+        "critic.path": "the actor's",
+        "reward.weight": 0.0,
+        "reward_model.coef": 1.0,
+        "rollout.max_prompt_tokens": 1024,
+        "rollout.max_response_tokens": 512,
+        "trainer.steps": GSM8K_MATH // 1024 * 15,
+        "trainer.tasks_per_step": 1024,
+        "trainer.updates_per_step": 1024 // 256,
+        "trainer.optimizer.warmup_steps": int(0.1 * 210),
+        "trainer.checkpoint_interval": 20,
+    },
+    "volcengine/verl@4f80e465c2ec:recipe/dapo/run_dapo_qwen2.5_32b.sh": {
+        "experiment": "grpo_qwen2_5_32b",
+        **VERL,
+        "algorithm.clip_high": 0.28,
+        "algorithm.dual_clip": 10.0,
+        "algorithm.dynamic_sampling": True,
+        "algorithm.max_extra_rollouts": 10 * 1536 // 512 - 1,
+        "algorithm.group_size": 16,
+        "algorithm.kl.coef": 0.0,
+        "reward.overlong_buffer": 4096,
+        "reward.overlong_penalty": 1.0,
+        "rollout.max_prompt_tokens": 2048,
+        "rollout.max_response_tokens": 20480,
+        "trainer.steps": "1 epoch of DAPO-Math-17k as published",
+        "trainer.tasks_per_step": 512,
+        "trainer.updates_per_step": 512 // 32,
+        "trainer.optimizer.warmup_steps": 10,
+        "trainer.optimizer.weight_decay": 0.1,
+        "trainer.checkpoint_interval": 5,
+    },
+    "THUDM/slime@624b824a898a:scripts/run-qwen3-30B-A3B.sh": {
+        "experiment": "grpo_qwen3_30b_a3b",
+        **GRPO,
+        **ADAM,
+        "algorithm.clip_high": 0.28,
+        "algorithm.dual_clip": None,
+        "algorithm.aggregation": "seq_mean_token_mean",
+        "algorithm.dynamic_sampling": False,
+        "algorithm.group_size": 8,
+        "algorithm.kl.coef": 0.0,
+        "reward.overlong_buffer": None,
+        "rollout.max_prompt_tokens": None,
+        "rollout.max_response_tokens": 8192,
+        "trainer.steps": 3000,
+        "trainer.tasks_per_step": 32,
+        "trainer.updates_per_step": 32 * 8 // 256,
+        "trainer.max_tokens_per_micro_batch": 20480,
+        "trainer.optimizer.beta2": 0.98,
+        "trainer.optimizer.weight_decay": 0.1,
+        "trainer.eval_interval": 20,
+        "trainer.checkpoint_interval": 20,
+    },
+    "modelscope/Trinity-RFT@18960d4eea98:examples/mix_math/mix_math.yaml": {
+        "experiment": "mix_qwen2_5_7b",
+        **VERL,
+        **KL_LOSS,
+        "algorithm.name": "mix",
+        "algorithm.kl.estimator": "k2",
+        "algorithm.group_size": 8,
+        "algorithm.mu": 0.1,
+        "algorithm.expert_ratio": 0.25,
+        "rollout.max_prompt_tokens": 1024,
+        "rollout.max_response_tokens": 10240,
+        "trainer.steps": GSM8K_MATH // 30,
+        "trainer.tasks_per_step": round(40 * (1 - 0.25)),
+        "trainer.updates_per_step": 1,
+        "trainer.max_tokens_per_micro_batch": 25600,
+        "trainer.eval_interval": 10,
+        "trainer.checkpoint_interval": 50,
+    },
+    "OpenRLHF/OpenRLHF@3c3be6234e0c:examples/scripts/train_dpo_llama.sh": {
+        "experiment": "dpo_llama3_1_8b",
+        **ADAM,
+        "algorithm.name": "dpo",
+        "algorithm.preference": "sigmoid",
+        "algorithm.beta": 0.1,
+        "algorithm.label_smoothing": 0.0,
+        "trainer.steps": ULTRAFEEDBACK // 256,
+        "trainer.tasks_per_step": 256,
+        "trainer.updates_per_step": 1,
+        "trainer.max_tokens_per_micro_batch": "8,192 an answer",
+        "trainer.optimizer.lr": 5e-7,
+        "trainer.optimizer.min_lr": 5e-8,
+        "trainer.optimizer.warmup_steps": 8,
+        "trainer.optimizer.decay_steps": 238,
+        "trainer.optimizer.beta2": 0.95,
+        "trainer.optimizer.weight_decay": 0.0,
+        "trainer.eval_interval": "at the end",
+        "trainer.checkpoint_interval": "at the end",
+    },
+    "arXiv 2501.12948v2": {
+        "experiment": "grpo_deepseek_v3",
+        **SAMPLING,
+        **KL_LOSS,
+        "algorithm.name": "grpo",
+        "algorithm.importance": "sequence_product",
+        "algorithm.aggregation": "seq_mean_token_mean",
+        "algorithm.normalize_by_std": True,
+        "algorithm.clip_low": "not given",
+        "algorithm.clip_high": "not given",
+        "algorithm.dual_clip": None,
+        "algorithm.group_size": 16,
+        "reference.refresh": 400 // 16,
+        "rollout.max_response_tokens": "32,768, then 65,536",
+        "trainer.steps": 10_400 // 16,
+        "trainer.tasks_per_step": 8192 // 16,
+        "trainer.updates_per_step": 16,
+        "trainer.optimizer.lr": 3e-6,
+    },
+}
+OURS: dict[str, dict[str, Any]] = {
+    "grpo_qwen2_5_7b": {},
+    "grpo_qwen3_8b": {
+        "rollout.max_prompt_tokens": 1024,
+        "rollout.max_response_tokens": 8192,
+        "trainer.steps": GSM8K_MATH // 256 * 15,
+    },
+    "ppo_llama3_1_8b": {"critic.path": "models/Llama-3.1-8B-RM"},
+    "grpo_qwen2_5_32b": {"reward.overlong_penalty": 0.5, "trainer.steps": 300},
+    "grpo_qwen3_30b_a3b": {"rollout.max_prompt_tokens": 2048},
+    "mix_qwen2_5_7b": {},
+    "dpo_llama3_1_8b": {
+        "trainer.max_tokens_per_micro_batch": 16384,
+        "trainer.eval_interval": 50,
+        "trainer.checkpoint_interval": 50,
+    },
+    "grpo_deepseek_v3": {
+        "algorithm.clip_low": 10.0,
+        "algorithm.clip_high": 10.0,
+        "rollout.max_response_tokens": 32768,
+    },
+}
+EXPERIMENTS = {str(values["experiment"]): source for source, values in SOURCES.items()}
+
+
+def value(config: Config, setting: str) -> Any:
+    return reduce(getattr, setting.split("."), config)
+
+
+def head(name: str) -> str:
+    """The comment at the top of an experiment's file, as one line."""
+    text = (config_dir() / "experiment" / f"{name}.yaml").read_text()
+    return " ".join(line.removeprefix("#").strip() for line in text[: text.index("\ndefaults:")].splitlines())
+
+
+def test_every_experiment_for_a_real_model_has_a_source() -> None:
+    heads = {
+        path.stem
+        for path in (config_dir() / "experiment").glob("*.yaml")
+        if "Never run on hardware" in path.read_text()
+    }
+    assert heads == set(EXPERIMENTS) == set(OURS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_numbers_are_the_sources(name: str) -> None:
+    config, source, ours = compose([f"experiment={name}"]), SOURCES[EXPERIMENTS[name]], OURS[name]
+    expected = {setting: ours.get(setting, there) for setting, there in source.items() if setting != "experiment"}
+    assert {setting: value(config, setting) for setting in expected} == expected
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_departures_are_departures_and_listed(name: str) -> None:
+    source = SOURCES[EXPERIMENTS[name]]
+    for setting, here in OURS[name].items():
+        assert source[setting] != here
+        assert setting in head(name).partition("Departures:")[2]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_file_and_the_docs_name_the_source(name: str) -> None:
+    assert f"Source: {EXPERIMENTS[name]}" in head(name)
+    assert re.search(rf"^\| `{name}` \| `{re.escape(EXPERIMENTS[name])}` \|", DOCS, re.MULTILINE)
+
+
+def answer(config: Config, length: int, score: float, index: int) -> Experience:
+    end = "stop" if length < config.rollout.max_response_tokens else "length"
+    return Experience(
+        rollout_id="r",
+        task_id="t",
+        group_id="g",
+        index=index,
+        group_size=4,
+        prompt_ids=np.array([1], dtype=np.int32),
+        response_ids=np.full(length, 2, dtype=np.int32),
+        response_mask=np.ones(length, dtype=np.bool_),
+        engine_logp=np.full(length, -0.5, dtype=np.float32),
+        reward=Reward(score, "ok" if score else "wrong"),
+        segments=(Segment(0, length, WeightsVersion(0, 1), end),),
+        finish_reason=end,
+    )
+
+
+def test_dapos_rewards_are_the_sources_on_another_scale() -> None:
+    """There −1 or 1 and up to 1.0 less for length; here (r + 1) / 2, so the order and the advantages are the same."""
+    config = compose(["experiment=grpo_qwen2_5_32b"])
+    full = config.rollout.max_response_tokens
+    there = {(1.0, full): 0.0, (1.0, full - 2048): 0.5, (0.0, 100): -1.0, (0.0, full): -2.0}
+    group = [answer(config, length, score, index) for index, (score, length) in enumerate(there)]
+    experiences, _ = verify(group, config.reward, vocab_size=4, max_response_tokens=full)
+    scores = [experience.reward.score for experience in experiences]
+    assert scores == [(r + 1.0) / 2.0 for r in there.values()]
+    right_but_long, _, wrong_but_short, _ = scores
+    assert right_but_long > wrong_but_short
+    stricter = replace(config.reward, overlong_penalty=1.0)
+    again, _ = verify(group, stricter, vocab_size=4, max_response_tokens=full)
+    assert again[0].reward.score == again[2].reward.score, "what the source's penalty would do to scores of 0 and 1"
