@@ -41,7 +41,8 @@ class Pulse(NamedTuple):
     marks: int = 0
     """Marks so far; one that stays the same for long is a stall."""
     work: int = 0
-    """Answers that ended and were scored, of an explorer, and its waits for the store: it marks time without any as well."""
+    """Of an explorer: answers that ended and were scored, heartbeats of engines that had generated tokens, and its waits for the store.
+    It marks time without any as well."""
     step: int = 0
     """Of the loop, from 1; 0 outside of steps."""
     patience_s: float = 0.0
@@ -148,7 +149,7 @@ def mark() -> None:
 
 
 def worked() -> None:
-    """A sample has ended, or has its score."""
+    """A sample has ended, or has its score, or engines have generated more of one."""
     if _mine is not None:
         _mine.work += 1
 

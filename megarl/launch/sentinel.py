@@ -49,7 +49,7 @@ class Sentinel:
         self._seen: dict[Process, _Seen] = {}
         self._work = -1
         self._idle_s = 0.0
-        """How long the trainer has waited for an explorer that had no sample end."""
+        """How long the trainer has waited for an explorer that had no sample end, and whose engines generated nothing."""
 
     def look(self, started: Sequence[Started]) -> None:
         """Call often; at most once a second it costs something.
@@ -114,12 +114,13 @@ class Sentinel:
         work = sum(sign.work for sign in explorers)
         self._idle_s = self._idle_s + passed if waiting and explorers and work == self._work else 0.0
         self._work = work
-        # An engine that says nothing for request_timeout_s is the explorer's to complain of.
+        # An engine that generates nothing for request_timeout_s is the explorer's to complain of.
         if self._idle_s <= self._stall_s + self._config.rollout.request_timeout_s:
             return None
         return (
-            f"the trainer waits for a rollout of which no sample has ended for {self._idle_s:.0f} s (cluster.stall_s={self._stall_s:g} beyond "
-            f"rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); the explorer: {explorers[0].phase}"
+            f"the trainer waits for a rollout of which no sample has ended and no token was generated for {self._idle_s:.0f} s "
+            f"(cluster.stall_s={self._stall_s:g} beyond rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); "
+            f"the explorer: {explorers[0].phase}"
         )
 
     def _end(self, helpers: set[Process], alive: Sequence[Started]) -> None:

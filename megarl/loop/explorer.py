@@ -33,7 +33,8 @@ from megarl.rewards.pool import Judging
 from megarl.rewards.process import await_hosts
 from megarl.rewards.shape import opens_thinking
 from megarl.rewards.tally import EVENT
-from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
+from megarl.rollout.client import EngineClient, Prompt, Sampling
+from megarl.rollout.frames import Completion
 from megarl.schema import GREEDY, Experience, Segment, Task, WeightsVersion
 from megarl.store import Claim, Store
 from megarl.tasksets import ChatTokenizer, chat_messages
@@ -393,7 +394,7 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
     store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
     try:
         async with (
-            EngineClient(engines, key, config.rollout.request_timeout_s) as engine,
+            EngineClient(engines, key, config.rollout.request_timeout_s, pulse.worked) as engine,
             _judge(config, engines, key, patience_s) as judge,
             RewardPool(await _with_hosts_of_nodes(config.reward), judge, key, _logs(config) / "reward_output.log") as scorer,
         ):

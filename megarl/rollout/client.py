@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import base64
-import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import aiohttp
 import numpy as np
 
 from megarl.errors import EngineError, RequestRefused
 from megarl.rollout.auth import bearer
-from megarl.schema import FinishReason
+from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Heartbeat
 
+HEARTBEAT_S = 5.0
+"""Longest time between two frames of an engine; less where ``timeout_s`` is short."""
 LEFT_OUT_S = 5.0
 """How long an engine that failed is asked nothing while others live: one that is dead has the fewest unfinished samples of all."""
-
-
-class VersionSpan(NamedTuple):
-    """Response tokens ``[start, end)`` that weights of this name sampled (``default``: those of the model's files)."""
-
-    version: str
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -65,23 +58,35 @@ class Sampling:
         }
 
 
-@dataclass(frozen=True, eq=False)
-class Completion:
-    """One finished sample, exactly as the engine sampled it."""
+class _Silence:
+    """Raises EngineError once an engine has generated nothing for ``timeout_s``, weight updates left out.
 
-    request: int
-    """Index of its prompt in the call."""
-    index: int
-    """0 .. n-1 within its prompt."""
-    token_ids: np.ndarray
-    """int32 [R], with the end-of-sequence token when that ended it."""
-    logprobs: np.ndarray
-    """float32 [R], of the distribution sampled from (temperature, top_p and top_k applied)."""
-    finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]
-    """Tile [0, R); empty when no token was sampled."""
-    prompt_ids: np.ndarray | None = None
-    """int32 [P]; of a prompt with images the ids that the engine computed, placeholders expanded. None for other prompts."""
+    It counts heartbeats rather than seconds: a caller may take its time between two records.
+    """
+
+    def __init__(self, url: str, timeout_s: float, every_s: float, progressed: Callable[[], None]) -> None:
+        self._url, self._timeout_s, self._every_s = url, timeout_s, every_s
+        self._progressed = progressed
+        self._tokens: int | None = None
+        self._silent_s = 0.0
+
+    def over(self) -> None:
+        """A sample has come."""
+        self._silent_s = 0.0
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        before, self._tokens = self._tokens, heartbeat.tokens
+        if before is None:
+            return
+        moved = heartbeat.tokens != before
+        if moved:
+            self._progressed()
+        self._silent_s = 0.0 if moved or heartbeat.paused else self._silent_s + self._every_s
+        if self._silent_s > self._timeout_s:
+            raise EngineError(
+                f"the engine at {self._url} is up, but has generated no token for {self._silent_s:g} s "
+                f"(rollout.request_timeout_s={self._timeout_s:g}); its log has its last words"
+            )
 
 
 class EngineClient:
@@ -91,14 +96,20 @@ class EngineClient:
     Args:
         urls: Engine servers, all with the same weights.
         key: The job's key.
-        timeout_s: Longest silence of an engine while samples are outstanding.
+        timeout_s: How long an engine may generate nothing while samples are outstanding and no weight update is under way.
+        progressed: Called when an engine has generated tokens since its last heartbeat.
     """
 
-    def __init__(self, urls: Sequence[str], key: str, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, urls: Sequence[str], key: str, timeout_s: float = 300.0, progressed: Callable[[], None] = lambda: None
+    ) -> None:
         self._outstanding = dict.fromkeys(urls, 0)
         self._left_out = dict.fromkeys(urls, 0.0)
         """Until when."""
         self._headers = bearer(key)
+        self._timeout_s = timeout_s
+        self._heartbeat_s = min(HEARTBEAT_S, timeout_s / 4)
+        self._progressed = progressed
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
@@ -143,15 +154,26 @@ class EngineClient:
         body = {
             "prompts": [_body(prompt) for prompt in prompts],
             "sampling": sampling.parameters(),
+            "heartbeat_s": self._heartbeat_s,
         }
+        silence = _Silence(url, self._timeout_s, self._heartbeat_s, self._progressed)
+        decoder = Decoder()
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
                 if answer.status != 200:
                     said = (await answer.text()).strip()
                     kind = RequestRefused if 400 <= answer.status < 500 else EngineError
                     raise kind(f"the engine at {url} answered {answer.status} to /megarl/generate: {said}")
-                async for line in answer.content:
-                    yield _completion(url, json.loads(line))
+                async for chunk in answer.content.iter_any():
+                    for record in decoder.feed(chunk):
+                        if isinstance(record, Heartbeat):
+                            silence.beat(record)
+                            continue
+                        silence.over()
+                        yield _completion(url, record)
+                decoder.end()
+        except FrameError as error:
+            raise EngineError(f"the engine at {url} sent a broken stream: {error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise EngineError(
@@ -165,18 +187,8 @@ def _body(prompt: Prompt) -> dict[str, Any]:
     return body | ({"images": images} if images else {})
 
 
-def _completion(url: str, record: dict[str, Any]) -> Completion:
-    if "error" in record or record["finish_reason"] == "error":
-        place = f"prompt {record['request']}, sample {record['index']}"
-        kind = RequestRefused if record.get("refused") else EngineError
-        raise kind(f"the engine at {url} failed at {place}: {record.get('error', 'finish reason error')}")
-    prompt_ids = record.get("prompt_ids")
-    return Completion(
-        request=record["request"],
-        index=record["index"],
-        token_ids=np.asarray(record["token_ids"], dtype=np.int32),
-        logprobs=np.asarray(record["logprobs"], dtype=np.float32),
-        finish_reason=record["finish_reason"],
-        versions=tuple(VersionSpan(*span) for span in record["versions"]),
-        prompt_ids=None if prompt_ids is None else np.asarray(prompt_ids, dtype=np.int32),
-    )
+def _completion(url: str, record: Completion | Failure) -> Completion:
+    if isinstance(record, Completion):
+        return record
+    kind = RequestRefused if record.refused else EngineError
+    raise kind(f"the engine at {url} failed at prompt {record.request}, sample {record.index}: {record.message}")

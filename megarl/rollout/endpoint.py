@@ -1,7 +1,8 @@
 """Routes of ours in vLLM's server, through its ``vllm.endpoint_plugins`` interface. Imported by the server only.
 
-``POST /megarl/generate`` takes many prompts and streams one JSON line for each sample the moment it ends. vLLM's own
-``/inference/v1/generate`` takes one prompt a request and either waits for all n samples or sends a line a token.
+``POST /megarl/generate`` takes many prompts and streams one frame (``megarl.rollout.frames``) for each sample the moment it ends,
+and heartbeats between them. vLLM's own ``/inference/v1/generate`` takes one prompt a request and either waits for all n samples or
+sends a line a token.
 
 ``Gate`` refuses generation, with the reason, once a weight update has failed: the engine then holds a mixture.
 Requests that come while an update runs are held by vLLM's own pause and are not refused.
@@ -16,10 +17,13 @@ import itertools
 import os
 import secrets
 from argparse import Namespace
+from array import array
 from collections.abc import AsyncIterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from PIL import Image
@@ -27,16 +31,20 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.inputs import EngineInput, TokensPrompt, tokens_input
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from megarl.rollout.auth import App, Receive, Scope, Send
 from megarl.rollout.control import failures
 from megarl.rollout.engine import UNTIL_PUBLISHED
+from megarl.rollout.frames import CONTENT_TYPE, Completion, Failure, Heartbeat, VersionSpan, encode
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
 _JOIN_PATH = "/init_weight_transfer_engine"
 _UPDATE_PATHS = (_JOIN_PATH, "/start_weight_update", "/update_weights", "/finish_weight_update")
+_PAUSE_PATH, _RESUME_PATH = "/pause", "/resume"
+_TOKENS_PER_OUTPUT = 64
+"""How many tokens of a sample come from vLLM at once: fewer cost time, more let progress be seen later."""
 _request_numbers = itertools.count()
 
 
@@ -54,10 +62,41 @@ class PromptBody(msgspec.Struct, frozen=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
-    """The body of ``POST /megarl/generate``; ``sampling`` holds keyword arguments of vLLM's SamplingParams."""
+    """The body of ``POST /megarl/generate``; ``sampling`` holds keyword arguments of vLLM's SamplingParams. ``heartbeat_s``: the
+    longest time without a frame."""
 
     prompts: list[PromptBody]
     sampling: dict[str, Any]
+    heartbeat_s: float = 5.0
+
+
+@dataclass
+class Progress:
+    """What the heartbeats of all calls report."""
+
+    tokens: int = 0
+    """Generated since the server's start."""
+    paused: bool = False
+    """From a request to pause, which may wait for running samples, until generation was resumed."""
+
+    def heartbeat(self) -> bytes:
+        return encode(Heartbeat(self.tokens, self.paused))
+
+
+@dataclass
+class _Sampled:
+    """Tokens of a sample that is being generated, as vLLM hands them over; 8 bytes a token."""
+
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    def add(self, output: CompletionOutput) -> None:
+        """Take over the next tokens. Raises RuntimeError when their log-probs are not theirs."""
+        flat = output.logprobs
+        if flat.token_ids != list(output.token_ids):
+            raise RuntimeError(f"vLLM gave log-probs of {len(flat.token_ids)} tokens for {len(output.token_ids)} others")
+        self.token_ids.extend(output.token_ids)
+        self.logprobs.extend(flat.logprobs)
 
 
 class Endpoints:
@@ -74,6 +113,7 @@ class Endpoints:
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         state.megarl_process = secrets.token_hex(8)
+        state.megarl_progress = Progress()
         state.megarl_refusing = "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None
 
 
@@ -96,8 +136,23 @@ class Gate:
             await JSONResponse({"error": self._state.megarl_refusing}, status_code=503)(scope, receive, send)
         elif scope["path"] in _UPDATE_PATHS:
             await self._watched(scope, receive, send)
+        elif scope["path"] in (_PAUSE_PATH, _RESUME_PATH):
+            await self._pausing(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _pausing(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Keeps ``Progress.paused``: the engine core, which knows it too, answers nothing while its workers take weights."""
+        progress: Progress = self._state.megarl_progress
+        before, pausing = progress.paused, scope["path"] == _PAUSE_PATH
+
+        async def follow(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                progress.paused = pausing if message["status"] == 200 else before
+            await send(message)
+
+        progress.paused = before or pausing
+        await self._app(scope, receive, follow)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A step of a weight update, which vLLM answers alike however it went in the workers: they are asked."""
@@ -141,39 +196,45 @@ async def _state(request: Request) -> JSONResponse:
 
 
 async def _generate(request: Request) -> Response:
+    # A sample's tokens come in parts: vLLM's flat log-probs are lists of numbers, where others are a dictionary a token.
+    fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
+    parts = {"output_kind": RequestOutputKind.DELTA, "stream_interval": _TOKENS_PER_OUTPUT}
     try:
         body = msgspec.json.decode(await request.body(), type=GenerateBody)
         sampled, greedy = (
-            SamplingParams(**settings, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-            for settings in (body.sampling, body.sampling | {"temperature": 0.0})
+            SamplingParams(**settings, **fixed, **parts) for settings in (body.sampling, body.sampling | {"temperature": 0.0})
         )
     except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": str(error)}, status_code=400)
-    return StreamingResponse(
-        _stream(request.app.state.engine_client, body, sampled, greedy), media_type="application/x-ndjson"
-    )
+    state = request.app.state
+    return StreamingResponse(_stream(state.engine_client, state.megarl_progress, body, sampled, greedy), media_type=CONTENT_TYPE)
 
 
 async def _stream(
-    engine: EngineClient, body: GenerateBody, sampled: SamplingParams, greedy: SamplingParams
+    engine: EngineClient, progress: Progress, body: GenerateBody, sampled: SamplingParams, greedy: SamplingParams
 ) -> AsyncIterator[bytes]:
-    """One JSON line for each sample, in the order in which they end. Leaving early aborts what still runs."""
-    lines: asyncio.Queue[bytes] = asyncio.Queue()
+    """One frame for each sample, in the order in which they end, and heartbeats. Leaving early aborts what still runs."""
+    frames: asyncio.Queue[bytes] = asyncio.Queue()
     number = next(_request_numbers)
     seen = {i: asyncio.create_task(_with_images(engine, prompt)) for i, prompt in enumerate(body.prompts) if prompt.images}
     tasks = [
         asyncio.create_task(
-            _sample(engine, prompt, seen.get(i), _seeded(greedy if prompt.greedy else sampled, prompt, j), (number, i, j), lines)
+            _answer(engine, progress, prompt, seen.get(i), _seeded(greedy if prompt.greedy else sampled, prompt, j), (number, i, j), frames)
         )
         for i, prompt in enumerate(body.prompts)
         for j in range(prompt.n)
     ]
     try:
+        yield progress.heartbeat()  # what later ones are compared with
         remaining = len(tasks)
         while remaining:
-            ready = [await lines.get()]
-            while not lines.empty():
-                ready.append(lines.get_nowait())
+            try:
+                ready = [await asyncio.wait_for(frames.get(), body.heartbeat_s)]
+            except TimeoutError:
+                yield progress.heartbeat()
+                continue
+            while not frames.empty():
+                ready.append(frames.get_nowait())
             remaining -= len(ready)
             yield b"".join(ready)
     finally:
@@ -189,27 +250,46 @@ def _seeded(sampling: SamplingParams, prompt: PromptBody, j: int) -> SamplingPar
     return own
 
 
-async def _sample(
+async def _answer(
     engine: EngineClient,
+    progress: Progress,
     prompt: PromptBody,
     seen: asyncio.Task[EngineInput] | None,
     sampling: SamplingParams,
     place: tuple[int, int, int],
-    lines: asyncio.Queue[bytes],
+    frames: asyncio.Queue[bytes],
 ) -> None:
+    """Put the frame of one sample, or of its failure."""
     number, i, j = place
-    place_fields = {"request": i, "index": j}
     try:
         inputs = tokens_input(prompt.token_ids) if seen is None else await seen
-        # FINAL_ONLY: the one output is the finished sample.
+        sampled = _Sampled()
         async for output in engine.generate(inputs, sampling, f"megarl-{number}-{i}-{j}"):
-            expanded = {} if seen is None else {"prompt_ids": list(output.prompt_token_ids)}
-            lines.put_nowait(_line(place_fields | _sampled(output.outputs[0]) | expanded))
+            sampled.add(output.outputs[0])
+            progress.tokens += len(output.outputs[0].token_ids)
+            if output.finished:
+                frames.put_nowait(encode(_record(i, j, output, sampled, expanded=seen is not None)))
     except Exception as error:
         refused = isinstance(error, VLLMClientError | ValueError)
-        lines.put_nowait(_line(place_fields | {"error": f"{type(error).__name__}: {error}", "refused": refused}))
+        frames.put_nowait(encode(Failure(i, j, f"{type(error).__name__}: {error}", refused)))
         if not isinstance(error, VLLMError | ValueError):
-            raise  # for the log: the client has its line, without which it would wait for ever
+            raise  # for the log: the client has its frame, without which it would wait
+
+
+def _record(i: int, j: int, last: RequestOutput, sampled: _Sampled, *, expanded: bool) -> Completion | Failure:
+    """A finished sample, of which ``last`` is vLLM's last output."""
+    output = last.outputs[0]
+    if output.finish_reason == "error":
+        return Failure(i, j, "finish reason error", refused=False)
+    return Completion(
+        request=i,
+        index=j,
+        token_ids=np.asarray(sampled.token_ids),
+        logprobs=np.asarray(sampled.logprobs),
+        finish_reason=output.finish_reason,
+        versions=tuple(VersionSpan(span.version, span.start, span.end) for span in output.weight_versions or ()),
+        prompt_ids=np.asarray(last.prompt_token_ids, dtype=np.int32) if expanded else None,
+    )
 
 
 async def _with_images(engine: EngineClient, prompt: PromptBody) -> EngineInput:
@@ -233,17 +313,3 @@ def _decoded(images: Sequence[bytes]) -> list[Image.Image]:
         return [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be decoded: {error}") from error
-
-
-def _sampled(output: CompletionOutput) -> dict[str, Any]:
-    token_ids = list(output.token_ids)
-    return {
-        "token_ids": token_ids,
-        "logprobs": [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)],
-        "finish_reason": output.finish_reason,
-        "versions": [[span.version, span.start, span.end] for span in output.weight_versions or ()],
-    }
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(record) + b"\n"

@@ -21,9 +21,10 @@ from megarl.launch import ports
 from megarl.launch.node import remove
 from megarl.launch.process import Child
 from megarl.rollout.addresses import JobAddresses
-from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
+from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
 from megarl.rollout.engine import engine_process, group_members, own_folder, shared_memory
+from megarl.rollout.frames import Completion
 from tests.loop.zygote import Forked, Zygote
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way
@@ -41,19 +42,24 @@ def save_tokenizer(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
 
 
-def save_tiny_qwen3(path: Path, *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """An HF checkpoint directory with a word-level tokenizer; weights are far from a symmetric start."""
+def save_tiny_qwen3(
+    path: Path, *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, sizes: Mapping[str, int] | None = None
+) -> Path:
+    """An HF checkpoint directory with a word-level tokenizer; weights are far from a symmetric start. ``sizes``: others than usual."""
     save_tokenizer(path)
     torch.manual_seed(seed)
+    usual = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+    }
     config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
+        **(usual | dict(sizes or {})),
         tie_word_embeddings=tied,
         initializer_range=0.1,
         bos_token_id=1,
@@ -195,11 +201,16 @@ class RunningEngine:
 
 
 def tiny_engine(
-    directory: Path, *, rollout: RolloutConfig, tied: bool = False, dtype: Literal["float32", "bfloat16"] = "float32"
+    directory: Path,
+    *,
+    rollout: RolloutConfig,
+    tied: bool = False,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    sizes: Mapping[str, int] | None = None,
 ) -> RunningEngine:
     """An engine of a tiny model under ``directory``, with the settings of a trainer with tp=2; not started."""
     shutil.rmtree(directory, ignore_errors=True)
-    path = save_tiny_qwen3(directory / "model", tied=tied, dtype=getattr(torch, dtype))
+    path = save_tiny_qwen3(directory / "model", tied=tied, dtype=getattr(torch, dtype), sizes=sizes)
     config = Config(
         run=RunConfig(dir=str(directory)),
         model=ModelConfig(path=str(path), dtype=dtype),

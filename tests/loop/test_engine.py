@@ -9,6 +9,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -22,10 +23,21 @@ from megarl.errors import EngineError
 from megarl.launch import ports
 from megarl.launch.process import Child
 from megarl.rollout.auth import bearer
-from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling
+from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
 from megarl.rollout.engine import engine_process, group_members
-from tests.loop.engines import EOS, HOST, KEY, RunningEngine, some_prompts, transformers_logp, worst_difference
+from megarl.rollout.frames import Completion
+from tests.loop.engines import (
+    EOS,
+    HOST,
+    KEY,
+    RunningEngine,
+    some_prompts,
+    tiny_engine,
+    transformers_logp,
+    worst_difference,
+)
+from tests.loop.zygote import Zygote
 
 FP32_TOLERANCE = 1e-4
 
@@ -204,6 +216,83 @@ def test_a_pause_that_aborts_returns_the_samples_cut_short(engine: RunningEngine
         engine.control.resume()
     assert len(completions) == 160
     assert any(c.finish_reason == "abort" and 0 < len(c.token_ids) < 60 for c in completions)
+
+
+def answered(engine: RunningEngine, timeout_s: float, meanwhile: Callable[[], None]) -> list[Completion]:
+    """Samples of a call that lasts some seconds; ``meanwhile`` runs in a thread once the first has come."""
+
+    async def ask() -> list[Completion]:
+        async with EngineClient([engine.url], KEY, timeout_s) as client:
+            prompts = [Prompt([1, 5, i + 6], n=8) for i in range(40)]
+            completions, doing = [], None
+            async for completion in client.generate(prompts, Sampling(max_tokens=60, ignore_eos=True)):
+                completions.append(completion)
+                doing = doing or asyncio.create_task(asyncio.to_thread(meanwhile))
+                await asyncio.sleep(0)
+            assert doing is not None
+            await doing
+            return completions
+
+    return asyncio.run(ask())
+
+
+def test_a_pause_longer_than_the_timeout_is_no_silence(engine: RunningEngine) -> None:
+    def pause() -> None:
+        engine.control.pause("keep")
+        time.sleep(4)
+        engine.control.resume()
+
+    began = time.monotonic()
+    completions = answered(engine, 1.0, pause)
+    assert len(completions) == 320 and {len(c.token_ids) for c in completions} == {60}
+    assert time.monotonic() - began > 4
+
+
+def test_a_core_that_hangs_while_the_server_lives_is_an_engine_error(engine: RunningEngine) -> None:
+    [core] = set(group_members(engine.pid)) - {engine.pid}
+    try:
+        with pytest.raises(EngineError, match=f"{engine.url} is up, but has generated no token"):
+            answered(engine, 1.0, lambda: os.kill(core, signal.SIGSTOP))
+    finally:
+        os.kill(core, signal.SIGCONT)
+    assert engine.generate(some_prompts(1), Sampling(max_tokens=1))
+
+
+LONG = 40_000
+
+
+@pytest.fixture(scope="module")
+def long_engine(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[RunningEngine]:
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": LONG + 1000}
+    rollout = RolloutConfig(max_prompt_tokens=900, max_response_tokens=LONG + 100, max_num_seqs=8, kv_cache_bytes=2**26)
+    engine = tiny_engine(tmp_path_factory.mktemp("long"), rollout=rollout, sizes=heads | sizes)
+    engine.zygote = zygote
+    try:
+        yield engine.ready()
+    finally:
+        engine.stop()
+
+
+@pytest.mark.slow
+def test_an_answer_of_forty_thousand_tokens(long_engine: RunningEngine) -> None:
+    """With a timeout that is a fraction of the time it takes: 1.7 ms a token and more, all of it vLLM's Python."""
+    prompts = [Prompt([1, 5, 6], seed=1), *(Prompt([1, 7, i + 9], seed=2) for i in range(3))]
+
+    async def ask(client: EngineClient, prompt: Prompt, tokens: int) -> Completion:
+        [completion] = [c async for c in client.generate([prompt], Sampling(max_tokens=tokens, ignore_eos=True))]
+        return completion
+
+    async def ask_all() -> list[Completion]:
+        async with EngineClient([long_engine.url], KEY, timeout_s=5.0) as client:
+            return await asyncio.gather(*(ask(client, p, LONG if i == 0 else 50) for i, p in enumerate(prompts)))
+
+    long, *short = asyncio.run(ask_all())
+    assert [len(c.token_ids) for c in short] == [50] * 3
+    assert (len(long.token_ids), long.finish_reason) == (LONG, "length")
+    assert [(s.start, s.end) for s in long.versions] == [(0, LONG)]
+    model = Qwen3ForCausalLM.from_pretrained(long_engine.model_path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    assert worst_difference(model, prompts, [long]) < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megarl import pulse
 from megarl.config import Config, save_resolved
 from megarl.config.schema import (
     FromScratchConfig,
@@ -32,7 +32,8 @@ from megarl.config.schema import (
 from megarl.errors import EngineError, RequestRefused
 from megarl.loop.explorer import Explorer, RolloutClock
 from megarl.rewards import Verdict
-from megarl.rollout.client import Completion, Prompt, Sampling, VersionSpan
+from megarl.rollout.client import EngineClient, Prompt, Sampling
+from megarl.rollout.frames import Completion, Heartbeat, VersionSpan, encode
 from megarl.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.store import Store
 from megarl.tasksets import ChatTokenizer
@@ -309,19 +310,30 @@ def test_clock() -> None:
 
 
 class FakeServer:
-    """``/megarl/generate`` as the engine's endpoint speaks it. ``alive`` off: the connection breaks mid-answer."""
+    """``/megarl/generate`` as the engine's endpoint speaks it. ``alive`` off: the connection breaks mid-answer. ``cuts``: bytes after
+    which the connection breaks, of the first calls. ``held``: only heartbeats until it is set."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, cuts: Sequence[int] = ()) -> None:
         self.tokenizer, self.alive, self.delay_s = tokenizer, True, 0.0
-        self.received = threading.Event()
+        self.cuts = list(cuts)
+        self.received, self.held = threading.Event(), threading.Event()
+        self.held.set()
+        self.calls: list[list[tuple[int | None, int]]] = []
+        """(seed, n) of every prompt."""
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         if http.headers.get("Authorization") != f"Bearer {KEY}":
             return web.Response(status=401)
         body = await http.json()
         self.received.set()
+        self.calls.append([(record["seed"], record["n"]) for record in body["prompts"]])
         stream = web.StreamResponse()
         await stream.prepare(http)
+        left, beats = self.cuts.pop(0) if self.cuts else None, 0
+        while not self.held.is_set():
+            beats += 1
+            await stream.write(encode(Heartbeat(64 * beats, False)))
+            await asyncio.sleep(0.02)
         for i, record in enumerate(body["prompts"]):
             for j in range(record["n"]):
                 if not self.alive:
@@ -329,10 +341,15 @@ class FakeServer:
                     http.transport.abort()
                     return stream
                 await asyncio.sleep(self.delay_s)
-                ids = answer(self.tokenizer, Prompt(record["token_ids"]), j).tolist()
-                line = {"request": i, "index": j, "token_ids": ids, "logprobs": [-0.5] * len(ids),
-                        "finish_reason": "stop", "versions": [["2.7", 0, len(ids)]]}  # fmt: skip
-                await stream.write(json.dumps(line).encode() + b"\n")
+                ids = answer(self.tokenizer, Prompt(record["token_ids"]), j)
+                logprobs, spans = np.full(len(ids), -0.5, np.float32), (VersionSpan("2.7", 0, len(ids)),)
+                frame = encode(Completion(i, j, ids, logprobs, "stop", spans))
+                await stream.write(frame[:left])
+                if left is not None and (left := left - len(frame)) <= 0:
+                    await asyncio.sleep(0.05)  # what was written is on its way
+                    assert http.transport is not None
+                    http.transport.abort()
+                    return stream
         return stream
 
 
@@ -364,7 +381,9 @@ def serving(server: FakeServer) -> Iterator[str]:
 
 
 @contextmanager
-def process(tmp_path: Path, model_path: Path, engines: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+def process(
+    tmp_path: Path, model_path: Path, engines: str, *, descriptors: Sequence[int] = (), **env: str
+) -> Iterator[subprocess.Popen[str]]:
     config = Config(
         run=RunConfig(dir=str(tmp_path)),
         model=ModelConfig(path=str(model_path)),
@@ -374,9 +393,9 @@ def process(tmp_path: Path, model_path: Path, engines: str, **env: str) -> Itera
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
     )
     save_resolved(config, tmp_path / "resolved.json")
-    command = [sys.executable, "-m", "megarl.loop.explorer", "--config", str(tmp_path / "resolved.json")]
+    command = [sys.executable, "-m", "megarl.loop", "explorer", "--config", str(tmp_path / "resolved.json")]
     variables = {**os.environ, "MEGARL_ENGINES": engines, "MEGARL_JOB_KEY": KEY, "MEGARL_ATTEMPT": "1", **env}
-    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as explorer:
+    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, pass_fds=descriptors) as explorer:
         try:
             yield explorer
         finally:
@@ -388,6 +407,45 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+class Connected:
+    """An engine of the explorer, over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
+        async with EngineClient([self.url], KEY) as client, aclosing(client.generate(prompts, sampling)) as answers:
+            async for completion in answers:
+                yield completion
+
+
+def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store, groups=3, group_size=4, seed=11)
+    ids = answer(tokenizer, Prompt(tokenizer.prompt_ids(({"role": "user", "content": "0 + 1 ="},))), 0)
+    size = len(encode(Completion(0, 0, ids, np.zeros(len(ids)), "stop", (VersionSpan("2.7", 0, len(ids)),))))
+    server = FakeServer(tokenizer, cuts=[5 * size + size // 2, 2 * size + 5])
+    with serving(server) as url:
+        explore(store, Connected(url), FakeScorer(), tokenizer)
+    assert store.progress("r0") == (3, 3)
+    first, second, third = ([seed + j for seed, n in call for j in range(n)] for call in server.calls)
+    assert second == first[5:], "five samples had come whole"
+    assert third == first[7:]
+    assert [e.index for e in store.experiences("r0")] == [0, 1, 2, 3] * 3
+
+
+def test_the_process_shows_that_engines_generate(tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer) -> None:
+    """Else its supervisor ends a job in which only long answers are left."""
+    request(store, groups=2)
+    server, memory = FakeServer(tokenizer), pulse.Memory()
+    server.held.clear()
+    variable = {pulse.VARIABLE: str(memory.descriptor)}
+    with serving(server) as url, process(tmp_path, model_path, url, descriptors=[memory.descriptor], **variable):
+        wait_for(lambda: memory.read().work >= 3)
+        assert store.progress("r0") == (0, 2)
+        server.held.set()
+        wait_for(lambda: store.progress("r0") == (2, 2))
 
 
 def test_the_process_works_until_the_job_is_closed(

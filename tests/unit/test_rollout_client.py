@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -14,23 +13,25 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megarl.errors import EngineError, RequestRefused
-from megarl.rollout.client import Completion, EngineClient, Prompt, Sampling, VersionSpan
+from megarl.rollout.client import EngineClient, Prompt, Sampling
+from megarl.rollout.frames import Completion, Failure, Heartbeat, Record, VersionSpan, encode
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def sample(request: int, index: int, **changes: Any) -> dict[str, Any]:
-    answer = {"request": request, "index": index, "token_ids": [7, 8], "logprobs": [-0.5, -1.25]}
-    return answer | {"finish_reason": "stop", "versions": [["1.2", 0, 2]], **changes}
+def sample(request: int, index: int, **changes: Any) -> Completion:
+    answer = {"token_ids": np.array([7, 8]), "logprobs": np.array([-0.5, -1.25]), "finish_reason": "stop"}
+    return Completion(request, index, **(answer | {"versions": (VersionSpan("1.2", 0, 2),)} | changes))
 
 
-def streaming(*records: dict[str, Any], then: Callable[[web.Request], None] = lambda request: None) -> Handler:
+def streaming(*records: Record | bytes, then: Callable[[web.Request], None] = lambda request: None, every_s: float = 0.0) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
         await answer.prepare(request)
         for record in records:
-            await answer.write(json.dumps(record).encode() + b"\n")
+            await answer.write(record if isinstance(record, bytes) else encode(record))
+            await asyncio.sleep(every_s)
         then(request)
         return answer
 
@@ -95,16 +96,77 @@ async def silent(request: web.Request) -> web.StreamResponse:
         (silent, "gone or silent"),
         (streaming(sample(0, 0), then=cut), "gone or silent|2 of 3 samples missing"),
         (streaming(sample(0, 0), sample(0, 1)), "1 of 3 samples missing"),
-        (
-            streaming(sample(0, 0), {"request": 1, "index": 0, "error": "EngineDeadError: gone"}),
-            "prompt 1, sample 0.*gone",
-        ),
-        (streaming(sample(0, 0, finish_reason="error")), "prompt 0, sample 0"),
+        (streaming(sample(0, 0), Failure(1, 0, "EngineDeadError: gone", False)), "prompt 1, sample 0.*gone"),
+        (streaming(sample(0, 0), encode(sample(0, 1))[:20]), "http://.*ended within a frame"),
+        (streaming(sample(0, 0), encode(sample(0, 1))[:20], then=cut), "http://.*gone or silent"),
+        (streaming(sample(0, 0), b"HTTP/1.1 502 Bad Gateway"), "http://.*broken stream.*unknown kind"),
+        (streaming(sample(0, 0), b"SMPL" + b"\xff" * 8), "http://.*broken stream.*too long"),
     ],
 )
 def test_every_failure_is_an_engine_error(handler: Handler, words: str) -> None:
     with pytest.raises(EngineError, match=words):
         collect(handler, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("then", [cut, lambda request: None])
+def test_a_connection_that_ends_within_a_frame_loses_no_whole_one(then: Callable[[web.Request], None]) -> None:
+    got: list[Completion] = []
+
+    async def ask(url: str) -> None:
+        async with EngineClient([url], "k") as client:
+            async for completion in client.generate(PROMPTS, Sampling(max_tokens=4)):
+                got.append(completion)
+                await asyncio.sleep(0)
+
+    last = encode(sample(1, 0))
+    with pytest.raises(EngineError, match="http://"):
+        asyncio.run(served(streaming(sample(0, 1), sample(0, 0), last[: len(last) // 2], then=then), ask))
+    assert [(c.request, c.index) for c in got] == [(0, 1), (0, 0)]
+
+
+def test_a_sample_of_forty_thousand_tokens_comes_whole() -> None:
+    """As a line of JSON it was longer than the HTTP client takes."""
+    ids, logprobs = np.arange(40_000, dtype=np.int32), -np.linspace(0.001, 9, 40_000, dtype=np.float32)
+    long = sample(1, 0, token_ids=ids, logprobs=logprobs, versions=(VersionSpan("1.2", 0, 40_000),))
+    *_, last = collect(streaming(sample(0, 0), sample(0, 1), long))
+    assert last.token_ids.tobytes() == ids.tobytes() and last.logprobs.tobytes() == logprobs.tobytes()
+
+
+def collected_with(beats: list[Heartbeat], timeout_s: float) -> tuple[int, int]:
+    """(samples, times that progress was reported) of a call whose first sample comes after ``beats``, 20 ms apart."""
+    progressed: list[None] = []
+
+    async def ask(url: str) -> int:
+        async with EngineClient([url], "k", timeout_s, lambda: progressed.append(None)) as client:
+            return len([c async for c in client.generate(PROMPTS, Sampling(max_tokens=4))])
+
+    handler = streaming(*beats, sample(0, 0), sample(0, 1), sample(1, 0), every_s=0.02)
+    return asyncio.run(served(handler, ask)), len(progressed)
+
+
+def test_an_engine_that_generates_may_take_longer_than_the_timeout() -> None:
+    assert collected_with([Heartbeat(64 * n, False) for n in range(20)], 1.0) == (3, 19)
+
+
+def test_a_weight_update_is_no_silence() -> None:
+    assert collected_with([Heartbeat(5, n > 0) for n in range(20)], 1.0) == (3, 0)
+
+
+def test_an_engine_that_is_up_and_generates_nothing_is_an_engine_error() -> None:
+    with pytest.raises(EngineError, match=r"http://.*no token.*request_timeout_s=1\b"):
+        collected_with([Heartbeat(5, False)] * 20, 1.0)
+
+
+def test_heartbeats_are_asked_for_more_often_than_the_timeout() -> None:
+    asked: list[float] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        asked.append((await request.json())["heartbeat_s"])
+        return await streaming(sample(0, 0), sample(0, 1), sample(1, 0))(request)
+
+    for timeout_s in (2.0, 300.0):
+        collect(handler, timeout_s)
+    assert asked[0] <= 1 and 1 <= asked[1] <= 30
 
 
 def test_no_server_is_an_engine_error() -> None:
@@ -202,8 +264,8 @@ async def too_long(request: web.Request) -> web.StreamResponse:
     ("handler", "for_itself"),
     [
         (too_long, True),
-        (streaming({"request": 0, "index": 0, "error": "ValueError: no image", "refused": True}), True),
-        (streaming({"request": 0, "index": 0, "error": "EngineDeadError: gone", "refused": False}), False),
+        (streaming(Failure(0, 0, "ValueError: no image", True)), True),
+        (streaming(Failure(0, 0, "EngineDeadError: gone", False)), False),
         (refused, False),
     ],
 )
