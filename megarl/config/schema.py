@@ -309,7 +309,7 @@ class RolloutConfig:
     start_timeout_s: float = 300.0
     """Longest start of an engine until it serves."""
     request_timeout_s: float = 300.0
-    """Longest silence of an engine that has samples to compute."""
+    """Longest time in which an engine that has samples to compute generates no token, weight updates left out; no limit of an answer."""
     concurrent_groups: int = 64
     """Groups the explorer keeps in flight."""
 
