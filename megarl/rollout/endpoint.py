@@ -17,9 +17,8 @@ import itertools
 import os
 import secrets
 from argparse import Namespace
-from array import array
 from collections.abc import AsyncIterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,8 +30,9 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.inputs import EngineInput, TokensPrompt, tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from megarl.rollout.auth import App, Receive, Scope, Send
 from megarl.rollout.control import failures
@@ -43,8 +43,6 @@ _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_
 _JOIN_PATH = "/init_weight_transfer_engine"
 _UPDATE_PATHS = (_JOIN_PATH, "/start_weight_update", "/update_weights", "/finish_weight_update")
 _PAUSE_PATH, _RESUME_PATH = "/pause", "/resume"
-_TOKENS_PER_OUTPUT = 64
-"""How many tokens of a sample come from vLLM at once: fewer cost time, more let progress be seen later."""
 _request_numbers = itertools.count()
 
 
@@ -74,29 +72,17 @@ class GenerateBody(msgspec.Struct, frozen=True):
 class Progress:
     """What the heartbeats of all calls report."""
 
-    tokens: int = 0
-    """Generated since the server's start."""
+    engine: AsyncLLM
+    ended: int = 0
+    """Tokens of the samples that have ended."""
     paused: bool = False
     """From a request to pause, which may wait for running samples, until generation was resumed."""
 
     def heartbeat(self) -> bytes:
-        return encode(Heartbeat(self.tokens, self.paused))
-
-
-@dataclass
-class _Sampled:
-    """Tokens of a sample that is being generated, as vLLM hands them over; 8 bytes a token."""
-
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-
-    def add(self, output: CompletionOutput) -> None:
-        """Take over the next tokens. Raises RuntimeError when their log-probs are not theirs."""
-        flat = output.logprobs
-        if flat.token_ids != list(output.token_ids):
-            raise RuntimeError(f"vLLM gave log-probs of {len(flat.token_ids)} tokens for {len(output.token_ids)} others")
-        self.token_ids.extend(output.token_ids)
-        self.logprobs.extend(flat.logprobs)
+        """The tokens of running samples are counted now, where vLLM collects them: no token costs anything."""
+        running = [state.detokenizer for state in self.engine.output_processor.request_states.values()]
+        tokens = sum(detokenizer.num_output_tokens() for detokenizer in running if detokenizer is not None)
+        return encode(Heartbeat(self.ended + tokens, self.paused))
 
 
 class Endpoints:
@@ -113,7 +99,7 @@ class Endpoints:
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         state.megarl_process = secrets.token_hex(8)
-        state.megarl_progress = Progress()
+        state.megarl_progress = Progress(engine_client)
         state.megarl_refusing = "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None
 
 
@@ -196,13 +182,12 @@ async def _state(request: Request) -> JSONResponse:
 
 
 async def _generate(request: Request) -> Response:
-    # A sample's tokens come in parts: vLLM's flat log-probs are lists of numbers, where others are a dictionary a token.
-    fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
-    parts = {"output_kind": RequestOutputKind.DELTA, "stream_interval": _TOKENS_PER_OUTPUT}
+    # vLLM keeps the log-probs until a sample ends: flat ones as numbers in lists, others as a dictionary and an object a token.
+    fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
     try:
         body = msgspec.json.decode(await request.body(), type=GenerateBody)
         sampled, greedy = (
-            SamplingParams(**settings, **fixed, **parts) for settings in (body.sampling, body.sampling | {"temperature": 0.0})
+            SamplingParams(**settings, **fixed) for settings in (body.sampling, body.sampling | {"temperature": 0.0})
         )
     except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": str(error)}, status_code=400)
@@ -229,7 +214,8 @@ async def _stream(
         remaining = len(tasks)
         while remaining:
             try:
-                ready = [await asyncio.wait_for(frames.get(), body.heartbeat_s)]
+                async with asyncio.timeout(body.heartbeat_s):
+                    ready = [await frames.get()]
             except TimeoutError:
                 yield progress.heartbeat()
                 continue
@@ -263,12 +249,10 @@ async def _answer(
     number, i, j = place
     try:
         inputs = tokens_input(prompt.token_ids) if seen is None else await seen
-        sampled = _Sampled()
+        # FINAL_ONLY: the one output is the finished sample.
         async for output in engine.generate(inputs, sampling, f"megarl-{number}-{i}-{j}"):
-            sampled.add(output.outputs[0])
-            progress.tokens += len(output.outputs[0].token_ids)
-            if output.finished:
-                frames.put_nowait(encode(_record(i, j, output, sampled, expanded=seen is not None)))
+            progress.ended += len(output.outputs[0].token_ids)
+            frames.put_nowait(encode(_record(i, j, output, expanded=seen is not None)))
     except Exception as error:
         refused = isinstance(error, VLLMClientError | ValueError)
         frames.put_nowait(encode(Failure(i, j, f"{type(error).__name__}: {error}", refused)))
@@ -276,19 +260,22 @@ async def _answer(
             raise  # for the log: the client has its frame, without which it would wait
 
 
-def _record(i: int, j: int, last: RequestOutput, sampled: _Sampled, *, expanded: bool) -> Completion | Failure:
-    """A finished sample, of which ``last`` is vLLM's last output."""
-    output = last.outputs[0]
+def _record(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Completion | Failure:
+    """Raises RuntimeError when the log-probs are not those of the sampled tokens."""
+    output = finished.outputs[0]
     if output.finish_reason == "error":
         return Failure(i, j, "finish reason error", refused=False)
+    token_ids, flat = list(output.token_ids), output.logprobs
+    if flat.token_ids != token_ids:
+        raise RuntimeError(f"vLLM gave log-probs of {len(flat.token_ids)} other tokens than the {len(token_ids)} sampled ones")
     return Completion(
         request=i,
         index=j,
-        token_ids=np.asarray(sampled.token_ids),
-        logprobs=np.asarray(sampled.logprobs),
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.array(flat.logprobs, dtype=np.float32),
         finish_reason=output.finish_reason,
         versions=tuple(VersionSpan(span.version, span.start, span.end) for span in output.weight_versions or ()),
-        prompt_ids=np.asarray(last.prompt_token_ids, dtype=np.int32) if expanded else None,
+        prompt_ids=np.array(finished.prompt_token_ids, dtype=np.int32) if expanded else None,
     )
 
 

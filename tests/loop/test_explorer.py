@@ -7,16 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from megarl import pulse
 from megarl.config import Config, save_resolved
@@ -32,14 +30,14 @@ from megarl.config.schema import (
 from megarl.errors import EngineError, RequestRefused
 from megarl.loop.explorer import Explorer, RolloutClock
 from megarl.rewards import Verdict
-from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.frames import Completion, Heartbeat, VersionSpan, encode
+from megarl.rollout.client import Prompt, Sampling
+from megarl.rollout.frames import Completion, VersionSpan, encode
 from megarl.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.store import Store
 from megarl.tasksets import ChatTokenizer
+from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
 
 VERSION = WeightsVersion(2, 7)
-KEY = "key of the job"
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +67,6 @@ def store(tmp_path: Path) -> Store:
 def task(i: int) -> Task:
     messages = ({"role": "user", "content": f"{i} + 1 ="},)
     return Task(f"train/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)})
-
-
-def answer(tokenizer: ChatTokenizer, prompt: Prompt, seed: int) -> np.ndarray:
-    """The right answer for even seeds, 0 for odd ones."""
-    question = tokenizer.decode(prompt.token_ids)
-    return tokenizer.response_ids(str(int(question.split(" ")[0]) + 1) if seed % 2 == 0 else "0")
 
 
 class FakeEngine:
@@ -309,77 +301,6 @@ def test_clock() -> None:
     assert (metrics["generation_s"], metrics["reward_s"], metrics["overlap_s"]) == (3.0, 5.0, 2.0)
 
 
-class FakeServer:
-    """``/megarl/generate`` as the engine's endpoint speaks it. ``alive`` off: the connection breaks mid-answer. ``cuts``: bytes after
-    which the connection breaks, of the first calls. ``held``: only heartbeats until it is set."""
-
-    def __init__(self, tokenizer: ChatTokenizer, cuts: Sequence[int] = ()) -> None:
-        self.tokenizer, self.alive, self.delay_s = tokenizer, True, 0.0
-        self.cuts = list(cuts)
-        self.received, self.held = threading.Event(), threading.Event()
-        self.held.set()
-        self.calls: list[list[tuple[int | None, int]]] = []
-        """(seed, n) of every prompt."""
-
-    async def handle(self, http: web.Request) -> web.StreamResponse:
-        if http.headers.get("Authorization") != f"Bearer {KEY}":
-            return web.Response(status=401)
-        body = await http.json()
-        self.received.set()
-        self.calls.append([(record["seed"], record["n"]) for record in body["prompts"]])
-        stream = web.StreamResponse()
-        await stream.prepare(http)
-        left, beats = self.cuts.pop(0) if self.cuts else None, 0
-        while not self.held.is_set():
-            beats += 1
-            await stream.write(encode(Heartbeat(64 * beats, False)))
-            await asyncio.sleep(0.02)
-        for i, record in enumerate(body["prompts"]):
-            for j in range(record["n"]):
-                if not self.alive:
-                    assert http.transport is not None
-                    http.transport.abort()
-                    return stream
-                await asyncio.sleep(self.delay_s)
-                ids = answer(self.tokenizer, Prompt(record["token_ids"]), j)
-                logprobs, spans = np.full(len(ids), -0.5, np.float32), (VersionSpan("2.7", 0, len(ids)),)
-                frame = encode(Completion(i, j, ids, logprobs, "stop", spans))
-                await stream.write(frame[:left])
-                if left is not None and (left := left - len(frame)) <= 0:
-                    await asyncio.sleep(0.05)  # what was written is on its way
-                    assert http.transport is not None
-                    http.transport.abort()
-                    return stream
-        return stream
-
-
-@contextmanager
-def serving(server: FakeServer) -> Iterator[str]:
-    loop, started, urls = asyncio.new_event_loop(), threading.Event(), []
-
-    async def start() -> None:
-        app = web.Application()
-        app.router.add_post("/megarl/generate", server.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        started.set()
-
-    def main() -> None:
-        loop.run_until_complete(start())
-        loop.run_forever()
-
-    thread = threading.Thread(target=main, daemon=True)
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield urls[0]
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-
-
 @contextmanager
 def process(
     tmp_path: Path, model_path: Path, engines: str, *, descriptors: Sequence[int] = (), **env: str
@@ -407,18 +328,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
-
-
-class Connected:
-    """An engine of the explorer, over HTTP."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
-        async with EngineClient([self.url], KEY) as client, aclosing(client.generate(prompts, sampling)) as answers:
-            async for completion in answers:
-                yield completion
 
 
 def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(store: Store, tokenizer: ChatTokenizer) -> None:

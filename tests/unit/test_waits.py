@@ -45,7 +45,7 @@ LIMITED = {
     "rewards/process.RemoteWorker._greet: reader.readline": "asyncio.timeout, process.CONNECT_S",
     "rewards/process.Worker._exchange: self._reader.readline": "asyncio.wait_for, the verifier's timeout",
     "rewards/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
-    "rollout/endpoint._stream: frames.get": "asyncio.wait_for, the time between two heartbeats",
+    "rollout/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
     "rollout/watch.EngineWatch.__exit__: self._thread.join": "one answer of an engine: watch.ANSWER_S",
     "sandbox/box.Box.receive: self.wait": "box.START_S",
     "sandbox/box.Box.send_test: self.wait": "box.START_S",
