@@ -49,7 +49,7 @@ _request_numbers = itertools.count()
 class PromptBody(msgspec.Struct, frozen=True):
     """One prompt: ``n`` samples; sample j is seeded with ``seed + j`` when a seed is given. ``greedy``: at temperature 0.
 
-    ``images``: files in base64, one for each placeholder among the ids; their lines also say the expanded ``prompt_ids``.
+    ``images``: files in base64, one for each placeholder among the ids; their frames also hold the expanded ``prompt_ids``.
     """
 
     token_ids: list[int]
@@ -181,14 +181,17 @@ async def _state(request: Request) -> JSONResponse:
     return JSONResponse({"version": version, "paused": paused, "refusing": own.megarl_refusing, "process": own.megarl_process})
 
 
+def sampling_params(settings: dict[str, Any]) -> SamplingParams:
+    """Those of one sample. vLLM keeps its log-probs until it ends: flat ones as numbers in lists, others as two objects a token."""
+    return SamplingParams(
+        **settings, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
 async def _generate(request: Request) -> Response:
-    # vLLM keeps the log-probs until a sample ends: flat ones as numbers in lists, others as a dictionary and an object a token.
-    fixed = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
     try:
         body = msgspec.json.decode(await request.body(), type=GenerateBody)
-        sampled, greedy = (
-            SamplingParams(**settings, **fixed) for settings in (body.sampling, body.sampling | {"temperature": 0.0})
-        )
+        sampled, greedy = map(sampling_params, (body.sampling, body.sampling | {"temperature": 0.0}))
     except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": str(error)}, status_code=400)
     state = request.app.state
