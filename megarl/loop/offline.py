@@ -87,7 +87,7 @@ def scores(config: Config) -> bool:
 
 
 def read(s: Session, path: str) -> Rows:
-    tokenizer = ChatTokenizer.open(s.config.model.path)
+    tokenizer = ChatTokenizer.of(s.config)
     if "pairs" not in s.algorithm.needs:
         tasks = read_rows(Path(path), require_response=True)
         return Rows(tuple((pair,) for pair in encode_demonstrations(tasks, tokenizer)), (0.0,) * len(tasks))
