@@ -196,7 +196,7 @@ def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -
         for number, row in enumerate(rows):
             if _question(row) in questions:
                 raise DataError(
-                    f"{_place(config, name, number)} asks a question of taskset.eval: {row.prompt[-1]['content']!r}; "
+                    f"{_place(config, name, number)} asks a question of taskset.eval: {row.prompt[-1].get('content')!r}; "
                     "drop it from one of them (spaces and capitals make no difference here)"
                 )
 

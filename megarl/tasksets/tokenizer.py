@@ -27,6 +27,8 @@ PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 """Files of a model that takes more than text."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that transformers gives to a template."""
+AT_ONCE = 1024
+"""Texts that are encoded together."""
 PROBE = "0f1e2d3c"
 """An answer whose rendering shows what a template writes after answers."""
 
@@ -121,20 +123,30 @@ class ChatTokenizer:
 
         Raises DataError where the template drops a part of it, or renders another prompt before it.
         """
+        rendered = self.render_answer(messages, answer, kwargs)
+        return self.cut_answer(answer, rendered, list(self.encode_texts(rendered)))
+
+    def render_answer(self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None) -> tuple[str, str]:
+        """(the prompt's text, the conversation's, which begins with it). Raises as :meth:`answer_ids`."""
         prompt, whole = self.render(messages, kwargs), self._render([*messages, answer], kwargs, answered=True)
         if not whole.startswith(prompt):
             raise DataError(
                 "the model's chat template renders the conversation with its answer otherwise than the prompt (such as a thought that "
                 "the prompt has opened); give the answer as a text, in response or completion, as the model is to write it"
             )
-        ids, ends = self._following(prompt, whole)
+        return prompt, whole
+
+    def cut_answer(self, answer: Message, rendered: tuple[str, str], encodings: Sequence[Encoding]) -> np.ndarray:
+        """What follows the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as :meth:`answer_ids`."""
+        (prompt, whole), (start, encoding) = rendered, encodings
         text = whole[len(prompt) :]
+        ids, ends = self._following(prompt, whole, start, encoding)
         last = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if last is not None:
             ids, text = ids[: last + 1], text[: ends[last]]
         elif text.endswith(self._behind):
             text = text[: len(text) - len(self._behind)]
-            ids = [*self._following(prompt, prompt + text)[0], self.end_id]
+            ids = [*self._following(prompt, prompt + text, start, self._encode(prompt + text))[0], self.end_id]
         else:
             raise DataError(f"the model's chat template ends the answer with none of the end tokens {list(self.eos_ids)}: {text[-40:]!r}")
         if (lost := next((piece for piece in _pieces(answer) if piece not in text), None)) is not None:
@@ -144,17 +156,21 @@ class ChatTokenizer:
             )
         return _array(ids)
 
+    def encode_texts(self, texts: Sequence[str]) -> Iterator[Encoding]:
+        """Rendered texts as tokens, ``AT_ONCE`` by all cores, since an encoding is many times larger than its ids."""
+        for first in range(0, len(texts), AT_ONCE):
+            yield from self._tokenizer.encode_batch(texts[first : first + AT_ONCE], add_special_tokens=False)
+
     def encode_responses(self, texts: Iterable[str]) -> list[np.ndarray]:
         """:meth:`response_ids` of many texts at once."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [_array([*encoding.ids, self.end_id]) for encoding in encodings]
+        return [_array([*encoding.ids, self.end_id]) for encoding in self.encode_texts(list(texts))]
 
     def encode_prompts(self, prompts: Iterable[Messages], kwargs: Iterable[Mapping[str, Any]] | None = None) -> list[np.ndarray]:
         """:meth:`prompt_ids` of many prompts at once, each with its ``kwargs``."""
         found = list(prompts)
         options = [{} for _ in found] if kwargs is None else kwargs
         texts = [self.render(messages, given) for messages, given in zip(found, options, strict=True)]
-        return [_array(encoding.ids) for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return [_array(encoding.ids) for encoding in self.encode_texts(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a response without its special tokens."""
@@ -168,11 +184,11 @@ class ChatTokenizer:
     def _encode(self, text: str) -> Encoding:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _following(self, prompt: str, whole: str) -> tuple[list[int], list[int]]:
+    def _following(self, prompt: str, whole: str, start: Encoding, encoding: Encoding) -> tuple[list[int], list[int]]:
         """(ids that follow the prompt's own, where each ends behind the prompt); ``whole`` begins with ``prompt``."""
-        encoding, before = self._encode(whole), self._encode(prompt).ids
-        if encoding.ids[: len(before)] == before:
-            return encoding.ids[len(before) :], [end - len(prompt) for _, end in encoding.offsets[len(before) :]]
+        count = len(start.ids)
+        if encoding.ids[:count] == start.ids:
+            return encoding.ids[count:], [end - len(prompt) for _, end in encoding.offsets[count:]]
         encoding = self._encode(whole[len(prompt) :])  # a token across the border: sampling begins after the prompt's own
         return encoding.ids, [end for _, end in encoding.offsets]
 
@@ -265,10 +281,17 @@ def _encode_answers(
 ) -> list[np.ndarray]:
     """Ids of each row's answer: of a text as it stands, of a message as the template renders it."""
     found = tokenizer.encode_responses(text for text, _ in answers)
+    rendered: dict[int, tuple[str, str]] = {}
     for number, (row, (_, message)) in enumerate(zip(rows, answers, strict=True)):
         if message is not None:
             with _named(rows, number, path):
-                found[number] = tokenizer.answer_ids(_messages(row), message, row.chat_template_kwargs)
+                rendered[number] = tokenizer.render_answer(_messages(row), message, row.chat_template_kwargs)
+    encodings = tokenizer.encode_texts([text for texts in rendered.values() for text in texts])
+    for number, texts in rendered.items():
+        message = answers[number][1]
+        assert message is not None, "only messages are rendered"
+        with _named(rows, number, path):
+            found[number] = tokenizer.cut_answer(message, texts, (next(encodings), next(encodings)))
     return found
 
 
