@@ -19,6 +19,10 @@ RewardStatus = Literal["ok", "wrong", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
+Message = dict[str, Any]
+"""A chat message: ``role``, ``content`` (None beside tool calls), and what else a chat template renders (``reasoning_content``, …)."""
+
+
 class WeightsVersion(NamedTuple):
     """Names one published set of weights: ``n`` counts synchronisations within a job attempt, never reused. Later ones compare
     greater, by attempt and then by ``n``."""
@@ -41,7 +45,7 @@ class Task:
 
     task_id: str
     data_source: str
-    prompt: tuple[dict[str, str], ...]
+    prompt: tuple[Message, ...]
     ability: str
     reward_model: dict[str, Any]
     """verl's {style, ground_truth}; demonstrations may have none."""
@@ -50,10 +54,19 @@ class Task:
     """The demonstration, for supervised rows only."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
     """Files of the images that the prompt's ``<image>`` stand for, in order."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside the messages: ``tools``, ``enable_thinking``, …."""
+    answer: Message | None = None
+    """The demonstration as the assistant's message, rendered by the chat template; None where ``response`` is its exact text."""
 
     @property
     def ground_truth(self) -> Any:
         return self.reward_model["ground_truth"]
+
+    @property
+    def question(self) -> str:
+        """Content of the user's last message; of the last message where there is none."""
+        return next((m["content"] for m in reversed(self.prompt) if m["role"] == "user"), self.prompt[-1].get("content") or "")
 
 
 @dataclass(frozen=True)
@@ -62,12 +75,16 @@ class Preference:
 
     task_id: str
     data_source: str
-    prompt: tuple[dict[str, str], ...]
+    prompt: tuple[Message, ...]
     chosen: str
     rejected: str
     margin: float = 0.0
     """By how much the chosen answer's score should be above the other's at least, for reward models that ask."""
     extra_info: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """As of a task."""
+    answers: tuple[Message | None, Message | None] = (None, None)
+    """The chosen and the rejected answer where they are messages, as ``Task.answer``."""
 
 
 @dataclass(frozen=True)

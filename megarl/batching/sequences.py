@@ -28,7 +28,7 @@ class Sequences:
     lengths: torch.Tensor
     """int64 [N], at least 1 each."""
     mask: torch.Tensor
-    """bool [T]; positions whose next token is in the loss, never the last of a sequence. (Where scores are trained: that last one.)"""
+    """bool [T]; positions whose next token is in the loss, never the last of a sequence. (Where scores are trained: ``scored`` alone.)"""
     advantages: torch.Tensor | None = None
     """float32 [T], as all that follow."""
     returns: torch.Tensor | None = None
@@ -57,6 +57,14 @@ class Sequences:
         """int64 [T]: the next token where it is in the loss, ``IGNORED`` elsewhere."""
         following = torch.roll(self.tokens, -1)
         return following.masked_fill(~self.mask, IGNORED)
+
+    def scored(self, pad: int | None) -> torch.Tensor:
+        """int64 [N]: where a score model reads each sequence's score, as in transformers: its last token that is not ``pad``, or its
+        first one where all are."""
+        if pad is None:
+            return self.cu_seqlens[1:] - 1
+        index = torch.arange(len(self.tokens)).masked_fill(self.tokens == pad, -1)
+        return torch.maximum(torch.segment_reduce(index.double(), "max", lengths=self.lengths).long(), self.cu_seqlens[:-1])
 
     @property
     def row(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megarl.architectures.complete import complete
 from megarl.checkpoint.fp8 import SCALE, Dequantised
 from megarl.checkpoint.hf_files import HFFiles
 from megarl.checkpoint.output import MANIFEST, write_json
+from megarl.checkpoint.score_pad import CLASSIFIER, is_classifier, with_score_pad, write_pad_token
 from megarl.checkpoint.slices import Source
 from megarl.checkpoint.values import check_dtypes
 from megarl.errors import CheckpointError
@@ -25,8 +26,8 @@ EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 """HF's score head (``...ForSequenceClassification`` with one label)."""
-CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-"""Endings of the class in ``architectures``."""
+CAUSAL = "ForCausalLM"
+"""Ending of the class in ``architectures``."""
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files have although the model computes them."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -140,7 +141,7 @@ def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool
 
 def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
     """Raise CheckpointError when config.json is of a sequence-classification model that gives another number of scores than one."""
-    if not any(name.endswith(CLASSIFIER) for name in hf_config.get("architectures") or ()):
+    if not is_classifier(hf_config):
         return
     by_name = hf_config.get("id2label")
     labels = hf_config.get("num_labels", 2) if by_name is None else len(by_name)  # 2 is what transformers takes
@@ -187,6 +188,10 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
     if not mtp and config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    if is_value and not is_classifier(config):  # one that is keeps the place at which it has been read
+        config, pad = with_score_pad(config, source)
+        if pad is not None:
+            write_pad_token(target, pad)
     if is_value:
         names = config.get("architectures") or []
         config["architectures"] = [name.replace(CAUSAL, CLASSIFIER) for name in names]

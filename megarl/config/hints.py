@@ -27,6 +27,7 @@ VERL: dict[str, str] = {
     "data.max_prompt_length": "rollout.max_prompt_tokens",
     "data.max_response_length": "rollout.max_response_tokens",
     "data.seed": "trainer.seed",
+    "data.apply_chat_template_kwargs": "taskset.chat_template_kwargs",
     f"{_MODEL}.path": "model.path",
     f"{_MODEL}.enable_gradient_checkpointing": "model.recompute",
     f"{_ACTOR}.ppo_mini_batch_size": "trainer.updates_per_step, the number of mini-batches (train_batch_size / ppo_mini_batch_size)",

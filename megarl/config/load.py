@@ -118,6 +118,8 @@ def from_dict(cls: Any, values: Mapping[str, Any], where: str = "") -> Any:
 
 
 def _convert(annotation: Any, value: Any, where: str) -> Any:
+    if annotation is Any:
+        return value
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         errors = []

@@ -6,7 +6,7 @@ Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -343,6 +343,10 @@ class TasksetConfig:
     first of them, or they are left out and counted."""
     multiple_choice: Literal["keep", "drop"] = "keep"
     """Whether tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops them)."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the model's chat template for every row, e.g. {enable_thinking: false}; a row's own go before them."""
+    date: str | None = None
+    """Day (YYYY-MM-DD) that chat templates with ``strftime_now`` write into prompts; None takes that of the run's first start."""
 
 
 @dataclass(frozen=True)

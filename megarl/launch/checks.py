@@ -95,7 +95,13 @@ def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]
         tasks = {split: judgeable(config, split, found) for split, found in tasks.items()}
         tasks["train"] = [row for row in without_choices(config, tasks["train"]) if isinstance(row, Task)]
     check_count(config, tasks.get("train", rows["train"]))
-    tokenizer = ChatTokenizer.open(config.model.path)
+    tokenizer = ChatTokenizer.of(config)
+    if tokenizer.ends_otherwise is not None and rows.keys() - tasks.keys():
+        log.warning(
+            "the chat template of model.path=%s ends an answer with %r, and sampling does not end there (eos_token_id of "
+            "generation_config.json): demonstrations end with %r instead; add the template's token there to teach it",
+            config.model.path, tokenizer.ends_otherwise, tokenizer.token(tokenizer.end_id),
+        )  # fmt: skip
     check_vocabulary(config, rows, tokenizer, int(hf_config["vocab_size"]), sampled=tuple(tasks))
     for split, found in rows.items():
         if split in tasks:

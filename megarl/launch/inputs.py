@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from megarl.rewards.code import check_code
 from megarl.rewards.k12 import is_multiple_choice
 from megarl.rewards.process import addresses, check_hosts
 from megarl.rewards.router import FAMILIES, JUDGE, check_row, route
-from megarl.schema import Preference, Task
+from megarl.schema import Message, Preference, Task
 from megarl.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of
 
 log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -
         for number, row in enumerate(rows):
             if _question(row) in questions:
                 raise DataError(
-                    f"{_place(config, name, number)} asks a question of taskset.eval: {row.prompt[-1]['content']!r}; "
+                    f"{_place(config, name, number)} asks a question of taskset.eval: {row.prompt[-1].get('content')!r}; "
                     "drop it from one of them (spaces and capitals make no difference here)"
                 )
 
@@ -220,4 +221,10 @@ def _place(config: Config, split: str, number: int) -> str:
 
 def _question(row: Task | Preference) -> tuple[object, ...]:
     images = [hashlib.sha256(image).digest() for image in row.images] if isinstance(row, Task) else []
-    return *((message["role"], " ".join(message["content"].split()).casefold()) for message in row.prompt), *images
+    return *(_normalised(message) for message in row.prompt), *images
+
+
+def _normalised(message: Message) -> tuple[str, ...]:
+    others = {name: value for name, value in message.items() if name not in ("role", "content")}
+    text = " ".join((message.get("content") or "").split()).casefold()
+    return (message["role"], text, *([json.dumps(others, sort_keys=True)] if others else ()))

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megarl.errors import ConfigError
 from megarl.launch.changes import Change, changes, described, has_checkpoints
 from megarl.launch.rows import SPLITS, kind_of_rows, needs_expert_rows, read_split
 from megarl.tasksets import ChatTokenizer, encode_rows, generate, place_of, read_recipe, recipe
+from megarl.tasksets.template import writes_date
 
 log = logging.getLogger(__name__)
 
@@ -161,15 +163,19 @@ def make(config: Config) -> Config:
 
 
 def with_prompt_limit(config: Config) -> Config:
-    """The settings with ``rollout.max_prompt_tokens``, which a run keeps from its start and a new one takes from its rows.
+    """The settings with ``rollout.max_prompt_tokens`` and ``taskset.date``, which a run keeps from its start and a new one takes from
+    its rows, and from the clock where the model's chat template writes the day.
 
     Raises:
         DataError, CheckpointError: rows or tokenizer cannot be read.
     """
     config = with_limit_of_run(config)
+    if config.taskset.date is None and writes_date(Path(config.model.path)):
+        config = replace(config, taskset=replace(config.taskset, date=date.today().isoformat()))
+        log.info("taskset.date=%s: the model's chat template writes the day into prompts", config.taskset.date)
     if config.rollout.max_prompt_tokens is not None or kind_of_rows(config) != "tasks":
         return config
-    tokenizer = ChatTokenizer.open(config.model.path)
+    tokenizer = ChatTokenizer.of(config)
     longest, place = 0, (config.taskset.train, 0)
     for split in SPLITS:
         path = getattr(config.taskset, split)
@@ -181,16 +187,21 @@ def with_prompt_limit(config: Config) -> Config:
 
 
 def with_limit_of_run(config: Config) -> Config:
-    """The settings with the ``rollout.max_prompt_tokens`` of the run that has begun in ``run.dir``, where they leave it out."""
+    """The settings with the ``rollout.max_prompt_tokens`` and ``taskset.date`` of the run that has begun in ``run.dir``, where they
+    leave them out."""
     resolved = Path(config.run.dir) / "resolved.json"
-    if config.rollout.max_prompt_tokens is not None or not (has_checkpoints(resolved.parent) and resolved.is_file()):
+    rollout, taskset = config.rollout, config.taskset
+    if None not in (rollout.max_prompt_tokens, taskset.date) or not (has_checkpoints(resolved.parent) and resolved.is_file()):
         return config
-    return replace(config, rollout=replace(config.rollout, max_prompt_tokens=load_resolved(resolved).rollout.max_prompt_tokens))
+    begun = load_resolved(resolved)
+    if rollout.max_prompt_tokens is None:
+        rollout = replace(rollout, max_prompt_tokens=begun.rollout.max_prompt_tokens)
+    return replace(config, rollout=rollout, taskset=replace(taskset, date=taskset.date or begun.taskset.date))
 
 
 def _corpus(config: Config) -> list[str]:
     source = "train" if config.taskset.warm_start is None else "warm_start"
-    return [m["content"] for row in read_split(config, source) for m in row.prompt]
+    return [m.get("content") or "" for row in read_split(config, source) for m in row.prompt]
 
 
 def _model_recipe(config: Config, corpus: list[str]) -> dict[str, Any]:

@@ -238,9 +238,9 @@ class Explorer:
         clock = self._clocks.setdefault(
             (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
         )
-        messages = chat_messages(claim.task)
-        opened = opens_thinking(self._tokenizer.render(messages))
-        return _Group(claim, self._tokenizer.prompt_ids(messages), opened, seed, clock)
+        messages, kwargs = chat_messages(claim.task), claim.task.chat_template_kwargs
+        opened = opens_thinking(self._tokenizer.render(messages, kwargs))
+        return _Group(claim, self._tokenizer.prompt_ids(messages, kwargs), opened, seed, clock)
 
     async def _fly(self, groups: Sequence[_Group]) -> None:
         """Sample and score some groups of one rollout, asking again for what an engine failed to give."""
@@ -389,7 +389,7 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobErro
 
 async def explore(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
     """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go on."""
-    tokenizer = ChatTokenizer.open(config.model.path)
+    tokenizer = ChatTokenizer.of(config)
     patience_s = config.rollout.start_timeout_s + config.sync.timeout_s  # an engine is replaced, and given the weights
     store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
     try:

@@ -16,6 +16,7 @@ import torch
 
 from megarl import algorithms
 from megarl.batching import Sequences, of_demonstrations
+from megarl.checkpoint.score_pad import score_pad
 from megarl.config import Config
 from megarl.loop.guard import RollBack, roll_back
 from megarl.loop.rollouts import data_seed, numbers_of_step
@@ -87,7 +88,7 @@ def scores(config: Config) -> bool:
 
 
 def read(s: Session, path: str) -> Rows:
-    tokenizer = ChatTokenizer.open(s.config.model.path)
+    tokenizer = ChatTokenizer.of(s.config)
     if "pairs" not in s.algorithm.needs:
         tasks = read_rows(Path(path), require_response=True)
         return Rows(tuple((pair,) for pair in encode_demonstrations(tasks, tokenizer)), (0.0,) * len(tasks))
@@ -97,11 +98,11 @@ def read(s: Session, path: str) -> Rows:
 
 
 def batch_of(s: Session, rows: Rows, numbers: Sequence[int]) -> Batch:
-    """Rows ``numbers`` of a file. A reward model is asked for the score behind the last token of each sequence."""
+    """Rows ``numbers`` of a file. A reward model is asked for one score of each sequence, where it is read."""
     chosen = [rows.units[i] for i in numbers]
     sequences = of_demonstrations([pair for unit in chosen for pair in unit])
     if s.actor.head is None:
-        sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, sequences.cu_seqlens[1:] - 1, True)
+        sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, sequences.scored(score_pad(s.hf_config)), True)
     ends = itertools.accumulate(len(unit) for unit in chosen)
     units = [list(range(end - len(unit), end)) for unit, end in zip(chosen, ends, strict=True)]
     return Batch(sequences, units, torch.tensor([rows.margins[i] for i in numbers]))

@@ -104,7 +104,7 @@ class Session:
         self._expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
             assert config.taskset.expert is not None, "checked before launch"
-            self._expert = ExpertRows.read(config.taskset.expert, ChatTokenizer.open(config.model.path))
+            self._expert = ExpertRows.read(config.taskset.expert, ChatTokenizer.of(config))
         self.publisher: WeightPublisher | None = None
         self._saved: State | None = None
         """What the newest checkpoint holds, be it finished or pending."""

@@ -14,6 +14,7 @@ import torch
 
 from megarl.algorithms import StepInput, group_stats, kl
 from megarl.batching import Sequences, joined, of_demonstrations, of_experiences, response_values
+from megarl.checkpoint.score_pad import score_pad
 from megarl.config.schema import AlgorithmConfig
 from megarl.experience import by_group, with_stats
 from megarl.loop.rollouts import Demonstration
@@ -104,7 +105,7 @@ def score(s: Session, experiences: list[Experience]) -> tuple[list[Experience], 
     if model is None:
         return experiences, {}
     sequences = of_experiences(experiences)
-    scores = model.answers(sequences, [model.micro_batches(sequences)])[sequences.cu_seqlens[1:] - 1].tolist()
+    scores = model.answers(sequences, [model.micro_batches(sequences)])[sequences.scored(score_pad(model.hf_config))].tolist()
     return add_scores(experiences, scores, s.config.reward_model.coef), spread("reward_model/score", scores)
 
 

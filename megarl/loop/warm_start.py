@@ -49,7 +49,7 @@ def _run(s: Session) -> bool:
     assert s.config.taskset.warm_start is not None, "checked before launch"
     sft, settings = algorithms.get("sft"), AlgorithmConfig(name="sft")  # every algorithm starts from the same weights
     rows = read_rows(Path(s.config.taskset.warm_start), require_response=True)
-    pairs = encode_demonstrations(rows, ChatTokenizer.open(s.config.model.path))
+    pairs = encode_demonstrations(rows, ChatTokenizer.of(s.config))
     s.actor.head = replace(s.head, temperature=1.0)
     if s.state.step:
         s.actor.optimizer.set_hyperparameters(config.optimizer)

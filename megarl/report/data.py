@@ -293,7 +293,7 @@ def _samples(
     chosen = [answered[i * len(answered) // count] for i in range(count)]
     return tuple(
         Sample(
-            question=next((m["content"] for m in reversed(t.prompt) if m["role"] == "user"), t.prompt[-1]["content"]),
+            question=t.question,
             ground_truth=str(t.ground_truth),
             before=answer(sides[0].get(t.task_id)),
             after=answer(sides[1].get(t.task_id)),

@@ -151,7 +151,7 @@ class RewardPool:
             "solution_str": text,
             "ground_truth": task.ground_truth,
             "extra_info": task.extra_info,
-            "question": task.prompt[-1]["content"],
+            "question": task.question,
             "opened": opened,
         }
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()

@@ -36,7 +36,7 @@ def task_to_row(task: Task) -> dict[str, Any]:
     return {
         "task_id": task.task_id,
         "data_source": task.data_source,
-        "prompt": dumps(list(task.prompt)),
+        "prompt": dumps(_prompt(task)),
         "ability": task.ability,
         "reward_model": dumps(task.reward_model),
         "extra_info": dumps(task.extra_info),
@@ -45,18 +45,27 @@ def task_to_row(task: Task) -> dict[str, Any]:
 
 
 def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
-    """Raises StoreDamagedError."""
+    """Raises StoreDamagedError. A demonstration's message (``Task.answer``) is not kept: rollouts have no use for it."""
     check(TASKS, row)
+    prompt = json.loads(row.prompt)
+    prompt = {"messages": prompt} if isinstance(prompt, list) else prompt
     return Task(
         task_id=row.task_id,
         data_source=row.data_source,
-        prompt=tuple(json.loads(row.prompt)),
+        prompt=tuple(prompt["messages"]),
         ability=row.ability,
         reward_model=json.loads(row.reward_model),
         extra_info=json.loads(row.extra_info),
         response=row.response,
         images=images,
+        chat_template_kwargs=prompt.get("chat_template_kwargs", {}),
     )
+
+
+def _prompt(task: Task) -> Any:
+    """The messages alone, as stores from before have them, unless the template is given more."""
+    messages = list(task.prompt)
+    return {"messages": messages, "chat_template_kwargs": task.chat_template_kwargs} if task.chat_template_kwargs else messages
 
 
 def experience_to_row(experience: Experience) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from megarl.durable import whole
 from megarl.errors import DataError
 
 RECIPE = b"megarl.recipe"
-ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -134,42 +133,6 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 # ---------------------------------------------------------------- values of a row
-
-
-def messages_of(place: Place, field: str, value: Any) -> tuple[dict[str, str], ...]:
-    """Chat messages, with ``role`` and ``content`` alone. Raises DataError unless there is one and each is sound."""
-    if not isinstance(value, list) or not value:
-        place.refuse(field, "a non-empty list of {role, content} messages", value)
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            place.refuse(f"{field}[{i}]", "a message {role, content}", message)
-        if message["role"] not in ROLES:
-            place.refuse(f"{field}[{i}].role", f"one of {', '.join(ROLES)}", message["role"])
-        if not isinstance(message["content"], str) or not message["content"]:
-            place.refuse(f"{field}[{i}].content", "a non-empty string", message["content"])
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
-
-
-def prompt_of(place: Place, field: str, value: Any, *, text: bool) -> tuple[dict[str, str], ...]:
-    """Chat messages that end with the user's; with ``text`` a plain text is one such message. Raises DataError otherwise."""
-    if text and isinstance(value, str) and value:
-        return ({"role": "user", "content": value},)
-    found = messages_of(place, field, value)
-    if found[-1]["role"] != "user":
-        place.refuse(f"{field}[{len(found) - 1}].role", "user, since the model answers the last message", found[-1]["role"])
-    return found
-
-
-def answer_of(place: Place, field: str, value: Any) -> tuple[str, tuple[dict[str, str], ...]]:
-    """An answer's text and the messages before it: a text, or messages that end with the assistant's. Raises DataError otherwise."""
-    if not isinstance(value, list):
-        if not isinstance(value, str) or not value:
-            place.refuse(field, "a non-empty string, or messages that end with the assistant's", value)
-        return value, ()
-    messages = messages_of(place, field, value)
-    if messages[-1]["role"] != "assistant":
-        place.refuse(f"{field}[{len(messages) - 1}].role", "assistant, since the last message is the answer", messages[-1]["role"])
-    return messages[-1]["content"], messages[:-1]
 
 
 def json_struct(place: Place, field: str, value: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def chat_messages(task: Task) -> list[dict[str, Any]]:
     """The prompt for a chat template: of a task with images each content as a list of ``{type: image}`` and ``{type: text}``."""
     if not task.images:
         return [dict(message) for message in task.prompt]
-    return [{**message, "content": _parts(message["content"])} for message in task.prompt]
+    return [{**message, "content": _parts(message.get("content"))} for message in task.prompt]
 
 
 def size_of(image: bytes) -> tuple[int, int]:
@@ -81,10 +81,10 @@ def _content(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _parts(content: str) -> list[dict[str, Any]]:
+def _parts(content: str | None) -> list[dict[str, Any]]:
     """As verl does: the text around the placeholders as it stands, none that is empty."""
     parts: list[dict[str, Any]] = []
-    for i, text in enumerate(content.split(PLACEHOLDER)):
+    for i, text in enumerate((content or "").split(PLACEHOLDER)):
         parts += [{"type": "image"}] if i else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts

@@ -12,21 +12,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.schema import Preference
+from megarl.schema import Message, Preference
 from megarl.tasksets.files import (
     Place,
-    answer_of,
     check_columns,
     json_struct,
-    prompt_of,
     read_table,
     source_of,
     write_table,
 )
 from megarl.tasksets.images import refuse_images
+from megarl.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of
 
 ANSWERS = ("chosen", "rejected")
-COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info")
+COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", *OPTIONS)
 
 
 def read_preferences(path: str | os.PathLike[str], *, split: str | None = None) -> list[Preference]:
@@ -45,6 +44,7 @@ def write_preferences(
     path: str | os.PathLike[str], preferences: Sequence[Preference], recipe: Mapping[str, Any] | None = None
 ) -> None:
     """Write preferences as rows with texts as answers; ``margin`` is a column when any has one. See ``write_table``."""
+    assert not any(any(row.answers) or row.chat_template_kwargs for row in preferences), "generated rows are texts without template options"
     margins = any(preference.margin for preference in preferences)
     rows = [_row(preference) | ({"margin": preference.margin} if margins else {}) for preference in preferences]
     write_table(path, rows, recipe)
@@ -62,7 +62,7 @@ def _row(preference: Preference) -> dict[str, Any]:
 
 def _preference(place: Place, task_id: str, row: Mapping[str, Any]) -> Preference:
     refuse_images(place, row, "training on images is not supported")
-    (chosen, before), (rejected, before_rejected) = (answer_of(place, name, row[name]) for name in ANSWERS)
+    (chosen, chosen_message, before), (rejected, rejected_message, before_rejected) = (answer_of(place, name, row[name]) for name in ANSWERS)
     if before != before_rejected:
         place.refuse("rejected", "an answer to the same messages as chosen", row["rejected"])
     given = row.get("prompt")
@@ -71,9 +71,9 @@ def _preference(place: Place, task_id: str, row: Mapping[str, Any]) -> Preferenc
     prompt = before if given is None and before else prompt_of(place, "prompt", given, text=True)
     if before and before != prompt:
         place.refuse("chosen", "an answer to prompt, or the prompt's own messages with one", row["chosen"])
-    if prompt[-1]["role"] != "user":
-        place.refuse(f"chosen[{len(prompt) - 1}].role", "user, since the model answers that message", prompt[-1]["role"])
-    if chosen == rejected:
+    if prompt[-1]["role"] not in ASKING:
+        place.refuse(f"chosen[{len(prompt) - 1}].role", "user or tool, since the model answers that message", prompt[-1]["role"])
+    if chosen == rejected and _others(chosen_message) == _others(rejected_message):
         place.refuse("rejected", "another answer than chosen", rejected)
     return Preference(
         task_id=task_id,
@@ -83,7 +83,14 @@ def _preference(place: Place, task_id: str, row: Mapping[str, Any]) -> Preferenc
         rejected=rejected,
         margin=_margin(place, row.get("margin")),
         extra_info=json_struct(place, "extra_info", row.get("extra_info")),
+        chat_template_kwargs=template_kwargs_of(place, row),
+        answers=(chosen_message, rejected_message),
     )
+
+
+def _others(message: Message | None) -> dict[str, Any]:
+    """What an answer has beside its text."""
+    return {name: value for name, value in (message or {}).items() if name not in ("role", "content")}
 
 
 def _margin(place: Place, value: Any) -> float:

@@ -66,8 +66,10 @@ def check_image_prompts(
     for row, task in enumerate(tasks):
         where = place_of(path, row) if path is not None else f"task {task.task_id}"
         try:
-            text = tokenizer.render(chat_messages(task))
-            length = len(processor.prompt_ids(text, task.images)) if task.images else len(tokenizer.prompt_ids(chat_messages(task)))
+            messages, kwargs = chat_messages(task), task.chat_template_kwargs
+            length = len(
+                processor.prompt_ids(tokenizer.render(messages, kwargs), task.images) if task.images else tokenizer.prompt_ids(messages, kwargs)
+            )
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         if length > limit:

@@ -1,7 +1,9 @@
 """Rows of tasks, in verl's form: ``data_source, prompt, ability, reward_model{style, ground_truth}, extra_info``.
 
 A demonstration is a prompt with its answer: ``prompt`` and ``response`` (TRL: ``completion``), or ``messages`` whose last one is the
-assistant's. A task's row may have ``images`` (``tasksets/images.py``), a demonstration's may not.
+assistant's. A text is the answer as the model is to write it; a message is rendered by the model's chat template. A row may have
+``tools``, ``enable_thinking`` and ``chat_template_kwargs`` (``tasksets/messages.py``). A task's row may have ``images``
+(``tasksets/images.py``), a demonstration's may not.
 """
 
 from __future__ import annotations
@@ -11,24 +13,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.schema import Task
+from megarl.schema import Message, Task
 from megarl.tasksets.files import (
     Place,
-    answer_of,
     check_columns,
     json_struct,
-    messages_of,
-    prompt_of,
     read_table,
     source_of,
     text_of,
     write_table,
 )
 from megarl.tasksets.images import columns_of, images_of, refuse_images
+from megarl.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
 
 TASK = ("data_source", "prompt", "reward_model")
 DEMONSTRATION = ("prompt", "response")
-COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "response", "images", "videos")
+COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "response", "images", "videos", *OPTIONS)
 
 
 def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, split: str | None = None) -> list[Task]:
@@ -52,6 +52,7 @@ def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, s
 
 def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task], recipe: Mapping[str, Any] | None = None) -> None:
     """Write tasks as verl rows; ``response`` and ``images`` are columns when any task has them. See ``write_table``."""
+    assert not any(task.answer or task.chat_template_kwargs for task in tasks), "generated rows are texts without template options"
     with_response = any(task.response is not None for task in tasks)
     rows = [_row(task, with_response) for task in tasks]
     if any(task.images for task in tasks):
@@ -83,7 +84,7 @@ def _task(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
     response = row.get("response")
     if not isinstance(response, str | None):
         place.refuse("response", "a non-empty string", response)
-    return Task(task_id, source, prompt, *_common(place, row), response, images)
+    return Task(task_id, source, prompt, *_common(place, row), response, images, template_kwargs_of(place, row))
 
 
 def _demonstration(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
@@ -93,10 +94,13 @@ def _demonstration(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
     if response is None and row.get("messages") is not None:
         return _chat(place, task_id, row)
     prompt = prompt_of(place, "prompt", row.get("prompt"), text=True)
-    answer, before = answer_of(place, field, response) if isinstance(response, list) else (text_of(place, field, response), ())
+    if isinstance(response, list):
+        text, answer, before = answer_of(place, field, response)
+    else:
+        text, answer, before = text_of(place, field, response), None, ()
     if before:
         place.refuse(field, "a text, or one message of the assistant", response)
-    return Task(task_id, source_of(place, row), prompt, *_common(place, row), answer)
+    return _demonstrated(place, task_id, row, prompt, text, answer)
 
 
 def _chat(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
@@ -104,10 +108,17 @@ def _chat(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
     last = len(prompt)
     if answer["role"] != "assistant":
         place.refuse(f"messages[{last}].role", "assistant, since the last message is what the model learns to say", answer["role"])
-    if not prompt or prompt[-1]["role"] != "user":
+    if not prompt or prompt[-1]["role"] not in ASKING:
         seen = prompt[-1]["role"] if prompt else None
         place.refuse(f"messages[{last - 1}].role" if prompt else "messages", "a user's message before the assistant's", seen)
-    return Task(task_id, source_of(place, row), tuple(prompt), *_common(place, row), answer["content"])
+    return _demonstrated(place, task_id, row, tuple(prompt), answer.get("content") or "", answer)
+
+
+def _demonstrated(
+    place: Place, task_id: str, row: Mapping[str, Any], prompt: tuple[Message, ...], text: str, answer: Message | None
+) -> Task:
+    kwargs = template_kwargs_of(place, row)
+    return Task(task_id, source_of(place, row), prompt, *_common(place, row), text, (), kwargs, answer)
 
 
 def _common(place: Place, row: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:

@@ -6,26 +6,31 @@ explorer and the launcher need for nothing else. A test compares the two.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.sandbox
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from megarl.errors import CheckpointError, DataError
-from megarl.schema import Preference, Task
+from megarl.config import Config
+from megarl.errors import CheckpointError, ConfigError, DataError
+from megarl.schema import Message, Preference, Task
 from megarl.tasksets.files import place_of
 from megarl.tasksets.images import chat_messages
+from megarl.tasksets.template import IDENTIFIERS, ChatTemplate, Messages, read_json, read_template
 
-Messages = Sequence[Mapping[str, Any]]
-"""``{role, content}``; content is a text, or a list of parts as ``chat_messages`` gives it."""
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 """Files of a model that takes more than text."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Those that transformers gives to a template."""
+AT_ONCE = 1024
+"""Texts that are encoded together."""
+PROBE = "0f1e2d3c"
+"""An answer whose rendering shows what a template writes after answers."""
 
 
 class ChatTokenizer:
@@ -34,57 +39,58 @@ class ChatTokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: jinja2.Template,
-        variables: dict[str, Any],
+        template: ChatTemplate,
         eos_ids: tuple[int, ...],
+        own_eos: int | None = None,
         multimodal: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._variables = variables
+        self._kwargs = dict(kwargs or {})
         self.eos_ids = eos_ids
         """Tokens that end a response: generation_config.json's, else the tokenizer's own."""
         self.multimodal = multimodal
         """Whether the model has a processor. Some of its templates then pass over a content that is a plain text."""
+        self._behind = self._after_answers()
+        written = next((i for i in self._encode(self._behind).ids if i in eos_ids), None)
+        self.end_id: int = next(i for i in (written, own_eos, eos_ids[0]) if i in eos_ids)
+        """Token that ends demonstrations: the one with which the template ends an answer, where sampling ends with it; else the
+        tokenizer's own eos_token, else the first of ``eos_ids``."""
+        self.ends_otherwise: str | None = self._behind.strip() or None if written is None else None
+        """What the template writes after an answer, where sampling does not end with it."""
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> ChatTokenizer:
-        """Read tokenizer.json, the chat template and the end tokens. Raises CheckpointError naming what is missing or damaged."""
-        folder = Path(path)
-        if not (folder / "tokenizer.json").is_file():
-            raise CheckpointError(
-                f"{folder}: tokenizer.json is missing; model.path must be an HF checkpoint with a fast tokenizer"
-            )
+    def of(cls, config: Config) -> ChatTokenizer:
+        """That of ``model.path``, with the template options of ``taskset``. Raises as :meth:`open`, and ConfigError."""
+        taskset = config.taskset
         try:
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be read ({error}); copy the checkpoint again") from error
-        config = _read_json(folder / "tokenizer_config.json")
-        template_file = folder / "chat_template.jinja"
-        older = _read_json(folder / "chat_template.json").get("chat_template")  # of processors
-        source = template_file.read_text() if template_file.is_file() else older or config.get("chat_template")
-        if isinstance(source, list):  # transformers' form for several named templates
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if not source:
-            raise CheckpointError(
-                f"{folder}: no chat template; add chat_template.jinja or tokenizer_config.json's chat_template"
-            )
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        variables = {name: _content(config[name]) for name in names if config.get(name) is not None}
-        ends = _read_json(folder / "generation_config.json").get("eos_token_id")
-        if ends is None and "eos_token" in variables:
-            ends = tokenizer.token_to_id(variables["eos_token"])
+            day = None if taskset.date is None else date.fromisoformat(taskset.date)
+        except ValueError as error:
+            raise ConfigError(f"taskset.date={taskset.date} is no day; write it as 2025-01-31, or leave it out") from error
+        return cls.open(config.model.path, taskset.chat_template_kwargs, day)
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], kwargs: Mapping[str, Any] | None = None, day: date | None = None
+    ) -> ChatTokenizer:
+        """Read tokenizer.json, the chat template and the end tokens. ``kwargs``: options of the template, which a row's own go
+        before; ``day``: that of templates that write one. Raises CheckpointError naming what is missing or damaged."""
+        folder = Path(path)
+        tokenizer = read_tokenizer(folder / "tokenizer.json")
+        config = read_json(folder / "tokenizer_config.json")
+        variables = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
+        template = read_template(folder, config, variables, day)
+        own = tokenizer.token_to_id(variables["eos_token"]) if "eos_token" in variables else None
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        ends = own if ends is None else ends
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if not ends:
             raise CheckpointError(
                 f"{folder}: no end-of-sequence token in generation_config.json or tokenizer_config.json"
             )
-        try:
-            template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"{folder}: its chat template cannot be read (line {error.lineno}: {error})") from error
         multimodal = any((folder / name).is_file() for name in PROCESSOR)
-        return cls(tokenizer, template, variables, tuple(ends), multimodal)
+        return cls(tokenizer, template, tuple(ends), own, multimodal, kwargs)
 
     @property
     def vocab_size(self) -> int:
@@ -100,38 +106,119 @@ class ChatTokenizer:
         """Text of a token by its id."""
         return self._tokenizer.id_to_token(number)
 
-    def render(self, messages: Messages) -> str:
-        """The prompt's text, up to where the model's answer begins."""
-        if self.multimodal:
-            messages = [{**message, "content": _as_parts(message["content"])} for message in messages]
-        try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._variables)
-        except jinja2.TemplateError as error:
-            raise DataError(f"the model's chat template fails on the prompt: {error}") from error
+    def render(self, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> str:
+        """The prompt's text, up to where the model's answer begins. ``kwargs``: template options of the row."""
+        return self._render(messages, kwargs)
 
-    def prompt_ids(self, messages: Messages) -> np.ndarray:
+    def prompt_ids(self, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
         """int32 [P]; ids of the rendered prompt. The template writes the special tokens, so none are added."""
-        return np.asarray(self._tokenizer.encode(self.render(messages), add_special_tokens=False).ids, dtype=np.int32)
+        return _array(self._encode(self.render(messages, kwargs)).ids)
 
     def response_ids(self, text: str) -> np.ndarray:
         """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
         return self.encode_responses([text])[0]
 
+    def answer_ids(self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
+        """int32 [R]; ids of an answer as the template renders it after the prompt, up to its end-of-sequence token.
+
+        Raises DataError where the template drops a part of it, or renders another prompt before it.
+        """
+        rendered = self.render_answer(messages, answer, kwargs)
+        return self.cut_answer(answer, rendered, list(self.encode_texts(rendered)))
+
+    def render_answer(self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None) -> tuple[str, str]:
+        """(the prompt's text, the conversation's, which begins with it). Raises as :meth:`answer_ids`."""
+        prompt, whole = self.render(messages, kwargs), self._render([*messages, answer], kwargs, answered=True)
+        if not whole.startswith(prompt):
+            raise DataError(
+                "the model's chat template renders the conversation with its answer otherwise than the prompt (such as a thought that "
+                "the prompt has opened); give the answer as a text, in response or completion, as the model is to write it"
+            )
+        return prompt, whole
+
+    def cut_answer(self, answer: Message, rendered: tuple[str, str], encodings: Sequence[Encoding]) -> np.ndarray:
+        """What follows the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as :meth:`answer_ids`."""
+        (prompt, whole), (start, encoding) = rendered, encodings
+        text = whole[len(prompt) :]
+        ids, ends = self._following(prompt, whole, start, encoding)
+        last = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
+        if last is not None:
+            ids, text = ids[: last + 1], text[: ends[last]]
+        elif text.endswith(self._behind):
+            text = text[: len(text) - len(self._behind)]
+            ids = [*self._following(prompt, prompt + text, start, self._encode(prompt + text))[0], self.end_id]
+        else:
+            raise DataError(f"the model's chat template ends the answer with none of the end tokens {list(self.eos_ids)}: {text[-40:]!r}")
+        if (lost := next((piece for piece in _pieces(answer) if piece not in text), None)) is not None:
+            raise DataError(
+                f"the model's chat template drops or cuts a part of the answer: {lost[:60]!r}; give the answer as a text, in response or "
+                "completion, as the model is to write it"
+            )
+        return _array(ids)
+
+    def encode_texts(self, texts: Sequence[str]) -> Iterator[Encoding]:
+        """Rendered texts as tokens, ``AT_ONCE`` by all cores, since an encoding is many times larger than its ids."""
+        for first in range(0, len(texts), AT_ONCE):
+            yield from self._tokenizer.encode_batch(texts[first : first + AT_ONCE], add_special_tokens=False)
+
     def encode_responses(self, texts: Iterable[str]) -> list[np.ndarray]:
         """:meth:`response_ids` of many texts at once."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.asarray([*encoding.ids, self.eos_ids[0]], dtype=np.int32) for encoding in encodings]
+        return [_array([*encoding.ids, self.end_id]) for encoding in self.encode_texts(list(texts))]
 
-    def encode_prompts(self, prompts: Iterable[Messages]) -> list[np.ndarray]:
-        """:meth:`prompt_ids` of many prompts at once."""
-        encodings = self._tokenizer.encode_batch(
-            [self.render(messages) for messages in prompts], add_special_tokens=False
-        )
-        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+    def encode_prompts(self, prompts: Iterable[Messages], kwargs: Iterable[Mapping[str, Any]] | None = None) -> list[np.ndarray]:
+        """:meth:`prompt_ids` of many prompts at once, each with its ``kwargs``."""
+        found = list(prompts)
+        options = [{} for _ in found] if kwargs is None else kwargs
+        texts = [self.render(messages, given) for messages, given in zip(found, options, strict=True)]
+        return [_array(encoding.ids) for encoding in self.encode_texts(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a response without its special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
+        if self.multimodal:
+            messages = [{name: _as_parts(value) if name == "content" else value for name, value in message.items()} for message in messages]
+        return self._template.render(messages, {**self._kwargs, **(kwargs or {})}, answered=answered)
+
+    def _encode(self, text: str) -> Encoding:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _following(self, prompt: str, whole: str, start: Encoding, encoding: Encoding) -> tuple[list[int], list[int]]:
+        """(ids that follow the prompt's own, where each ends behind the prompt); ``whole`` begins with ``prompt``."""
+        count = len(start.ids)
+        if encoding.ids[:count] == start.ids:
+            return encoding.ids[count:], [end - len(prompt) for _, end in encoding.offsets[count:]]
+        encoding = self._encode(whole[len(prompt) :])  # a token across the border: sampling begins after the prompt's own
+        return encoding.ids, [end for _, end in encoding.offsets]
+
+    def _after_answers(self) -> str:
+        """What the template writes after an answer; nothing where it refuses the shortest of conversations."""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        try:
+            return self._render(chat, None, answered=True).rpartition(PROBE)[2]
+        except DataError:
+            return ""
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """A tokenizer.json without the truncation and padding that a padded call before its saving has left in it, as transformers
+    takes it. Raises CheckpointError when there is none, or it is damaged."""
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file.parent}: tokenizer.json is missing; model.path must be an HF checkpoint with a fast tokenizer"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _array(ids: Sequence[int]) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int32)
 
 
 def _as_parts(content: Any) -> Any:
@@ -161,13 +248,11 @@ def encode_rows(
 ) -> list[np.ndarray]:
     """Ids of each row's prompt. Raises DataError naming file and row of a prompt that the chat template refuses."""
     try:
-        return tokenizer.encode_prompts(_messages(task) for task in tasks)
+        return tokenizer.encode_prompts((_messages(row) for row in tasks), (row.chat_template_kwargs for row in tasks))
     except DataError:
-        for row, task in enumerate(tasks):
-            try:
-                tokenizer.render(_messages(task))
-            except DataError as error:
-                raise DataError(f"{_where(tasks, row, path)}: {error}") from error
+        for number, row in enumerate(tasks):
+            with _named(tasks, number, path):
+                tokenizer.render(_messages(row), row.chat_template_kwargs)
         raise
 
 
@@ -175,16 +260,48 @@ def encode_demonstrations(
     tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(prompt ids, response ids with the end token) of each row, int32. Raises DataError as :func:`encode_rows` does."""
-    prompts = encode_rows(tasks, tokenizer, path=path)
-    return list(zip(prompts, tokenizer.encode_responses(task.response or "" for task in tasks), strict=True))
+    answers = [(task.response or "", task.answer) for task in tasks]
+    return list(zip(encode_rows(tasks, tokenizer, path=path), _encode_answers(tasks, answers, tokenizer, path), strict=True))
 
 
 def encode_preferences(
     rows: Sequence[Preference], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(prompt, chosen, rejected) ids of each row, int32, answers with the end token. Raises as :func:`encode_rows` does."""
-    chosen, rejected = (tokenizer.encode_responses(texts) for texts in ((r.chosen for r in rows), (r.rejected for r in rows)))
+    chosen = _encode_answers(rows, [(row.chosen, row.answers[0]) for row in rows], tokenizer, path)
+    rejected = _encode_answers(rows, [(row.rejected, row.answers[1]) for row in rows], tokenizer, path)
     return list(zip(encode_rows(rows, tokenizer, path=path), chosen, rejected, strict=True))
+
+
+def _encode_answers(
+    rows: Sequence[Row],
+    answers: Sequence[tuple[str, Message | None]],
+    tokenizer: ChatTokenizer,
+    path: str | os.PathLike[str] | None,
+) -> list[np.ndarray]:
+    """Ids of each row's answer: of a text as it stands, of a message as the template renders it."""
+    found = tokenizer.encode_responses(text for text, _ in answers)
+    rendered: dict[int, tuple[str, str]] = {}
+    for number, (row, (_, message)) in enumerate(zip(rows, answers, strict=True)):
+        if message is not None:
+            with _named(rows, number, path):
+                rendered[number] = tokenizer.render_answer(_messages(row), message, row.chat_template_kwargs)
+    encodings = tokenizer.encode_texts([text for texts in rendered.values() for text in texts])
+    for number, texts in rendered.items():
+        message = answers[number][1]
+        assert message is not None, "only messages are rendered"
+        with _named(rows, number, path):
+            found[number] = tokenizer.cut_answer(message, texts, (next(encodings), next(encodings)))
+    return found
+
+
+@contextmanager
+def _named(rows: Sequence[Row], number: int, path: str | os.PathLike[str] | None) -> Iterator[None]:
+    """DataErrors with the row's file and number before them."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{_where(rows, number, path)}: {error}") from error
 
 
 def _messages(row: Row) -> Messages:
@@ -195,28 +312,12 @@ def _where(tasks: Sequence[Row], row: int, path: str | os.PathLike[str] | None) 
     return place_of(path, row) if path is not None else f"task {tasks[row].task_id}"
 
 
-def _environment() -> jinja2.Environment:
-    """As transformers renders chat templates: sandboxed, block tags leave no blank lines."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise DataError(f"the model's chat template refuses the prompt: {message}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text()) if path.is_file() else {}
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds {type(value).__name__}")
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); copy the checkpoint again") from error
-    return value
+def _pieces(answer: Message) -> list[str]:
+    """Texts that a rendering of the answer must hold: of its fields, a thought and what follows it apart, and names of tools."""
+    fields = [value for name, value in answer.items() if isinstance(value, str) and name not in ("role", *IDENTIFIERS)]
+    texts = [part.strip() for value in fields for half in value.split("</think>") for part in half.split("<think>")]
+    calls = [call.get("function", call) for call in answer.get("tool_calls") or () if isinstance(call, dict)]
+    return [text for text in (*texts, *(call.get("name") for call in calls if isinstance(call, dict))) if text]
 
 
 def _content(token: str | dict[str, Any]) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import tempfile
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from megarl.cli import main
-from megarl.config import save_resolved
+from megarl.config import load_resolved, save_resolved
 from megarl.errors import ConfigError, DataError
 from megarl.launch.checks import check
 from megarl.launch.prepare import make, prepare_data, with_prompt_limit
@@ -188,6 +190,38 @@ def test_a_run_keeps_its_limit(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "global_step_1").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "global_step_1" / "state.json").write_text("{}")
     assert with_prompt_limit(again) == begun
+
+
+def begin_template(model: Path, text: str) -> None:
+    """Put a text before the model's chat template."""
+    source = json.loads((model / "tokenizer_config.json").read_text())["chat_template"]
+    (model / "chat_template.jinja").write_text(text + source)
+
+
+def test_a_run_keeps_its_day(prepared: Path, tmp_path: Path) -> None:
+    """Of templates that write it: a resumed run has the prompts that it began with."""
+    shutil.copytree(prepared, tmp_path / "run")
+    config = config_of(tmp_path / "run")
+    assert with_prompt_limit(config).taskset.date is None
+    begin_template(tmp_path / "run" / "model", "{{ strftime_now('%Y') }}")
+    assert with_prompt_limit(config).taskset.date == date.today().isoformat()
+    refused(ConfigError, config_of(tmp_path / "run", "taskset.date=29.2.2024"), "taskset.date=29.2.2024 is no day; write it as 2025-01-31")
+    save_resolved(replace(config, taskset=replace(config.taskset, date="2024-02-29")), tmp_path / "run" / "resolved.json")
+    (tmp_path / "run" / "checkpoints" / "global_step_1").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "global_step_1" / "state.json").write_text("{}")
+    begun = with_prompt_limit(config)
+    assert begun.taskset.date == "2024-02-29"
+    assert ChatTokenizer.of(begun).render([{"role": "user", "content": "1"}]).startswith("2024")
+
+
+def test_options_of_the_template_are_settings(prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(prepared, tmp_path / "run")
+    config = config_of(tmp_path / "run", "taskset.chat_template_kwargs={thinking: false}")
+    refused(DataError, config, "row 1: the model's chat template does not look at 'thinking'; leave it out of the row and")
+    begin_template(tmp_path / "run" / "model", "{% if thinking is false %}1{% endif %}")
+    save_resolved(config, tmp_path / "resolved.json")
+    text, plain = (ChatTokenizer.of(c).render([{"role": "user", "content": "1"}]) for c in (load_resolved(tmp_path / "resolved.json"), config_of(tmp_path / "run")))
+    assert text == "1" + plain
 
 
 def test_data_is_still_written_by_its_own_command(tmp_path: Path) -> None:

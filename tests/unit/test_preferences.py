@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ FORMS: list[dict[str, Any]] = [
 def test_every_form_is_the_same_preference(tmp_path: Path, suffix: str, form: int) -> None:
     none = {"margin": None, "data_source": None, "extra_info": None}
     path = write(tmp_path / f"p.{suffix}", [FORMS[form] | none, FORMS[form] | {"margin": 0.5, "data_source": "d", "extra_info": {"k": 1}}])
-    first, second = read_preferences(path, split="train")
+    rows = read_preferences(path, split="train")
+    rendered = (says("a"), says("b")) if isinstance(FORMS[form]["chosen"], list) else (None, None)  # texts stand as they are
+    assert all(row.answers == rendered for row in rows)
+    first, second = (replace(row, answers=(None, None)) for row in rows)
     assert first == Preference("train/0", "", (USER,), "a", "b")
     assert second == Preference("train/1", "d", (USER,), "a", "b", 0.5, {"k": 1})
 
@@ -56,7 +60,7 @@ def test_every_form_is_the_same_preference(tmp_path: Path, suffix: str, form: in
 def test_a_long_chat_is_the_prompt(tmp_path: Path) -> None:
     before = [SYSTEM, USER, says("x"), USER]
     path = write(tmp_path / "p.jsonl", [{"chosen": [*before, says("a")], "rejected": [*before, says("b")]}])
-    assert read_preferences(path) == [Preference("p/0", "", tuple(before), "a", "b")]
+    assert read_preferences(path) == [Preference("p/0", "", tuple(before), "a", "b", answers=(says("a"), says("b")))]
 
 
 @pytest.mark.parametrize(

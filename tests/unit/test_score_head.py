@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.architectures import ARCHITECTURES, architecture
 from megarl.checkpoint import hf
+from megarl.checkpoint.score_pad import score_pad
 from megarl.errors import ArchitectureError, CheckpointError
 from megarl.reshard.layouts import MegatronGrid, dist_layout, hf_layout, megatron_layout
 from megarl.reshard.plan import build_plan
+from megarl.schema import Experience, Reward
 from tests.parallel.families import FAMILIES
 from tests.unit.reshard_oracle import (
     Config,
@@ -166,3 +171,98 @@ def test_a_classifier_is_no_language_model(tmp_path: Path) -> None:
     layout = megatron_layout(config, MegatronGrid())
     with pytest.raises(CheckpointError, match=r"tensors that the model's table does not know: score\.weight"):
         hf.load_into(path, layout, 0, unwritten(dict(layout.local_shapes(0))))
+
+
+# ------------------------------------------------------------------ where a score is read
+
+
+END, ANSWERS = 3, [[5, 6, 7, 3], [5, 6, 7, 8, 9, 3], [4, 3, 3]]
+
+
+def with_tokenizer(path: Path, pad: str | None, *special: str) -> Path:
+    """Tokenizer files beside a language model: <|end|> is token 3."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(3)} | {"<|end|>": END} | {f"w{i}": i for i in range(4, 60)}))
+    tokenizer.add_special_tokens(["<|end|>", *special])
+    tokenizer.save(str(path / "tokenizer.json"))
+    tokens = {"eos_token": "<|end|>"} | ({"pad_token": pad} if pad else {})
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **tokens}))
+    return path
+
+
+def exported_score_model(path: Path, source: Path, config: Config) -> Path:
+    """The export of a model that has been trained on from ``source``, with a score head of numbers."""
+    (tensors,) = load(source, config, MegatronGrid(), score="zeros" if "ForCausalLM" in config["architectures"][0] else "stored")
+    torch.manual_seed(0)
+    for tensor in tensors.values():
+        tensor.normal_()
+    plan = build_plan(megatron_layout(config, MegatronGrid(), head="score"), hf_layout(config, head="score"))
+    hf.export_hf(plan, 0, tensors, source, path, transport=Network().port(0))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pad", "special", "id_in_config", "expected"),
+    [
+        ("<|end|>", ("<|fim_pad|>", "<|reserved_7|>"), END, "<|fim_pad|>"),  # Qwen's config after TRL's pad_token = eos_token
+        ("<|end|>", ("<|im_start|>", "<|reserved_7|>"), END, "<|reserved_7|>"),
+        ("<|end|>", ("<|im_start|>",), END, None),
+        ("<|own_pad|>", ("<|fim_pad|>", "<|own_pad|>"), None, "<|own_pad|>"),
+        ("w2", (), 2, "w2"),
+        (None, (), None, None),
+    ],
+)
+def test_an_export_is_read_at_the_end_by_transformers(
+    tmp_path: Path, pad: str | None, special: tuple[str, ...], id_in_config: int | None, expected: str | None
+) -> None:
+    """megarl trains a new score model at the end token: where pad is the end, transformers would read the token before it."""
+    config = qwen3_config(architectures=["Qwen3ForCausalLM"], head_dim=4, eos_token_id=END, pad_token_id=id_in_config)
+    source = with_tokenizer(write_checkpoint(tmp_path / "lm", config, random_hf(config)), pad, *special)
+    out = exported_score_model(tmp_path / "out", source, config)
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    at_end = torch.cat([model.score(model.model(torch.tensor([ids])).last_hidden_state)[:, -1] for ids in ANSWERS])
+    assert torch.equal(torch.cat([model(torch.tensor([ids])).logits for ids in ANSWERS]), at_end)
+    if expected is None:
+        assert model.config.pad_token_id is None
+        with pytest.raises(ValueError, match="no padding token is defined"):
+            model(torch.tensor([ids[:3] for ids in ANSWERS]))
+        return
+    assert tokenizer.pad_token == expected and tokenizer.pad_token_id == model.config.pad_token_id != END
+    batch = tokenizer.pad({"input_ids": ANSWERS}, return_tensors="pt")
+    torch.testing.assert_close(model(**batch).logits, at_end)
+
+
+def test_a_score_model_keeps_its_reading(tmp_path: Path) -> None:
+    """Its weights are those that go with the token at which it has been trained: with pad = end the one before."""
+    config = classifier_config(eos_token_id=END, pad_token_id=END)
+    source = with_tokenizer(write_checkpoint(tmp_path / "rm", config, classifier(config)), "<|end|>", "<|fim_pad|>")
+    out = exported_score_model(tmp_path / "out", source, config)
+    assert json.loads((out / "config.json").read_text())["pad_token_id"] == END
+    assert (out / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
+    assert score_pad(hf.read_hf_config(out)) == END and score_pad(qwen3_config(pad_token_id=END, architectures=["Qwen3ForCausalLM"])) is None
+
+
+@pytest.mark.parametrize("pad", [None, 0, END])
+def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
+    """A reward model's batch, and the scores that a run takes from it."""
+    from megarl.loop import offline, step
+
+    config = classifier_config(pad_token_id=pad)
+    rows = offline.Rows(tuple(((np.array(ids[:1]), np.array(ids[1:])),) for ids in ANSWERS), (0.0,) * 3)
+    session: Any = SimpleNamespace(actor=SimpleNamespace(head=None), hf_config=config)
+    sequences = offline.batch_of(session, rows, range(3)).sequences
+    expected = [1, 1, 2] if pad == END else [0, 0, 0]  # so far before the last
+    ends = (sequences.cu_seqlens[1:] - 1).tolist()
+    assert sequences.mask.nonzero()[:, 0].tolist() == [end - before for end, before in zip(ends, expected, strict=True)]
+    scores = torch.arange(float(len(sequences.tokens)))
+    session.roles = SimpleNamespace(
+        reward_model=SimpleNamespace(hf_config=config, answers=lambda *_: scores, micro_batches=lambda _: None)
+    )
+    session.config = SimpleNamespace(reward_model=SimpleNamespace(coef=1.0))
+    scored, _ = step.score(session, [experience(ids) for ids in ANSWERS])
+    assert [e.reward.parts["model"] for e in scored] == scores[sequences.mask].tolist()
+
+
+def experience(ids: list[int]) -> Experience:
+    prompt, response = np.array(ids[:1], dtype=np.int32), np.array(ids[1:], dtype=np.int32)
+    logp, mask = np.zeros(len(response), dtype=np.float32), np.ones(len(response), dtype=bool)
+    return Experience("r", "t", f"g{ids}", 0, 1, prompt, response, mask, logp, Reward(0.0, "ok"), (), "stop")

@@ -135,16 +135,20 @@ def _same_types(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_demonstrations_in_either_form(tmp_path: Path, suffix: str) -> None:
     """A prompt with its response, as verl's; or a chat that ends with the answer. What only rewards need may be left out."""
-    chat = [SYSTEM, USER, {"role": "assistant", "content": "c", "name": "dropped"}]
+    chat = [SYSTEM, USER, {"role": "assistant", "content": "c", "name": "kept"}]
     wanted = [Task("d/0", "", (SYSTEM, USER), "", {}, {}, "c"), Task("d/1", "", (USER,), "", {}, {}, "c")]
     for rows in (
         [{"prompt": [SYSTEM, USER], "response": "c"}, {"prompt": [USER], "response": "c"}],
         [{"messages": chat, "prompt": "unused"}, {"messages": chat[1:], "prompt": "unused"}],
     ):
-        assert read_rows(write(tmp_path / f"d.{suffix}", rows), require_response=True) == wanted
+        found = read_rows(write(tmp_path / f"d.{suffix}", rows), require_response=True)
+        assert [replace(row, answer=None) for row in found] == wanted
+        assert [row.answer for row in found] == [chat[-1] if "messages" in rows[0] else None] * 2, "rendered by the template"
     for answer in ("c", [{"role": "assistant", "content": "c"}]):  # TRL's
         rows = [{"prompt": [SYSTEM, USER], "completion": answer}, {"prompt": [USER], "completion": answer}]
-        assert read_rows(write(tmp_path / f"d.{suffix}", rows), require_response=True) == wanted
+        found = read_rows(write(tmp_path / f"d.{suffix}", rows), require_response=True)
+        assert [replace(row, answer=None) for row in found] == wanted
+        assert [row.answer for row in found] == [None if answer == "c" else {"role": "assistant", "content": "c"}] * 2
     texts = write(tmp_path / f"texts.{suffix}", [{"prompt": "b", "response": "c"}])
     assert read_rows(texts, require_response=True, split="d") == [replace(wanted[1], task_id="d/0")]
 

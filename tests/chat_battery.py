@@ -1,0 +1,246 @@
+"""Published chat templates, rendered by megarl and by transformers' ``apply_chat_template``.
+
+``python -m tests.chat_battery docs/chat_templates.md`` compares all cells and writes the table; ``test_chat_templates.py`` asks that
+the page is what this writes, and that no cell differs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megarl.errors import DataError
+from megarl.tasksets import ChatTokenizer
+
+FOLDER = Path(__file__).parent / "data" / "chat_templates"
+SPECIAL = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|\[\|\w+\|\]|\[/?[A-Z_]{3,}\]|</?s>|<bos>|<eos>|<(?:start|end)_of_turn>|</?think>|\[gMASK\]|<sop>")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A template and the special tokens of the checkpoints that ship it."""
+
+    models: str
+    bos: str | None
+    eos: str
+    """tokenizer_config.json's eos_token."""
+    ends: tuple[str, ...]
+    """generation_config.json's eos_token_id."""
+    end: str
+    """The token that ends demonstrations."""
+
+
+DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ("<｜end▁of▁sentence｜>",), "<｜end▁of▁sentence｜>")
+LLAMA = ("<|begin_of_text|>", "<|eot_id|>", ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"), "<|eot_id|>")
+QWEN = (None, "<|im_end|>", ("<|endoftext|>", "<|im_end|>"), "<|im_end|>")
+TEMPLATES = {
+    "chatml": Published("ChatML", *QWEN),
+    "cohere2": Published("Tiny Aya (Cohere 2)", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",), "<|END_OF_TURN_TOKEN|>"),
+    "deepseek_r1_distill": Published("DeepSeek-R1-Distill", *DEEPSEEK),
+    "deepseekv3": Published("DeepSeek-V3", *DEEPSEEK),
+    "exaone4": Published("EXAONE 4.0", "[BOS]", "[|endofturn|]", ("[|endofturn|]",), "[|endofturn|]"),
+    "gemma": Published("Gemma, Gemma 2", "<bos>", "<eos>", ("<eos>", "<end_of_turn>"), "<end_of_turn>"),
+    "gemma3": Published("Gemma 3", "<bos>", "<eos>", ("<eos>", "<end_of_turn>"), "<end_of_turn>"),
+    "glm4moe": Published("GLM-4.5", None, "<|endoftext|>", ("<|endoftext|>", "<|user|>", "<|observation|>"), "<|endoftext|>"),
+    "gptoss": Published("gpt-oss", "<|startoftext|>", "<|return|>", ("<|return|>", "<|endoftext|>", "<|call|>"), "<|return|>"),
+    "lfm2_2_5": Published("LFM2.5", "<|startoftext|>", "<|im_end|>", ("<|im_end|>",), "<|im_end|>"),
+    "llama3": Published("Llama 3 Instruct", "<|begin_of_text|>", "<|end_of_text|>", ("<|end_of_text|>", "<|eot_id|>"), "<|eot_id|>"),
+    "llama3_1": Published("Llama 3.1 Instruct", *LLAMA),
+    "llama3_2": Published("Llama 3.2 Instruct", *LLAMA),
+    "mistral_v2v3": Published("Mistral 7B Instruct v0.3", "<s>", "</s>", ("</s>",), "</s>"),
+    "phi3": Published("Phi-3", "<s>", "<|endoftext|>", ("<|endoftext|>", "<|assistant|>", "<|end|>"), "<|end|>"),
+    "phi_4": Published("Phi-4-reasoning", "<|endoftext|>", "<|im_end|>", ("<|im_end|>",), "<|im_end|>"),
+    "qwen2_5": Published("Qwen2.5 Instruct", *QWEN),
+    "qwen3": Published("Qwen3", *QWEN),
+    "qwen3_instruct_2507": Published("Qwen3 Instruct 2507", *QWEN),
+    "qwen3_training": Published("Qwen3, TRL's own with {% generation %}", *QWEN),
+}
+
+DAY = date(2024, 2, 29)
+USER, SYSTEM = {"role": "user", "content": "Wie viel ist 12 + 3?\n"}, {"role": "system", "content": "Be brief; say «so»."}
+ANSWER = {"role": "assistant", "content": "It is 15."}
+THOUGHT = {**ANSWER, "reasoning_content": "12 and 3 are 15."}
+FIELD = {"gptoss": "thinking", "lfm2_2_5": "thinking"}
+"""What templates call a thought that do not call it reasoning_content."""
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": "<3>"}}}],
+}
+WORDS = {**CALL, "content": ""}
+"""The same with an empty text, which some templates ask for where others ask for null."""
+RESULT = {"role": "tool", "content": "15", "name": "add", "tool_call_id": "call00001"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "description": "a number"}, "b": {"type": "string", "enum": ["é", "<3>"]}},
+    "required": ["a"],
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds <two> numbers.", "parameters": PARAMETERS}}]
+NEXT = {"role": "user", "content": "And 1 more?"}
+
+
+@dataclass(frozen=True)
+class Case:
+    messages: tuple[dict[str, Any], ...]
+    kwargs: Mapping[str, Any]
+
+
+CASES = {
+    "user": Case((USER,), {}),
+    "system": Case((SYSTEM, USER), {}),
+    "turns": Case((SYSTEM, USER, ANSWER, NEXT), {}),
+    "tools": Case((SYSTEM, USER), {"tools": TOOLS}),
+    "tool result": Case((USER, CALL, RESULT), {"tools": TOOLS}),
+    "tool result, text": Case((USER, WORDS, RESULT), {"tools": TOOLS}),
+    "thought before": Case((USER, THOUGHT, NEXT), {}),
+    "enable_thinking": Case((SYSTEM, USER), {"enable_thinking": False}),
+    "answer": Case((SYSTEM, USER, ANSWER), {}),
+    "answer to turns": Case((USER, ANSWER, NEXT, ANSWER), {}),
+    "answer, no thought": Case((USER, ANSWER), {"enable_thinking": False}),
+    "answer, thought": Case((USER, THOUGHT), {}),
+    "answer, tool call": Case((USER, CALL), {"tools": TOOLS}),
+    "answer, tool call, text": Case((USER, WORDS), {"tools": TOOLS}),
+    "answer to tool": Case((USER, CALL, RESULT, THOUGHT), {"tools": TOOLS}),
+}
+EQUAL, REFUSED, UNSEEN, OTHER_PROMPT, DROPPED = "equal", "refused", "unseen", "other prompt", "dropped"
+MEANING = {
+    "does not look at": UNSEEN,
+    "otherwise than the prompt": OTHER_PROMPT,
+    "drops or cuts": DROPPED,
+}
+"""What megarl refuses where transformers renders, by words of the message."""
+CELLS = (REFUSED, *MEANING.values())
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    """The small files of a checkpoint with this template: a byte-level tokenizer with the family's special tokens."""
+    found = TEMPLATES[name]
+    source = (FOLDER / f"{name}.jinja").read_text()
+    special = dict.fromkeys([found.eos, *found.ends, found.end, *SPECIAL.findall(source), *([found.bos] if found.bos else [])])
+    tokenizer = Tokenizer.from_str(_bytes_tokenizer())
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": found.eos, "pad_token": found.eos}
+    config |= {"bos_token": found.bos} if found.bos else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id(end) for end in found.ends]}))
+    (folder / "chat_template.jinja").write_text(source)
+    return folder
+
+
+@cache
+def _bytes_tokenizer() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [message["content"] or "" for case in CASES.values() for message in case.messages]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    return str(tokenizer.to_str())
+
+
+def in_words_of(name: str, messages: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+    """The messages with a thought under the template's own name for it."""
+    field = FIELD.get(name, "reasoning_content")
+    return [{field if key == "reasoning_content" else key: value for key, value in message.items()} for message in messages]
+
+
+def outcome(reference: Any, tokenizer: ChatTokenizer, name: str, case: Case) -> str:
+    """How the two compare. Raises AssertionError where they differ."""
+    messages, kwargs = in_words_of(name, case.messages), dict(case.kwargs)
+    answered = messages[-1]["role"] == "assistant"
+    whole = _expected(reference, messages, kwargs, answered)
+    prompt = _expected(reference, messages[:-1], kwargs, False) if answered else whole
+    try:
+        found = _found(tokenizer, messages, kwargs, answered)
+    except DataError as error:
+        if whole is None or prompt is None:
+            return REFUSED
+        return next((meaning for words, meaning in MEANING.items() if words in str(error)), f"refused: {error}")
+    assert whole is not None and prompt is not None, f"{name}: transformers refuses what megarl renders"
+    text, ids, answer = found
+    assert text == prompt[0] and ids == prompt[1], f"{name}: another prompt: {text!r} is not {prompt[0]!r}"
+    if answered:
+        end = next((i for i in range(len(ids), len(whole[1])) if whole[1][i] in tokenizer.eos_ids), len(whole[1]))
+        assert ids + answer[:-1] == whole[1][:end] and answer[-1] in tokenizer.eos_ids, f"{name}: another answer"
+    return EQUAL
+
+
+def _expected(reference: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any], answered: bool) -> tuple[str, list[int]] | None:
+    """transformers' text and ids; None where the template fails, with whatever error."""
+    options = {**kwargs, "add_generation_prompt": not answered}
+    try:
+        text = reference.apply_chat_template(messages, tokenize=False, **options)
+        return text, reference.apply_chat_template(messages, return_dict=False, **options)
+    except Exception:
+        return None
+
+
+def _found(
+    tokenizer: ChatTokenizer, messages: list[dict[str, Any]], kwargs: dict[str, Any], answered: bool
+) -> tuple[str, list[int], list[int]]:
+    prompt = messages[:-1] if answered else messages
+    text, ids = tokenizer.render(prompt, kwargs), tokenizer.prompt_ids(prompt, kwargs).tolist()
+    return text, ids, tokenizer.answer_ids(prompt, messages[-1], kwargs).tolist() if answered else []
+
+
+class _Clock(datetime):
+    """What transformers takes for the present."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime(DAY.year, DAY.month, DAY.day)
+
+
+@cache
+def outcomes(name: str) -> dict[str, str]:
+    """Case -> outcome."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder, patch("transformers.utils.chat_template_utils.datetime", _Clock):
+        path = checkpoint(Path(folder), name)
+        reference = AutoTokenizer.from_pretrained(path)
+        tokenizer = ChatTokenizer.open(path, day=DAY)
+        return {case: outcome(reference, tokenizer, name, CASES[case]) for case in CASES}
+
+
+HEAD = """# Chat templates
+Written by `python -m tests.chat_battery docs/chat_templates.md`; a test fails when the page differs. Each cell renders a conversation
+with a published template in megarl and in transformers' `apply_chat_template`, and compares texts and token ids; where the last message
+is an answer, also the ids of prompt and answer together, up to the end token. The texts are in `tests/data/chat_templates`, with source
+and licence. Rules for rows: [offline.md](offline.md#messages-and-templates).
+
+| cell | meaning |
+|---|---|
+| equal | the same text and the same ids |
+| refused | the template refuses the conversation, in both |
+| unseen | refused by megarl: the template does not look at a field, which transformers drops silently |
+| dropped | refused by megarl: the template looks at a part of the answer and leaves it out |
+| other prompt | refused by megarl: the template renders another prompt before the answer than for sampling |
+
+"""
+
+
+def table(results: Mapping[str, Mapping[str, str]]) -> str:
+    """The page."""
+    lines = ["| template | end of an answer | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 2) + "|"]
+    for name, cells in results.items():
+        end = TEMPLATES[name].end.replace("|", "\\|")
+        lines.append(f"| {TEMPLATES[name].models} (`{name}`) | `{end}` | " + " | ".join(cells[case] for case in CASES) + " |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(table({name: outcomes(name) for name in TEMPLATES}))
