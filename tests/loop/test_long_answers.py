@@ -1,0 +1,98 @@
+"""A whole job whose answers have 24,500 tokens each: rollout, reward, inference and update on TP2 × CP2, its stream cut once."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.config.schema import FromScratchConfig
+from megarl.models.from_scratch import create
+from megarl.schema import Task
+from megarl.store import Store
+from megarl.tasksets import write_rows
+from tests.system.jobs import Job
+
+TOKENS = 24_500
+END = 4
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 97 / 97
+"""
+
+
+def write_model(folder: Path) -> Path:
+    """One layer. Its end token is hardly ever sampled: its logit is 0, and of the others some are always far above."""
+    config = FromScratchConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=TOKENS + 64,
+    )  # fmt: skip
+    create(folder, config, ["1 + 2 ="], seed=1)
+    tensors = load_file(folder / "model.safetensors")
+    head = 1.5 * torch.randn(tensors["lm_head.weight"].shape, generator=torch.Generator().manual_seed(1))
+    head[END] = 0
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Ended, with status 0, though the connection of its explorer to the engine was cut while it generated."""
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "reward.py").write_text(REWARD)
+    for split, numbers in (("train", (1, 2)), ("eval", (3,))):
+        prompts = [({"role": "user", "content": f"{number} + 2 ="},) for number in numbers]
+        rows = [Task(f"{split}/{i}", "mine", prompt, "math", {"ground_truth": "2"}) for i, prompt in enumerate(prompts)]
+        write_rows(folder / f"{split}.parquet", rows)
+    job = Job(
+        folder / "run",
+        [
+            "experiment=own", "algorithm=grpo", f"model.path={write_model(folder / 'model')}", f"reward.path={folder / 'reward.py'}",
+            f"taskset.train={folder / 'train.parquet'}", f"taskset.eval={folder / 'eval.parquet'}", "parallel.tp=2", "parallel.cp=2",
+            "trainer.steps=1", "trainer.tasks_per_step=1", "algorithm.group_size=2", "trainer.optimizer.lr=1e-3", "cluster.stall_s=120",
+            f"rollout.max_response_tokens={TOKENS}", f"trainer.max_tokens_per_micro_batch={TOKENS + 60}",
+            "rollout.max_num_seqs=4", "rollout.kv_cache_bytes=67108864", "rollout.request_timeout_s=20",
+        ],
+    )  # fmt: skip
+    try:
+        job.start()
+        cut(job)
+        assert job.wait(900) == 0, job.output.read_text()
+        yield job
+    finally:
+        job.clean_up()
+
+
+def cut(job: Job) -> None:
+    """Abort the TCP connection over which the answers of the training step come, once they have begun."""
+    job.until(lambda: bool(job.query("select 1 from rollouts where rollout_id like 'train%'")), "a rollout", 600)
+    command = job.processes()[job.pid_of("engine")]
+    [port] = re.findall(r"--port[ =](\d+)", command)
+    found = ["ss", "-H", "-t", "state", "established", "dst", "127.0.0.1", "dport", "=", port]
+    job.until(lambda: bool(subprocess.run(found, capture_output=True, text=True, check=True).stdout.strip()), "a connection")
+    subprocess.run([found[0], "-K", *found[1:]], capture_output=True, check=True)
+
+
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(shutil.which("ss") is None, reason="ss (iproute2), which cuts a connection, is not there"),
+]
+
+
+def test_every_answer_has_all_its_tokens(job: Job) -> None:
+    store = Store(f"sqlite:///{job.run_dir}/store.db")
+    [rollout] = [str(row[0]) for row in job.query("select rollout_id from rollouts where rollout_id like 'train%'")]
+    experiences = store.experiences(rollout)
+    assert [len(e.response_ids) for e in experiences] == [TOKENS, TOKENS]
+    assert all(e.finish_reason == "length" for e in experiences)
+    assert len({e.reward.score for e in experiences}) == 2
+    assert len(store.events("engine_retry")) == 1  # the cut
+    for e in experiences:
+        assert e.old_logp is not None and float(abs(e.old_logp - e.engine_logp).max()) < 1e-3
+    store.close()
