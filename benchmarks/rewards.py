@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import page
 
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.rewards import RewardPool
 from megarl.rewards.router import scorer_for
 from megarl.schema import Task

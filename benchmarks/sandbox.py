@@ -20,7 +20,7 @@ from typing import Any
 
 import page
 
-from megarl.config.schema import CodeConfig
+from megarl.config.rewards import CodeConfig
 from megarl.rewards.code import make_scorer
 from megarl.sandbox.host import find
 from megarl.sandbox.local import local_sandbox

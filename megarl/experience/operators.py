@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.algorithms import group_stats
 from megarl.algorithms.dapo import overlong_penalty, says_nothing
-from megarl.config.schema import LengthConfig, RewardConfig
+from megarl.config.rewards import LengthConfig, RewardConfig
 from megarl.rewards.shape import k15_length_rewards
 from megarl.rewards.verdict import NO_VERDICT
 from megarl.schema import Experience, WeightsVersion

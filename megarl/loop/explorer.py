@@ -25,7 +25,7 @@ import numpy as np
 
 from megarl import pulse
 from megarl.config import Config, load_resolved
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.errors import EngineError, JobError, RequestRefused
 from megarl.metrics import Timeline
 from megarl.rewards import RewardPool, Verdict

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megarl.config.schema import CodeConfig, RewardConfig
+from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.errors import ConfigError, DataError, SandboxError
 from megarl.rewards.code_compare import same_output, same_value
 from megarl.rewards.code_extract import extract

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from megarl.config.schema import JudgeConfig
+from megarl.config.rewards import JudgeConfig
 from megarl.errors import ConfigError
 from megarl.rewards.judge_cache import JudgementCache
 from megarl.rewards.judge_rubric import Vote, fill, read_rubric, read_vote, reference_text, tally

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 
 
 def scorer(config: RewardConfig) -> Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.output import Output
 from megarl.rewards.process import (

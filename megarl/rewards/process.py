@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config.load import to_dict
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.errors import ConfigError
 from megarl.rewards.child import RewardProcess
 from megarl.rewards.output import Output

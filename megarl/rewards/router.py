@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.errors import DataError
 from megarl.rewards import code, code_tests, judge_family, k12, math_verifier, procedural, vision
 from megarl.rewards.verdict import to_verdict

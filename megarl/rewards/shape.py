@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Literal
 
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 
 Form = Literal["think", "think_answer"]
 Language = Literal["en", "zh", "other"]

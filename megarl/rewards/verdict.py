@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.rewards.shape import shape_parts
 
 STATUSES = ("ok", "wrong", "error", "timeout")

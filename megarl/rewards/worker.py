@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import IO, Any
 
 from megarl.config.load import from_dict
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.errors import ConfigError, DataError, describe
 from megarl.parent import die_with
 from megarl.rewards.router import Scorer, scorer_for

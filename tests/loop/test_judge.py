@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from megarl.config.schema import JudgeConfig
+from megarl.config.rewards import JudgeConfig
 from megarl.errors import ConfigError
 from megarl.rewards.judge import KEY_VARIABLE, Judge, check_judge
 from tests.loop.conftest import TINY_ROLLOUT

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoProcessor
 
 from megarl.config import Config
-from megarl.config.schema import ModelConfig, RewardConfig, RolloutConfig
+from megarl.config.rewards import RewardConfig
+from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.errors import DataError, EngineError
 from megarl.loop.explorer import Explorer
 from megarl.rewards import RewardPool

@@ -120,7 +120,7 @@ def left_over(before: int) -> int:
 
 
 def main() -> None:
-    from megarl.config.schema import CodeConfig
+    from megarl.config.rewards import CodeConfig
     from megarl.rewards.code import make_scorer
     from megarl.sandbox.local import local_sandbox
     from tests.system.escapes import ESCAPES, NEXT, SEEN, Escape

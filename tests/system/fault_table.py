@@ -1,6 +1,6 @@
 """Faults done to a running job, one after the other; docs/faults.md is made from what happened.
 
-    python -m tests.system.fault_table [--dir runs/faults] [--only WORD] [hydra overrides]    # writes the table to <dir>/table.md
+    python -m tests.system.fault_table [--dir runs/faults] [--only WORD]… [--steps N] [hydra overrides]    # writes the table to <dir>/table.md
 
 One job trains while every fault is done to it, each two or more steps behind the one before; where a fault ends the command, the same command
 is given again. At its end its checkpoints, metrics, tasks, answers, log-probs and rewards are compared with those of a job that was left
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -144,46 +145,50 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def chosen(faults: Sequence[Fault], words: Sequence[str]) -> list[Fault]:
+    """Those whose name and moment contain one of the words; all without words."""
+    return [fault for fault in faults if not words or any(word in f"{fault.name}, {fault.moment.__name__}" for word in words)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path("runs/faults"))
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="rows with one of these words; repeatable")
+    parser.add_argument("--steps", type=int, default=(len(FAULTS) + 1) * (STEPS_APART + 1), help=f"{STEPS_APART + 1} for each fault of a job, and as many more")
     arguments, overrides = parser.parse_known_args()
-    root = arguments.dir.resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no job is left behind
+    root, steps, only = arguments.dir.resolve(), arguments.steps, arguments.only
     root.mkdir(parents=True, exist_ok=True)
-    steps = (len(FAULTS) + 1) * (STEPS_APART + 1)
     settings = [*BASE, f"trainer.steps={steps}", *overrides]
-    whole, hurt, of_syncs, of_postgres = root / "whole", root / "hurt", root / "syncs", root / "postgres"
+    whole, hurt, of_syncs, of_postgres = root / f"whole_{steps}", root / "hurt", root / "syncs", root / "postgres"
     if not (whole / "hf" / "config.json").is_file():
         run_to_its_end(whole, settings)
     rows: list[Row] = []
     verdicts: list[str] = []
     differing: list[str] = []
-    faults = [fault for fault in FAULTS if arguments.only in f"{fault.name}, {fault.moment.__name__}"]
-    if faults:
+
+    def verdict(of: str, text: str, found: list[str]) -> None:
+        verdicts.append(f"{of}: {text}")
+        differing.extend(found)
+        print(verdicts[-1], flush=True)
+
+    if faults := chosen(FAULTS, only):
         shutil.rmtree(hurt, ignore_errors=True)
         hurt.mkdir()
         with own_file_system(hurt) as alone:
             rows += suffer([fault for fault in faults if alone or fault.do is not disk_filled], hurt, settings)
-            text, found = compared(hurt, whole, steps)
-            verdicts, differing = [*verdicts, f"the job of all faults on SQLite: {text}"], differing + found
-    faults = [fault for fault in OF_SYNCS if arguments.only in f"{fault.name}, {fault.moment.__name__}"]
-    if faults:
+            verdict("the job of all faults on SQLite", *compared(hurt, whole, steps))
+    if faults := chosen(OF_SYNCS, only):
         shutil.rmtree(of_syncs, ignore_errors=True)
         rows += suffer(faults, of_syncs, [*settings, IN_SYNCS])
-        text, found = compared(of_syncs, whole, steps)
-        verdicts, differing = [*verdicts, f"the job of faults in syncs: {text}"], differing + found
-    faults = [fault for fault in OF_POSTGRES if arguments.only in f"{fault.name}, {fault.moment.__name__}"]
-    if faults:
+        verdict("the job of faults in syncs", *compared(of_syncs, whole, steps))
+    if faults := chosen(OF_POSTGRES, only):
         shutil.rmtree(of_postgres, ignore_errors=True)
         rows += suffer(faults, of_postgres, [*settings, "store=postgres"])
-        text, found = compared_without_store(of_postgres, whole)
-        verdicts, differing = [*verdicts, f"the job on PostgreSQL: {text}"], differing + found
-    if arguments.only in NAN:
+        verdict("the job on PostgreSQL", *compared_without_store(of_postgres, whole))
+    if not only or any(word in NAN for word in only):
         rows += [spoil(root, "skip", "the update is left out on all ranks"), spoil(root, "rollback", "back to the newest checkpoint, in process; other tasks")]
-    for verdict in verdicts:
-        print(verdict)
-    (root / "table.md").write_text(table(rows) + "".join(f"\n{verdict}" for verdict in verdicts) + "\n")
+    (root / "table.md").write_text(table(rows) + "".join(f"\n{text}" for text in verdicts) + "\n")
     print((root / "table.md").read_text())
     sys.exit(1 if differing else 0)
 

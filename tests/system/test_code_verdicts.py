@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import CodeConfig, RewardConfig
+from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.rewards import RewardPool, Verdict, code
 from megarl.rewards.verdict import to_verdict
 from megarl.sandbox.local import local_sandbox

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.config.schema import CodeConfig, RewardConfig
+from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.errors import SandboxError
 from megarl.report import doctor
 from megarl.rewards.code import check_code

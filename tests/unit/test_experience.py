@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema import LengthConfig, RewardConfig
+from megarl.config.rewards import LengthConfig, RewardConfig
 from megarl.experience import (
     by_group,
     part_metrics,

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from megarl import rewards
-from megarl.config.schema import FormatConfig, RepetitionConfig, RewardConfig
+from megarl.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
 from megarl.errors import ConfigError, DataError
 from megarl.rewards import RewardPool, Verdict, compute_score
 from megarl.rewards.host import RewardHost
@@ -193,7 +193,7 @@ def test_a_killed_explorer_takes_looping_workers_with_it(user_config: RewardConf
 import asyncio
 import json
 from megarl import rewards
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.rewards import RewardPool
 from tests.unit.test_rewards import TASK
 async def main():

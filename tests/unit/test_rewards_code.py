@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema import CodeConfig, RewardConfig
+from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.errors import ConfigError, DataError, SandboxError
 from megarl.rewards import code
 from megarl.rewards.code_compare import same_output, same_value

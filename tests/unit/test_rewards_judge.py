@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.config.schema import JudgeConfig, RewardConfig
+from megarl.config.rewards import JudgeConfig, RewardConfig
 from megarl.errors import ConfigError
 from megarl.rewards import compute_score, judge
 from megarl.rewards.judge import Judge, check_judge

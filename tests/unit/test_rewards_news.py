@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.loop import rollouts
 from megarl.loop.rollouts import News
 from megarl.rewards import RewardPool, Verdict, output

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema import FormatConfig, LanguageConfig, RepetitionConfig, RewardConfig
+from megarl.config.rewards import FormatConfig, LanguageConfig, RepetitionConfig, RewardConfig
 from megarl.rewards.shape import (
     format_reward,
     k15_length_rewards,

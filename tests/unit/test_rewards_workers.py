@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megarl import rewards
-from megarl.config.schema import RewardConfig
+from megarl.config.rewards import RewardConfig
 from megarl.errors import ConfigError
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.host import RewardHost

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from megarl.config.schema import AlgorithmConfig, Config, RewardConfig, TrainerConfig
+from megarl.config.rewards import RewardConfig
+from megarl.config.schema import AlgorithmConfig, Config, TrainerConfig
 from megarl.errors import DataError, JobError
 from megarl.loop import rollouts
 from megarl.rollout.watch import EngineWatch

@@ -11,7 +11,8 @@ import pytest
 from megarl import cli
 from megarl.config import Config
 from megarl.config.reference import SHARED, reference, settings
-from megarl.config.schema import CriticConfig, OptimizerConfig, RewardConfig
+from megarl.config.rewards import RewardConfig
+from megarl.config.schema import CriticConfig, OptimizerConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
