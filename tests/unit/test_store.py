@@ -315,7 +315,7 @@ def test_an_attempt_that_never_began_can_make_nothing(url: str) -> None:
 
 
 def test_every_write_is_in_the_table_of_writes() -> None:
-    reads = {"task_ids", "tasks", "progress", "rollout_metrics", "experiences", "steps", "events", "job_state"}
+    reads = {"task_ids", "tasks", "progress", "rollout_metrics", "experiences", "spans", "steps", "events", "job_state"}
     methods = {name for name in vars(Store) if not name.startswith("_")}
     assert methods - reads - {"run_id", "close", "begin_attempt"} == set(WRITES)
 
