@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-PART = 2**18
+PART = 2**16
 """Positions of a part."""
 
 

@@ -34,6 +34,7 @@ def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
     kept = torch.ones_like(values, dtype=torch.bool)
     metrics |= spread("critic/values", values) | spread("critic/returns", returns)
     metrics["critic/vf_explained_var"] = explained_variance(values, returns, kept)
+    del values, kept
     if config.whiten_advantages:
         advantages = whitened(advantages)
     return Estimate(spread_out(advantages, step.mask), spread_out(returns, step.mask), metrics)
