@@ -50,7 +50,7 @@ from megarl.store.tables import (
 from megarl.store.transactions import Transactions, put
 
 SPAN_BYTES = 64 * 2**20
-"""Of the arrays that are read together: of a row, the driver's and the decoded bytes exist side by side."""
+"""Of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by side."""
 LEASE_S = 3600.0
 """Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
 
@@ -281,9 +281,14 @@ class Store:
         safe to repeat."""
 
         def work(connection: Connection, again: bool) -> None:
-            for e, logp in zip(experiences, old_logp, strict=True):  # one at a time: a row's bytes are a copy
-                row = {"group_id": e.group_id, "index": e.index, "rollout_id": e.rollout_id, "old_logp": old_logp_to_bytes(e, logp)}
-                put(connection, TRAINED, [row])
+            rows, size = [], 0
+            for e, logp in zip(experiences, old_logp, strict=True):
+                rows.append({"group_id": e.group_id, "index": e.index, "rollout_id": e.rollout_id, "old_logp": old_logp_to_bytes(e, logp)})
+                size += logp.nbytes
+                if size >= SPAN_BYTES:  # each row's bytes are a copy
+                    put(connection, TRAINED, rows)
+                    rows, size = [], 0
+            put(connection, TRAINED, rows)
 
         self._write(work)
 
