@@ -146,3 +146,35 @@ class Experience:
     response mask is False. None until the trainer has used the experience."""
     greedy: Experience | None = None
     """The greedy answer to the same prompt, where the rollout asked for one (ReMax's baseline)."""
+
+    @property
+    def prompt_length(self) -> int:
+        """P."""
+        return len(self.prompt_ids)
+
+    @property
+    def response_length(self) -> int:
+        """R."""
+        return len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An Experience without its arrays: what a step needs of it once the batch has its tokens."""
+
+    rollout_id: str
+    group_id: str
+    index: int
+    prompt_length: int
+    response_length: int
+    reward: Reward
+    finish_reason: FinishReason
+    group_stats: GroupStats | None
+    greedy: Sample | None
+
+    @classmethod
+    def of(cls, e: Experience) -> Sample:
+        greedy = None if e.greedy is None else cls.of(e.greedy)
+        return cls(
+            e.rollout_id, e.group_id, e.index, e.prompt_length, e.response_length, e.reward, e.finish_reason, e.group_stats, greedy
+        )

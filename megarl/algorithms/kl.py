@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from megarl.algorithms.parts import doubles
 from megarl.config.schema import KLConfig
 from megarl.errors import ConfigError
 
@@ -24,7 +25,7 @@ def estimates(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> tor
 
 def mean(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor, estimator: str) -> float:
     """KL per token over ``mask`` (all [T]), what :func:`adapted` is told; 0 for no token."""
-    kept = estimates(logp[mask], ref_logp[mask], estimator)
+    kept = doubles(mask, lambda own, reference: estimates(own, reference, estimator), logp, ref_logp)
     return float(kept.mean()) if kept.numel() else 0.0
 
 

@@ -12,7 +12,8 @@ import torch
 
 from megarl import ops
 from megarl.algorithms import surrogate, terms
-from megarl.algorithms.token_rewards import spread_out, token_rewards, whitened
+from megarl.algorithms.parts import picked, spread_out
+from megarl.algorithms.token_rewards import token_rewards, whitened
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput, spread
 from megarl.algorithms.value import explained_variance
 from megarl.config.schema import AlgorithmConfig
@@ -24,14 +25,16 @@ def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
     if step.values is None:
         raise ConfigError("ppo needs the values of a critic for its advantages; the trainer must compute them first")
     rewards, cu_seqlens, metrics = token_rewards("ppo", step, config)
-    values = step.values[step.mask]
+    values = picked(step.values, step.mask)
     bootstrap = values.new_zeros(step.num_rows) if step.bootstrap is None else step.bootstrap.to(values.dtype)
     advantages, returns = ops.gae(
         rewards, values, cu_seqlens, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap
     )
+    del rewards
     kept = torch.ones_like(values, dtype=torch.bool)
     metrics |= spread("critic/values", values) | spread("critic/returns", returns)
     metrics["critic/vf_explained_var"] = explained_variance(values, returns, kept)
+    del values, kept
     if config.whiten_advantages:
         advantages = whitened(advantages)
     return Estimate(spread_out(advantages, step.mask), spread_out(returns, step.mask), metrics)

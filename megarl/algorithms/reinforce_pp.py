@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from megarl import ops
 from megarl.algorithms import surrogate, terms
-from megarl.algorithms.token_rewards import spread_out, token_rewards, whitened
+from megarl.algorithms.parts import spread_out
+from megarl.algorithms.token_rewards import token_rewards, whitened
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 from megarl.config.schema import AlgorithmConfig
 

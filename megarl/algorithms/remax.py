@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from megarl import ops
 from megarl.algorithms import surrogate, terms
-from megarl.algorithms.token_rewards import spread_out, token_rewards, whitened
+from megarl.algorithms.parts import repeated, spread_out
+from megarl.algorithms.token_rewards import token_rewards, whitened
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError
@@ -20,8 +21,7 @@ def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
         raise ConfigError("remax needs the reward of each prompt's greedy answer; the explorer must ask for it")
     rewards, cu_seqlens, metrics = token_rewards("remax", step, config)
     following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(step.num_rows))
-    baseline = step.greedy.double()[step.row[step.mask]]
-    advantages = (following.double() - baseline).to(rewards.dtype)
+    advantages = following.double().sub_(repeated(step.greedy.double(), cu_seqlens.diff())).to(rewards.dtype)
     metrics["critic/greedy_rewards/mean"] = float(step.greedy.double().mean())
     return Estimate(spread_out(whitened(advantages) if config.whiten_advantages else advantages, step.mask), None, metrics)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.algorithms import kl
+from megarl.algorithms.parts import doubles, sums
 from megarl.algorithms.types import StepInput, spread
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError
@@ -46,29 +47,23 @@ def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenR
             raise ConfigError(
                 f"algorithm.kl.place=reward needs old_logp and ref_logp; {name} must list old_logp and kl in its needs, or set algorithm.kl.place to loss"
             )
-        each = kl.estimates(step.old_logp[step.mask], step.ref_logp[step.mask], config.kl.estimator)
+        each = doubles(step.mask, lambda own, ref: kl.estimates(own, ref, config.kl.estimator), step.old_logp, step.ref_logp)
         metrics["actor/reward_kl_penalty"] = float(each.mean()) if each.numel() else 0.0
         metrics["actor/reward_kl_penalty_coeff"] = step.kl_coef
-        rewards = rewards - step.kl_coef * each
+        rewards -= each.mul_(step.kl_coef)
+        del each
     there = tokens > 0
     rewards[cu_seqlens[1:][there] - 1] += step.rewards.double()[there]
     if kl_is_inside:
-        answer = torch.repeat_interleave(tokens, output_size=rewards.numel())
-        metrics |= spread("critic/rewards", step.rewards.new_zeros(step.num_rows).index_add(0, answer, rewards)[there])
+        metrics |= spread("critic/rewards", sums(rewards, tokens)[there])
     given = step.values if step.values is not None else step.old_logp
     return TokenRewards(rewards.to(torch.float32 if given is None else given.dtype), cu_seqlens, metrics)
 
 
-def spread_out(kept: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[M] of kept tokens as [T], 0 elsewhere."""
-    result = torch.zeros(mask.shape, dtype=kept.dtype, device=kept.device)
-    result[mask] = kept
-    return result
-
-
 def whitened(kept: torch.Tensor) -> torch.Tensor:
     """(x − μ) / sqrt(σ² + 1e-8), σ² the unbiased variance, in float64. Values that are all one become exactly 0."""
-    x = kept.double()
+    x = kept.to(torch.float64, copy=True)
     if x.numel() == 0 or bool((x == x[0]).all()):
         return torch.zeros_like(kept)
-    return ((x - x.mean()) / (x.var() + VARIANCE_EPSILON).sqrt()).to(kept.dtype)
+    mean, deviation = x.mean(), (x.var() + VARIANCE_EPSILON).sqrt()
+    return x.sub_(mean).div_(deviation).to(kept.dtype)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megarl.algorithms.parts import counts, doubles, repeated
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError
 from megarl.schema import GroupStats
@@ -113,7 +114,7 @@ class StepInput:
     @property
     def tokens(self) -> torch.Tensor:
         """int64 [N]: tokens of each sequence that are in the loss."""
-        return torch.zeros(self.num_rows, dtype=torch.int64, device=self.mask.device).index_add(0, self.row, self.mask.long())
+        return counts(self.mask, self.cu_seqlens.diff())
 
 
 class Estimate(NamedTuple):
@@ -192,8 +193,9 @@ class Algorithm:
             result = self.estimate(step, config)
         else:
             result = self._of_responses(step, config)
-        sampled = step.mask if step.expert is None else step.mask & ~step.expert[step.row]
-        return result._replace(metrics=spread("critic/advantages", result.advantages[sampled]) | result.metrics)
+        sampled = step.mask if step.expert is None else step.mask & repeated(~step.expert, step.cu_seqlens.diff())
+        advantages = doubles(sampled, torch.Tensor.double, result.advantages)
+        return result._replace(metrics=spread("critic/advantages", advantages) | result.metrics)
 
     def _of_responses(self, step: StepInput, config: AlgorithmConfig) -> Estimate:
         if config.kl.place == "reward":
@@ -208,7 +210,7 @@ class Algorithm:
         by_row = torch.zeros(step.num_rows, dtype=torch.float64)
         by_row[rows] = torch.tensor(values, dtype=torch.float64)
         dtype = torch.float32 if step.old_logp is None else step.old_logp.dtype
-        advantages = torch.where(step.mask, by_row[step.row], 0.0).to(dtype)
+        advantages = repeated(by_row.to(dtype), step.cu_seqlens.diff()).masked_fill_(~step.mask, 0.0)
         return Estimate(advantages, None, {})
 
     def denominators(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms import terms
+from megarl.algorithms.parts import doubles
 from megarl.algorithms.types import Loss
 from megarl.config.schema import AlgorithmConfig
 
@@ -49,7 +50,9 @@ def loss(
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
     """1 − Var(R − V) / Var(R) over the kept tokens of a step ([T] each), in float64: 1 for a perfect critic, 0 for one that
     knows only the mean, below 0 for a worse one. 0 where all returns are one, or there are none: nothing to explain."""
-    v, r = values[mask].double(), returns[mask].double()
+    r = doubles(mask, torch.Tensor.double, returns)
     if r.numel() < 2 or bool((r == r[0]).all()):
         return 0.0
-    return 1.0 - float((r - v).var() / r.var())
+    total = r.var()
+    del r
+    return 1.0 - float(doubles(mask, lambda r, v: r.double() - v.double(), returns, values).var() / total)

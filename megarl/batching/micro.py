@@ -7,13 +7,14 @@ attention takes the square of a length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 
 from megarl.batching.packing import Cut, deal
-from megarl.batching.sequences import Sequences
+from megarl.batching.sequences import IGNORED, Sequences
 from megarl.batching.zigzag import share_rows
 
 FILLER = 64
@@ -38,6 +39,11 @@ class MicroBatch:
         """[T] -> [b, S], padding filled."""
         return values[self.index.clamp(min=0)].masked_fill(self.index < 0, fill)
 
+    def targets(self, sequences: Sequences) -> torch.Tensor:
+        """[b, S]: the next token where it is in the loss, ``IGNORED`` elsewhere."""
+        following = sequences.tokens[(self.index.clamp(min=0) + 1) % len(sequences.tokens)]
+        return following.masked_fill(~self.take(sequences.mask, False), IGNORED)
+
     def shares(self, cp: int) -> torch.Tensor:
         """int64 [cp, S / cp]: the columns of each context-parallel rank. Of every sequence rank r has the pieces r and 2·cp-1-r of
         2·cp equal ones, so that causal attention takes each rank equally long."""
@@ -48,9 +54,26 @@ class MicroBatch:
         return share_rows(lengths, cp).argsort().view(cp, -1)
 
 
+class MicroBatches(Sequence[MicroBatch]):
+    """Micro-batches that exist one at a time: 24 bytes a position each, made again whenever one is asked for."""
+
+    def __init__(self, chunks: Sequence[list[int]], make: Callable[[list[int]], MicroBatch]) -> None:
+        self._chunks, self._make = chunks, make
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @overload
+    def __getitem__(self, i: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, i: slice) -> MicroBatches: ...
+    def __getitem__(self, i: int | slice) -> MicroBatch | MicroBatches:
+        return MicroBatches(self._chunks[i], self._make) if isinstance(i, slice) else self._make(self._chunks[i])
+
+
 def micro_batches(
     sequences: Sequences, cut: Cut, rank: int, units: Sequence[Sequence[int]] | None = None
-) -> list[MicroBatch]:
+) -> MicroBatches:
     """The micro-batches of data-parallel rank ``rank``; all ranks have equally many, all of one shape.
 
     Args:
@@ -69,9 +92,9 @@ def micro_batches(
     if cut.max_tokens is None:
         rows = max(1, max(len(chunk) for part in chunks for chunk in part))
         width = _width(max((lengths[i] for unit in units for i in unit), default=1), cut)
-        return [_padded(chunk, starts, rows, width) for chunk in chunks[rank]]
+        return MicroBatches(chunks[rank], lambda chunk: _padded(chunk, starts, rows, width))
     width = _width(max(sum(cut.padded(lengths[i]) for i in chunk) for part in chunks for chunk in part), cut)
-    return [_packed(chunk, starts, lengths, width, cut) for chunk in chunks[rank]]
+    return MicroBatches(chunks[rank], lambda chunk: _packed(chunk, starts, lengths, width, cut))
 
 
 def _width(longest: int, cut: Cut) -> int:

@@ -7,24 +7,24 @@ Shape legend: N sequences, T their tokens together, P prompt tokens, R response 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
-from megarl.schema import Experience
+from megarl.schema import Experience, Sample
 
 IGNORED = -100
 
 
 @dataclass
 class Sequences:
-    """Every rank holds a whole step: at most 40 bytes a token. Whoever computes something for a share of the sequences puts
-    it together for all (``training.model``), so nothing here depends on a grid.
+    """Every rank holds a whole step: ``nbytes``; docs/roles.md has what a step takes in host memory. Whoever computes something for
+    a share of the sequences puts it together for all (``training.model``), so nothing here depends on a grid.
     """
 
     tokens: torch.Tensor
-    """int64 [T]"""
+    """int32 [T]"""
     lengths: torch.Tensor
     """int64 [N], at least 1 each."""
     mask: torch.Tensor
@@ -42,10 +42,15 @@ class Sequences:
     @property
     def sampled(self) -> torch.Tensor:
         """bool [T]: positions in the loss whose token an engine sampled."""
-        return self.mask if self.expert is None else self.mask & ~self.expert[self.row]
+        return self.mask if self.expert is None else self.mask & torch.repeat_interleave(~self.expert, self.lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are there."""
+        return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -54,9 +59,8 @@ class Sequences:
 
     @property
     def targets(self) -> torch.Tensor:
-        """int64 [T]: the next token where it is in the loss, ``IGNORED`` elsewhere."""
-        following = torch.roll(self.tokens, -1)
-        return following.masked_fill(~self.mask, IGNORED)
+        """int64 [T]: the next token where it is in the loss, ``IGNORED`` elsewhere. The trainer takes those of one micro-batch at a time."""
+        return torch.roll(self.tokens, -1).long().masked_fill_(~self.mask, IGNORED)
 
     def scored(self, pad: int | None) -> torch.Tensor:
         """int64 [N]: where a score model reads each sequence's score, as in transformers: its last token that is not ``pad``, or its
@@ -72,36 +76,30 @@ class Sequences:
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
 
-def _join(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sequences:
-    """(prompt ids [P], response ids [R], whether each response token is in the loss [R]) of every sequence."""
-    tokens = [part for prompt, response, _ in sequences for part in (prompt, response)]
-    mask = [
-        part
-        for prompt, _, kept in sequences
-        for part in (np.zeros(len(prompt) - 1, dtype=bool), kept, np.zeros(1, dtype=bool))
-    ]
-    lengths = [len(prompt) + len(response) for prompt, response, _ in sequences]
-    return Sequences(
-        torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
-        torch.tensor(lengths, dtype=torch.int64),
-        torch.from_numpy(np.concatenate(mask).astype(bool)),
-    )
+def _join(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | bool]]) -> Sequences:
+    """(prompt ids [P], response ids [R], which response tokens are in the loss [R]) of every sequence."""
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response, _ in sequences], dtype=torch.int64)
+    total, start = int(lengths.sum()), 0
+    tokens, mask = np.empty(total, dtype=np.int32), np.zeros(total, dtype=np.bool_)
+    for prompt, response, kept in sequences:
+        assert len(prompt), "a prompt without tokens: nothing predicts the first one of its response"
+        middle, end = start + len(prompt), start + len(prompt) + len(response)
+        tokens[start:middle], tokens[middle:end], mask[middle - 1 : end - 1] = prompt, response, kept
+        start = end
+    return Sequences(torch.from_numpy(tokens), lengths, torch.from_numpy(mask))
 
 
 def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequences:
     """Prompt and response ids; the loss is on the whole response."""
-    return _join([(p, r, np.ones(len(r), dtype=bool)) for p, r in pairs])
+    return _join([(prompt, response, True) for prompt, response in pairs])
 
 
 def of_experiences(experiences: Sequence[Experience]) -> Sequences:
     """Experiences with the log-probs of the engine that sampled them; the rest is for the trainer to fill in."""
     result = _join([(e.prompt_ids, e.response_ids, e.response_mask) for e in experiences])
-    logp = [
-        part
-        for e in experiences
-        for part in (np.zeros(len(e.prompt_ids) - 1), e.engine_logp, np.zeros(1))
-    ]
-    result.engine_logp = torch.from_numpy(np.concatenate(logp).astype(np.float32))
+    result.engine_logp = torch.zeros(len(result.tokens))
+    for place, e in zip(response_values(result.engine_logp, experiences), experiences, strict=True):
+        place[:] = e.engine_logp
     return result
 
 
@@ -121,11 +119,11 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
     )
 
 
-def response_values(values: torch.Tensor, experiences: Sequence[Experience]) -> list[np.ndarray]:
-    """Per-position values [T] of ``of_experiences(experiences)`` as one array [R] per response."""
-    array, answers, start = values.cpu().numpy(), [], 0
-    for e in experiences:
-        first = start + len(e.prompt_ids) - 1
-        answers.append(array[first : first + len(e.response_ids)])
-        start += len(e.prompt_ids) + len(e.response_ids)
-    return answers
+def response_values(values: torch.Tensor, samples: Sequence[Experience | Sample]) -> list[np.ndarray]:
+    """Per-position values [T] of ``of_experiences`` as one array [R] per response; on the host they are parts of ``values``."""
+    array, parts, start = values.cpu().numpy(), [], 0
+    for sample in samples:
+        first = start + sample.prompt_length - 1
+        parts.append(array[first : first + sample.response_length])
+        start += sample.prompt_length + sample.response_length
+    return parts

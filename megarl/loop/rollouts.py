@@ -26,7 +26,7 @@ from megarl.experience import (
     verifier_metrics,
     verify,
 )
-from megarl.loop import engines
+from megarl.loop import engines, reading
 from megarl.rewards.tally import EVENT
 from megarl.rollout.watch import EngineWatch
 from megarl.schema import Experience
@@ -120,7 +120,10 @@ def training_groups(s: Session) -> StepGroups | None:
             if not wait_for_rollout(s, ids[-1], label):
                 return None
         with s.timeline.phase("batch", step=step):
-            raw += s.store.experiences(ids[-1])
+            answers = reading.experiences(s.reader, s.store, ids[-1], lambda: s.stop_flag)
+            if answers is None:
+                return None
+            raw += answers
             verified = verify(
                 [experience for experience in raw if experience.rollout_id == ids[-1]],
                 config.reward,
@@ -135,7 +138,7 @@ def training_groups(s: Session) -> StepGroups | None:
                 found, left_out = split_by_accuracy(found)
                 measured.append({name: float(count) for name, count in left_out.items()})
             groups += found
-        measured.append(s.store.rollout_metrics(ids[-1]))
+        measured.append(reading.metrics(s.reader, s.store, ids[-1]))
         if len(groups) >= wanted:
             break
     experiences = [experience for group in groups[:wanted] for experience in group]

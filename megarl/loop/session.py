@@ -34,6 +34,7 @@ from megarl.config.lengths import prompt_tokens
 from megarl.errors import CheckpointError, DiskFullError, FencedError, LastingError
 from megarl.loop import engines
 from megarl.loop.guard import Guard
+from megarl.loop.reading import NodeReader
 from megarl.loop.roles import Roles
 from megarl.loop.rollouts import Demonstration, ExpertRows, News, data_seed, num_expert_rows
 from megarl.metrics import CONSOLE, MetricWriter, Sums, Timeline, console_line
@@ -93,6 +94,7 @@ class Session:
         born = psutil.Process().create_time()
         self.timeline.add("start", born, time.time() - born, attempt=self.attempt)
         self.store = Store(config.store.url, attempt=self.attempt, outage_s=config.store.outage_s)
+        self.reader = NodeReader(groups.patience_s(config.cluster.stall_s) + config.store.outage_s)
         self.news = News(self.store)
         self.train_tasks = self.store.task_ids("train")
         self.eval_tasks = self.store.task_ids("eval")

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.algorithms import StepInput, group_stats, kl
+from megarl.algorithms.parts import doubles
 from megarl.batching import Sequences, joined, of_demonstrations, of_experiences, response_values
 from megarl.checkpoint.score_pad import score_pad
 from megarl.config.schema import AlgorithmConfig
 from megarl.experience import by_group, with_stats
 from megarl.loop.rollouts import Demonstration
 from megarl.metrics import Sums, mean_of_sums, spread
-from megarl.schema import Experience, GroupStats
+from megarl.schema import Experience, GroupStats, Sample
 from megarl.training import objectives
 from megarl.training.model import FrozenModel, TrainedModel
 from megarl.training.objectives import Objective
@@ -36,7 +37,8 @@ NO_GROUP = GroupStats(0.0, 0.0, 1)
 class StepBatch:
     """The same on every rank; each model takes its share by its own grid."""
 
-    experiences: list[Experience]
+    experiences: list[Sample]
+    """Without their arrays, which ``sequences`` holds."""
     sequences: Sequences
     """Of the experiences, and of demonstrations behind them."""
     updates: list[list[list[int]]]
@@ -58,7 +60,7 @@ def gather(s: Session, experiences: list[Experience], demonstrations: Sequence[D
         sequences = joined(sequences, of_demonstrations(demonstrations))
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
-    return StepBatch(experiences, sequences, updates)
+    return StepBatch([Sample.of(e) for e in experiences], sequences, updates)
 
 
 def _units(s: Session, experiences: list[Experience]) -> list[list[int]]:
@@ -207,13 +209,17 @@ def update(s: Session, batch: StepBatch, policy: Objective, settings: AlgorithmC
 
 def mismatch(sequences: Sequences) -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's for the same weights and tokens."""
-    if sequences.old_logp is None or sequences.engine_logp is None or not bool(sequences.sampled.any()):
+    old, engine, sampled = sequences.old_logp, sequences.engine_logp, sequences.sampled
+    if old is None or engine is None or not bool(sampled.any()):
         return {}
-    old, engine = sequences.old_logp[sequences.sampled], sequences.engine_logp[sequences.sampled]
-    difference, probability = (old - engine).abs(), (old.exp() - engine.exp()).abs()
+    logp = doubles(sampled, lambda a, b: (a - b).abs(), old, engine)
+    logp_mean, logp_max = float(logp.mean()), float(logp.max())
+    del logp
+    probs = doubles(sampled, lambda a, b: (a.exp() - b.exp()).abs(), old, engine)
+    probs_mean, probs_max = float(probs.mean()), float(probs.max())
     return {
-        "training/rollout_logp_diff_mean": float(difference.double().mean()),
-        "training/rollout_probs_diff_mean": float(probability.double().mean()),
-        "training/rollout_logp_diff_max": float(difference.max()),
-        "training/rollout_probs_diff_max": float(probability.max()),
+        "training/rollout_logp_diff_mean": logp_mean,
+        "training/rollout_probs_diff_mean": probs_mean,
+        "training/rollout_logp_diff_max": logp_max,
+        "training/rollout_probs_diff_max": probs_max,
     }

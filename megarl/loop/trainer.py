@@ -24,7 +24,7 @@ from megarl.loop.session import Session
 from megarl.loop.step import estimate, gather, infer, kl_coef, mismatch, score, update
 from megarl.loop.warm_start import warm_start
 from megarl.metrics import spread
-from megarl.schema import Experience
+from megarl.schema import Sample
 from megarl.training import objectives
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ def step(s: Session) -> bool:
             experiences, metrics = score(s, groups.experiences)
         with s.timeline.phase("batch", step=number):
             batch = gather(s, experiences, s.demonstrations(len(experiences)))
+            for held in (experiences, groups.experiences):
+                held.clear()  # their arrays are in the batch
         with s.timeline.phase("inference", step=number):
             infer(s, batch)
         with s.timeline.phase("update", step=number):
@@ -106,18 +108,18 @@ def step(s: Session) -> bool:
             policy = objectives.policy(s.algorithm, settings, batch.sequences)
             metrics |= update(s, batch, policy, settings)
         # What the estimate says of rewards is with the KL that was taken off them.
-        metrics = _experience_metrics(experiences, groups.report) | metrics | mismatch(batch.sequences) | report
+        metrics = _experience_metrics(batch.experiences, groups.report) | metrics | mismatch(batch.sequences) | report
         s.end_step(metrics)
     s.record_step(metrics | groups.metrics, tokens=len(batch.sequences.tokens))
     return True
 
 
-def _experience_metrics(experiences: list[Experience], verified: Report) -> dict[str, float]:
-    lengths = [float(len(e.response_ids)) for e in experiences]
+def _experience_metrics(experiences: list[Sample], verified: Report) -> dict[str, float]:
+    lengths = [float(e.response_length) for e in experiences]
     scores = [e.reward.score for e in experiences]
     metrics = spread("critic/score", scores) | spread("critic/rewards", scores)
     metrics |= spread("response_length", lengths)
-    metrics |= spread("prompt_length", [float(len(e.prompt_ids)) for e in experiences])
+    metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])
     metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in experiences) / len(experiences)
     metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in experiences) / len(experiences)
     errors = verified.statuses.get("error", 0) + verified.statuses.get("timeout", 0)

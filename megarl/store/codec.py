@@ -14,7 +14,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from megarl.errors import DataError
-from megarl.schema import Experience, GroupStats, Reward, Segment, Task, WeightsVersion
+from megarl.schema import Experience, GroupStats, Reward, Sample, Segment, Task, WeightsVersion
 from megarl.store.checksums import check, sealed
 from megarl.store.tables import EXPERIENCES, TASKS, TRAINED
 
@@ -101,12 +101,12 @@ def experience_to_row(experience: Experience) -> dict[str, Any]:
     return sealed(EXPERIENCES, row)
 
 
-def old_logp_to_bytes(experience: Experience, old_logp: np.ndarray) -> bytes:
+def old_logp_to_bytes(experience: Experience | Sample, old_logp: np.ndarray) -> bytes:
     """Raises ValueError unless ``old_logp`` is float32 with one value per response token."""
-    if old_logp.dtype != np.float32 or old_logp.shape != experience.response_ids.shape:
+    if old_logp.dtype != np.float32 or old_logp.shape != (experience.response_length,):
         raise ValueError(
             f"experience {experience.group_id}[{experience.index}]: old_logp must be float32 "
-            f"{experience.response_ids.shape}, got {old_logp.dtype} {old_logp.shape}"
+            f"({experience.response_length},), got {old_logp.dtype} {old_logp.shape}"
         )
     return old_logp.astype("<f4").tobytes()
 

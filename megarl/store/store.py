@@ -23,7 +23,7 @@ import numpy as np
 from sqlalchemy import Connection, Row, Table, case, delete, func, insert, select, update
 
 from megarl.errors import DataError
-from megarl.schema import GREEDY, Experience, Task, WeightsVersion
+from megarl.schema import GREEDY, Experience, Sample, Task, WeightsVersion
 from megarl.store import claims
 from megarl.store.checksums import check, sealed
 from megarl.store.claims import Claim, RolloutKind, images_of
@@ -49,6 +49,8 @@ from megarl.store.tables import (
 )
 from megarl.store.transactions import Transactions, put
 
+SPAN_BYTES = 64 * 2**20
+"""Of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by side."""
 LEASE_S = 3600.0
 """Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
 
@@ -232,11 +234,13 @@ class Store:
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def experiences(self, rollout_id: str) -> list[Experience]:
-        """Experiences of the groups done so far, ordered by (group position, index).
+    def experiences(self, rollout_id: str, span: range | None = None) -> list[Experience]:
+        """Experiences of the groups done so far (at the positions of ``span``), ordered by (group position, index).
 
         A greedy answer comes with each experience of its group, not as one of them.
         """
+        if span is None:
+            return [e for span in self.spans(rollout_id) for e in self.experiences(rollout_id, span)]
         query = (
             select(EXPERIENCES, TRAINED.c.old_logp, TRAINED.c.checksum.label("old_logp_checksum"))
             .join(GROUPS, GROUPS.c.group_id == EXPERIENCES.c.group_id)
@@ -244,20 +248,49 @@ class Store:
                 TRAINED, (TRAINED.c.group_id == EXPERIENCES.c.group_id) & (TRAINED.c.index == EXPERIENCES.c.index)
             )
             .where(EXPERIENCES.c.rollout_id == rollout_id, GROUPS.c.state == "done")
+            .where(GROUPS.c.position.between(span.start, span.stop - 1))
             .order_by(GROUPS.c.position, EXPERIENCES.c.index)
         )
         found = self._read(lambda connection: [experience_from_row(row) for row in connection.execute(query)])
         greedy = {experience.group_id: experience for experience in found if experience.index == GREEDY}
         return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
 
-    def record_old_logp(self, experiences: Sequence[Experience], old_logp: Sequence[np.ndarray]) -> None:
+    def spans(self, rollout_id: str, nbytes: int = SPAN_BYTES) -> list[range]:
+        """Positions of the groups done so far, in runs whose arrays have ``nbytes`` at most, one group at least."""
+        size = func.coalesce(func.sum(func.length(EXPERIENCES.c.tensors)), 0)
+        query = (
+            select(GROUPS.c.position, size)
+            .outerjoin(EXPERIENCES, EXPERIENCES.c.group_id == GROUPS.c.group_id)
+            .where(GROUPS.c.rollout_id == rollout_id, GROUPS.c.state == "done")
+            .group_by(GROUPS.c.position)
+            .order_by(GROUPS.c.position)
+        )
+        found: list[range] = []
+        room = 0
+        for position, needed in self._read(lambda connection: connection.execute(query).all()):
+            if found and needed <= room:
+                found[-1] = range(found[-1].start, position + 1)
+            else:
+                found.append(range(position, position + 1))
+                room = nbytes
+            room -= needed
+        return found
+
+    def record_old_logp(self, experiences: Sequence[Experience | Sample], old_logp: Sequence[np.ndarray]) -> None:
         """Keep the trainer's own log-probs (float32 [R] each) beside the engine's; a later record replaces them, so that it is
         safe to repeat."""
-        rows = [
-            {"group_id": e.group_id, "index": e.index, "rollout_id": e.rollout_id, "old_logp": old_logp_to_bytes(e, logp)}
-            for e, logp in zip(experiences, old_logp, strict=True)
-        ]
-        self._write(lambda connection, again: put(connection, TRAINED, rows))
+
+        def work(connection: Connection, again: bool) -> None:
+            rows, size = [], 0
+            for e, logp in zip(experiences, old_logp, strict=True):
+                rows.append({"group_id": e.group_id, "index": e.index, "rollout_id": e.rollout_id, "old_logp": old_logp_to_bytes(e, logp)})
+                size += logp.nbytes
+                if size >= SPAN_BYTES:  # each row's bytes are a copy
+                    put(connection, TRAINED, rows)
+                    rows, size = [], 0
+            put(connection, TRAINED, rows)
+
+        self._write(work)
 
     # ----------------------------------------------------------------- claims
 

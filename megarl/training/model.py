@@ -107,7 +107,7 @@ class FrozenModel:
     def weights_changed(self) -> None:
         """Call after writing into ``tensors``."""
 
-    def micro_batches(self, sequences: Sequences, units: Sequence[Sequence[int]] | None = None) -> list[MicroBatch]:
+    def micro_batches(self, sequences: Sequences, units: Sequence[Sequence[int]] | None = None) -> Sequence[MicroBatch]:
         """This rank's share of the sequences (or of ``units`` of them) as its grid takes them."""
         return micro_batches(sequences, self.cut, self.dp_rank, units)
 
@@ -128,12 +128,17 @@ class FrozenModel:
         for chunk in self.chunks:
             chunk.eval()
         result = torch.zeros(len(sequences.tokens))
+
+        def keep(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if speaks:
+                real = batch.index >= 0
+                result[batch.index[real]] = answer[..., 0].float().cpu()[real]
+            return answer.sum(), None  # the schedule wants a loss
+
         with self.grid():
+            speaks = self._speaks()
             for batches in updates:
-                parts = run(self.chunks, sequences, batches, head, _first_answer, forward_only=True)
-                for batch, part in zip(batches, parts if self._speaks() else [], strict=False):
-                    real = batch.index >= 0
-                    result[batch.index[real]] = part.float().cpu()[real]
+                run(self.chunks, sequences, batches, head, keep, forward_only=True)
         # One rank answers for each position, the others have 0 there: the sum is exact.
         dist.all_reduce(result)
         return result
@@ -232,8 +237,3 @@ class TrainedModel(FrozenModel):
         """One optimizer step on the gradients in the buffers, whatever they are (``loop/guard.py`` has looked); their norm."""
         with self.grid():
             return self.optimizer.step(lr)
-
-
-def _first_answer(_: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob or score; the schedule wants a loss beside it."""
-    return answer.sum(), answer[..., 0]

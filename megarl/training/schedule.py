@@ -52,7 +52,6 @@ def run(
     from megarl.models.head import Request, asking
 
     context = parallel_state.get_context_parallel_group()
-    targets = sequences.targets
     device = next(chunks[0].parameters()).device
 
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -60,12 +59,12 @@ def run(
         batch: MicroBatch = next(iterator)
         shares = batch.shares(context.size())
         mine = shares[context.rank()]
-        tokens, positions = (x[:, mine].to(device) for x in (batch.take(sequences.tokens), batch.position))
+        tokens, positions = (x[:, mine].to(device) for x in (batch.take(sequences.tokens).long(), batch.position))
         packed = None if batch.cu_seqlens is None else _packed_seq_params(batch, device)
         if head is None:
             output = model(tokens, positions, None, packed_seq_params=packed)
         else:
-            wanted = batch.take(targets, -100)[:, mine].to(device)
+            wanted = batch.targets(sequences)[:, mine].long().to(device)
             with asking(unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes)):
                 output = model(tokens, positions, None, packed_seq_params=packed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batching import Cut, Sequences, micro_batches, of_demonstrations, of_experiences, response_values
+from megarl.batching import Cut, Sequences, joined, micro_batches, of_demonstrations, of_experiences, response_values
 from megarl.batching.packing import best_fit, deal, spread
-from megarl.schema import Experience, Reward
+from megarl.schema import Experience, Reward, Sample
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -53,6 +54,38 @@ def test_values_sit_where_their_token_is_predicted() -> None:
     assert [v.tolist() for v in response_values(found.engine_logp, experiences)] == [[-8, -9], [-6, -7, -8]]
     demonstrations = of_demonstrations([(e.prompt_ids, e.response_ids) for e in experiences])
     assert demonstrations.targets.tolist() == [-100, -100, 8, 9, -100, 6, 7, 8, -100]
+
+
+def test_a_step_takes_29_bytes_a_token_of_which_the_engine_gives_9() -> None:
+    """docs/roles.md has these numbers."""
+    experiences = [experience([5, 6, 7], [8, 9], [True, True]), experience([5], [6, 7, 8], [True, False, True])]
+    found = of_experiences(experiences)
+    lengths, total = found.lengths.nbytes, 9
+    assert found.nbytes - lengths == 9 * total and lengths == 8 * 2
+    for name in ("advantages", "returns", "old_logp", "ref_logp", "values"):
+        setattr(found, name, torch.zeros(total))
+    assert found.nbytes - lengths == 29 * total
+    pairs = [(e.prompt_ids, e.response_ids) for e in experiences]
+    assert of_demonstrations(pairs).nbytes - lengths == 5 * total
+    both = joined(found, of_demonstrations(pairs))
+    assert both.nbytes - 2 * lengths - 4 == 29 * 2 * total and both.tokens.dtype == torch.int32
+
+
+def test_what_a_step_keeps_of_an_experience_is_no_array() -> None:
+    given = experience([5, 6, 7], [8, 9], [True, True])
+    kept = Sample.of(replace(given, greedy=given))
+    assert (kept.prompt_length, kept.response_length, kept.reward, kept.finish_reason) == (3, 2, given.reward, "stop")
+    assert kept.greedy == Sample.of(given) and not any(isinstance(value, np.ndarray) for value in vars(kept).values())
+
+
+@given(LENGTHS, st.booleans())
+def test_the_targets_of_a_micro_batch_are_those_of_the_step(lengths: list[int], scores: bool) -> None:
+    step = sequences(lengths)
+    if scores:  # the last token of each sequence has the score that is trained
+        step.mask = ~step.mask
+    for cut in (Cut(max_tokens=64), Cut(rows=3)):
+        for batch in micro_batches(step, cut, 0):
+            assert torch.equal(batch.targets(step), batch.take(step.targets, -100))
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 80))

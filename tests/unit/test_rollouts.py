@@ -22,6 +22,7 @@ from megarl.config.rewards import RewardConfig
 from megarl.config.schema import AlgorithmConfig, Config, TrainerConfig
 from megarl.errors import DataError, JobError
 from megarl.loop import rollouts
+from megarl.loop.reading import NodeReader
 from megarl.rollout.watch import EngineWatch
 from megarl.schema import GREEDY, Experience, Reward, Segment, Task, WeightsVersion
 from megarl.store import Claim, Store
@@ -198,6 +199,7 @@ class StoreSession(FakeSession):
 
     def __init__(self, path: Path, outcome: Callable[[int], str], step: int = 3, needs: tuple[str, ...] = (), **algorithm: Any) -> None:
         super().__init__(0, [])
+        self.reader = NodeReader()
         self.store = AnsweringStore(f"sqlite:///{path}/store.db")
         self.store.outcome = outcome
         self.store.add_tasks("train", [task_of(i) for i in range(40)])

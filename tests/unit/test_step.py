@@ -16,6 +16,7 @@ from megarl.batching.packing import Cut
 from megarl.config.schema import AlgorithmConfig, CriticConfig, KLConfig
 from megarl.loop.session import State
 from megarl.loop.step import StepBatch, _step_input, critic_alone, estimate, gather, infer, kl_coef
+from megarl.schema import Experience, Reward
 
 
 def session(name: str, config: AlgorithmConfig, *, step: int, coef: float | None = None) -> Any:
@@ -98,9 +99,11 @@ def asked_for(sequences: Sequences, updates: Any) -> torch.Tensor:
     return found
 
 
-def answer(index: int, score: float) -> Any:
+def answer(index: int, score: float) -> Experience:
     length = index + 2
-    return SimpleNamespace(
+    return Experience(
+        rollout_id="r",
+        task_id="t",
         group_id="g",
         index=index,
         group_size=4,
@@ -108,5 +111,7 @@ def answer(index: int, score: float) -> Any:
         response_ids=np.arange(length),
         response_mask=np.ones(length, dtype=bool),
         engine_logp=np.zeros(length, dtype=np.float32),
-        reward=SimpleNamespace(score=score),
+        reward=Reward(score, "ok"),
+        segments=(),
+        finish_reason="stop",
     )

@@ -314,8 +314,20 @@ def test_an_attempt_that_never_began_can_make_nothing(url: str) -> None:
     engine.dispose()
 
 
+def test_a_rollout_is_read_in_parts_of_limited_size(store: Store) -> None:
+    request(store)
+    for claim in store.claim_groups("a", 6)[:4]:
+        finish(store, claim)
+    done = [range(i, i + 1) for i in range(4)]
+    assert store.spans("r0", 1) == done and store.spans("r0") == [range(0, 4)] and store.spans("none") == []
+    one = store.experiences("r0", done[2])
+    assert [(e.group_id, e.index) for e in one] == [("r0/2", 0), ("r0/2", 1)]
+    size = sum(len(experience_to_row(e)["tensors"]) for e in one)
+    assert store.spans("r0", 2 * size) == [range(0, 2), range(2, 4)] and store.spans("r0", 2 * size - 1) == done
+
+
 def test_every_write_is_in_the_table_of_writes() -> None:
-    reads = {"task_ids", "tasks", "progress", "rollout_metrics", "experiences", "steps", "events", "job_state"}
+    reads = {"task_ids", "tasks", "progress", "rollout_metrics", "experiences", "spans", "steps", "events", "job_state"}
     methods = {name for name in vars(Store) if not name.startswith("_")}
     assert methods - reads - {"run_id", "close", "begin_attempt"} == set(WRITES)
 

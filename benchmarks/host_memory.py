@@ -1,0 +1,223 @@
+"""Host memory of one trainer rank during a step: bytes a token, held after each stage and at its peak.
+
+    python benchmarks/host_memory.py [--answers 512] [--tokens 8192] [--algorithms grpo ppo]
+
+Each algorithm runs in a process of its own, on synthetic answers in a SQLite store. The step is the trainer's own; a function that
+calls the forward step and the loss of each micro-batch, with zeros for log-probs, replaces Megatron's schedule. Counted are resident
+pages: /proc/self/clear_refs resets the peak (VmHWM) before each stage, and malloc returns freed memory at once. A small step comes
+before, so that what is allocated once is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import page
+
+ANSWERS_OF_A_GROUP = 8
+PROMPT = 64
+VOCAB = 1000
+
+
+def resident(field: str) -> int:
+    """Bytes: VmRSS now, VmHWM at its peak."""
+    return int(re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+
+
+class Timeline:
+    """Of the trainer; takes the memory of each phase in the place of its time."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, int]] = {}
+        self._base = 0
+        self._began = ""
+
+    def reset(self) -> None:
+        self.found, self._began, self._base = {}, "", resident("VmRSS")
+
+    def begin(self, stage: str) -> None:
+        self._began = stage
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def end(self) -> None:
+        if self._began:
+            self.found[self._began] = (resident("VmHWM") - self._base, resident("VmRSS") - self._base)
+
+    @contextmanager
+    def phase(self, name: str, **labels: int) -> Iterator[None]:
+        first = {"batch": "load", "inference": "score", "update": "update"}.get(name)
+        stage = name if first in self.found else first
+        if stage is not None:
+            self.begin(stage)
+        yield
+        if stage is not None:
+            self.end()
+            self.begin("metrics")  # of the step, after the last of its phases
+
+
+def schedule(**arguments: Any) -> list[Any]:
+    """Megatron's schedule without a model's passes: forward step and loss of each micro-batch."""
+    collected = []
+    for _ in range(arguments["num_microbatches"]):
+        output, loss = arguments["forward_step_func"](arguments["data_iterator"], arguments["model"])
+        total, _, found = loss(output)
+        if not arguments["forward_only"]:
+            total.backward()
+        collected.append(found)
+    return collected
+
+
+def model_of(kind: str, config: Any) -> Any:
+    """An actor, critic or reference without layers."""
+    import torch
+
+    from megarl.training.model import TrainedModel, cut_for
+    from megarl.training.schedule import Head
+
+    class Chunk(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, tokens: torch.Tensor, *_: Any, **more: Any) -> torch.Tensor:
+            return (self.weight * 0).expand(*tokens.shape, 1 if kind == "critic" else 2)
+
+        def zero_grad_buffer(self) -> None:
+            pass
+
+    class Layerless(TrainedModel):
+        def __init__(self) -> None:
+            self.head = None if kind == "critic" else Head(VOCAB)
+            self.parallel, self.cut, self.grid, self.dp_rank = config.parallel, cut_for(config.parallel, config.trainer), nullcontext, 0
+            self.chunks = [Chunk()]
+            self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None))
+
+        def gradient_norm(self) -> float:
+            return 1.0
+
+        def step(self, lr: float) -> float:
+            return 1.0
+
+    return Layerless()
+
+
+def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
+    """A rollout whose answers have ``tokens`` tokens each."""
+    import numpy as np
+
+    from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
+
+    version, random = WeightsVersion(1, 1), np.random.default_rng(0)
+    tasks = [Task(f"{rollout_id}/{i}", "s", ({"role": "user", "content": "?"},), "a", {}) for i in range(answers // ANSWERS_OF_A_GROUP)]
+    store.add_tasks(rollout_id, tasks)
+    store.request_rollout(rollout_id, "train", 0, version, [task.task_id for task in tasks], ANSWERS_OF_A_GROUP, {})
+    for claim in store.claim_groups("benchmark", len(tasks)):
+        prompt = random.integers(0, VOCAB, PROMPT).astype(np.int32)
+        store.finish_group(claim, [
+            Experience(
+                rollout_id, claim.task.task_id, claim.group_id, index, claim.group_size, prompt,
+                random.integers(0, VOCAB, tokens).astype(np.int32), np.ones(tokens, dtype=np.bool_),
+                -random.random(tokens, dtype=np.float32), Reward(float(index % 2), "ok" if index % 2 else "wrong"),
+                (Segment(0, tokens, version, "stop"),), "stop",
+            )
+            for index in claim.indices
+        ])  # fmt: skip
+
+
+def session_of(config: Any, store: Any) -> Any:
+    """As much of a session as a step asks for."""
+    from megarl import algorithms
+    from megarl.loop.reading import NodeReader
+    from megarl.loop.session import State
+
+    critic = model_of("critic", config) if config.algorithm.name == "ppo" else None
+    guard = SimpleNamespace(begin=lambda: None, end=dict, admits=lambda *_: True)
+    return SimpleNamespace(
+        config=config, store=store, state=State(phase="rl"), version="1.1", hf_config={"vocab_size": VOCAB},
+        algorithm=algorithms.get(config.algorithm.name), actor=model_of("actor", config), guard=guard,
+        position=SimpleNamespace(rank=0), reader=NodeReader(), stop_flag=False, timeline=Timeline(), sync=dict, say=lambda text: None, demonstrations=lambda usual: [],
+        roles=SimpleNamespace(refresh_when_due=lambda: None, reference=model_of("reference", config), critic=critic, reward_model=None),
+        gather=lambda sums: sums, end_step=lambda metrics: None, record_step=lambda metrics, tokens: None,
+    )  # fmt: skip
+
+
+def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
+    """Stage -> bytes a token (peak within it, held after it), beyond what the process has without a step."""
+    import megatron.core.pipeline_parallel as pipeline
+    import torch
+
+    from megarl.config.schema import AlgorithmConfig, Config, KLConfig, ParallelConfig, TrainerConfig
+    from megarl.loop import rollouts, trainer
+    from megarl.parallel import groups
+    from megarl.store import Store
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    torch.set_num_threads(1)
+    groups.initialize(ParallelConfig(), seed=0)
+    pipeline.get_forward_backward_func = lambda: schedule
+    kl = KLConfig(0.01, "k1", "reward", target=0.1) if algorithm == "ppo" else KLConfig(0.01, "k3", "loss", target=0.1)
+    config = Config(
+        algorithm=AlgorithmConfig(name=algorithm, kl=kl, group_size=ANSWERS_OF_A_GROUP, whiten_advantages=algorithm == "ppo"),
+        trainer=TrainerConfig(tasks_per_step=answers // ANSWERS_OF_A_GROUP, packing=True, max_tokens_per_micro_batch=max(2 * tokens, 8192)),
+    )
+    with tempfile.TemporaryDirectory(prefix="megarl-memory-") as folder:
+        store = Store(f"sqlite:///{folder}/store.db")
+        rollouts.wait_for_rollout = lambda *_: True
+        fill(store, "small", 2 * ANSWERS_OF_A_GROUP, 64)
+        fill(store, "whole", answers, tokens)
+        s = session_of(config, store)
+        for rollout_id in ("small", "whole"):
+            rollouts.request_training_rollout = lambda *_, asked=rollout_id: asked
+            trainer.step(s)
+            s.timeline.end()
+        store.close()
+    number = answers * (PROMPT + tokens)
+    return {stage: (peak / number, held / number) for stage, (peak, held) in s.timeline.found.items()}
+
+
+def measured_apart(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
+    """``measure`` in a process of its own, whose malloc keeps nothing that is freed."""
+    command = [sys.executable, __file__, "--one", algorithm, "--answers", str(answers), "--tokens", str(tokens)]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_TRIM_THRESHOLD_": "4096", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return {stage: (peak, held) for stage, (peak, held) in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--answers", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--algorithms", nargs="+", default=["grpo", "ppo"])
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks/host_memory.md")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one, arguments.answers, arguments.tokens)))
+        return
+    lines = [
+        f"{arguments.answers:,} answers of {PROMPT} + {arguments.tokens:,} tokens; bytes a token.", "",
+        "| algorithm | stage | peak | held after it |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for algorithm in arguments.algorithms:
+        found = measured_apart(algorithm, arguments.answers, arguments.tokens)
+        lines += [f"| {algorithm} | {stage} | {peak:.1f} | {held:.1f} |" for stage, (peak, held) in found.items()]
+    print("\n".join(lines))
+    if arguments.write:
+        page.write("benchmarks/host_memory.md", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

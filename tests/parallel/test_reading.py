@@ -1,0 +1,104 @@
+"""One rank of each node reads the store; all ranks have the same experiences, and the same error."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megarl.errors import FencedError, JobError, StoreDamagedError
+from megarl.store import Store
+from tests.parallel.grid import run_grid
+from tests.stores import make_experience, make_task, request
+
+NODES = ["a", "a", "b", "a"]
+"""Of ranks 0 to 3: the readers are 0 and 2."""
+GROUPS = 12
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    url = f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db"
+    store = Store(url)
+    store.add_tasks("train", [make_task(i) for i in range(GROUPS)])
+    request(store, groups=GROUPS, greedy=True)
+    for claim in store.claim_groups("e", GROUPS):
+        assert store.finish_group(claim, [make_experience(claim, i, 5 + claim.position) for i in claim.indices], {"samples": 2.0})
+    store.close()
+    return url
+
+
+def joined(rank: int, nodes: list[str]) -> Any:
+    """This rank's reader, in a world of gloo whose ranks lie on these nodes."""
+    import torch.distributed as dist
+
+    from megarl.loop.reading import NodeReader
+
+    os.environ["MEGARL_NODE"] = nodes[rank]
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=len(nodes))
+    return NodeReader(60.0)
+
+
+def plain(experience: Any) -> Any:
+    return {name: getattr(value, "tobytes", lambda value=value: value)() if not isinstance(value, type(experience)) else plain(value)
+            for name, value in vars(experience).items()} | {"dtype": str(experience.engine_logp.dtype)}  # fmt: skip
+
+
+def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, float], int, bool]:
+    """(experiences, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within groups)."""
+    from megarl.loop import reading
+    from megarl.store import store as rows
+
+    reader, store = joined(rank, nodes), Store(url)
+    store.spans = lambda rollout_id: [range(0, 5), range(5, 6), range(6, GROUPS)]  # type: ignore[method-assign]
+    decoded: list[int] = []
+    decode = rows.experience_from_row
+    rows.experience_from_row = lambda row: (decoded.append(len(row.tensors) + len(row.record)), decode(row))[1]  # type: ignore[func-returns-value]
+    found = reading.experiences(reader, store, "r0", lambda: False)
+    metrics = reading.metrics(reader, store, "r0")
+    assert found is not None
+    shared = len({id(e.greedy) for e in found}) == GROUPS
+    return pickle.dumps([plain(e) for e in found]), metrics, sum(decoded), shared
+
+
+def failing(rank: int, url: str, fault: str) -> Any:
+    """What ``read`` raises or returns on this rank, where reader 2 meets the fault after its first part."""
+    reader = joined(rank, NODES)
+
+    def parts() -> Iterator[int]:
+        yield 1
+        if rank == 2 and fault != "stop":
+            raise {"damaged": StoreDamagedError("row 7"), "fenced": FencedError("attempt 2"), "driver": KeyError("no such column")}[fault]
+        yield 2
+
+    looks = iter([False, True])
+    try:
+        return reader.read(parts, lambda: rank == 2 and fault == "stop" and next(looks))
+    except JobError as error:
+        return type(error), str(error)
+
+
+def test_one_rank_of_each_node_reads_and_all_have_the_same(url: str) -> None:
+    store = Store(url)
+    wanted, metrics = pickle.dumps([plain(e) for e in store.experiences("r0")]), store.rollout_metrics("r0")
+    store.close()
+    ranks = run_grid(4, rollout, NODES, url)
+    assert [got[0] == wanted for got in ranks] == [True] * 4 and [got[1] for got in ranks] == [metrics] * 4
+    assert [got[2] > 0 for got in ranks] == [True, False, True, False] and ranks[0][2] == ranks[2][2]
+    assert all(got[3] for got in ranks)
+    alone = run_grid(1, rollout, ["a"], url)
+    assert sum(got[2] for got in run_grid(4, rollout, ["a"] * 4, url)) == alone[0][2], "four ranks of a node read as much as one"
+
+
+@pytest.mark.parametrize("fault", ["damaged", "fenced", "driver", "stop"])
+def test_what_a_reader_meets_reaches_every_rank_of_every_node(url: str, fault: str) -> None:
+    ranks = run_grid(4, failing, url, fault)
+    assert ranks == [ranks[0]] * 4
+    if fault == "stop":
+        assert ranks[0] is None
+    else:
+        kind = {"damaged": StoreDamagedError, "fenced": FencedError, "driver": JobError}[fault]
+        assert ranks[0][0] is kind and {"damaged": "row 7", "fenced": "attempt 2", "driver": "rank 2, which reads"}[fault] in ranks[0][1]
