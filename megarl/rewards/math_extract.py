@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megarl.rewards.stated import stated
 from megarl.rewards.units import NUMERALS
 
 MAX_RESPONSE = 200_000
@@ -38,6 +39,10 @@ _LEAD = re.compile(
     r"^(?:(?:so|thus|hence|therefore|then|finally|and)\b|(?:所以|因此|故|综上|答)[，,：:]?)[\s,，:：]*(?:we\s+(?:get|have)\s+)?", re.IGNORECASE
 )
 _SAID = re.compile(r"(?:^|.*[^\w])(?:is|are|equals|was|get|be)\s*:?\s+(?P<en>.+)$|^.*?[是为等于]+[:：]?\s*(?P<zh>[^是为]+)$", re.IGNORECASE)
+
+
+_DENIED_QUESTION = re.compile(r"[?？]\s*(?:不(?:是|对)?的?|错(?:误|了|的)?|否|并非如此|no(?:pe)?|wrong|incorrect|not\s+quite)\s*(?:[,，.。;；:：!！]\s*|$)", re.IGNORECASE)
+_AFFIRMED_QUESTION = re.compile(r"吗?\s*[?？]\s*(?:是的?|对的?|没错|正确|yes|right|correct)\s*[.。!！]*\s*$", re.IGNORECASE)
 
 
 def after_thinking(text: str) -> str:
@@ -126,6 +131,9 @@ def unmarked(response: str) -> str:
 def _loose(text: str) -> str:
     """The answer of a text without box or tag: after the last "answer is", or else of the last sentence."""
     text = _TAIL.sub("", re.sub(r"[^\S\n]+", " ", text[-4000:].strip())).strip()
+    text = _AFFIRMED_QUESTION.sub("", text)
+    if denied := list(_DENIED_QUESTION.finditer(text)):  # "Is the answer B? No, it is C."
+        text = text[denied[-1].end() :]
     phrase = _after_phrase(text)
     if phrase is not None:
         return phrase
@@ -154,6 +162,12 @@ def _after_phrase(text: str) -> str | None:
     return _of_sentence(answer) if re.search(r"[a-zA-Z]{2,}\s.*\b(?:is|are|equals)\b", answer) else answer
 
 
+def _states(line: str, formula: str) -> bool:
+    """Whether a line states its one formula."""
+    before, _, after = _INLINE.sub("\0", line).partition("\0")
+    return not _UNSURE.search(f"{before} {after}") and stated(before, after, equation="=" in formula)
+
+
 def _of_sentence(line: str) -> str:
     """A sentence's only formula or number, or what it says that something "is". Nothing is picked out of an "or" or "not"."""
     line = _LEAD.sub("", line.strip().strip("*").strip()).rstrip(".。 ")
@@ -161,10 +175,10 @@ def _of_sentence(line: str) -> str:
     outside = _INLINE.sub(" ", line)
     if len(line) > 500:
         return line
-    if len(formulas) == 1 and not re.search(r"\d", outside) and not _UNSURE.search(outside):
+    if len(formulas) == 1 and not re.search(r"\d", outside) and _states(line, formulas[0]):
         return formulas[0].strip()
     number = _ONE_NUMBER.fullmatch(line)
-    if number and not formulas and not _UNSURE.search(line):
+    if number and not formulas and not _UNSURE.search(line) and stated(line[: number.start("number")], line[number.end("number") :]):
         return number["number"]
     said = _SAID.match(line)
     group = said and ("en" if said["en"] else "zh")
