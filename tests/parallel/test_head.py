@@ -107,7 +107,7 @@ def two_micro_batches() -> tuple[Any, list[Any], torch.Tensor, torch.Tensor]:
     mask[:, -1] = False
     weights = torch.randn(2, 2 * ROWS, LENGTH, generator=g)
     sequences = sequences_of(tokens, mask)
-    return sequences, micro_batches(sequences, Cut(rows=ROWS), 0), weights[0], weights[1]
+    return sequences, list(micro_batches(sequences, Cut(rows=ROWS), 0)), weights[0], weights[1]
 
 
 def three_ways(rank: int, folder: str, cases: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], dict[str, Found]]:
