@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megarl.rewards.stated import stated
 from megarl.rewards.units import NUMERALS
 
 MAX_RESPONSE = 200_000
@@ -154,6 +155,12 @@ def _after_phrase(text: str) -> str | None:
     return _of_sentence(answer) if re.search(r"[a-zA-Z]{2,}\s.*\b(?:is|are|equals)\b", answer) else answer
 
 
+def _states(line: str, formula: str) -> bool:
+    """Whether a line states its one formula."""
+    before, _, after = _INLINE.sub("\0", line).partition("\0")
+    return not _UNSURE.search(f"{before} {after}") and stated(before, after, equation="=" in formula)
+
+
 def _of_sentence(line: str) -> str:
     """A sentence's only formula or number, or what it says that something "is". Nothing is picked out of an "or" or "not"."""
     line = _LEAD.sub("", line.strip().strip("*").strip()).rstrip(".。 ")
@@ -161,10 +168,10 @@ def _of_sentence(line: str) -> str:
     outside = _INLINE.sub(" ", line)
     if len(line) > 500:
         return line
-    if len(formulas) == 1 and not re.search(r"\d", outside) and not _UNSURE.search(outside):
+    if len(formulas) == 1 and not re.search(r"\d", outside) and _states(line, formulas[0]):
         return formulas[0].strip()
     number = _ONE_NUMBER.fullmatch(line)
-    if number and not formulas and not _UNSURE.search(line):
+    if number and not formulas and not _UNSURE.search(line) and stated(line[: number.start("number")], line[number.end("number") :]):
         return number["number"]
     said = _SAID.match(line)
     group = said and ("en" if said["en"] else "zh")

@@ -51,6 +51,11 @@ _LAST_STOP = re.compile(r"\b(?:wrong|false|incorrect|remainders?|reciprocal|inve
 _WORD = re.compile(r"\\?[A-Za-zΩ$€£¥₹¢]+(?:\.[a-z]\.?)?|[一-鿿]+")
 
 
+def stops(word: str) -> bool:
+    """Whether a word behind a number changes it or joins it to something else, so that it is no unit and no noun."""
+    return word.lower() in _STOP
+
+
 def unit_of(text: str) -> str | None:
     """The symbol of the unit that follows a number: ``cm``, ``m/s``, ``cm^2``, ``_8`` for a base.
 
@@ -80,7 +85,7 @@ def unit_of(text: str) -> str | None:
         elif (symbol := _symbol(piece)) is not None:
             symbols += [symbol + power] if symbol else []
             power = ""
-        elif piece.lower() in _STOP or _CHINESE_STOP.search(piece):
+        elif stops(piece) or _CHINESE_STOP.search(piece):
             return None
         elif piece in (r"\cdot", "(", ")", "."):
             continue

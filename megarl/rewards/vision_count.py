@@ -6,6 +6,7 @@ import re
 
 from megarl.rewards.normalize import half_width
 from megarl.rewards.numerals import TENS, with_digits
+from megarl.rewards.stated import stated
 from megarl.rewards.units import NUMERALS
 
 MAX_TEXT = 300
@@ -50,8 +51,9 @@ def read_count(text: str) -> int | None:
     text = _GROUPS.sub(lambda match: f" {with_digits(re.sub(' +', ' ', match.group())).strip()} ", text)
     if _NO_COUNT.search(text) or _SECOND_COUNT.search(text) or _LOOSE.search(text):
         return None
-    found = list(_COUNT.finditer(_NOT_COUNTS.sub(" ", text)))
-    if len(found) != 1:
+    text = _NOT_COUNTS.sub(" ", text)
+    found = list(_COUNT.finditer(text))
+    if len(found) != 1 or not stated(text[: found[0].start()], text[found[0].end() :]):
         return None
     match = found[0]
     if match["digits"]:
