@@ -12,6 +12,10 @@ from megarl.rewards.shape import shape_parts
 
 STATUSES = ("ok", "wrong", "error", "timeout")
 NO_VERDICT = ("error", "timeout")
+MAX_PARTS = 256
+MAX_NAME = 200
+"""Characters of a part's name; it becomes the name of a metric."""
+MAX_REASON = 2000
 ANSWER = "answer"
 """The part that holds the verifier's own score where there are others."""
 
@@ -21,7 +25,7 @@ def to_verdict(result: Any) -> dict[str, Any]:
 
     A dict's numeric entries, and those of its ``parts``, are kept as parts. ``status`` is the dict's own; or ok / wrong by its
     ``acc`` (a bool, 0 or 1); or else ok from a score of 1.0 on. Raises TypeError or ValueError for a result that is neither, or
-    not finite.
+    not finite, and for more than MAX_PARTS parts or a part whose name is too long or no valid text.
     """
     if not isinstance(result, Mapping):
         score = _number(result, "the result")
@@ -36,6 +40,7 @@ def to_verdict(result: Any) -> dict[str, Any]:
         for name, value in entries.items()
         if name != "score" and _is_number(value) and math.isfinite(value)
     }
+    _check_names(parts)
     status = result.get("status")
     if status is None:
         status = "ok" if _right(result.get("acc"), score) else "wrong"
@@ -43,7 +48,7 @@ def to_verdict(result: Any) -> dict[str, Any]:
         raise ValueError(f"compute_score returned status {status!r}; expected one of {', '.join(STATUSES)}")
     verdict = {"score": score, "status": status, "parts": parts}
     reason = result.get("reason") or result.get("message")
-    return {**verdict, "reason": str(reason)} if status in NO_VERDICT and reason else verdict
+    return {**verdict, "reason": _valid(str(reason)[:MAX_REASON])} if status in NO_VERDICT and reason else verdict
 
 
 def with_question(extra_info: Mapping[str, Any] | None, question: str) -> dict[str, Any]:
@@ -66,6 +71,20 @@ def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardCon
         return verdict
     score = config.weight * verdict["score"] + sum(getattr(config, name).weight * value for name, value in shape.items())
     return {**verdict, "score": score, "parts": {**verdict["parts"], **shape, ANSWER: verdict["score"]}}
+
+
+def _check_names(parts: Mapping[str, float]) -> None:
+    """Raise ValueError for too many parts, and for a name that is too long or cannot be stored as UTF-8."""
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"compute_score returned {len(parts)} parts; at most {MAX_PARTS} numbers may stand beside 'score'")
+    for name in parts:
+        if len(name) > MAX_NAME or name != _valid(name):
+            raise ValueError(f"compute_score returned a part named {name!a:.60}; a name is valid Unicode text of at most {MAX_NAME} characters")
+
+
+def _valid(text: str) -> str:
+    """With ? for surrogate characters, which no file or database takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _right(acc: Any, score: float) -> bool:

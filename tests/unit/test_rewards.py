@@ -95,6 +95,18 @@ def test_other_results_are_refused(result: Any) -> None:
         to_verdict(result)
 
 
+@pytest.mark.parametrize("many", [{f"part{k}": 1.0 for k in range(100_000)}, {"a\ud800": 1.0}, {"x" * 201: 1.0}], ids=["number", "surrogate", "length"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_parts_are_bounded_and_have_valid_names(many: dict[str, float], inner: bool) -> None:
+    with pytest.raises(ValueError, match="compute_score returned (100000 parts; at most 256|a part named)"):
+        to_verdict({"score": 1.0, "parts": many} if inner else {"score": 1.0, **many})
+
+
+def test_the_reason_of_an_error_is_bounded_valid_text() -> None:
+    reason = to_verdict({"score": 0.0, "status": "error", "reason": "\ud800" + "x" * 10_000})["reason"]
+    assert len(reason) == 2000 and reason.startswith("?x")
+
+
 def run_pool(config: RewardConfig, work: Callable[[RewardPool], Awaitable[Any]]) -> Any:
     async def main() -> Any:
         async with RewardPool(config) as pool:
