@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards import k12_options, k12_read, k12_truth, measures, sequences
+from megarl.rewards import k12_contrast, k12_options, k12_read, k12_truth, measures, sequences
 from megarl.rewards.k12_short import same_short
 from megarl.rewards.math_compare import MAX_ANSWER
 from megarl.rewards.math_extract import after_thinking, boxes, extract, unmarked
@@ -179,7 +179,7 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
         if options:
             return verdict("error", pred, f"ground_truth {truth!r:.80} is not one of the options {', '.join(options)}")
         return _judge(pred, float(same_short(gold_text, pred)))
-    found = k12_options.named(pred, options) or k12_read.chosen(after_thinking(response))
+    found = k12_options.named(pred, options) or k12_contrast.settled(pred) or k12_read.chosen(after_thinking(response))
     return _judge(pred, float(found == gold))
 
 
@@ -195,7 +195,7 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
         if not found:
             return verdict("error", pred, f"ground_truth {truth!r:.80} names no option letters; set extra_info.options or extra_info.type")
         gold |= found
-    chosen = k12_options.named(pred, options, several=True) or k12_read.chosen(after_thinking(response)) or set()
+    chosen = k12_options.named(pred, options, several=True) or k12_contrast.settled(pred) or k12_read.chosen(after_thinking(response)) or set()
     return _judge(pred, len(chosen & gold) / len(gold) if chosen <= gold else 0.0, selected=float(len(chosen)))
 
 
@@ -213,7 +213,7 @@ def _judgement(response: str, pred: str) -> bool | None:
         said = k12_truth.truth(part)
         if said is not None:
             return said
-    return k12_truth.truth(pred)
+    return None if text else k12_truth.truth(pred)
 
 
 def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:

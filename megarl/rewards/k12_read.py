@@ -69,7 +69,7 @@ def half_width_letters(text: str) -> str:
     return re.sub(r"(?<!\\)\$|\\[()\s,;]|[\"']", "", text).strip().rstrip(".;!").strip()
 
 
-_CHOSEN = re.compile(r"(?:故|所以|因此|应该|应|答案)\s*,?\s*(?:选择|选|是|为)\s*:?\s*([A-H](?:[\s,、和与]*[A-H])*)(?![A-Za-z])|\b(?:option|choice)s?\s+\(?([A-H])\)?(?![A-Za-z])")
+_CHOSEN = re.compile(r"(?:故|所以|因此|应该|应|答案)\s*,?\s*(?:选择|选|是|为)\s*:?\s*([A-H](?:[\s,、和与]*[A-H])*)(?![A-Za-z]|\s*(?:吗|[?？]))|\b(?:option|choice)s?\s+\(?([A-H])\)?(?![A-Za-z]|\s*[?？])")
 
 
 def chosen(text: str) -> set[str] | None:

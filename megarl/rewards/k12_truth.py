@@ -19,7 +19,7 @@ _NEGATIONS = re.compile(rf"(?:{_NEVER}{_BETWEEN})+$")
 _BELIEF = re.compile(r"(?:not|n't|never)\s+(?:think|believe|agree|say|consider|find)\b[^.,;]{0,40}$|(?:不认为|不觉得|不同意)[^,.;]{0,20}$")
 _NOUN = r"(?!\s+(?:answers?|values?|terms?|numbers?|order|spelling|angles?|angled|triangles?|sides?|hand|forms?|words?|sums?|results?|units?|formula|name)\b)"
 _PREDICATE = re.compile(
-    rf"(?P<true>\b(?:true|correct|right|accurate|valid)\b{_NOUN}|正确(?!的?(?:答案|顺序|结果|值|读法|写法|是[^的]|应)|的(?:说法|表述)(?:是|为|应))|成立|(?<!相)(?<!绝)(?<!面)对(?![于应称边角比照话数顶象面立])|(?<![认天])真(?!分|空|正|实)|√|✓|✔|\\checkmark)"
+    rf"(?P<true>\b(?:true|correct|right|accurate|valid)\b{_NOUN}|正确(?!的?(?:答案|顺序|结果|值|读法|写法|是[^的]|应)|的(?:说法|表述)(?:是|为|应))|成立|(?<!相)(?<!绝)(?<!面)(?<!反)对(?![于应称边角比照话数顶象面立])|(?<![认天])真(?!分|空|正|实)|√|✓|✔|\\checkmark)"
     rf"|(?P<false>\b(?:false|incorrect|wrong|untrue|inaccurate|invalid)\b{_NOUN}|错误?|有误|(?<=无)误|假(?![如设使定若分])|×|✗|✘)"
 )
 _HEAD = re.compile(
@@ -34,6 +34,23 @@ _CLAIM = re.compile(
 )
 _CONDITION = re.compile(r"\bif\b|\bwere\b|\bwould\b|\bonly\b|如果|假如|若|只有|\bunless\b")
 _NOT_THE_ANSWER = re.compile(r"(?:\b(?:is|was)\s+not|\bisn't)\s+(?:the|my|an?)\s+(?:\w+\s+)?(?:answer|choice|verdict)\b|不是(?:正确)?答案")
+_SURE = r"(?:a|an|also|definitely|certainly|indeed|clearly|obviously|always|absolutely|totally|completely|entirely|fully|perfectly|in\s+fact|really|actually|so|thus|therefore|simply|just|logically|mathematically|strictly)"
+_CARRIED = re.compile(
+    rf"(?:^|[,.;:(\"'。√×✓✗✔✘]|\s[-–—]+|\b(?:is|are|was|be|as|say|holds?|remains?|answer|hence|thus|therefore|so|statement|claim)\b|['’]s\b)\s*(?:{_SURE}\s+)*$"
+    r"|(?:说法|结论|命题|题目?|话|句子?|推理|观点|表述|语句|叙述|描述|判断|[等式]式|定理|答案|计算|解法|论述|陈述|想法|看法|理解|选项|[这那此它其者都均全也就]|显然|当然|确实|的确|必然|一定|完全|绝对|肯定|十分|非常|[是为应选填算能]|认为|觉得|所以|因此|故|说|正确|对|错误?)\s*$"
+)
+"""What stands before a judgement, and its negations, of a sentence that makes one: "is", 说法; not "rarely", 部分."""
+_SETTLED = re.compile(
+    r"\s*(?:$|[,.;:!)(\"'。\\√×✓✗✔✘—–]|-(?!ish|like)|(?:because|since|as|that|to\s+say|at\s+all|for\s+(?:all|any|every)|in\s+(?:all|every)|by|and|so|here|statement|claim|sentence|proposition|assertion|conclusion|judge?ment)\b"
+    r"|[正错对]|了?的?(?:说法|表述|判断|命题|结论)?(?:的|了)?(?:$|[,.;:!。(]|因为|由于|理由))"
+)
+_HEDGED = re.compile(
+    r"\b(?:some|part|partly|partially|half|mostly|rarely|seldom|sometimes|hardly|barely|scarcely|almost|nearly|usually|often|doubt\w*|suspect\w*|den(?:y|ies|ied)|disput\w*|wonder|whether|seem\w*|appear\w*|opposite|contrary|far\s+from"
+    r"|but|disagree|hard|unclear|supposed\w*|alleged\w*|pretend\w*|too|most|many|few|either)\b"
+    r"|部分|有些|有的|有时|偶尔|多数|一半|基本|几乎|貌似|似乎|好像|看似|也许|据说|怀疑|是否|难说|很难|不敢|谈不上|近乎|差不多|反对|否认|与否|吗"
+)
+_HEDGE_BEHIND = re.compile(r"\s*(?:but\s+|though\s+)?(?:only\s+)?(?:mostly|partly|partially|in\s+part|sometimes|rarely|almost|nearly|usually|often|to\s+some\s+extent|for\s+the\s+most\s+part|部分|有时|基本上?|也许|大概)\b[^,;.]{0,12}$|[?？]\s*$")
+_APOLOGY = re.compile(r"^(?:对不起|抱歉|不好意思|(?:i['’]?m\s+)?sorry)\s*[,.!;:]?\s*", re.IGNORECASE)
 _CLAUSE = re.compile(r"[,.;:!?/()。]|\\\\|\bbut\b|\band\b|\bso\b|\bwait\b|\bactually\b|\btherefore\b|\bhence\b|但是?|所以|因此|然而|其实")
 
 
@@ -53,32 +70,44 @@ def exact_truth(text: str) -> bool | None:
 
 def truth(text: str) -> bool | None:
     """True or False for a sign, a word or a sentence that says one of them and not both."""
+    text = _APOLOGY.sub("", half_width(text).strip())
     exact = exact_truth(text)
     if exact is not None:
         return exact
     sentence = stripped(text).casefold()[:300]
     if head := _HEAD.match(sentence):
         said = head["letter"] == "t" if head["letter"] else exact_truth(head["word"])
-        return None if said is None or _taken_back(sentence[head.end() :], said) else said
+        return None if said is None or _taken_back(sentence[head.end() :], said) or _HEDGE_BEHIND.match(sentence[head.end() :]) else said
     if _DOUBT.search(sentence) or _CONDITION.search(sentence):
         return None
-    found = _predicates(sentence)
+    found = _predicates(sentence, strict=True)
     said = found.pop() if len(found) == 1 else None
     return None if said is None or _NOT_THE_ANSWER.search(sentence) or _opposite_clause(sentence, said) else said
 
 
-def _predicates(text: str) -> set[bool | None]:
-    """What each "true" or "wrong" of a text says behind its negations; None for "not always wrong"."""
+def _predicates(text: str, strict: bool = False) -> set[bool | None]:
+    """What each "true" or "wrong" of a text says behind its negations; None for "not always wrong".
+
+    ``strict``: None also for one that is hedged, or that no carrier of a judgement stands before.
+    """
     found: set[bool | None] = set()
     for match in _PREDICATE.finditer(text):
         before, said = text[max(0, match.start() - 60) : match.start()], bool(match["true"])
-        if _UNSURE.search(before) or _BELIEF.search(before):
+        unsure, negations = _UNSURE.search(before), _NEGATIONS.search(before)
+        if strict and not _judges(before, min((m.start() for m in (unsure, negations) if m), default=len(before)), text[match.end() :]):
+            found.add(None)
+        elif unsure or _BELIEF.search(before):
             found.add(False if said else None)
-            continue
-        negations = _NEGATIONS.search(before)
-        count = len(re.findall(_NEVER, negations.group())) if negations else 0
-        found.add(said == (count % 2 == 0))
+        else:
+            count = len(re.findall(_NEVER, negations.group())) if negations else 0
+            found.add(said == (count % 2 == 0))
     return found
+
+
+def _judges(before: str, at: int, after: str) -> bool:
+    """Whether a predicate between ``before`` and ``after``, with negations from ``at`` on, is a plain judgement."""
+    carried = at < len(before) or _CARRIED.search(before)
+    return bool(carried and _SETTLED.match(after)) and not _HEDGED.search(before)
 
 
 def _taken_back(reason: str, said: bool) -> bool:

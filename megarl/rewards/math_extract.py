@@ -41,6 +41,10 @@ _LEAD = re.compile(
 _SAID = re.compile(r"(?:^|.*[^\w])(?:is|are|equals|was|get|be)\s*:?\s+(?P<en>.+)$|^.*?[是为等于]+[:：]?\s*(?P<zh>[^是为]+)$", re.IGNORECASE)
 
 
+_DENIED_QUESTION = re.compile(r"[?？]\s*(?:不(?:是|对)?的?|错(?:误|了|的)?|否|并非如此|no(?:pe)?|wrong|incorrect|not\s+quite)\s*(?:[,，.。;；:：!！]\s*|$)", re.IGNORECASE)
+_AFFIRMED_QUESTION = re.compile(r"吗?\s*[?？]\s*(?:是的?|对的?|没错|正确|yes|right|correct)\s*[.。!！]*\s*$", re.IGNORECASE)
+
+
 def after_thinking(text: str) -> str:
     """What follows the last ``</think>``, up to a further thought; nothing when one was opened and none was closed."""
     _, closed, tail = text.rpartition("</think>")
@@ -127,6 +131,9 @@ def unmarked(response: str) -> str:
 def _loose(text: str) -> str:
     """The answer of a text without box or tag: after the last "answer is", or else of the last sentence."""
     text = _TAIL.sub("", re.sub(r"[^\S\n]+", " ", text[-4000:].strip())).strip()
+    text = _AFFIRMED_QUESTION.sub("", text)
+    if denied := list(_DENIED_QUESTION.finditer(text)):  # "Is the answer B? No, it is C."
+        text = text[denied[-1].end() :]
     phrase = _after_phrase(text)
     if phrase is not None:
         return phrase

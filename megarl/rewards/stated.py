@@ -62,7 +62,7 @@ _PREDICATE = re.compile(
     r"(?:answer|result|value|solution|number|total|sum|left|correct|right|needed|required|remaining)\b|(?:are|were)\s+\w|remain(?:s|ed|ing)?\b|can\s+be\s+seen\b",
     re.IGNORECASE,
 )
-_TAIL = frozenset("a an of in on at for per from with after during each every left by to altogether total today by this these there inside because since before until when while as".split())
+_TAIL = frozenset(["a", "an", "of", "in", "on", "at", "for", "per", "from", "with", "after", "during", "each", "every", "left", "by", "to", "altogether", "total", "today", "by", "this", "these", "there", "inside", "because", "since", "before", "until", "when", "while", "as"])
 _HAN_BEHIND = re.compile(r"^.{0,2}(?:[几万亿半]|千(?![米克瓦帕])|百(?!分))|^.?(?:[成至到加减乘和与]|倍(?!$)|分之)|^[余来对折]|^.?多|^的.|^是(?!(?:最终|正确|最后)?的?(?:答案|结果)|正确的|对的)")
 _CLAUSE = re.compile(r"[,;，；:：(（。!！—]")
 
