@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,45 +17,77 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
 KEPT_BYTES = 2**16
-"""Of a file that has grown beyond MAX_BYTES: its end."""
-EVERY_S = 1.0
-"""Seconds between two looks at the size; what a process prints in between comes on top of MAX_BYTES."""
+"""Of a file that would grow beyond MAX_BYTES: its end."""
+EVERY_S = 60.0
+"""Seconds between two warnings that the file cannot be written."""
+PIPE_BYTES = 2**20
 
 
 class Output:
-    """Reward processes append to the file ``path``; ``bounding`` keeps it short."""
+    """Reward processes print into a pipe, which the event loop copies to the file ``path``, at most MAX_BYTES of it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._ends: tuple[int, int] | None = None
+        self._warned = -EVERY_S
 
     @contextmanager
     def opened(self) -> Iterator[int]:
         """A descriptor for a process to inherit. A file that cannot be opened costs what is printed, and no reward."""
         try:
-            file = self._path.open("ab", buffering=0)
+            self._path.open("ab").close()
         except OSError as error:
             log.warning("what reward functions print is dropped: %s: %s", self._path, error.strerror)
             yield subprocess.DEVNULL
             return
-        with file:
-            yield file.fileno()
+        yield (self._ends or self._open())[1]
+
+    def _open(self) -> tuple[int, int]:
+        self._ends = os.pipe()
+        os.set_blocking(self._ends[0], False)
+        with contextlib.suppress(OSError):  # the user's pipes may have a limit; the usual 64 KiB do as well
+            fcntl.fcntl(self._ends[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        asyncio.get_running_loop().add_reader(self._ends[0], self.drain)
+        return self._ends
 
     async def bounding(self) -> None:
-        """Shorten the file whenever it is too long, until cancelled."""
-        while True:
-            await asyncio.sleep(EVERY_S)
-            try:
-                self.shorten()
-            except OSError as error:
-                log.warning("%s cannot be shortened: %s", self._path, error.strerror)
-                await asyncio.sleep(60 * EVERY_S)
+        """Close the pipe when cancelled; what processes print after that is lost."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if self._ends is not None:
+                asyncio.get_running_loop().remove_reader(self._ends[0])
+                self.drain()
+                for end in self._ends:
+                    os.close(end)
+                self._ends = None
 
-    def shorten(self) -> None:
-        """Drop all but the end of a file that is too long. Raises OSError."""
-        if not self._path.exists() or (size := self._path.stat().st_size) <= MAX_BYTES:
-            return
+    def drain(self) -> None:
+        """Copy what is in the pipe to the file. Returns after PIPE_BYTES even if more is coming."""
+        left = PIPE_BYTES
+        while self._ends is not None and left > 0:
+            try:
+                data = os.read(self._ends[0], KEPT_BYTES)
+            except BlockingIOError:
+                return
+            left -= len(data)
+            try:
+                self._append(data)
+            except OSError as error:
+                self._warn(error)
+
+    def _append(self, data: bytes) -> None:
+        """Write to the end of the file; first drop all but the end of one that would be too long. Raises OSError."""
         with self._path.open("a+b", buffering=0) as file:
-            file.seek(size - KEPT_BYTES)
-            kept = file.read(KEPT_BYTES)
-            file.truncate(0)  # whoever prints appends, and goes on behind what is kept
-            file.write(b"(%d bytes dropped)\n" % (size - len(kept)) + kept)
+            size = file.seek(0, os.SEEK_END)
+            if size + len(data) > MAX_BYTES:
+                file.seek(max(0, size - KEPT_BYTES))
+                kept = file.read(KEPT_BYTES)
+                file.truncate(0)
+                data = b"(%d bytes dropped)\n" % (size - len(kept)) + kept + data
+            file.write(data)
+
+    def _warn(self, error: OSError) -> None:
+        if time.monotonic() - self._warned >= EVERY_S:
+            self._warned = time.monotonic()
+            log.warning("what reward functions print is dropped: %s: %s", self._path, error.strerror)

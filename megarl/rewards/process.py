@@ -199,6 +199,13 @@ class LocalWorker(Worker):
             raise WorkerDied(f"a reward process cannot be started: {error.strerror}") from error
         return self._process.reader, self._process.writer
 
+    async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            return await super()._ask(request, timeout_s)
+        finally:
+            if self._output is not None:
+                self._output.drain()  # what was printed for a verdict is in the file before the verdict is given
+
     async def _ending(self) -> str:
         status = None if self._process is None else await self._process.status()
         return "the reward process closed its connection" if status is None else f"the reward process ended with code {status}"

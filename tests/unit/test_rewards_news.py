@@ -111,6 +111,24 @@ def test_what_a_function_prints_goes_to_a_short_file(
     assert "to std" not in shown.out + shown.err
 
 
+def test_one_huge_write_does_not_outgrow_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "MAX_BYTES", 2**20)
+    path, log = tmp_path / "reward.py", tmp_path / "output.log"
+    path.write_text("import os\ndef compute_score(**_):\n    os.write(1, b'x' * 2**26)\n    return 1.0\n")
+
+    async def main() -> int:
+        async with RewardPool(RewardConfig(path=str(path), retries=0), output=log) as pool:
+            scored, peak = asyncio.create_task(pool.score(TASK, "12")), 0
+            while not scored.done():
+                peak = max(peak, log.stat().st_size if log.exists() else 0)
+                await asyncio.sleep(0)
+            assert scored.result().reward.status == "ok"
+            return max(peak, log.stat().st_size)
+
+    assert 2**16 < asyncio.run(main()) <= 2**20
+    assert log.read_bytes().count(b"bytes dropped)") == 1
+
+
 def test_a_file_that_cannot_be_written_costs_no_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> Any:
         async with RewardPool(RewardConfig(), output=tmp_path / "none" / "output.log") as pool:
