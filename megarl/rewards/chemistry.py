@@ -37,6 +37,7 @@ _REPLACEMENTS = [
         (r"\\(?:stackrel|overset|underset)\s*" + _GROUP + r"\s*\{\s*(?:=[=\s]*|-+>|→|\\[a-z]*(?:arrow|to|equal))\s*\}", " → "),
         (r"<=+>|<-+>|⇌|⇋|↔|\\(?:rightleftharpoons|leftrightharpoons|leftrightarrow)(?![a-z])", " ⇌ "),
         (r"[-=]+>|→|⟶|➔|⇒|\\(?:to|rightarrow|longrightarrow|Rightarrow)(?![a-z])", " → "), (r"→\s*\[[^\]]*\]", "→"),
+        (r"-+\s*\(?\s*[一-鿿△Δ,、]+\s*\)?\s*-*\s*→|→\s*\^?\s*[({]\s*(?:[一-鿿△Δ,、]|\\Delta|\\triangle)+\s*[)}]", " → "),
         (r"=+\s*[(]?\s*(?:[一-鿿△Δ,、]+)\s*[)]?\s*=+", "="), (r"=(?:\s*=)*", "="),
         (r"\\uparrow|(?<=\w)\s\^(?=\s|$)", "↑"), (r"\\downarrow|(?<=\w)\sv(?=\s|$)", "↓"),
         (r"\\(?:cdot|bullet|ast)(?![a-z])|[·•∙⋅*]|(?<=[\da-zA-Z)])\.(?=\d*[A-Z])", "·"),

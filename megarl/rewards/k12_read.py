@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.rewards.math_structure import split
 from megarl.rewards.normalize import clean, half_width, words
+from megarl.rewards.numerals import with_digits
 
 _NOISE = re.compile(r"^\[?(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|选项|答案|选择|应选|故选|选)\]?\s*(?:is|are|为|是|:)?\s*:?\s*", re.IGNORECASE)
 _CIRCLED_LETTERS = {code: chr(ord("A") + code - 0x24B6) for code in range(0x24B6, 0x24BE)} | {code: chr(ord("A") + code - 0x24D0) for code in range(0x24D0, 0x24D8)}
@@ -188,3 +189,18 @@ def date(text: str) -> tuple[int, int, int] | None:
 def same_date(gold: tuple[int, int, int], pred: tuple[int, int, int]) -> bool:
     """Month and day, and the year where the gold gives one."""
     return gold[1:] == pred[1:] and (gold[0] == pred[0] or gold[0] == 0)
+
+
+_CLOCK = re.compile(r"(\d{1,2}):(\d{2})|(\d{1,2}|[零一二两三四五六七八九十]{1,3})[点时](?:(半)|整|(\d{1,2}|[零一二三四五六七八九十]{1,3})分?)?")
+
+
+def clock(text: str) -> tuple[int, int] | None:
+    """(hour, minute) of ``8:30``, 8点30分 or 八点半; None for a text that is no time of day."""
+    match = _CLOCK.fullmatch(half_width(text).strip().rstrip("."))
+    if match is None:
+        return None
+    hour, minute = match[1] or match[3], match[2] or ("30" if match[4] else match[5] or "0")
+    written = [part if part.isdigit() else with_digits(part) for part in (hour, minute)]
+    if not all(re.fullmatch(r"\d{1,2}", part) for part in written):
+        return None
+    return (int(written[0]), int(written[1])) if int(written[0]) <= 24 and int(written[1]) < 60 else None

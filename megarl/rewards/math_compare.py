@@ -15,6 +15,7 @@ _TIME = re.compile(r"(\d{1,2}:\d{2})(?::\d{2})?\s*(a\.?m|p\.?m)?\.?", re.IGNOREC
 _EQUALS = re.compile(r"(?<![<>!:\\])=|\\equiv(?![a-z])")
 _APPROX = re.compile(r"\\approx(?![a-z])|\\simeq|\\doteq|\\sim(?![a-z])")
 _FUNCTION = re.compile(r"[fghFGHPQTN](?:_\{?\w+\}?)?'*\s*\(.*\)|(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?'*\s*\((?:[A-Za-z],?\s*)+\)|[A-Za-z]\^\{-1\}\s*\([A-Za-z]\)|[A-Z]{1,3}|[A-Za-z]{2,}(?:\s[A-Za-z]+){0,4}")
+_CONDITION = re.compile(r"(?:if|suppose|let|assum\w*|unless|not|never|without|except|exclud\w*|we\s+(?:exclude|reject|discard))\b", re.IGNORECASE)
 _TUPLE_NAME = re.compile(r"[A-Za-z]\w{0,3}(?:\([a-z]\))?|\([A-Za-z_0-9{}, \\]+\)|\\[a-z]+|\\(?:vec|overline|mathbf)\s*\{\w+\}|\\vec \w")
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?\s*(?:[.:)]\s*\S.*|\([^()]*\))?", re.DOTALL)
 
@@ -209,6 +210,8 @@ def _same_equation(gold: str, pred: str) -> bool:
 
 def _is_lhs(text: str) -> bool:
     """Something that an equation may define: a variable, ``f(x)``, ``AB``, "the area"."""
+    if _CONDITION.match(text):
+        return False
     return is_name(text) or bool(_FUNCTION.fullmatch(text)) or bool(re.fullmatch(r"\\(?:angle|vec|overline|triangle|sin|cos|tan)\s*\{?\s*\w+\s*\}?", text))
 
 

@@ -20,6 +20,7 @@ _NOISE = re.compile(r"^(?:(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers
 _NUMBERS = re.compile(rf"{_NUMBER}(?:(?:{_SEPARATOR}|\s+){_NUMBER})*|{_MARKED}(?:(?:{_SEPARATOR}|\s*){_MARKED})*")
 _LETTERS = re.compile(rf"[A-J](?:(?:{_SEPARATOR}|\s*)[A-J])+|[a-j](?:(?:{_SEPARATOR}|\s*)[a-j])+")
 _ARROWS = re.compile(_ARROW)
+_TURNED_ARROW = re.compile(r"\s*(?:←|⟵|⇐|\\(?:leftarrow|longleftarrow|gets)(?![a-z]))\s*")
 _LISTED = re.compile(r"\s*[;\n|]\s*|\s*[、,]\s*|\s+and\s+|-{2,}|—+")
 _CHAIN = re.compile(r"(<|>|≤|≥)")
 _RELATIONS = ((re.compile(r"\\leq?(?:slant)?(?![a-z])|<=|⩽"), "≤"), (re.compile(r"\\geq?(?:slant)?(?![a-z])|>=|⩾"), "≥"), (re.compile(r"\\lt(?![a-z])"), "<"), (re.compile(r"\\gt(?![a-z])"), ">"))
@@ -31,6 +32,12 @@ def _bare(text: str) -> str:
     text = re.sub(r"\\textcircled\s*\{?\s*(\d)\s*\}?", lambda match: chr(0x245F + int(match[1])), text)
     text = _TEXTS.sub(r" \1 ", half_width(text.replace("、", "\0")).replace("\0", "、"))
     return re.sub(r"\$|\\[()\[\],;! ]|\*\*|`|[\"']", " ", text).strip()
+
+
+def _forward(text: str) -> str:
+    """``B→A→C`` of ``C←A←B``; a text with arrows both ways is left as it is."""
+    items = _TURNED_ARROW.split(text)
+    return text if len(items) < 2 or re.search(_ARROW, text) else "→".join(reversed(items))
 
 
 def circled(text: str) -> list[int] | None:
@@ -68,6 +75,7 @@ def same_selection(gold: Sequence[int], pred: str) -> bool:
 
 def compare(gold: str, pred: str, same: Same) -> bool | None:
     """Whether ``pred`` is the order or selection ``gold``; None for a gold that is neither. ``same`` compares items."""
+    gold, pred = _forward(gold.strip(" $")), _forward(pred.strip(" $"))
     if not re.search(rf"{_ARROW}|{_SIGN}|[<>＜＞≤≥]|\\[lg][et]|[A-JＡ-Ｊ]\W*[A-JＡ-Ｊ]|\d\D{{0,3}}\d", gold):
         return None
     for read in (_of_circled, _of_chain, _of_digits, _of_letters, _of_arrows):

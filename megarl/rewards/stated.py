@@ -45,9 +45,9 @@ _SIGNED = re.compile(r"[-−–±∓<>≤≥≈~～≠√∛+*/^|]\s*$|(?:^|[\s,
 _DENIED = re.compile(
     r"\b(?:or|not?|never|neither|nor|none|nothing|without|except|excluding|but|unless|if|whether|wrong|false|incorrect|inaccurate|invalid|impossible|unlikely|doubt\w*|mistake\w*"
     r"|den(?:y|ies|ied)|disagree|reject\w*|refute\w*|contradict\w*|rather|instead|far|hardly|barely|scarcely|rarely|seldom|nearly|almost|approx(?:imately)?|roughly|around|about|circa"
-    r"|least|most|than|between|maybe|possibly|perhaps|probably|either|can['’]?t|cannot|could|might|guess\w*|fail\w*|opposite|negat\w+|suppose\w*|assum\w+|estimat\w+|hope[sd]?"
-    r"|beyond|under|(?<!left )over|below|above|(?<!adds )(?<!add )(?<!added )(?<!sums )(?<!sum )up\s+to(?=\s*\0)|close\s+to|short\s+of|lacks?)\b|n['’]t\b|[?？]"
-    r"|[或不没未莫勿]|非(?!常)|无(?!论)|(?<![分区特级])别|错|误|否|假(?![期日])|除了|可能|也许|(?<![公节])约(?![定会数分])|大概|接近|将近|近似|吗|几乎|差点|至[多少]|最[多少]|超[过出]|以外|如果|怀疑|相反",
+    r"|least|most|than|between|maybe|possibly|perhaps|probably|either|can['’]?t|cannot|could|might|guess\w*|fail\w*|opposite|negat\w+|suppose\w*|let|assum\w+|estimat\w+|hope[sd]?"
+    r"|beyond|under|exclud\w*|discard\w*|ruled\s+out|extraneous|of\s+the\s+(?:final\s+)?(?:answer|result)|answer['’]s|log|ln|fold|bis|upwards?|(?<=\0 )short|(?<!left )over|below|above|(?<!adds )(?<!add )(?<!added )(?<!sums )(?<!sum )up\s+to(?=\s*\0)|close\s+to|short\s+of|lacks?)\b|n['’]t\b|[?？]"
+    r"|[或不没未莫勿]|非(?!常)|无(?!论)|(?<![分区特级])别|错|误|否|假(?![期日])|除了|可能|也许|(?<![公节])约(?![定会数分])|大概|接近|将近|近似|吗|几乎|差点|至[多少]|最[多少]|超[过出]|以外|如果|怀疑|相反|零下|答案的|^\s*(?:is|was|are|were|do|does|did)\s+(?:it|this|that|there)\b",
     re.IGNORECASE,
 )
 """``\\0`` stands where the number stood."""
@@ -63,7 +63,7 @@ _PREDICATE = re.compile(
     re.IGNORECASE,
 )
 _TAIL = frozenset(["a", "an", "of", "in", "on", "at", "for", "per", "from", "with", "after", "during", "each", "every", "left", "by", "to", "altogether", "total", "today", "by", "this", "these", "there", "inside", "because", "since", "before", "until", "when", "while", "as"])
-_HAN_BEHIND = re.compile(r"^.{0,2}(?:[几万亿半]|千(?![米克瓦帕])|百(?!分))|^.?(?:[成至到加减乘和与]|倍(?!$)|分之)|^[余来对折]|^.?多|^的.|^是(?!(?:最终|正确|最后)?的?(?:答案|结果)|正确的|对的)")
+_HAN_BEHIND = re.compile(r"^.{0,2}(?:[几万亿半]|千(?![米克瓦帕])|百(?!分))|^.?(?:[成至到加减乘和与]|倍(?!$)|分之)|^[余来对折]|^打$|^.?多|^的.|^是(?!(?:最终|正确|最后)?的?(?:答案|结果)|正确的|对的)")
 _CLAUSE = re.compile(r"[,;，；:：(（。!！—]")
 
 

@@ -20,7 +20,7 @@ _NAMES: dict[str, str] = {
     "A": "amp amps ampere amperes 安 安培", "mA": "mA milliamp milliamps milliampere milliamperes 毫安", "ohm": "Ω ohm ohms 欧 欧姆 \\Omega", "kohm": "kΩ 千欧",
     "Hz": "Hz hertz 赫兹 赫", "kHz": "kHz kilohertz 千赫", "MHz": "MHz megahertz 兆赫", "Pa": "Pa pascal pascals 帕", "kPa": "kPa 千帕", "MPa": "MPa 兆帕", "K": "K kelvin 开尔文",
     "mol": "mol mole moles 摩尔", "mmol": "mmol millimole millimoles 毫摩尔", "mi/h": "mph", "km/h": "kph kmh", "ha": "hectare hectares ha 公顷", "acre": "acre acres", "mu": "亩", "am": "am a.m. a.m 上午", "pm": "pm p.m. p.m 下午",
-    "unit": "",
+    "cm^3": "cc ccm", "unit": "",
 }  # fmt: skip
 _SYMBOL = {name: symbol for symbol, names in _NAMES.items() for name in names.split()}
 
@@ -42,10 +42,10 @@ _STOPPING = (
     "tenths hundredths thousandths thirds fourths fifths sixths eighths halves quarters pairs pair score scores k "
     "some any greater smaller only otherwise unless when where while for to until pi squared cubed sqrt root e i "
     "alternatively alternately instead rather else versus vs actually correction wait twenty thirty forty fifty sixty seventy eighty ninety "
-    "thousands millions billions trillions hundreds factorial factorials mod modulo doubled halved tripled negated approx approximately roughly"
+    "thousands millions billions trillions hundreds factorial factorials mod modulo doubled halved tripled negated approx approximately roughly ish ths th fold bis upward upwards too"
 )
 _STOP = frozenset(_STOPPING.split() + NUMERALS)
-_CHINESE_STOP = re.compile(r"或|和|与|不|非|以上|以下|以内|左右|多|少|大于|小于|至|到|几|分之|倍的|百|千|万|亿|半|成|否|错|对|^的.|^余|折$|倒数|相反数|倍数|两倍|次方|阶乘|之外|除外")
+_CHINESE_STOP = re.compile(r"或|和|与|不|非|以上|以下|以内|左右|多|少|大于|小于|至|到|几|分之|倍的|百|千|万|亿|半|成|否|错|对|^的.|^余|折$|^[加减乘]|^打$|^来个|倒数|相反数|倍数|两倍|次方|阶乘|之外|除外")
 _LAST_STOP = re.compile(r"\b(?:wrong|false|incorrect|remainders?|reciprocal|inverse|negative|choose|power)\W*$", re.IGNORECASE)
 """A judgement or an operation at the end; ``5 wrong answers`` counts answers."""
 _WORD = re.compile(r"\\?[A-Za-zΩ$€£¥₹¢]+(?:\.[a-z]\.?)?|[一-鿿]+")
@@ -71,6 +71,7 @@ def unit_of(text: str) -> str | None:
         return None
     symbols: list[str] = []
     power, over, unknown = "", False, 0
+    text = re.sub(r"(?<=[cdkm]m)(?=[23]\b)|(?<=\sm)(?=[23]\b)", "^", text)
     for piece in re.findall(r"\^\s*\{?\s*-?\d\s*\}?|/|\bper\b|\\cdot|[一-鿿]+|\\?[A-Za-zΩ$€£¥₹¢]+(?:\.[a-z]\.?)?|\S", text):
         exponent = re.fullmatch(r"\^\s*\{?\s*(-?\d)\s*\}?", piece)
         if exponent and symbols:
@@ -83,6 +84,8 @@ def unit_of(text: str) -> str | None:
         elif piece in _SQUARE:
             power = _SQUARE[piece]
         elif (symbol := _symbol(piece)) is not None:
+            if symbol in ("degC", "degF") and symbols[-1:] == ["deg"]:
+                symbols.pop()
             symbols += [symbol + power] if symbol else []
             power = ""
         elif stops(piece) or _CHINESE_STOP.search(piece):
