@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megarl.checkpoint.hf_source import small_files
 from megarl.checkpoint.opened import Head, Opened, family, open_dist_checkpoint, open_hf_checkpoint
 from megarl.checkpoint.output import Finished, Output
 from megarl.checkpoint.overwrite import check_replaceable, check_target, named_target
@@ -113,6 +114,7 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
             output.check_space(sum(file_size(target, file) for file in left))
             work.write(left)
             records = [output.finished[file.name] for file in target.files]
+            output.copying(small_files(opened.config_path))
             target.finish(output.path, records)
             if settings.verify:
                 work.verify()

@@ -177,12 +177,17 @@ def check_copy(path: Path, embedding: str, copy: str, a: torch.Tensor, b: torch.
         )
 
 
+def small_files(source: Path) -> list[str]:
+    """Names of the files of a checkpoint that are copied as they are."""
+    files = (file for file in source.iterdir() if file.is_file())
+    return sorted(file.name for file in files if not file.name.startswith(".") and not file.name.endswith(_LEFT))
+
+
 def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: bool, is_value: bool = False) -> None:
     """Tokenizer and other small files of a checkpoint, and its config.json as it is for unquantised tensors of ``dtype``, with or
     without prediction layers, with a value head or not."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_LEFT):
-            shutil.copyfile(file, target / file.name)
+    for name in small_files(source):
+        shutil.copyfile(source / name, target / name)
     config = read_config_json(source)
     config.pop("quantization_config", None)
     if not mtp and config.get("num_nextn_predict_layers"):

@@ -1,7 +1,7 @@
 """A checkpoint directory that appears whole or not at all, and whose making can be taken up again after a kill.
 
 It is written as ``.<name>.partial`` beside the target. ``journal.jsonl`` there names the job and then every finished file with
-its size and digests; a second run of the same job reads those files again and keeps the ones whose digests are as recorded.
+its size and digests, and the names of small files before they are copied; a second run of the same job reads those files again and keeps the ones whose digests are as recorded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from megarl.errors import CheckpointError
 MANIFEST = "megarl_manifest.json"
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
+COPIED = "copied"
 
 
 class Finished(NamedTuple):
@@ -119,13 +121,18 @@ class Output:
     def keep(self, records: Iterable[Finished]) -> None:
         """Begin a new journal with these records only."""
         self.finished = {record.file: record for record in records}
-        lines = [json.dumps({"job": self._job}), *(record.to_json() for record in self.finished.values())]
+        copied = [json.dumps({COPIED: names})] if (names := sorted(copied_files(self.path))) else []
+        lines = [json.dumps({"job": self._job}), *copied, *(record.to_json() for record in self.finished.values())]
         write_text(self.path / JOURNAL, "".join(f"{line}\n" for line in lines))
 
     def add(self, record: Finished) -> None:
         """Note a complete file; its bytes are on the disk before its record is."""
         self.finished[record.file] = record
         self._append(record.to_json())
+
+    def copying(self, names: Iterable[str]) -> None:
+        """Note small files of the source before they are copied, so that a later conversion may remove them after a kill."""
+        self._append(json.dumps({COPIED: sorted(names)}))
 
     def _append(self, line: str) -> None:
         with (self.path / JOURNAL).open("a") as journal:
@@ -162,6 +169,19 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
         stream.write(json.dumps(value, indent=2) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def copied_files(partial: Path) -> set[str]:
+    """Names of small files that a conversion noted in its journal before it copied them."""
+    names: set[str] = set()
+    try:
+        lines = (partial / JOURNAL).read_text().splitlines()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return names
+    for line in lines:
+        with suppress(ValueError, TypeError, KeyError):  # the line of a file, or half a line
+            names.update(map(str, json.loads(line)[COPIED]))
+    return names
 
 
 def partial_path(target: Path) -> Path:

@@ -7,9 +7,10 @@ import logging
 import os
 from collections.abc import Iterable
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 
-from megarl.checkpoint.output import JOURNAL, LOCK, MANIFEST, partial_path
+from megarl.checkpoint.output import JOURNAL, LOCK, MANIFEST, copied_files, partial_path
 from megarl.checkpoint.target_manifest import read_target_manifest
 from megarl.durable import aside, exists, recover_directory
 from megarl.errors import CheckpointError
@@ -83,11 +84,11 @@ def check_apart(target: Path, sources: Iterable[Path], *temporary: Path) -> None
     """Raise CheckpointError if the target is one of the directories that are read, contains one or lies inside one.
 
     The same holds for its ``temporary`` directories. Links in a source count as their targets, and a directory that is mounted
-    twice is one directory.
+    twice is one directory, also one inside a source.
     """
     written = [(path, {path.resolve(), path.parent.resolve() / path.name}) for path in (target, *temporary)]
     for source in sources:
-        for read in (source, *(path for path in source.rglob("*") if path.is_symlink())):
+        for read in (source, *(path for path in source.rglob("*") if path.is_symlink() or path.is_dir())):
             for path, places in written:
                 _check_apart(path, places, read)
 
@@ -137,7 +138,7 @@ def _is_partial(path: Path, sources: Iterable[Path]) -> bool:
     if JOURNAL not in names and MANIFEST in names:
         return _other_files(path, (LOCK,)) is None  # killed between the manifest and the rename
     if JOURNAL in names:
-        return _is_journal(path / JOURNAL) and not _unknown(path, _CONVERTING, sources, folders=True)
+        return _is_journal(path / JOURNAL) and not _unknown(path, (*_CONVERTING, *map(escape, copied_files(path))), sources, folders=True)
     begun = not [name for name in names if name != LOCK and not fnmatch(name, f".{JOURNAL}.*.tmp")]
     return begun and (LOCK not in names or (path / LOCK).stat().st_size == 0)
 

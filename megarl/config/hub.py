@@ -31,33 +31,55 @@ def cache() -> Path:
 
 def snapshot(path: str) -> str:
     """The cached snapshot of a hub name's main branch; ``path`` itself where it exists, is no such name or is not cached."""
-    if not _NAME.fullmatch(path) or Path(path).exists():
+    if not _reads_as_name(path):
         return path
-    folder = cache() / f"models--{path.replace('/', '--')}"
     try:
-        revision = (folder / "refs" / "main").read_text().strip()
+        revision = (_cached(path) / "refs" / "main").read_text().strip()
     except OSError:
         return path
-    found = folder / "snapshots" / revision
-    return str(found) if (found / "config.json").is_file() else path
+    found = _cached(path) / "snapshots" / revision
+    return str(found) if _is_whole(found) else path
 
 
 def with_snapshots(config: Config) -> Config:
     """The settings with cached snapshots for hub names of models: those that the run began with, for as long as the cache has them."""
     roles = {role: getattr(config, role) for role in ("model", "critic", "reward_model")}
     used = _paths(Path(config.run.dir) / "resolved.json")
-    found = {role: _kept(used.get(role), snapshot(value.path)) for role, value in roles.items() if value.path is not None}
+    found = {role: _snapshot_of_run(value.path, used.get(role)) for role, value in roles.items() if value.path is not None}
     return replace(config, **{role: replace(roles[role], path=path) for role, path in found.items()})
 
 
-def _kept(used: str | None, newest: str) -> str:
-    """The snapshot of the run's last start where the name's main branch has moved on since."""
-    if used is None or used == newest or Path(used).parent != Path(newest).parent or Path(newest).parent.name != "snapshots":
+def lost(path: str) -> str | None:
+    """The command that downloads a snapshot which the cache no longer has; None for other paths."""
+    folder = Path(path)
+    model = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not model.startswith("models--") or _is_whole(folder):
+        return None
+    return f"`hf download {model.removeprefix('models--').replace('--', '/', 1)} --revision {folder.name}`"
+
+
+def _snapshot_of_run(path: str, used: str | None) -> str:
+    """The snapshot of the run's last start while the cache has it, else the newest one. A path is taken as it is."""
+    newest = snapshot(path)
+    if used is None or used == newest or not _reads_as_name(path):
         return newest
-    if not (Path(used) / "config.json").is_file():
+    if Path(used).parent != _cached(path) / "snapshots" or not _is_whole(Path(used)):
         return newest
-    log.warning("the run goes on with %s, though the cache's main branch is at %s", used, Path(newest).name)
+    if newest != path:
+        log.warning("the run goes on with %s, though the cache's main branch is at %s", used, Path(newest).name)
     return used
+
+
+def _reads_as_name(path: str) -> bool:
+    return bool(_NAME.fullmatch(path)) and not Path(path).exists()
+
+
+def _cached(name: str) -> Path:
+    return cache() / f"models--{name.replace('/', '--')}"
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def _paths(resolved: Path) -> dict[str, str]:
@@ -71,7 +93,7 @@ def _paths(resolved: Path) -> dict[str, str]:
 
 def advice(setting: str, path: str) -> str | None:
     """The way to get a model whose hub name was given as a path; None for other paths."""
-    if not _NAME.fullmatch(path) or Path(path).exists():
+    if not _reads_as_name(path):
         return None
     folder = f"models/{path.partition('/')[2]}"
     return (

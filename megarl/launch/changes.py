@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.config import Config, load_resolved, to_dict
+from megarl.config import Config, hub, load_resolved, to_dict
 
 SHOWN = 8
 HARMLESS = (
@@ -25,12 +25,11 @@ FREE = (
         "tp", "pp", "expert_parallel", "replicas", "nodes", "max_num_seqs", "block_size", "kv_cache_bytes",
         "num_threads", "start_timeout_s", "request_timeout_s", "concurrent_groups",
     )),
-    *(f"reward.{name}" for name in (
-        "workers", "hosts", "backlog", "code.url", "judge.concurrency", "judge.cache",
-    )),
+    *(f"reward.{name}" for name in ("workers", "hosts", "backlog", "code.url", "code.python", "judge.concurrency", "judge.cache")),
 )  # fmt: skip
 """Settings, and groups of them, that change neither the training's mathematics nor verdicts: where and how fast a job computes,
-how long it waits, what it logs and keeps. Timeouts and retries of rewards are not among them: an answer without a verdict is dropped. ``run.allow_changes`` confirms all others when a run goes on."""
+how long it waits, what it logs and keeps. Timeouts and retries of rewards are not among them: an answer without a verdict is
+dropped. ``run.allow_changes`` confirms all others when a run goes on."""
 
 
 class Change(NamedTuple):
@@ -63,7 +62,12 @@ def described(changed: Iterable[Change]) -> str:
 
 
 def listed(changed: Iterable[Change]) -> list[str]:
-    return [f"{c.setting} was {c.old}, now {c.new}" for c in changed]
+    return [f"{c.setting} was {c.old}{_lost(c.old)}, now {c.new}" for c in changed]
+
+
+def _lost(value: Any) -> str:
+    command = hub.lost(value) if isinstance(value, str) else None
+    return f" (no longer in the cache; {command} restores it)" if command else ""
 
 
 def is_in(setting: str, names: Iterable[str]) -> bool:

@@ -26,11 +26,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
 
 from megarl.errors import ConfigError, JobError
 from megarl.launch import ports
 from megarl.parent import die_with
 from megarl.store import OWN_SERVER, VARIABLE, check_url
+from megarl.store.database import masked_text
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +134,11 @@ def live_url(run_dir: Path, key: str | None) -> str | None:
 
 def without_password(url: str) -> str:
     """A store's URL as it may go over an unencrypted connection."""
-    return make_url(url)._replace(password=None).difference_update_query(["password", "sslpassword"]).render_as_string()
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        return masked_text(url)
+    return parsed._replace(password=None).difference_update_query(["password", "sslpassword"]).render_as_string()
 
 
 def with_own_password(url: str, key: str) -> str:

@@ -31,6 +31,7 @@ from megarl.launch.changes import Change, changes_since_last_start, described, h
 from megarl.launch.run_dir import run_id
 from megarl.parallel.grid import ROLES
 from megarl.store import Store
+from megarl.store.database import shown
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
     owner = store.run_id()
     if owner is not None and owner != run_id(run_dir) and has_checkpoints(run_dir):
         raise ConfigError(
-            f"store.url={config.store.url} is the store of another run (run {owner}; {run_dir / 'run_id'} has {run_id(run_dir)}); "
+            f"store.url={shown(config.store.url)} is the store of another run (run {owner}; {run_dir / 'run_id'} has {run_id(run_dir)}); "
             "give the URL that this run had before"
         )
 
@@ -205,7 +206,7 @@ def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
     lacks = f"knows nothing of {len(missing)} of the {done} steps that {newest} has behind it (the first is {missing[0]})"
     if not covered or not steps[covered[-1]]:
         raise ConfigError(
-            f"store.url={config.store.url} {lacks}: was the file removed or replaced? Put it back, or take another run.name; "
+            f"store.url={shown(config.store.url)} {lacks}: was the file removed or replaced? Put it back, or take another run.name; "
             f"the weights of the run so far are in {run_dir / 'checkpoints'}"
         )
     for path in candidates[candidates.index(covered[-1]) + 1 :]:
@@ -214,5 +215,5 @@ def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
     log.warning(
         "THE RUN GOES BACK to %s: store.url=%s %s, as after a power cut. Later checkpoints are now named uncovered_%s*; if the store "
         "is not this run's, stop, put the right one in its place and give them their names back",
-        covered[-1], config.store.url, lacks, PREFIX,
+        covered[-1], shown(config.store.url), lacks, PREFIX,
     )  # fmt: skip

@@ -8,13 +8,14 @@ A URL is either the database's own, or says where that is found, so that no pass
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import time
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from megarl.errors import ConfigError
 
@@ -67,7 +68,13 @@ def shown(url: str) -> str:
     try:
         return _masked(make_url(_found(url)))
     except (ArgumentError, ValueError):
-        return url
+        return masked_text(url)
+
+
+def masked_text(url: str) -> str:
+    """``url`` without a password, also where it cannot be parsed."""
+    text = re.sub(r"//([^:/@]*):.*@", r"//\1:***@", url)
+    return re.sub(r"(password=)[^&]*", r"\1***", text)
 
 
 def reason(error: SQLAlchemyError) -> str:
@@ -93,15 +100,16 @@ def _found(url: str) -> str:
 
 def _parsed(url: str) -> URL:
     text = _found(url)
-    masked = url
+    masked = masked_text(url)
     try:
         parsed = make_url(text)
         masked = _masked(parsed)
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         parsed.get_dialect()
-    except (ArgumentError, ModuleNotFoundError, ValueError) as error:  # ValueError: of a port
-        because = f" ({error})" if masked != url or text == url else ""  # it repeats a text that it cannot read
+    except (ArgumentError, ModuleNotFoundError, ValueError) as error:
+        because = f" ({error})" if isinstance(error, (ModuleNotFoundError, NoSuchModuleError)) else ""  # others may repeat a password
+        because = " (its port is not a number)" if isinstance(error, ValueError) else because
         raise ConfigError(
             f"store.url={masked} is no database that can be opened here{because}; write sqlite:///PATH, "
             "postgresql://USER@HOST:PORT/DATABASE (several hosts: postgresql://USER@/DATABASE?host=A:5432&host=B:5432), or leave it out"

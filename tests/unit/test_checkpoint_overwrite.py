@@ -12,7 +12,7 @@ import pytest
 
 from megarl.checkpoint import convert
 from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf, reshard_checkpoint
-from megarl.checkpoint.output import MANIFEST
+from megarl.checkpoint.output import MANIFEST, Finished, Output
 from megarl.checkpoint.overwrite import check_apart, check_export_target, check_target
 from megarl.errors import CheckpointError
 from megarl.reshard.layouts import MegatronGrid
@@ -207,6 +207,21 @@ def test_a_partial_folder_with_other_files_is_not_emptied(root: Path, files: dic
         convert_hf_to_megatron(root / "models/hf", root / "x", QUIET)
 
 
+@pytest.mark.parametrize("folder", ["", "huggingface"])
+def test_a_conversion_that_was_killed_among_small_files_makes_way_for_another_source(root: Path, folder: str) -> None:
+    """Its journal names the files that it was copying, which the other source need not have."""
+    target, partial = root / "x", root / ".x.partial"
+    with Output(target, "0") as output:
+        (partial / folder).mkdir(exist_ok=True)
+        output.copying(["config.json", "preprocessor[1].json"])
+        (partial / folder / "preprocessor[1].json").write_text("{}")
+        output.add(Finished("config.json", 2, {}))
+    check_target(target, [root / "models/hf"], overwrite=False)
+    (partial / folder / "mine.txt").write_text("keep me")
+    with pytest.raises(CheckpointError, match=r"\.x\.partial was not written by megarl"):
+        check_target(target, [root / "models/hf"], overwrite=False)
+
+
 def test_weights_of_another_size_are_not_replaced(root: Path) -> None:
     convert_hf_to_megatron(root / "models/hf", root / "meg", QUIET)
     (root / "meg/__0_0.distcp").write_bytes(b"fine-tuned")
@@ -238,6 +253,10 @@ def test_a_folder_that_is_mounted_twice_is_one_folder(root: Path, monkeypatch: p
         check_apart(root / "models", [root / "bind/hf"])
     with pytest.raises(CheckpointError, match=r"models/new is inside the source .*bind"):
         check_apart(root / "models/new", [root / "bind"])
+    (root / "models/sub").mkdir()
+    both = {root / "bind", root / "models/sub"}
+    with pytest.raises(CheckpointError, match=r"bind/new is inside the source .*models/sub"):
+        check_apart(root / "bind/new", [root / "models"])
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

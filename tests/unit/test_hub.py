@@ -10,6 +10,7 @@ import pytest
 from megarl.config import compose, save_resolved
 from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.checks import check
+from megarl.launch.resume import check_settings_of_run
 from tests.unit.small_job import config_of, refused
 
 NAME = "Some-Org/Tiny-0.5B"
@@ -85,5 +86,22 @@ def test_a_run_keeps_the_snapshot_that_it_began_with(hub: Path, tmp_path: Path, 
     assert (config.model.path, config.critic.path) == (str(first), str(first))
     assert f"goes on with {first}, though the cache's main branch is at def456" in caplog.text
     assert compose([*words[:-1], f"run.dir={tmp_path / 'other'}"]).model.path == str(second)
-    shutil.rmtree(first)
-    assert compose(words).model.path == str(second)
+    given = [f"model.path={second}" if word == f"model.path={NAME}" else word for word in words]
+    assert compose(given).model.path == str(second), "a path is taken as it is"
+    (hub / "models--Some-Org--Tiny-0.5B" / "refs" / "main").unlink()
+    assert compose(words).model.path == str(first)
+
+
+def test_a_missing_snapshot_of_a_run_is_named_with_the_way_back(hub: Path, tmp_path: Path) -> None:
+    first, run_dir = cached(hub), tmp_path / "run"
+    config = config_of(run_dir, f"model.path={NAME}")
+    (run_dir / "checkpoints" / "step_0").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step_0" / "state.json").write_text("{}")
+    save_resolved(config, run_dir / "resolved.json")
+    second = first.with_name("def456")
+    first.rename(second)
+    (hub / "models--Some-Org--Tiny-0.5B" / "refs" / "main").write_text("def456")
+    words = [f"model.path was {first}", "no longer in the cache", f"`hf download {NAME} --revision abc123`", f"now {second}"]
+    with pytest.raises(ConfigError) as caught:
+        check_settings_of_run(config_of(run_dir, f"model.path={NAME}"), run_dir)
+    assert all(word in str(caught.value) for word in words)

@@ -236,7 +236,7 @@ def test_what_changes_the_training_is_confirmed(tmp_path: Path, overrides: list[
 def test_a_judge_may_move_to_another_address(tmp_path: Path) -> None:
     begun(tmp_path, finished=False)
     save_resolved(config_of(tmp_path, "reward.judge.url=http://a:1/v1"), tmp_path / "resolved.json")
-    check_settings_of_run(config_of(tmp_path, "reward.judge.url=http://b:2/v1"), tmp_path)
+    check_settings_of_run(config_of(tmp_path, "reward.judge.url=http://b:2/v1", "reward.code.python=/other/python"), tmp_path)
     with pytest.raises(ConfigError, match=r"reward\.judge\.url was http://a:1/v1, now None"):
         check_settings_of_run(config_of(tmp_path), tmp_path)
 

@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 
 from megarl.config import compose
 from megarl.errors import ConfigError, DataError, FencedError, JobError
+from megarl.launch.postgres import without_password
 from megarl.schema import GREEDY, Experience, GroupStats, Reward, Segment, WeightsVersion
 from megarl.store import OWN_SERVER, Store, check_url, database
 from megarl.store.codec import ARRAYS, experience_from_row, experience_to_row
+from megarl.store.database import shown
 from tests.stores import VERSION, WRITES, finish, make_experience, make_task, request, rows
 
 
@@ -364,6 +366,8 @@ SECRET = "p4ss"
         ("env://NOT_SET", ["env://NOT_SET", "NOT_SET is not in the environment"]),
         ("env://TEST_URL", ["postgresql://me:***@127.0.0.1:1/x cannot be reached"]),
         ("env://TEST_NONE", ["env://TEST_NONE is no database that can be opened"]),
+        (f"postgresql://me:{SECRET}@h1:5432,h2:5432/x", ["me:***@h1:5432,h2:5432/x is", "(its port is not a number)", "host=A:5432&host=B:5432"]),
+        (f"postgresql://me:word@h1:{SECRET}@h2/x?sslpassword={SECRET}", ["me:***@h2/x?sslpassword=*** is", "(its port is not a number)"]),
     ],
 )
 def test_urls_that_cannot_work(monkeypatch: pytest.MonkeyPatch, url: str, words: list[str]) -> None:
@@ -373,6 +377,19 @@ def test_urls_that_cannot_work(monkeypatch: pytest.MonkeyPatch, url: str, words:
         check_url(url)
     assert all(word in str(raised.value) for word in words), raised.value
     assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"postgresql://me:{SECRET}@h1:5432,h2:5432/x?sslpassword={SECRET}",
+        f"postgresql://me:{SECRET}@/x?host=h1:5432&host=h2:5432&password={SECRET}",
+    ],
+)
+def test_no_password_goes_to_another_node(url: str) -> None:
+    sent = without_password(url)
+    assert SECRET not in sent and "h1" in sent and "h2" in sent
+    assert SECRET not in shown(url)
 
 
 def test_a_file_is_one_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
