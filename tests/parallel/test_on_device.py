@@ -72,7 +72,7 @@ def forward(rank: int, path: str, head: Literal["log-probs", "scores"]) -> list[
     asked = Head(VOCAB) if head == "log-probs" else None
     model = FrozenModel(hf.read_hf_config(Path(path)), ModelConfig(path=path), parallel, asked, cut)
     sequences, _ = step()
-    batches = model.micro_batches(sequences)
+    batches = list(model.micro_batches(sequences))
     with FakeTensorMode(static_shapes=True) as mode:
 
         def there(x: torch.Tensor) -> torch.Tensor:
