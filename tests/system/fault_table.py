@@ -13,6 +13,7 @@ out, a step taken back). As root the job's directory is a file system of its own
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from typing import Any
 
 from tests.system.injected import EVERY, FAULTS, IN_SYNCS, OF_POSTGRES, OF_SYNCS, Fault, Injured, disk_filled
 from tests.system.jobs import TINY, Job
-from tests.system.soak import END_S, checkpoints_and_metrics, differences, found_in, run_to_its_end
+from tests.system.soak import END_S, checkpoints_and_metrics, found_in, run_to_its_end
 
 STEPS_APART = 3
 """Steps between two faults: a checkpoint lies between them."""
@@ -54,6 +55,8 @@ class Row:
     """How many attempts it took beyond the one that was hurt."""
 
 
+COUNTS = re.compile(r"checkpoint/failed$|reward/\w+/(kills|retries)$")
+"""Metrics that count checkpoints without room, and reward processes that were killed."""
 NAN = "NaN in one rank's loss"
 SPOILED = """
 import dataclasses, os
@@ -114,13 +117,20 @@ def spoil(root: Path, action: str, happened: str) -> Row:
 
 def compared(hurt: Path, whole: Path, steps: int) -> tuple[str, list[str]]:
     """What differs from the job without faults. A checkpoint that only one of them has is said apart: a stop saves one, a full disk prevents one."""
-    reference = found_in(whole, steps)
+    found, reference = (without_counts(found_in(run, steps)) for run in (hurt, whole))
     ours, theirs = ({path.name for path in (run / "checkpoints").glob("global_step_*")} for run in (hurt, whole))
-    differing = [name for name in differences(hurt, reference, steps) if name.partition("/")[0] not in ours ^ theirs]
-    found = found_in(hurt, steps)
+    differing = sorted(name for name in found.keys() | reference.keys() if found.get(name) != reference.get(name) and name.partition("/")[0] not in ours ^ theirs)
     named = "; ".join(f"{name}: {_difference(found.get(name), reference.get(name))}" for name in differing)
     text = f"{len(reference)} things compared, {len(differing)} differ{named and f' ({named})'}"
     return f"{text}; checkpoints left out: {sorted(theirs - ours)}, more than usual: {sorted(ours - theirs)}", differing
+
+
+def without_counts(found: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the metrics that count the faults themselves."""
+    return {
+        name: {key: number for key, number in value.items() if not COUNTS.match(key)} if isinstance(value, dict) else value
+        for name, value in found.items()
+    }
 
 
 def _difference(found: Any, reference: Any) -> str:
