@@ -115,7 +115,7 @@ def _run_attempts(
                 log.error("%s", error)
                 check_fence(run_dir, attempt)
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
-                rebuild_damaged_store(config)
+                rebuild_damaged_store(config, stopping=stop_request.is_set)
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 

@@ -30,7 +30,7 @@ from megarl.errors import CheckpointError, ConfigError
 from megarl.launch.changes import Change, changes_since_last_start, described, has_checkpoints, is_in, listed
 from megarl.launch.run_dir import run_id
 from megarl.parallel.grid import ROLES
-from megarl.store import Store
+from megarl.store import Store, sqlite_file
 from megarl.store.database import shown
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,10 @@ def is_finished(config: Config, run_dir: Path) -> bool:
     saved = read_state(found)
     if saved["phase"] != "rl" or int(saved["step"]) < config.trainer.steps:
         return False
-    store = Store(config.store.url)
+    path = sqlite_file(config.store.url)
+    if path is not None and not (path.is_file() and path.stat().st_size):
+        return False
+    store = Store(config.store.url, read_only=True)
     try:
         # Closed last of all: the files of an earlier end, at fewer steps, may still be there.
         return store.job_state() == "closed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,24 @@ from megarl.store import OWN_SERVER, VARIABLE, Store, repair, sqlite_file
 log = logging.getLogger(__name__)
 
 
-def rebuild_damaged_store(config: Config, *, rename: bool = True) -> None:
+def rebuild_damaged_store(config: Config, *, rename: bool = True, stopping: Callable[[], bool] = lambda: False) -> None:
     """Make a damaged SQLite store again from the rows that can be read and the run's ``metrics.jsonl``, with a warning; the damaged
     file is kept. Without ``rename`` there is only the warning.
 
-    Raises ConfigError where ``store.url`` cannot be read.
+    Raises:
+        ConfigError: ``store.url`` cannot be read.
+        JobError: ``stopping`` returned True before all rows were read; the damaged file is where it was.
     """
     if config.store.url == OWN_SERVER and VARIABLE not in os.environ:
         return
     path = sqlite_file(config.store.url)
     metrics = Path(config.run.dir) / "metrics.jsonl"
-    if path is None or (fault := _emptied(path, metrics) or repair.fault(path)) is None:
+    if path is None or (fault := _emptied(path, metrics) or repair.fault(path, stopping)) is None:
         return
     if not rename:
         log.warning("the store %s is damaged: %s; the next start makes it again from what can be read", path, fault)
         return
-    aside = repair.rebuild(path)
+    aside = repair.rebuild(path, stopping)
     restored = _restore_steps(config.store.url, metrics)
     log.warning(
         "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has what could be read of it, and %d steps that only "

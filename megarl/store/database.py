@@ -11,11 +11,13 @@ import os
 import re
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from megarl.errors import ConfigError
 
@@ -23,6 +25,8 @@ BUSY_TIMEOUT_S = 60.0
 """How long at least another process's transaction is waited for, also by who waits for no outage."""
 LOCK_S = 0.2
 """How long SQLite itself waits for a lock: nobody sees a process move meanwhile, so ``Transactions`` repeats it."""
+PROGRESS_STEPS = 100_000
+"""Instructions of SQLite's virtual machine, some milliseconds of them, between two looks at a stop request."""
 CONNECT_TIMEOUT_S = 10
 IDLE_S = 30.0
 """After this, PostgreSQL ends a session that stands still inside a transaction: its process was stopped, or its node is
@@ -170,6 +174,26 @@ def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S, synchronous: str = "
         connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
     return engine
+
+
+def open_read_only(path: Path, stopping: Callable[[], bool] = lambda: False) -> Engine:
+    """A SQLite file that is read without a change to it or its log; the log's index (``-shm``) may be made.
+
+    A statement ends with SQLITE_INTERRUPT when ``stopping`` returns True.
+    """
+    engine = create_engine("sqlite://", creator=lambda: _connect_read_only(path), poolclass=NullPool)
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: sqlite3.Connection, _record: object) -> None:
+        connection.set_progress_handler(stopping, PROGRESS_STEPS)
+
+    return engine
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    # Without a log nobody writes, and only an immutable file is read without making one.
+    mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=LOCK_S)
 
 
 def _open_postgres(url: URL, answer_s: float) -> Engine:

@@ -6,16 +6,17 @@ import itertools
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Table, func, insert, select
 from sqlalchemy.exc import DBAPIError
 
+from megarl.errors import JobError
 from megarl.schema import GREEDY
 from megarl.store.checksums import CHECKSUM, is_intact
-from megarl.store.database import BUSY_TIMEOUT_S, open_engine, reason, sync_folder
+from megarl.store.database import BUSY_TIMEOUT_S, open_read_only, reason, sync_folder
 from megarl.store.store import delete_rollouts
 from megarl.store.tables import EXPERIENCES, GROUPS, METADATA, ROLLOUTS, TRAINED
 from megarl.store.transactions import SQLITE_LOCKED, Transactions, is_damage
@@ -26,18 +27,23 @@ _BATCH = 1000
 _FILES = ("", "-wal", "-shm")
 
 
-def fault(path: Path) -> str | None:
-    """Why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows of all small tables."""
+def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | None:
+    """Why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows of all small tables.
+
+    Raises JobError when ``stopping`` returned True before that.
+    """
     if _rebuilt(path).exists():
         return "making it again was interrupted"
     if not path.is_file():
         return None
-    engine = open_engine(f"sqlite:///{path}")
+    engine = open_read_only(path, stopping)
     try:
         with engine.connect() as connection:
             found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
             return _damaged_row(connection) if found == "ok" else " ".join(str(found).split())
     except DBAPIError as error:
+        if getattr(error.orig, "sqlite_errorname", "") == "SQLITE_INTERRUPT":
+            raise JobError(f"asked to stop while {path} was checked for damage") from error
         return reason(error) if is_damage(error) else None  # the store itself waits for a lock, and tells of the rest
     finally:
         engine.dispose()
@@ -54,15 +60,18 @@ def _damaged_row(connection: Connection) -> str | None:
     return None
 
 
-def rebuild(path: Path) -> Path:
-    """Put a new store with all rows that can be read at ``path``; returns where the damaged one is. Repeat it where it was cut off."""
+def rebuild(path: Path, stopping: Callable[[], bool] = lambda: False) -> Path:
+    """Put a new store with all rows that can be read at ``path``; returns where the damaged one is. Repeat it where it was cut off.
+
+    Raises JobError when ``stopping`` returned True before all rows were copied; the damaged store is where it was.
+    """
     rebuilt, aside = _rebuilt(path), _aside(path)
     if not rebuilt.exists():
         new = path.with_name(f"{path.name}.new")
         _remove(new)
         _remove(aside)  # a log whose file is gone
         padded = _padded(path)
-        _copy(padded or path, new)
+        _copy(padded or path, new, stopping)
         if padded is not None:
             _remove(padded)
         assert not Path(f"{new}-wal").exists(), "its last connection left rows in the log"
@@ -111,7 +120,7 @@ def _rebuilt(path: Path) -> Path:
     return path.with_name(f"{path.name}.rebuilt")
 
 
-def _copy(path: Path, new: Path) -> None:
+def _copy(path: Path, new: Path, stopping: Callable[[], bool]) -> None:
     """All rows of ``path`` that are as they were written, but of no rollout a part."""
     database = Transactions(f"sqlite:///{new}", None, 0.0)
     old = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)
@@ -120,6 +129,8 @@ def _copy(path: Path, new: Path) -> None:
     try:
         for table in METADATA.sorted_tables:
             for rows in _batches(old, table):
+                if stopping():
+                    raise JobError(f"asked to stop while the damaged store {path} was made again")
                 database.write(lambda connection, again, table=table, rows=rows: _insert(connection, table, rows))  # type: ignore[misc]
         database.write(lambda connection, again: delete_rollouts(connection, _incomplete(connection)))
         database.sync()

@@ -73,8 +73,8 @@ class Store:
         FencedError: (here, and every write) the job has begun another attempt.
     """
 
-    def __init__(self, url: str, *, attempt: int | None = None, outage_s: float = 0.0) -> None:
-        self._database = Transactions(url, attempt, outage_s)
+    def __init__(self, url: str, *, attempt: int | None = None, outage_s: float = 0.0, read_only: bool = False) -> None:
+        self._database = Transactions(url, attempt, outage_s, read_only=read_only)
         self._read, self._write = self._database.read, self._database.write
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from megarl import pulse
 from megarl.errors import ConfigError, FencedError, JobError, StoreDamagedError
 from megarl.store import database
 from megarl.store.checksums import CHECKSUM, sealed
-from megarl.store.database import open_engine, reason, shown, sqlite_file, sync_folder
+from megarl.store.database import open_engine, open_read_only, reason, shown, sqlite_file, sync_folder
 from megarl.store.tables import JOB, METADATA, SCHEMA
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ _PASSING = ("08", "40", "53", "57")
 SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_READ", "SQLITE_IOERR_SHORT_READ")
 _SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
+_SQLITE_INACCESSIBLE = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_IOERR_ACCESS", "SQLITE_IOERR_SHMOPEN")
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
 _ATTEMPT, _SCHEMA, _SYNCED = "attempt", "schema", "synced"
 _JITTER = random.Random()  # not the generator that a run's results depend on
@@ -48,24 +49,26 @@ _JITTER = random.Random()  # not the generator that a run's results depend on
 class Transactions:
     """One process's handle on a database. ``attempt`` fences its writes; None writes whatever is stored.
 
-    The tables are made where they are missing. ``outage_s`` 0 runs nothing twice.
+    The tables are made where they are missing, unless ``read_only`` keeps a SQLite file as it is. ``outage_s`` 0 runs nothing twice.
 
     Raises:
-        ConfigError: the URL cannot be read or its driver is missing.
+        ConfigError: the URL cannot be read or its driver is missing; (every method) a SQLite file cannot be opened or written.
         FencedError: the job has begun another attempt.
         JobError: the database cannot be reached.
     """
 
-    def __init__(self, url: str, attempt: int | None, outage_s: float) -> None:
+    def __init__(self, url: str, attempt: int | None, outage_s: float, *, read_only: bool = False) -> None:
         self.shown = shown(url)
         self.attempt = attempt
         self._outage_s = outage_s
-        self._reader = open_engine(url, max(outage_s, database.BUSY_TIMEOUT_S))
-        self._writer = self._reader.execution_options(megarl_write=True)
         self._path = sqlite_file(url)
+        read_only = read_only and self._path is not None
+        self._reader = open_read_only(self._path) if self._path and read_only else open_engine(url, max(outage_s, database.BUSY_TIMEOUT_S))
+        self._writer = self._reader.execution_options(megarl_write=True)
         self._syncing = open_engine(url, synchronous="FULL").execution_options(megarl_write=True) if self._path else self._writer
         self._handle = secrets.randbits(62)
-        self.write(_make_tables)
+        if not read_only:
+            self.write(_make_tables)
 
     def close(self) -> None:
         self._reader.dispose()
@@ -172,6 +175,8 @@ class Transactions:
             except DBAPIError as error:
                 if is_damage(error):
                     raise self._damaged(reason(error)) from error
+                if _is_inaccessible(error):
+                    raise self._inaccessible(error) from error
                 if not passes(error):
                     raise
                 outage.wait(error)
@@ -180,6 +185,12 @@ class Transactions:
                 raise self._damaged(str(error)) from None
             outage.end()
             return result
+
+    def _inaccessible(self, error: DBAPIError) -> ConfigError:
+        return ConfigError(
+            f"store.url={self.shown} cannot be opened or written ({reason(error)}); give this user the right to write {self._path} and its "
+            "folder, or set store.url to another place"
+        )
 
     def _damaged(self, what: str) -> StoreDamagedError:
         way_on = (
@@ -274,6 +285,11 @@ def _is_locked(error: DBAPIError) -> bool:
 def _is_full(error: DBAPIError) -> bool:
     """SQLite's word, or PostgreSQL's disk_full."""
     return getattr(error.orig, "sqlite_errorname", "") in _SQLITE_FULL or getattr(error.orig, "sqlstate", None) == "53100"
+
+
+def _is_inaccessible(error: DBAPIError) -> bool:
+    """SQLite's file or its folder cannot be opened or written: rights, a file system that is mounted read-only, a folder at its path."""
+    return getattr(error.orig, "sqlite_errorname", "").startswith(_SQLITE_INACCESSIBLE)
 
 
 def is_damage(error: DBAPIError) -> bool:

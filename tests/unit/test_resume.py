@@ -182,8 +182,10 @@ def test_a_run_keeps_model_and_tasks(tmp_path: Path, override: str, changed: str
 def test_a_finished_run_of_other_settings_is_not_passed_off_as_theirs(tmp_path: Path) -> None:
     begun(tmp_path, finished=True)
     check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "run.port=5000", "run.name=another"), tmp_path)
+    before = contents(tmp_path)
     with pytest.raises(ConfigError, match=r"finished run .*parallel\.tp was 2, now 1, parallel\.pp was 1, now 2.*run\.name"):
         check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "parallel=pp2"), tmp_path)
+    assert contents(tmp_path) == before, "a dry run checks this too"
 
 
 def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

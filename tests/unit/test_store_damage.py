@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from megarl.errors import ConfigError, StoreDamagedError
-from megarl.store import Store, repair
+from megarl.errors import ConfigError, JobError, StoreDamagedError
+from megarl.store import Store, database, repair
 from megarl.store.database import open_engine
 from tests.power_cut import ForgetfulDisk
 from tests.stores import finish, make_task, request, rows
@@ -259,3 +259,46 @@ def test_what_is_synced_outlives_a_power_cut(tmp_path: Path, when: str) -> None:
     store = Store(f"sqlite:///{disk.kept}/store.db")
     assert [step for step, _ in store.steps()] == ([1, 2, 3, 4, 5] if when == "synced" else [])
     store.close()
+
+
+def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = filled(tmp_path / "store.db")
+    monkeypatch.setattr(database, "_enter_wal", lambda connection: connection.execute("PRAGMA query_only=1"))
+    with pytest.raises(ConfigError, match=rf"store\.url={url} cannot be .* \(attempt to write a readonly database\); .* set store\.url") as raised:
+        Store(url).record_step(1, {})
+    assert "\n" not in str(raised.value)
+    (tmp_path / "folder.db").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.db cannot be .* \(unable to open database file\); .* set store\.url"):
+        Store(f"sqlite:///{tmp_path}/folder.db")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_look_at_a_store_changes_nothing(tmp_path: Path, killed: bool) -> None:
+    """With a log, which a killed job leaves, SQLite may write the log's index anew."""
+    url = filled(tmp_path / "store.db")
+    if killed:
+        code = f"import os\nfrom megarl.store import Store\nStore({url!r}).close_job()\nos._exit(9)"
+        assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert ("store.db-wal" in files) == killed
+    store = Store(url, read_only=True)
+    assert repair.fault(tmp_path / "store.db") is None
+    assert store.job_state() == ("closed" if killed else "open")
+    store.close()
+    files.pop("store.db-shm", None)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".db-shm"} == files
+
+
+def test_a_stop_request_ends_the_check_and_the_rebuilding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.db"
+    filled(path)
+    monkeypatch.setattr(database, "PROGRESS_STEPS", 10)
+    with pytest.raises(JobError, match=r"asked to stop while .*store\.db was checked"):
+        repair.fault(path, lambda: True)
+    page_of_steps(path)
+    broken = path.read_bytes()
+    with pytest.raises(JobError, match=r"asked to stop while .*store\.db was made again"):
+        repair.rebuild(path, lambda: True)
+    assert path.read_bytes() == broken
+    repair.rebuild(path)
+    assert repair.fault(path) is None
