@@ -29,8 +29,8 @@ _SEGMENT = re.compile(
     r"/dev/shm/(psm_[0-9a-f]+"  # multiprocessing.shared_memory: vLLM's queues
     r"|torch_[0-9]+_[0-9]+_[0-9]+"  # torch's shared tensors
     r"|[^/]+-cpushm[^/]*"  # vLLM's tensor parallelism on a CPU
-    r"|vllm_[^/]+"
-    r"|nccl-[^/]+"
+    r"|vllm_(offload|ec)_[^/]+\.mmap"  # caches on the host
+    r"|nccl-[A-Za-z0-9]{6}"  # named by mkstemp
     r"|__KMP_REGISTERED_LIB_[0-9]+_[0-9]+)"  # LLVM's OpenMP
 )
 CLOCK_SLACK_S = 2.0
