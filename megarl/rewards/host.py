@@ -1,6 +1,6 @@
 """``megarl rewards serve``: worker processes for a job's pool on another machine. One connection, one process; it ends with it.
 
-At the begin of a connection both sides prove that they know the key (``proof.py``); without that nothing is started. Then lines go
+At the start of a connection both sides prove that they know the key (``proof.py``); without that nothing is started. Then lines go
 to and from the process as they are, so its protocol is that of ``worker.py``.
 """
 
