@@ -107,7 +107,7 @@ def _torchrun(env: Mapping[str, str]) -> Allocation:
 
 def _port(env: Mapping[str, str], otherwise: int) -> int:
     given = env.get("MEGARL_HEAD_PORT")
-    if given is not None and not (given.isdecimal() and 0 < int(given) < 65536):
+    if given is not None and not (given.isascii() and given.isdecimal() and 0 < int(given) < 65536):
         raise ConfigError(f"MEGARL_HEAD_PORT={given} is no port; give one of 1..65535, or leave it out")
     return int(given) if given else otherwise
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
-import secrets
 import socket
 import threading
 from typing import Any
 
+from megarl import proof
 from megarl.errors import JobError
 
 MAX_LINE_BYTES = 2**24
@@ -95,19 +93,10 @@ def greet(connection: socket.socket, key: str, *, serving: bool, silence_s: floa
 
 
 def _prove(channel: Channel, key: str, serving: bool) -> None:
-    mine = secrets.token_hex(16)
+    own, other = ("head", "node") if serving else ("node", "head")
+    mine = proof.challenge()
     channel.send(challenge=mine)
     theirs = str(channel.receive(GREETING_BYTES).get("challenge"))
-    channel.send(proof=_proof(key, theirs, "head" if serving else "node"))
-    proof = str(channel.receive(GREETING_BYTES).get("proof"))
-    if not hmac.compare_digest(_bytes(proof), _bytes(_proof(key, mine, "node" if serving else "head"))):
+    channel.send(proof=proof.prove(key, theirs, own))
+    if not proof.is_proof(channel.receive(GREETING_BYTES).get("proof"), key, mine, other):
         raise ChannelClosed("the other side has another key (MEGARL_JOB_KEY)")
-
-
-def _proof(key: str, challenge: str, side: str) -> str:
-    return hmac.new(key.encode(), _bytes(f"megarl {side} {challenge}"), hashlib.sha256).hexdigest()
-
-
-def _bytes(text: str) -> bytes:
-    """Of text from JSON, which may have surrogates."""
-    return text.encode("utf-8", "surrogatepass")

@@ -84,7 +84,7 @@ def faults(devices: Sequence[Mapping[str, str]]) -> list[str]:
     found = []
     for number, gpu in enumerate(devices):
         errors = gpu.get("ecc.errors.uncorrected.volatile.total", "0")
-        if errors.isdecimal() and int(errors):
+        if errors.isascii() and errors.isdecimal() and int(errors):
             found.append(f"GPU {number} had {errors} uncorrected ECC errors since its driver was loaded; reset it")
         if gpu.get("remapped_rows.pending", "No") not in ("No", "0"):
             found.append(f"GPU {number} has rows of memory to be remapped; reset it")

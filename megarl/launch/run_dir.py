@@ -18,6 +18,7 @@ from megarl.checkpoint.manifest import current_attempt
 from megarl.durable import write_text
 from megarl.errors import ConfigError, FencedError
 from megarl.launch.guard import end
+from megarl.rollout.engine import start_ticks
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def own_run_dir(run_dir: Path) -> Iterator[int]:
     try:
         _lock(run_dir, handle)
         handle.truncate(0)
-        handle.write(f"{os.getpid()} {os.uname().nodename} {os.environ.get('SLURM_JOB_ID', '')}")
+        handle.write(f"{os.getpid()} {os.uname().nodename} {os.environ.get('SLURM_JOB_ID', '')} {start_ticks(os.getpid())}")
         handle.flush()
         yield handle.fileno()
     finally:
@@ -73,17 +74,17 @@ def _lock(run_dir: Path, handle: IO[str]) -> None:
     deadline = time.monotonic() + ORPHANS_S
     while not _locked(handle):
         handle.seek(0)
-        pid, host, slurm_job = _holder(handle.read())
+        pid, host, slurm_job, started = _holder(handle.read())
         here = host == os.uname().nodename
         earlier_self = slurm_job != "" and slurm_job == os.environ.get("SLURM_JOB_ID")
         if earlier_self and not fenced:
             next_attempt(run_dir)
             fenced = True
-        lives = not earlier_self and here and _is_alive(pid)
+        lives = not earlier_self and here and _is_alive(pid, started)
         if lives or time.monotonic() > deadline:
             holders = _holders(handle)
             orphans = [holder for holder, owner in holders.items() if owner in (pid, DEAD)]
-            if ended or not here or _is_alive(pid) or not orphans:
+            if ended or not here or _is_alive(pid, started) or not orphans:
                 raise ConfigError(_in_use(run_dir, pid, host, lives, holders))
             _end(orphans, pid)
             ended, deadline = True, time.monotonic() + ORPHANS_S
@@ -144,14 +145,15 @@ def run_id(run_dir: Path) -> str:
     return path.read_text().strip()
 
 
-def _holder(text: str) -> tuple[str, str, str]:
-    """Process, machine and Slurm job that wrote the lock."""
-    pid, host, job, *_ = [*text.split(" "), "", "", ""]
-    return pid, host, job
+def _holder(text: str) -> tuple[str, str, str, str]:
+    """Process, machine and Slurm job that wrote the lock, and the process's start in clock ticks."""
+    pid, host, job, started, *_ = [*text.split(" "), "", "", "", ""]
+    return pid, host, job, started
 
 
-def _is_alive(pid: str) -> bool:
-    if not pid.isdecimal():
+def _is_alive(pid: str, started: str) -> bool:
+    """Whether the process lives, and is no later one of the same number. ``started`` is empty in a lock of an older version."""
+    if not (pid.isascii() and pid.isdecimal()) or (started and str(start_ticks(int(pid))) != started):
         return False
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

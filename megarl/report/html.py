@@ -315,7 +315,7 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 def _process_order(name: str) -> tuple[bool, str, int]:
     stem, _, rank = name.rpartition("_")
-    return (not name.startswith("trainer"), stem, int(rank)) if rank.isdigit() else (True, name, 0)
+    return (not name.startswith("trainer"), stem, int(rank)) if rank.isascii() and rank.isdecimal() else (True, name, 0)
 
 
 def _answer(answer: Answer | None) -> _Html:

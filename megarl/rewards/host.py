@@ -1,28 +1,27 @@
 """``megarl rewards serve``: worker processes for a job's pool on another machine. One connection, one process; it ends with it.
 
-Lines go to and from the process as they are, so its protocol is that of ``worker.py``. The first line of a connection holds the
-key; without it nothing is started.
+At the start of a connection both sides prove that they know the key (``proof.py``); without that nothing is started. Then lines go
+to and from the process as they are, so its protocol is that of ``worker.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 from collections.abc import Callable
 
-from megarl import pulse
+from megarl import proof, pulse
 from megarl.rewards.child import RewardProcess
 from megarl.rewards.output import Output
-from megarl.rewards.process import CONNECT_S, MAX_LINE_BYTES, START_TIMEOUT_S, keep_alive
+from megarl.rewards.process import CALLER, CONNECT_S, HOST, MAX_LINE_BYTES, START_TIMEOUT_S, keep_alive, send_line
 
 log = logging.getLogger(__name__)
 
 MIN_KEY = 16
 GREETING_BYTES = 2**14
-"""Of the line with the key: what an unauthenticated client can make this process keep."""
+"""Of the line with the proof: what an unauthenticated client can make this process keep."""
 
 
 class RewardHost:
@@ -66,7 +65,7 @@ class RewardHost:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             keep_alive(writer)
-            refusal = await self._refusal(reader)
+            refusal = await self._refusal(reader, writer)
             if refusal is None:
                 task = asyncio.current_task()
                 assert task is not None
@@ -77,21 +76,23 @@ class RewardHost:
                     self._open.discard(task)
             else:
                 log.warning("%s: %s", writer.get_extra_info("peername"), refusal)
-                writer.write(json.dumps({"error": refusal}).encode() + b"\n")
-                await writer.drain()
+                await send_line(writer, error=refusal)
         except OSError as error:
             log.warning("%s: %s", writer.get_extra_info("peername"), error)
         finally:
             writer.close()
 
-    async def _refusal(self, reader: asyncio.StreamReader) -> str | None:
-        given = b""
+    async def _refusal(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
+        """Check the caller's proof and send this host's."""
+        mine = proof.challenge()
         with contextlib.suppress(ValueError, TypeError, KeyError, OSError, RecursionError):
             async with asyncio.timeout(CONNECT_S):
-                given = str(json.loads(await reader.readline())["key"]).encode()
-        if not hmac.compare_digest(given, self._key.encode()):
-            return "wrong key"
-        return f"all {self._most} workers are taken" if self.busy >= self._most else None
+                await send_line(writer, challenge=mine)
+                greeting = json.loads(await reader.readline())
+                if proof.is_proof(greeting["proof"], self._key, mine, CALLER):
+                    await send_line(writer, proof=proof.prove(self._key, str(greeting["challenge"]), HOST))
+                    return f"all {self._most} workers are taken" if self.busy >= self._most else None
+        return "wrong key"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         process = await RewardProcess.start(MAX_LINE_BYTES, self._output)

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from megarl import proof
 from megarl.config.load import to_dict
 from megarl.config.rewards import RewardConfig
 from megarl.errors import ConfigError
@@ -19,6 +20,8 @@ START_TIMEOUT_S = 120.0
 """For starting Python and importing a verifier on a loaded machine; the task's own limit is ``reward.timeout_s``."""
 CONNECT_S = 10.0
 MAX_LINE_BYTES = 2**24
+CALLER, HOST = "reward caller", "reward host"
+"""Sides of a connection to a reward host (``proof.py``)."""
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 60_000}
 VERDICT_FIELDS = {"score", "status", "parts"}
 
@@ -223,7 +226,7 @@ def addresses(hosts: Sequence[str]) -> list[str]:
     for entry in hosts:
         address, star, count = entry.partition("*")
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or (star and not count.isdecimal()) or not 0 < int(port) < 65536 or count == "0":
+        if not entry.isascii() or not host or not port.isdecimal() or (star and not count.isdecimal()) or not 0 < int(port) < 65536 or count == "0":
             raise ConfigError(f"reward.hosts: {entry!r} is not HOST:PORT*N (N processes of the `megarl rewards serve` there)")
         found += [address] * int(count or 1)
     return found
@@ -260,17 +263,25 @@ class RemoteWorker(Worker):
         return reader, writer
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Raises OSError, WorkerDied."""
+        """Both sides prove that they know the key. Raises OSError, WorkerDied."""
         keep_alive(writer)
-        writer.write(json.dumps({"key": self._key}).encode() + b"\n")
+        mine = proof.challenge()
+        theirs = str((await self._greeting(reader)).get("challenge"))
+        await send_line(writer, challenge=mine, proof=proof.prove(self._key, theirs, CALLER))
+        if not proof.is_proof((await self._greeting(reader)).get("proof"), self._key, mine, HOST):
+            raise WorkerDied(f"reward.hosts: {self._address} gives no worker: it has another key (MEGARL_JOB_KEY)")
+        await self._greeting(reader)  # its process runs
+
+    async def _greeting(self, reader: asyncio.StreamReader) -> dict[str, Any]:
         try:
             async with asyncio.timeout(CONNECT_S):
-                hello = await reader.readline()
-            answer = _parsed(hello) if hello.endswith(b"\n") else {"error": "it closed the connection"}
+                line = await reader.readline()
+            answer = _parsed(line) if line.endswith(b"\n") else {"error": "it closed the connection"}
         except ValueError as error:
             answer = {"error": f"it is no `megarl rewards serve` ({error})"}
         if "error" in answer:
             raise WorkerDied(f"reward.hosts: {self._address} gives no worker: {answer['error']}")
+        return answer
 
     def _unreachable(self, error: OSError) -> WorkerDied:
         why = str(error) or "no answer"
@@ -281,6 +292,12 @@ class RemoteWorker(Worker):
 
     def _named(self, message: str) -> str:
         return f"{self._address}: {message}"
+
+
+async def send_line(writer: asyncio.StreamWriter, **message: Any) -> None:
+    """Raises OSError."""
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:

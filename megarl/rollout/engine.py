@@ -29,8 +29,8 @@ _SEGMENT = re.compile(
     r"/dev/shm/(psm_[0-9a-f]+"  # multiprocessing.shared_memory: vLLM's queues
     r"|torch_[0-9]+_[0-9]+_[0-9]+"  # torch's shared tensors
     r"|[^/]+-cpushm[^/]*"  # vLLM's tensor parallelism on a CPU
-    r"|vllm_[^/]+"
-    r"|nccl-[^/]+"
+    r"|vllm_(offload|ec)_[^/]+\.mmap"  # caches on the host
+    r"|nccl-[A-Za-z0-9]{6}"  # named by mkstemp
     r"|__KMP_REGISTERED_LIB_[0-9]+_[0-9]+)"  # LLVM's OpenMP
 )
 CLOCK_SLACK_S = 2.0
@@ -113,7 +113,7 @@ def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
     """
     shared = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_folder_root())
-    owner = {"run_dir": None if run_dir is None else str(run_dir.resolve()), "pid": os.getpid(), "start": _start_ticks(os.getpid())}
+    owner = {"run_dir": None if run_dir is None else str(run_dir.resolve()), "pid": os.getpid(), "start": start_ticks(os.getpid())}
     Path(folder, OWNER).write_text(json.dumps(owner))
     environment = {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # what torch has compiled is for later engines too: where it lies without us
@@ -139,7 +139,7 @@ def remove_stale_folders(run_dir: Path) -> list[Path]:
             of_run, pid, start = owner["run_dir"] == str(run_dir.resolve()), int(owner["pid"]), owner["start"]
         except (OSError, ValueError, LookupError, TypeError):  # another program's, another user's, or just being made
             continue
-        if of_run and _start_ticks(pid) != start and not _used(folder):
+        if of_run and start_ticks(pid) != start and not _used(folder):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
@@ -219,11 +219,11 @@ def _made_since(path: str, since: float) -> bool:
 def _started_at(pid: int) -> float | None:
     """When a process was started, in Unix seconds; None when it is gone."""
     booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
-    ticks = _start_ticks(pid)
+    ticks = start_ticks(pid)
     return None if booted is None or ticks is None else int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """When a process was started, in clock ticks since the boot, which with ``pid`` names it; None when it is gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,6 +1,6 @@
 """A checksum in every row that holds what cannot be made again: written with it, compared where it is read.
 
-Rows of a store from before there were checksums have none, and are taken as they are.
+Rows of a store from before there were checksums get one when it is first opened, as they are then; later a row without one is damaged.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def sealed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, CHECKSUM: _checksum(covered, [row[name] for name in covered.names])}
 
 
-def is_intact(table: Table, row: Mapping[Any, Any]) -> bool:
-    """Whether a row, with all columns of its table, is as it was written."""
-    covered = _COVERED.get(table.name)
-    return covered is None or _equal(covered, [row[name] for name in covered.names], row.get(CHECKSUM))
+def is_intact(table: Table, row: Mapping[Any, Any], *, unsealed: bool = False) -> bool:
+    """Whether a row, with all columns of its table, is as it was written. ``unsealed`` takes one that has no checksum yet."""
+    if (covered := _COVERED.get(table.name)) is None:
+        return True
+    checksum = row.get(CHECKSUM)
+    return _equal(covered, [row[name] for name in covered.names], checksum, any_sum=unsealed and checksum is None)
 
 
 def check(table: Table, row: Any, checksum: str = CHECKSUM) -> None:
@@ -58,9 +60,9 @@ def check(table: Table, row: Any, checksum: str = CHECKSUM) -> None:
         raise StoreDamagedError(f"a row of {table.name} is not as it was written, its checksum differs ({key})")
 
 
-def _equal(covered: _Covered, values: Sequence[Any], checksum: Any) -> bool:
+def _equal(covered: _Covered, values: Sequence[Any], checksum: Any, *, any_sum: bool = False) -> bool:
     try:
-        return checksum is None or _checksum(covered, values) == checksum
+        return _checksum(covered, values) == checksum or any_sum
     except (TypeError, ValueError, OverflowError, struct.error):  # another type than the column's: SQLite keeps any
         return False
 

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from megarl.errors import JobError
 from megarl.schema import GREEDY
-from megarl.store.checksums import CHECKSUM, is_intact
+from megarl.store.checksums import CHECKSUM, is_intact, sealed
 from megarl.store.database import BUSY_TIMEOUT_S, open_read_only, reason, sync_folder
 from megarl.store.store import delete_rollouts
 from megarl.store.tables import EXPERIENCES, GROUPS, METADATA, ROLLOUTS, TRAINED
@@ -50,14 +50,25 @@ def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | Non
 
 
 def _damaged_row(connection: Connection) -> str | None:
+    unsealed = _is_unsealed(connection.exec_driver_sql)
     there = {str(name) for (name,) in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table in METADATA.sorted_tables:
         if table in LARGE or table.name not in there or CHECKSUM not in table.c:
             continue
         columns = {str(column[1]) for column in connection.exec_driver_sql(f"PRAGMA table_info({table.name})")}
-        if CHECKSUM in columns and not all(is_intact(table, row) for row in connection.execute(select(table)).mappings()):
+        rows = connection.execute(select(table)).mappings() if CHECKSUM in columns else ()
+        if not all(is_intact(table, row, unsealed=unsealed) for row in rows):
             return f"a row of {table.name} is not as it was written, its checksum differs"
     return None
+
+
+def _is_unsealed(execute: Callable[[str], Any]) -> bool:
+    """Whether the store is of an earlier schema, whose rows may have no checksum."""
+    try:
+        row = execute("SELECT value FROM job WHERE key = 'schema'").fetchone()
+    except (DBAPIError, sqlite3.DatabaseError):
+        return False
+    return row is None or row[0] in ("1", "2")
 
 
 def rebuild(path: Path, stopping: Callable[[], bool] = lambda: False) -> Path:
@@ -144,10 +155,11 @@ def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
 
 
 def _batches(old: sqlite3.Connection, table: Table) -> Iterator[list[dict[str, Any]]]:
-    columns, batch = [column.name for column in table.c], []
+    columns, batch, unsealed = [column.name for column in table.c], [], _is_unsealed(old.execute)
     for row in _readable(old, table):
-        if is_intact(table, row):
-            batch.append({name: row.get(name) for name in columns})
+        if is_intact(table, row, unsealed=unsealed):
+            kept = {name: row.get(name) for name in columns}
+            batch.append(sealed(table, kept) if kept.get(CHECKSUM) is None else kept)
         if len(batch) == _BATCH:
             yield batch
             batch = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA = 2
-"""Number of these tables, kept in ``job``. 1, or none: without checksums."""
+SCHEMA = 3
+"""Number of these tables, kept in ``job``. 1, or none: without checksums; 2: with rows of schema 1 that have none."""
 
 
 def _checksum() -> Column[int]:
-    """CRC-32 of the row (``checksums.py``); NULL in rows of schema 1."""
+    """CRC-32 of the row (``checksums.py``); NULL only in rows of schema 1, in a store that was not opened since."""
     return Column("checksum", BigInteger)
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, func, inspect, select
+from sqlalchemy import Connection, Engine, Table, func, inspect, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
 
@@ -42,6 +42,8 @@ _SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_READ", "SQLI
 _SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
 _SQLITE_INACCESSIBLE = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_IOERR_ACCESS", "SQLITE_IOERR_SHMOPEN")
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
+_ROWS = 200
+"""Rows that are held at once while they get checksums."""
 _ATTEMPT, _SCHEMA, _SYNCED = "attempt", "schema", "synced"
 _JITTER = random.Random()  # not the generator that a run's results depend on
 
@@ -254,7 +256,7 @@ def _make_tables(connection: Connection, again: bool) -> None:
 
 
 def _add_checksums(connection: Connection) -> None:
-    """Make tables of schema 1 into today's. Raises ConfigError for those of a later version."""
+    """Make tables of schemas 1 and 2 into today's. Raises ConfigError for those of a later version."""
     stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == _SCHEMA))
     if stored is not None and int(stored) > SCHEMA:
         raise ConfigError(f"the store has tables of schema {stored}, this version reads up to {SCHEMA}; run the version that made it")
@@ -264,7 +266,19 @@ def _add_checksums(connection: Connection) -> None:
         columns = {column["name"] for column in inspect(connection).get_columns(table.name)}
         if CHECKSUM in table.c and CHECKSUM not in columns:
             connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {CHECKSUM} BIGINT")
+        if CHECKSUM in table.c:
+            _seal(connection, table)
     put(connection, JOB, [{"key": _SCHEMA, "value": str(SCHEMA)}])
+
+
+def _seal(connection: Connection, table: Table) -> None:
+    """Give rows without a checksum theirs."""
+    without = select(table).where(table.c[CHECKSUM].is_(None)).limit(_ROWS)
+    while found := connection.execute(without).all():
+        pulse.mark()
+        for row in (row._asdict() for row in found):
+            this = [column == row[column.name] for column in table.primary_key]
+            connection.execute(update(table).where(*this).values({CHECKSUM: sealed(table, row)[CHECKSUM]}))
 
 
 def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:

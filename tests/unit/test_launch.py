@@ -355,6 +355,14 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
         assert (tmp_path / "lock").read_text().split()[0] == str(os.getpid())
 
 
+def test_a_later_process_of_the_same_number_does_not_hold_the_directory(tmp_path: Path) -> None:
+    with own_run_dir(tmp_path):
+        pid, *_, started = (tmp_path / "lock").read_text().split(" ")
+    assert run_dir._is_alive(pid, started) and run_dir._is_alive(pid, "")
+    assert not run_dir._is_alive(pid, str(int(started) + 1))
+    assert not run_dir._is_alive("\u00b2", "") and not run_dir._is_alive("\u0663", "")
+
+
 ORPHANS = """
 import os, signal, sys
 from pathlib import Path

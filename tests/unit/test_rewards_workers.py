@@ -242,13 +242,14 @@ def test_a_host_that_sends_no_reply_costs_no_thread_of_the_pool(reply: bytes, mo
 
 @pytest.mark.parametrize(
     "sent",
-    [b"[" * 5000 + b"\n", b"x" * 200_000, b'{"key": "\\ud800"}\n', b'{"key": 3}\n', b"\xff\n", b"3\n"],
+    [b"[" * 5000 + b"\n", b"x" * 200_000, b'{"proof": "\\ud800"}\n', b'{"proof": 3}\n', b"\xff\n", b"3\n"],
     ids=["nested", "huge", "surrogates", "number", "no text", "no object"],
 )
 def test_an_unauthenticated_client_of_a_host_is_refused_whatever_it_sends(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> bytes:
         async with asyncio.timeout(60), RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
             reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+            assert b"challenge" in await reader.readline()
             writer.write(sent)
             try:
                 return await reader.readline()
@@ -259,6 +260,32 @@ def test_an_unauthenticated_client_of_a_host_is_refused_whatever_it_sends(sent: 
 
     assert b"wrong key" in asyncio.run(main())
     assert "Unhandled" not in caplog.text and "Traceback" not in caplog.text
+
+
+def test_whoever_listens_at_the_address_of_a_host_learns_neither_key_nor_settings() -> None:
+    seen = bytearray()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'{"challenge": "0"}\n')
+        seen.extend(await reader.readline())
+        writer.write(b'{"proof": "0"}\n{"ready": true}\n')
+        with suppress(ConnectionResetError):
+            seen.extend(await reader.read())
+        writer.close()
+        left.set()
+
+    async def main() -> None:
+        async with asyncio.timeout(60), await asyncio.start_server(listen, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            worker = rewards.process.RemoteWorker(RewardConfig(), f"127.0.0.1:{port}", KEY)
+            with pytest.raises(rewards.process.WorkerDied, match=rf"127\.0\.0\.1:{port} gives no worker: it has another key"):
+                await worker.ready()
+            await worker.kill()
+            await left.wait()
+
+    left = asyncio.Event()
+    asyncio.run(main())
+    assert b"proof" in seen and KEY.encode() not in seen and b"config" not in seen
 
 
 def test_a_malformed_request_is_an_error_of_one_line() -> None:

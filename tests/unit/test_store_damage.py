@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -213,12 +214,31 @@ def test_a_store_from_before_there_were_checksums_goes_on(tmp_path: Path) -> Non
     old.commit()
     old.close()
     assert repair.fault(tmp_path / "store.db") is None
+    shutil.copy(tmp_path / "store.db", tmp_path / "copy.db")
+    repair.rebuild(tmp_path / "copy.db")
+    assert repair.fault(tmp_path / "copy.db") is None and len(Store(f"sqlite:///{tmp_path}/copy.db").experiences("r0")) == 12
     store = Store(url)
     assert len(store.experiences("r0")) == 12 and len(store.steps()) == STEPS and len(store.tasks("train")) == 6
     store.record_step(1, {"reward": 0.5})
     request(store, "r2", step=2)
     assert all(finish(store, claim) for claim in store.claim_groups("a", 6)) and len(store.experiences("r2")) == 12
     store.close()
+
+
+@pytest.mark.parametrize("table", READS)
+def test_a_row_that_lost_its_checksum_is_damaged(tmp_path: Path, table: str) -> None:
+    """Also in a store of the schema before, once it was opened."""
+    url = filled(tmp_path / "store.db")
+    with sqlite3.connect(tmp_path / "store.db") as old:
+        old.execute("update job set value = '2', checksum = null where key = 'schema'")
+        old.execute(f"update {table} set checksum = null")
+    assert repair.fault(tmp_path / "store.db") is None
+    Store(url).close()
+    READS[table][1](Store(url))
+    with sqlite3.connect(tmp_path / "store.db") as old:
+        old.execute(f"update {table} set checksum = null")
+    with pytest.raises(StoreDamagedError, match=f"a row of {table} is not as it was written"):
+        READS[table][1](Store(url))
 
 
 def test_a_store_of_a_later_version_is_refused(tmp_path: Path) -> None:
