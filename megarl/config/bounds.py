@@ -104,6 +104,7 @@ BOUNDS: dict[str, Bound] = {
     "trainer.steps": COUNT,
     "trainer.tasks_per_step": COUNT,
     "trainer.updates_per_step": COUNT,
+    "trainer.ppo_epochs": COUNT,
     "trainer.max_tokens_per_micro_batch": COUNT,
     "trainer.micro_batch_size": COUNT,
     "trainer.checkpoint_interval": COUNT,

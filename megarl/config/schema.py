@@ -170,6 +170,8 @@ class AlgorithmConfig:
     """Share of a step's rows that mix takes from the expert rows (``taskset.expert``)."""
     dynamic_sampling: bool = False
     """Groups whose answers are all right or all wrong are replaced by new ones before training (DAPO)."""
+    overlong_filtering: bool = False
+    """Leave answers that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them (DAPO)."""
     max_extra_rollouts: int = 10
     """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
     correction: Literal["none", "truncate", "mask"] = "none"
@@ -242,6 +244,8 @@ class TrainerConfig:
     """Tasks of a rollout. (Offline: rows of a step.)"""
     updates_per_step: int = 1
     """Optimizer updates that share one rollout (verl's mini-batches)."""
+    ppo_epochs: int = 1
+    """Passes over a rollout, each of the same ``updates_per_step`` updates in the same order."""
     packing: bool = True
     """Sequences one behind the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the longest."""
     max_tokens_per_micro_batch: int = 8192
