@@ -27,7 +27,7 @@ CHARTS = (
     ("Engine − trainer log-prob, largest", "absolute", "training/rollout_logp_diff_max"),
     ("Chosen answer preferred", "share of pairs", "rewards/accuracies"),
     ("Reward of chosen − rejected", "", "rewards/margins"),
-    ("Tokens a second", "whole job", "perf/throughput"),
+    ("Tokens a second", "each device", "perf/throughput"),
 )
 """(title, unit, metric under verl's name)"""
 SHOWN_STEPS = 3

@@ -13,8 +13,16 @@ import torch
 from megarl import algorithms
 from megarl.batching import Sequences, micro_batches
 from megarl.batching.packing import Cut
-from megarl.config.schema import AlgorithmConfig, Config, CriticConfig, KLConfig, TrainerConfig
-from megarl.loop.session import State
+from megarl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    KLConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from megarl.loop.session import Session, State
 from megarl.loop.step import (
     StepBatch,
     _step_input,
@@ -234,3 +242,20 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, critic: bool) 
     roles = ["critic", "actor"] if critic else ["actor"]
     assert made == [entry for _ in range(epochs) for units in step.updates for role in roles for entry in ((role, units), (role, "step"))]
     assert numbers == [n for n in range(2 * epochs) for _ in roles]
+
+
+@pytest.mark.parametrize(("offline", "devices"), [(False, 4 + 6), (True, 4)])
+def test_throughput_is_verls(offline: bool, devices: int) -> None:
+    """total_num_tokens / (time_per_step * n_gpus), n_gpus those of the job: of verl's compute_throughout_metrics and get_n_gpus."""
+    recorded: dict[str, float] = {}
+    s: Any = SimpleNamespace(
+        config=Config(parallel=ParallelConfig(tp=2, dp=2), rollout=RolloutConfig(tp=2, replicas=3)),
+        algorithm=SimpleNamespace(offline=offline),
+        timeline=SimpleNamespace(seconds={"step": 8.0, "sync": 1.0}),
+        state=State(step=1),
+        record=lambda step, metrics: recorded.update(metrics),
+        say=lambda text: None,
+    )
+    Session.record_step(s, {}, tokens=1600)
+    assert recorded["perf/total_num_tokens"] == 1600 and recorded["perf/time_per_step"] == recorded["timing_s/step"] == 8.0
+    assert recorded["perf/throughput"] == 1600 / (8.0 * devices)
