@@ -49,6 +49,11 @@ VERL: dict[str, str] = {
     **{f"{_ACTOR}.megatron.{theirs}": f"parallel.{ours}" for theirs, ours in _GRID.items()},
     f"{_ROLLOUT}.n": "algorithm.group_size",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
+    **{f"{_ROLLOUT}.{name}": f"evaluation.{name}, in evaluation alone: training samples from the whole distribution (docs/algorithms.md)"
+       for name in ("top_p", "top_k")},
+    f"{_ROLLOUT}.val_kwargs.n": "evaluation.samples",
+    **{f"{_ROLLOUT}.val_kwargs.{name}": f"evaluation.{name}" for name in ("temperature", "top_p", "top_k")},
+    f"{_ROLLOUT}.val_kwargs.do_sample": "evaluation.temperature above 0",
     f"{_ROLLOUT}.tensor_model_parallel_size": "rollout.tp",
     f"{_ROLLOUT}.gpu_memory_utilization": "rollout.kv_cache_bytes",
     f"{_ROLLOUT}.max_num_seqs": "rollout.max_num_seqs",

@@ -322,6 +322,20 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """Answers to the held-out tasks; ``trainer.eval_interval`` sets how often. One greedy answer by default."""
+
+    samples: int = 1
+    """Answers to each task; more than one need a temperature, and give avg@k and pass@k with standard errors."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens whose probabilities add up to this; 1 keeps all."""
+    top_k: int = 0
+    """Sample from so many of the likeliest tokens; 0 keeps all."""
+
+
+@dataclass(frozen=True)
 class TasksetConfig:
     train: str = "???"
     """Parquet or jsonl file of verl rows; of demonstrations or preferences where the algorithm learns offline (docs/offline.md)."""
@@ -477,6 +491,7 @@ class Config:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     taskset: TasksetConfig = field(default_factory=TasksetConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
