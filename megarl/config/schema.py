@@ -46,6 +46,9 @@ class ModelConfig:
     """HF checkpoint directory (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and engine; masters and optimizer state are float32 in either case."""
+    head_dtype: Literal["float32"] | None = None
+    """Compute type of the LM head in trainer and engine; null takes ``dtype``. float32 with bfloat16 weights: log-probs of both sides
+    are closer, logits take twice the bytes."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Megatron-Core's own layers, or TransformerEngine's (needs a GPU)."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -100,7 +100,7 @@ class Session:
         self.eval_tasks = self.store.task_ids("eval")
         self.algorithm = algorithms.get(config.algorithm.name)
         self.hf_config = hf.read_hf_config(Path(config.model.path))
-        self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature, config.trainer.logits_bytes)
+        self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature, config.trainer.logits_bytes, config.model.head_dtype == "float32")
         self.version = WeightsVersion(self.attempt, 0)
         self.roles = Roles(self)
         self._expert: ExpertRows | None = None
