@@ -18,6 +18,7 @@ from tqdm import tqdm
 from megarl.config.schema import AlgorithmConfig, Config, EvaluationConfig, RolloutConfig, StoreConfig, TrainerConfig
 from megarl.loop import rollouts
 from megarl.loop.explorer import Explorer
+from megarl.loop.reading import NodeReader
 from megarl.rewards import Verdict
 from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.watch import EngineWatch
@@ -31,11 +32,11 @@ MAX_TOKENS = 6
 class Words:
     """Of a model without a chat template: a prompt is its token ids, a text too."""
 
-    def render(self, messages: Iterable[dict[str, str]]) -> str:
+    def render(self, messages: Iterable[dict[str, str]], kwargs: Any = None) -> str:
         [message] = messages
         return message["content"]
 
-    def prompt_ids(self, messages: Iterable[dict[str, str]]) -> np.ndarray:
+    def prompt_ids(self, messages: Iterable[dict[str, str]], kwargs: Any = None) -> np.ndarray:
         [message] = messages
         return np.array(message["content"].split(), dtype=np.int32)
 
@@ -81,6 +82,7 @@ def session(store: Store) -> Any:
     return SimpleNamespace(
         store=store,
         news=rollouts.News(store),
+        reader=NodeReader(),
         config=Config(
             algorithm=AlgorithmConfig(group_size=4, dynamic_sampling=True),
             trainer=TrainerConfig(tasks_per_step=8, seed=3),
