@@ -46,6 +46,9 @@ class ModelConfig:
     """HF checkpoint directory (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and engine; masters and optimizer state are float32 in either case."""
+    head_dtype: Literal["float32"] | None = None
+    """Compute type of the LM head in trainer and engine; null takes ``dtype``. float32 with bfloat16 weights: log-probs of both sides
+    are closer, logits take twice the bytes."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Megatron-Core's own layers, or TransformerEngine's (needs a GPU)."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -170,6 +173,8 @@ class AlgorithmConfig:
     """Share of a step's rows that mix takes from the expert rows (``taskset.expert``)."""
     dynamic_sampling: bool = False
     """Groups whose answers are all right or all wrong are replaced by new ones before training (DAPO)."""
+    overlong_filtering: bool = False
+    """Leave answers that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them (DAPO)."""
     max_extra_rollouts: int = 10
     """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
     correction: Literal["none", "truncate", "mask"] = "none"
@@ -242,6 +247,8 @@ class TrainerConfig:
     """Tasks of a rollout. (Offline: rows of a step.)"""
     updates_per_step: int = 1
     """Optimizer updates that share one rollout (verl's mini-batches)."""
+    ppo_epochs: int = 1
+    """Passes over a rollout, each of the same ``updates_per_step`` updates in the same order."""
     packing: bool = True
     """Sequences one behind the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the longest."""
     max_tokens_per_micro_batch: int = 8192
@@ -315,6 +322,20 @@ class RolloutConfig:
     """Longest time in which an engine that has samples to compute generates no token, weight updates left out; no limit of an answer."""
     concurrent_groups: int = 64
     """Groups the explorer keeps in flight."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Answers to the held-out tasks; ``trainer.eval_interval`` sets how often. One greedy answer by default."""
+
+    samples: int = 1
+    """Answers to each task; more than one need a temperature, and give avg@k and pass@k with standard errors."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens whose probabilities add up to this; 1 keeps all."""
+    top_k: int = 0
+    """Sample from so many of the likeliest tokens; 0 keeps all."""
 
 
 @dataclass(frozen=True)
@@ -473,6 +494,7 @@ class Config:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     taskset: TasksetConfig = field(default_factory=TasksetConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -15,7 +15,7 @@ HARMLESS = (
 )  # fmt: skip
 """Settings that change nothing of what a run computes or where it lies."""
 FREE = (
-    "run", "cluster", "store", "sync", "parallel", "reference.parallel", "critic.parallel", "reward_model.parallel",
+    "run", "cluster", "store", "sync", "evaluation", "parallel", "reference.parallel", "critic.parallel", "reward_model.parallel",
     *(f"trainer.{name}" for name in (
         "steps", "packing", "max_tokens_per_micro_batch", "micro_batch_size", "checkpoint_interval", "keep_checkpoints",
         "async_checkpoint", "verify_checkpoints", "max_failed_checkpoints", "eval_interval", "num_threads",

@@ -157,6 +157,12 @@ def _check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
         raise ConfigError(
             f"reference.refresh={config.reference.refresh} in an offline job, whose reference is the model that it starts from; leave it at never"
         )
+    if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
+        raise ConfigError(
+            f"evaluation.samples={config.evaluation.samples} with evaluation.temperature=0 are copies of one greedy answer; set a temperature, or samples to 1"
+        )
+    if offline and config.trainer.ppo_epochs > 1:
+        raise ConfigError(f"trainer.ppo_epochs={config.trainer.ppo_epochs} in an offline job, which has no rollouts; set it to 1 and raise trainer.steps")
     if offline and config.reward_model.path is not None:
         raise ConfigError(f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it out")
     check_trackers(config.trainer.trackers)

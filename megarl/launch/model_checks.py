@@ -37,7 +37,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_implementation(config.model, config.parallel)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
-        rows_in_budget(columns, getattr(torch, config.model.dtype), config.trainer.logits_bytes)
+        rows_in_budget(columns, getattr(torch, config.model.head_dtype or config.model.dtype), config.trainer.logits_bytes)
     except ValueError as error:
         raise ConfigError(f"trainer.{error}") from error
     grid = megatron_grid(config.parallel)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from megarl import pulse
+from megarl.config.schema import EvaluationConfig
 from megarl.errors import JobError
 from megarl.experience import (
     Report,
@@ -26,6 +27,7 @@ from megarl.experience import (
     verifier_metrics,
     verify,
 )
+from megarl.experience.held_out import right_answers, sampled_metrics, standard_error
 from megarl.loop import engines, reading
 from megarl.rewards.tally import EVENT
 from megarl.rollout.watch import EngineWatch
@@ -44,7 +46,7 @@ SETTLE_S = 1.0
 """The same while a checkpoint is being written, which counts only when they have met."""
 
 
-EXTRA, EXPERT, ROLLBACK = 1, 2, 3
+EXTRA, EXPERT, ROLLBACK, EVALUATION = 1, 2, 3, 4
 """Streams of random numbers beside that of the tasks, so that one's choices say nothing about another's."""
 
 Demonstration = tuple[np.ndarray, np.ndarray]
@@ -255,20 +257,55 @@ def _follow(s: Session, rollout_id: str, bar: Any, watch: EngineWatch) -> bool:
 
 
 def evaluate(s: Session, rollout_id: str) -> bool:
-    """Greedy answers to every held-out task; records ``val/accuracy``. False when the job is asked to stop."""
+    """Answers to every held-out task as ``evaluation`` sets; records ``val/accuracy``. False when the job is asked to stop."""
     with s.timeline.phase("evaluation", step=s.state.step):
         if s.position.rank == 0:
-            sampling = {"temperature": 0.0, "max_tokens": s.config.rollout.max_response_tokens}
-            s.store.request_rollout(rollout_id, "eval", s.state.step, s.version, s.eval_tasks, 1, sampling)
+            samples, sampling = s.config.evaluation.samples, evaluation_sampling(s)
+            s.store.request_rollout(rollout_id, "eval", s.state.step, s.version, s.eval_tasks, samples, sampling)
         if not wait_for_rollout(s, rollout_id, "held-out tasks"):
             return False
     if s.position.rank == 0:
-        answers = s.store.experiences(rollout_id)
-        right = sum(e.reward.status == "ok" for e in answers)
-        accuracy = right / len(s.eval_tasks)
-        errors = sum(e.reward.status in ("error", "timeout") for e in answers)
-        s.store.record_event("trainer", "evaluation", {"rollout_id": rollout_id, "step": s.state.step, "accuracy": accuracy})
-        s.write(s.state.step, {"val/accuracy": accuracy, "val/error_rate": errors / len(s.eval_tasks)})
-        s.say(f"held-out accuracy at step {s.state.step}: {accuracy:.1%} ({right} of {len(s.eval_tasks)} tasks, greedy)"
-            + (f"; {errors} without a verdict" if errors else ""))
+        _record_evaluation(s, rollout_id)
     return True
+
+
+def evaluation_sampling(s: Session) -> dict[str, float]:
+    """Sampling of an evaluation, a function of the settings and the step, so that a resumed run samples the same."""
+    config = s.config.evaluation
+    sampling = {"temperature": config.temperature, "max_tokens": s.config.rollout.max_response_tokens}
+    if config.temperature == 0.0:
+        return sampling
+    seed = int(np.random.SeedSequence([s.config.trainer.seed, s.state.step, EVALUATION]).generate_state(1)[0])
+    return sampling | {"seed": seed, "top_p": config.top_p, "top_k": config.top_k}
+
+
+def _record_evaluation(s: Session, rollout_id: str) -> None:
+    step, config, tasks = s.state.step, s.config.evaluation, s.eval_tasks
+    n, answers = config.samples, s.store.experiences(rollout_id)
+    right = right_answers(answers, tasks)
+    accuracy = int(right.sum()) / (len(tasks) * n)
+    errors = sum(e.reward.status in ("error", "timeout") for e in answers)
+    metrics = {"val/accuracy": accuracy, "val/error_rate": errors / (len(tasks) * n)}
+    if n > 1:
+        sources = {task.task_id: task.data_source for task in s.store.tasks("eval", images=False)}
+        metrics |= sampled_metrics(right, n, [sources[task] for task in tasks])
+    event = {"rollout_id": rollout_id, "step": step, "accuracy": accuracy, "samples": n, "standard_error": standard_error(right / n)}
+    if n > 1:
+        event |= {"pass": metrics[f"val/pass@{n}"], "pass_standard_error": metrics.get(f"val/pass@{n}_se")}
+    s.store.record_event("trainer", "evaluation", event)
+    s.write(step, metrics)
+    s.say(f"held-out accuracy at step {step}: {evaluation_text(metrics, int(right.sum()), len(tasks), config)}"
+        + (f"; {errors} without a verdict" if errors else ""))  # fmt: skip
+
+
+def evaluation_text(metrics: Mapping[str, float], right: int, tasks: int, config: EvaluationConfig) -> str:
+    """Accuracy for a person: ``45.2% ± 3.1% (avg@8 of 30 tasks, temperature 0.6), pass@8 70.0% ± 8.5%``."""
+    n, how = config.samples, f"temperature {config.temperature:g}" if config.temperature else "greedy"
+
+    def shown(name: str) -> str:
+        error = metrics.get(f"{name}_se")
+        return f"{metrics[name]:.1%}" + ("" if error is None else f" ± {error:.1%}")
+
+    if n == 1:
+        return f"{shown('val/accuracy')} ({right} of {tasks} tasks, {how})"
+    return f"{shown('val/accuracy')} (avg@{n} of {tasks} tasks, {how}), pass@{n} {shown(f'val/pass@{n}')}"

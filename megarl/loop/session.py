@@ -100,7 +100,7 @@ class Session:
         self.eval_tasks = self.store.task_ids("eval")
         self.algorithm = algorithms.get(config.algorithm.name)
         self.hf_config = hf.read_hf_config(Path(config.model.path))
-        self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature, config.trainer.logits_bytes)
+        self.head = Head(int(self.hf_config["vocab_size"]), config.rollout.temperature, config.trainer.logits_bytes, config.model.head_dtype == "float32")
         self.version = WeightsVersion(self.attempt, 0)
         self.roles = Roles(self)
         self._expert: ExpertRows | None = None
@@ -425,7 +425,8 @@ class Session:
         """The metrics of the step that has ended, with what its phases took, and a line for a person."""
         seconds = self.timeline.seconds
         metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
-        metrics["perf/throughput"] = tokens / seconds["step"]
+        metrics |= {"perf/total_num_tokens": float(tokens), "perf/time_per_step": seconds["step"]}
+        metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices(self.config, offline=self.algorithm.offline))
         self.record(self.state.step, metrics)
         self.say(console_line(self.state.step, self.config.trainer.steps, metrics, console))
 
@@ -434,3 +435,9 @@ class Session:
         if self.position.rank == 0:
             self.store.close_job()
         dist.barrier()
+
+
+def num_devices(config: Config, *, offline: bool) -> int:
+    """Devices of a job: one for each trainer rank and each engine worker."""
+    rollout = config.rollout
+    return config.parallel.world_size + (0 if offline else rollout.replicas * rollout.tp * rollout.pp)

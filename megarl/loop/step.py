@@ -46,7 +46,7 @@ class StepBatch:
 
     @property
     def outside(self) -> list[list[int]]:
-        """Units of the sequences that no update trains on: answers that are in no pair."""
+        """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no pair."""
         trained = {number for units in self.updates for unit in units for number in unit}
         return [[i] for i in range(len(self.sequences)) if i not in trained]
 
@@ -54,13 +54,29 @@ class StepBatch:
 def gather(s: Session, experiences: list[Experience], demonstrations: Sequence[Demonstration]) -> StepBatch:
     """Sequences of a step, dealt to its updates; demonstrations in equal shares."""
     sequences = of_experiences(experiences)
-    updates = updates_of(_units(s, experiences), s.config.trainer.updates_per_step)
+    filtered = set(overlong(s, experiences))
+    units = [unit for unit in _units(s, experiences) if not filtered.intersection(unit)]
+    updates = updates_of(units, s.config.trainer.updates_per_step)
     if demonstrations:
-        first = len(sequences)
+        first, updates = len(sequences), updates or [[]]
         sequences = joined(sequences, of_demonstrations(demonstrations))
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
     return StepBatch([Sample.of(e) for e in experiences], sequences, updates)
+
+
+def overlong(s: Session, experiences: Sequence[Experience | Sample]) -> list[int]:
+    """Numbers of the answers that ``algorithm.overlong_filtering`` leaves out of the loss."""
+    if not s.config.algorithm.overlong_filtering:
+        return []
+    return [i for i, experience in enumerate(experiences) if experience.finish_reason == "length"]
+
+
+def filter_overlong(s: Session, batch: StepBatch) -> None:
+    """Take truncated answers out of the loss mask, after ``infer``: the store and ``mismatch`` have log-probs of every answer."""
+    if numbers := overlong(s, batch.experiences):
+        sequences = batch.sequences
+        sequences.mask = sequences.mask & ~torch.isin(sequences.row, torch.tensor(numbers))
 
 
 def _units(s: Session, experiences: list[Experience]) -> list[list[int]]:
@@ -199,7 +215,7 @@ def update(s: Session, batch: StepBatch, policy: Objective, settings: AlgorithmC
     s.guard.begin()
     if s.algorithm.restarts_optimizer:
         s.actor.optimizer.restart(config.trainer.optimizer)
-    for i, units in enumerate(batch.updates):
+    for i, units in enumerate(batch.updates * config.trainer.ppo_epochs):
         if critic is not None:
             learn(i, critic, objectives.returns(settings, sequences), units, learning_rate(config.critic.optimizer, number))
         if not alone:

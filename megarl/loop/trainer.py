@@ -21,7 +21,7 @@ from megarl.loop.engines import Stopped
 from megarl.loop.guard import RollBack, roll_back
 from megarl.loop.rollouts import evaluate, training_groups
 from megarl.loop.session import Session
-from megarl.loop.step import estimate, gather, infer, kl_coef, mismatch, score, update
+from megarl.loop.step import estimate, filter_overlong, gather, infer, kl_coef, mismatch, score, update
 from megarl.loop.warm_start import warm_start
 from megarl.metrics import spread
 from megarl.schema import Sample
@@ -102,13 +102,15 @@ def step(s: Session) -> bool:
                 held.clear()  # their arrays are in the batch
         with s.timeline.phase("inference", step=number):
             infer(s, batch)
+            differences = mismatch(batch.sequences)
+            filter_overlong(s, batch)
         with s.timeline.phase("update", step=number):
             settings = replace(config.algorithm, kl=replace(config.algorithm.kl, coef=kl_coef(s)))
             metrics |= estimate(s, batch)
             policy = objectives.policy(s.algorithm, settings, batch.sequences)
             metrics |= update(s, batch, policy, settings)
         # What the estimate says of rewards is with the KL that was taken off them.
-        metrics = _experience_metrics(batch.experiences, groups.report) | metrics | mismatch(batch.sequences) | report
+        metrics = _experience_metrics(batch.experiences, groups.report) | metrics | differences | report
         s.end_step(metrics)
     s.record_step(metrics | groups.metrics, tokens=len(batch.sequences.tokens))
     return True

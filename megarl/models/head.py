@@ -31,6 +31,8 @@ class Request:
     temperature: float = 1.0
     logits_bytes: int | None = None
     """Most bytes of logits on this rank; None keeps them all. See ``ops.linear_logprob``."""
+    float32: bool = False
+    """Logits in float32 from hidden states and weights of less precision, which it holds exactly."""
 
 
 class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
@@ -59,8 +61,9 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             "vocab_size": request.vocab_size,
             "temperature": request.temperature,
         }
-        fit = ops.rows_in_budget(columns, input_.dtype, request.logits_bytes)
-        if fit is None or targets.numel() <= fit:
+        wider = request.float32 and input_.dtype != torch.float32
+        fit = ops.rows_in_budget(columns, torch.float32 if wider else input_.dtype, request.logits_bytes)
+        if not wider and (fit is None or targets.numel() <= fit):
             logits, _ = super().forward(input_, weight)
             answer = ops.vocab_parallel_logprob(logits.view(-1, columns), targets.reshape(-1), **question)
         else:
@@ -69,6 +72,8 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             region = gather_from_sequence_parallel_region if gathers else copy_to_tensor_model_parallel_region
             hidden = region(input_, group=self.tp_group).flatten(0, 1)
             weight = self.weight if weight is None else weight
+            if wider:
+                hidden, weight = hidden.float(), weight.float()
             question["logits_bytes"] = request.logits_bytes
             answer = ops.linear_logprob(hidden, weight, targets.reshape(-1), **question)
         return torch.stack(answer, dim=-1).view(*targets.shape, 2), None

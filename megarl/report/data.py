@@ -30,7 +30,7 @@ Series = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy answers to the held-out tasks after ``step`` steps."""
+    """Answers to the held-out tasks after ``step`` steps."""
 
     rollout_id: str
     step: int | None
@@ -42,6 +42,13 @@ class Evaluation:
     """Tokens of a response."""
     loss: float | None = None
     """Of an offline job, on the held-out rows."""
+    standard_error: float | None = None
+    """Standard error of the accuracy, clustered by task."""
+    samples: int = 1
+    """Answers to each task."""
+    passed: float | None = None
+    """pass@samples, of several answers."""
+    passed_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -260,6 +267,10 @@ def _evaluation(name: str, events: Iterable[Mapping[str, Any]], answers: Sequenc
         statuses=Counter(e.reward.status for e in answers),
         mean_length=sum(len(e.response_ids) for e in answers) / len(answers) if answers else None,
         loss=event.get("loss") if event else None,
+        standard_error=event.get("standard_error") if event else None,
+        samples=event.get("samples", 1) if event else 1,
+        passed=event.get("pass") if event else None,
+        passed_error=event.get("pass_standard_error") if event else None,
     )
 
 

@@ -12,7 +12,19 @@ from megarl.report import offline, svg
 from megarl.report.data import Answer, Run, changed_settings, load
 from megarl.report.png import reward_png, share_axis
 from megarl.report.style import CSS, HATCH
-from megarl.report.text import VERDICTS, asked, clean, duration, percent, points_gained, right, status, summary
+from megarl.report.text import (
+    VERDICTS,
+    accuracy,
+    asked,
+    clean,
+    duration,
+    percent,
+    points_gained,
+    right,
+    sampling,
+    status,
+    summary,
+)
 from megarl.report.timeline import CONTAINER, WAITING, rows, seconds_by_phase, seconds_by_step
 
 __all__ = ["page", "summary", "write_report"]
@@ -27,7 +39,7 @@ CHARTS = (
     ("Engine − trainer log-prob, largest", "absolute", "training/rollout_logp_diff_max"),
     ("Chosen answer preferred", "share of pairs", "rewards/accuracies"),
     ("Reward of chosen − rejected", "", "rewards/margins"),
-    ("Tokens a second", "whole job", "perf/throughput"),
+    ("Tokens a second", "each device", "perf/throughput"),
 )
 """(title, unit, metric under verl's name)"""
 SHOWN_STEPS = 3
@@ -113,7 +125,7 @@ def _curve(run: Run) -> str:
         drawn += svg.line_chart("Held-out accuracy", (), markers=markers, zero=True, **big)
     width = svg.window(len(rewards))
     text = f"Mean over a step’s samples{f'; thick: running mean of {width} steps' if width > 1 else ''}."
-    text += " Diamonds: accuracy on the held-out tasks, greedy." if markers else ""
+    text += f" Diamonds: accuracy on the held-out tasks, {sampling(run.config.evaluation)}." if markers else ""
     return _section("Reward", text, _card(drawn, scroll=True))
 
 
@@ -128,11 +140,13 @@ def _accuracy(run: Run) -> str:
         faults = s.get("error", 0) + s.get("timeout", 0) if s else "—"
         length = f"{evaluation.mean_length:.1f}" if evaluation and evaluation.mean_length is not None else "—"
         step = "—" if evaluation is None or evaluation.step is None else evaluation.step
-        body.append((label, step, percent(evaluation), right(evaluation), asked(run, evaluation), faults, length))
-    text = "Greedy answers to tasks that no training row asks."
-    if run.after is not None and run.after.statuses and run.before is not None and run.before.statuses:
+        body.append((label, step, accuracy(evaluation), right(evaluation), asked(run, evaluation), faults, length))
+    how = sampling(run.config.evaluation)
+    text = f"{how.capitalize()}{' answers' if how == 'greedy' else ''} to tasks that no training row asks; ± one standard error."
+    one_answer = run.config.evaluation.samples == 1
+    if one_answer and run.after is not None and run.after.statuses and run.before is not None and run.before.statuses:
         text += f" {run.learned} tasks went from wrong to right, {run.unlearned} from right to wrong."
-    head = ("", "after step", "accuracy", "right", "tasks", "no verdict", "mean tokens")
+    head = ("", "after step", "accuracy", "right", "tasks" if one_answer else "answers", "no verdict", "mean tokens")
     return _section("Accuracy before and after", text, _card(_table(head, body)))
 
 

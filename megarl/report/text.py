@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from os.path import commonprefix
 from pathlib import Path
 
+from megarl.config.schema import EvaluationConfig
 from megarl.report import offline
 from megarl.report.data import Answer, Evaluation, Run, load
 
@@ -56,13 +57,36 @@ def percent(evaluation: Evaluation | None) -> str:
     return "—" if evaluation is None or evaluation.accuracy is None else f"{evaluation.accuracy:.1%}"
 
 
+def accuracy(evaluation: Evaluation | None) -> str:
+    """Accuracy with its standard error, and pass@k where tasks have several answers."""
+    if evaluation is None or evaluation.accuracy is None:
+        return "—"
+    text = _with_error(evaluation.accuracy, evaluation.standard_error)
+    if evaluation.passed is None:
+        return text
+    return f"{text} (avg@{evaluation.samples}); pass@{evaluation.samples} {_with_error(evaluation.passed, evaluation.passed_error)}"
+
+
+def _with_error(share: float, error: float | None) -> str:
+    return f"{share:.1%}" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
+def sampling(config: EvaluationConfig) -> str:
+    """How held-out tasks are answered, e.g. ``8 answers at temperature 0.6, top-p 0.95``."""
+    if not config.temperature:
+        return "greedy"
+    kept = (f", top-p {config.top_p:g}" if config.top_p < 1 else "") + (f", top-k {config.top_k}" if config.top_k else "")
+    return f"{config.samples} answer{'s' if config.samples > 1 else ''} at temperature {config.temperature:g}{kept}"
+
+
 def right(evaluation: Evaluation | None) -> str:
     return str(evaluation.statuses.get("ok", 0)) if evaluation and evaluation.statuses else "—"
 
 
 def asked(run: Run, evaluation: Evaluation | None) -> str:
     answered = sum(evaluation.statuses.values()) if evaluation else 0
-    return f"{answered}/{run.held_out}" if 0 < answered < run.held_out else str(run.held_out or "—")
+    expected = run.held_out * (evaluation.samples if evaluation else 1)
+    return f"{answered}/{expected}" if 0 < answered < expected else str(expected or "—")
 
 
 def points_gained(run: Run) -> float | None:

@@ -69,6 +69,8 @@ def engine_process(
     argv = [sys.executable, "-m", "megarl.rollout.server" if group is None or group[0] == 0 else "megarl.rollout.part"]
     argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
+    if model.head_dtype is not None:
+        argv += ["--hf-overrides", json.dumps({"head_dtype": model.head_dtype})]
     argv += ["--max-num-seqs", str(rollout.max_num_seqs), "--block-size", str(rollout.block_size)]
     argv += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes)]
     argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]

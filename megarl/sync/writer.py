@@ -53,6 +53,7 @@ class SliceWriter:
         self._model_config = model_config
         self._tensors = dict(tensors)
         self._owner = {f"{path}.{name}": (module, name) for path, module, name in _loadable(model)}
+        self._plain_head = model_config.head_dtype != model_config.dtype
         self._latent = readback.latent_projections(model)
         self._left: dict[nn.Module, int] = {}
         self._open: set[nn.Module] = set()
@@ -113,7 +114,7 @@ class SliceWriter:
         module, parameter = self._owner[name]
         expected = self._tensors[name]
         experts = readback.packed_experts(module)
-        if readback.is_packed_linear(module) and parameter == "weight":
+        if readback.is_packed_linear(module, plain_head=self._plain_head) and parameter == "weight":
             value = self._with_faint(name, readback.unpack_linear(module))
         elif experts is not None and parameter in ("w13_weight", "w2_weight"):
             packed = getattr(module, parameter).data

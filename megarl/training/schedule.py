@@ -26,6 +26,8 @@ class Head:
     temperature: float = 1.0
     logits_bytes: int | None = None
     """Most bytes of logits on one rank; None keeps a micro-batch's whole."""
+    float32: bool = False
+    """Logits in float32 where the model computes in less."""
 
 
 def run(
@@ -65,7 +67,7 @@ def run(
             output = model(tokens, positions, None, packed_seq_params=packed)
         else:
             wanted = batch.targets(sequences)[:, mine].long().to(device)
-            with asking(unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes)):
+            with asking(unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)):
                 output = model(tokens, positions, None, packed_seq_params=packed)
 
         def loss(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -27,5 +27,12 @@ class FaultyWorker(WorkerExtension):
         stale[1, 2, 3] += 1
         attention.W_UV = torch.nn.Parameter(stale, requires_grad=False)
 
+    def fault_change_head(self) -> str:
+        """The LM head's own weight differs from its packed copy; returns the type of the logits."""
+        model = self.model_runner.model
+        model.lm_head.weight.data[1, 2] += 1
+        hidden = torch.ones(1, model.lm_head.weight.shape[1], dtype=model.lm_head.weight.dtype)
+        return str(model.compute_logits(hidden).dtype)
+
 
 _REPACK = writer._repack_experts

@@ -54,6 +54,8 @@ VERL_METRICS = (
     "timing_s/sync",
     "timing_s/step",
     "perf/throughput",
+    "perf/time_per_step",
+    "perf/total_num_tokens",
 )
 
 

@@ -37,6 +37,9 @@ PPO = (
     "reference.refresh=3",
     "reward_model.parallel={dp: 2}",
     "reward_model.coef=0.5",
+    "trainer.ppo_epochs=2",
+    "algorithm.overlong_filtering=true",
+    "evaluation={samples: 3, temperature: 0.8, top_p: 0.9}",
 )
 NOT_COMPARED = re.compile(r"(timing_s|perf|rollout|sync|training/attempt)|reward/\w+/(seconds|waited_s)/")
 """What depends on the machine or counts attempts."""
@@ -104,6 +107,17 @@ def test_all_roles_took_part(jobs: tuple[Path, Path]) -> None:
     # The reward has half the model's score in it; the rule's is 0 or 1.
     scored = steps[2]["reward_model/score/mean"] * 0.5
     assert steps[2]["critic/score/mean"] == pytest.approx(steps[2]["training/accuracy"] + scored, abs=1e-6)
+
+
+def test_evaluations_of_several_answers_are_the_same_again(jobs: tuple[Path, Path]) -> None:
+    def evaluations(run_dir: Path) -> list[dict[str, float]]:
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [record for record in records if "val/accuracy" in record]
+
+    whole, killed = map(evaluations, jobs)
+    assert whole == killed and len(whole) >= 2
+    assert all({"val/accuracy_se", "val/pass@2", "val/pass@3", "val/pass@3_se"} <= record.keys() for record in whole)
+    assert "(avg@3)" in (jobs[0] / "report" / "report.html").read_text()
 
 
 def test_the_reference_is_the_actor_of_its_last_refresh(jobs: tuple[Path, Path]) -> None:

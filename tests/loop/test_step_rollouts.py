@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from megarl.config.schema import AlgorithmConfig, Config, RolloutConfig, StoreConfig, TrainerConfig
+from megarl.config.schema import AlgorithmConfig, Config, EvaluationConfig, RolloutConfig, StoreConfig, TrainerConfig
 from megarl.loop import rollouts
 from megarl.loop.explorer import Explorer
+from megarl.loop.reading import NodeReader
 from megarl.rewards import Verdict
 from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.watch import EngineWatch
@@ -30,11 +32,11 @@ MAX_TOKENS = 6
 class Words:
     """Of a model without a chat template: a prompt is its token ids, a text too."""
 
-    def render(self, messages: Iterable[dict[str, str]]) -> str:
+    def render(self, messages: Iterable[dict[str, str]], kwargs: Any = None) -> str:
         [message] = messages
         return message["content"]
 
-    def prompt_ids(self, messages: Iterable[dict[str, str]]) -> np.ndarray:
+    def prompt_ids(self, messages: Iterable[dict[str, str]], kwargs: Any = None) -> np.ndarray:
         [message] = messages
         return np.array(message["content"].split(), dtype=np.int32)
 
@@ -80,6 +82,7 @@ def session(store: Store) -> Any:
     return SimpleNamespace(
         store=store,
         news=rollouts.News(store),
+        reader=NodeReader(),
         config=Config(
             algorithm=AlgorithmConfig(group_size=4, dynamic_sampling=True),
             trainer=TrainerConfig(tasks_per_step=8, seed=3),
@@ -131,3 +134,27 @@ def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_pat
     alone = engine.generate([Prompt(e.prompt_ids) for e in leaders], Sampling(max_tokens=MAX_TOKENS, temperature=0.0))
     assert [c.token_ids.tolist() for c in alone] == [e.greedy.response_ids.tolist() for e in leaders if e.greedy]
     assert any(not np.array_equal(e.greedy.response_ids, e.response_ids) for e in first.experiences if e.greedy)
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_several_answers(engine: RunningEngine, tmp_path: Path) -> None:
+    """Repeated as by a job that resumes there it has the same answers; log-probs are of the tokens that top-k keeps."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("eval", [task(i) for i in range(6)])
+    s, written = session(store), []
+    s.eval_tasks, s.write, s.say = store.task_ids("eval"), lambda step, metrics: written.append(metrics), lambda text: None
+    answers = []
+    with exploring(store, engine):
+        for name, top_k in (("first", 20), ("again", 20), ("one", 1)):
+            s.config = replace(s.config, evaluation=EvaluationConfig(samples=3, temperature=1.0, top_p=0.9, top_k=top_k))
+            assert rollouts.evaluate(s, name)
+            answers.append(store.experiences(name))
+    first, again, one = answers
+    assert len(first) == 18 and {e.index for e in first} == {0, 1, 2}
+    ids = [[(e.task_id, e.index, e.response_ids.tolist()) for e in side] for side in answers]
+    assert ids[0] == ids[1] != ids[2] and written[0] == written[1]
+    right = sum(e.reward.status == "ok" for e in first)
+    assert written[0]["val/accuracy"] == written[0]["val-core/even/acc/mean@3"] == right / 18
+    assert all((e.engine_logp == 0.0).all() for e in one)  # the only token kept has probability 1
+    assert any((e.engine_logp < 0.0).any() for e in first)
+    store.close()

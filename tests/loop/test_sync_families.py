@@ -67,6 +67,7 @@ class Cell:
     trainer: ParallelConfig
     rollout: dict[str, Any] = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "float32"
+    head: Literal["float32"] | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     forked: bool = True
 
@@ -121,7 +122,7 @@ def engine_of(
     save_tokenizer(path)
     config = Config(
         run=RunConfig(dir=str(folder)),
-        model=ModelConfig(path=str(path), dtype=cell.dtype),
+        model=ModelConfig(path=str(path), dtype=cell.dtype, head_dtype=cell.head),
         parallel=cell.trainer,
         rollout=RolloutConfig(**{**_rollout_defaults(), **cell.rollout}),
         sync=SyncConfig(bucket_bytes=65536, timeout_s=60.0),
@@ -219,6 +220,20 @@ def test_absorbed_latent_weights_are_read_back(tmp_path: Path, zygote: Zygote) -
         new = perturbed(model, 2)
         ranks.publish_whole(new)
         assert gap(engine, new).max() < FP32_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["float32", None])
+def test_a_float32_head_is_proven_by_the_weight_that_it_computes_with(tmp_path: Path, zygote: Zygote, head: Any) -> None:
+    """Without one the packed copy is what is computed with, and what the digest is of."""
+    with engine_of(Cell("mistral", TP2, dtype="bfloat16", head=head), tmp_path, zygote, FAULTY) as (engine, ranks, model):
+        new = perturbed(model, 1)
+        ranks.publish_whole(new)
+        assert gap(engine, new).mean() < 0.05
+        [before] = engine.control.workers("megarl_digests")
+        assert engine.control.workers("fault_change_head") == ["torch.float32" if head else "torch.bfloat16"]
+        [after] = engine.control.workers("megarl_digests")
+        assert [name for name in before if before[name] != after[name]] == (["lm_head.weight"] if head else [])
 
 
 @pytest.mark.slow

@@ -232,6 +232,66 @@ def test_the_logits_are_the_only_tensor_of_their_size(ranks: Any, case: tuple[st
         assert len(rank["logits first"].large) > 5  # this counting sees what there is to see
 
 
+def float32_heads(rank: int, folder: str, grids: list[str]) -> list[list[tuple[Any, ...]]]:
+    """Runs in each rank of the last stage: of both ways, what the head gave and the same in float64 from its very input and weights."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megarl.models.gpt import unwrap
+    from megarl.parallel import groups
+    from megarl.training.schedule import Head, run
+
+    sequences, batches, on_logp, _ = two_micro_batches()
+    found = []
+    for grid in grids:
+        parallel = GRIDS[grid]
+        groups.initialize(parallel, seed=1)
+        (stage,), _, _ = build_and_load(Path(folder) / "untied", parallel, rank, "bfloat16")
+        config: Any = unwrap(stage).config
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), stage)
+        group, layer, seen = parallel_state.get_tensor_model_parallel_group(), getattr(unwrap(stage), "output_layer", None), []
+        if layer is not None:
+            layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].detach()))
+
+        def whole(share: torch.Tensor, group: Any = group) -> torch.Tensor:
+            shares = [torch.empty_like(share) for _ in range(group.size())]
+            torch.distributed.all_gather(shares, share.contiguous(), group=group)
+            return torch.cat(shares)
+
+        def loss(batch: Any, answer: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return (answer[..., 0] * on_logp[:ROWS]).sum() / 100, answer.detach()
+
+        columns = 2048 // parallel.tp
+        for float32, budget in ((True, None), (True, 13 * columns * 4), (False, None)):
+            model.zero_grad_buffer()
+            answers = run([model], sequences, batches[:1], Head(VOCAB, TEMPERATURE, budget, float32), loss, forward_only=False)
+            if layer is None:
+                continue
+            weight = whole(layer.weight.detach())[:VOCAB].double().requires_grad_()
+            hidden = (whole(seen[-1]) if parallel.sequence_parallel else seen[-1]).double()  # [s, b, H]
+            logp = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1)
+            targets = batches[0].targets(sequences).long().t()
+            picked = logp.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets < 0, 0.0).t()
+            ((picked * on_logp[:ROWS]).sum() / 100).backward()
+            start = group.rank() * columns
+            share = weight.grad[start : start + columns]
+            found.append((grid, float32, off(answers[0][..., 0].double(), picked), off(layer.weight.main_grad[: len(share)], share)))
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_float32_head_of_a_bfloat16_model_is_exact(folder: str, world: int) -> None:
+    """Its gradient is rounded to bfloat16 once, as every other of the model."""
+    grids = [grid for grid in GRIDS if GRIDS[grid].world_size == world]
+    found = [answer for rank in run_grid(world, float32_heads, folder, grids) for answer in rank]
+    assert {grid for grid, *_ in found} == set(grids) and len(found) == 3 * sum(GRIDS[grid].tp for grid in grids)
+    for grid, float32, logp, gradient in found:
+        assert (logp < 1e-6) is float32, (grid, logp)
+        assert gradient < (0.005 if float32 else 0.05), (grid, gradient)
+
+
 def interleaved(rank: int, folder: str) -> list[torch.Tensor]:
     """Runs in each rank: [logits first, asked] answers of two micro-batches through two chunks a stage."""
     from megarl.parallel import groups

@@ -68,6 +68,10 @@ def test_updates_are_counted_in_rows_of_the_file(offline: dict[str, Path], name:
     refused(ConfigError, config, "trainer.updates_per_step=5", "4 rows of a step (trainer.tasks_per_step)")
 
 
+def test_passes_over_a_rollout_need_rollouts(offline: dict[str, Path]) -> None:
+    refused(ConfigError, offline_config(offline, "sft", "trainer.ppo_epochs=2"), "trainer.ppo_epochs=2 in an offline job", "trainer.steps")
+
+
 def test_rewards_cannot_train_on_preferences(offline: dict[str, Path]) -> None:
     config = config_of(offline["dpo"], "taskset.generate=null")
     refused(DataError, config, "train.parquet: column 'reward_model' is missing")

@@ -64,6 +64,14 @@ def test_what_vllm_on_cpu_must_be_told(
     assert found == compilation
 
 
+def test_a_float32_head_is_asked_for() -> None:
+    rollout = RolloutConfig(max_prompt_tokens=8)
+    usual, _ = engine_process("m", rollout, ModelConfig(dtype="bfloat16"), "127.0.0.1", 1)
+    argv, _ = engine_process("m", rollout, ModelConfig(dtype="bfloat16", head_dtype="float32"), "127.0.0.1", 1)
+    assert "--hf-overrides" not in usual
+    assert argv[argv.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
+
+
 def test_expert_parallelism_is_asked_for() -> None:
     for wanted in (True, False):
         argv, _ = engine_process("m", RolloutConfig(max_prompt_tokens=128, tp=2, expert_parallel=wanted), ModelConfig(), "127.0.0.1", 1)

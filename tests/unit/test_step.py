@@ -13,10 +13,30 @@ import torch
 from megarl import algorithms
 from megarl.batching import Sequences, micro_batches
 from megarl.batching.packing import Cut
-from megarl.config.schema import AlgorithmConfig, CriticConfig, KLConfig
-from megarl.loop.session import State
-from megarl.loop.step import StepBatch, _step_input, critic_alone, estimate, gather, infer, kl_coef
-from megarl.schema import Experience, Reward
+from megarl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    KLConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from megarl.loop.session import Session, State
+from megarl.loop.step import (
+    StepBatch,
+    _step_input,
+    critic_alone,
+    estimate,
+    filter_overlong,
+    gather,
+    infer,
+    kl_coef,
+    update,
+)
+from megarl.schema import Experience, FinishReason, Reward
+from megarl.training import objectives
+from megarl.training.objectives import Kept
 
 
 def session(name: str, config: AlgorithmConfig, *, step: int, coef: float | None = None) -> Any:
@@ -72,7 +92,7 @@ def test_answers_outside_any_pair_have_log_probs_where_they_are_recorded(needs: 
     )
     s: Any = SimpleNamespace(
         algorithm=replace(algorithms.get("online_dpo"), needs=frozenset({"pairs", "group"} | needs)),
-        config=SimpleNamespace(trainer=SimpleNamespace(updates_per_step=1), algorithm=AlgorithmConfig()),
+        config=Config(algorithm=AlgorithmConfig()),
         position=SimpleNamespace(rank=0),
         store=SimpleNamespace(record_old_logp=lambda given, logp: recorded.extend(logp)),
         actor=model,
@@ -99,7 +119,7 @@ def asked_for(sequences: Sequences, updates: Any) -> torch.Tensor:
     return found
 
 
-def answer(index: int, score: float) -> Experience:
+def answer(index: int, score: float, reason: FinishReason = "stop") -> Experience:
     length = index + 2
     return Experience(
         rollout_id="r",
@@ -113,5 +133,129 @@ def answer(index: int, score: float) -> Experience:
         engine_logp=np.zeros(length, dtype=np.float32),
         reward=Reward(score, "ok"),
         segments=(),
-        finish_reason="stop",
+        finish_reason=reason,
+        group_stats=algorithms.group_stats([0.0, 1.0, 1.0, 0.0]),
     )
+
+
+REASONS = ("stop", "length", "stop", "length")
+
+
+def filtered(algorithm: AlgorithmConfig, *, updates: int = 1, demonstrations: Any = (), reasons: Any = REASONS) -> tuple[Any, StepBatch, list[Any]]:
+    """A session, a group of four answers as far as its advantages, and the log-probs that the store got."""
+    recorded: list[Any] = []
+    model = SimpleNamespace(
+        micro_batches=lambda sequences, units: micro_batches(sequences, Cut(rows=2), 0, units),
+        answers=lambda sequences, asked: -0.5 * asked_for(sequences, asked),
+    )
+    s: Any = SimpleNamespace(
+        algorithm=algorithms.get(algorithm.name),
+        config=Config(algorithm=algorithm, trainer=TrainerConfig(updates_per_step=updates)),
+        position=SimpleNamespace(rank=0),
+        store=SimpleNamespace(record_old_logp=lambda given, logp: recorded.extend(logp)),
+        actor=model,
+        roles=SimpleNamespace(reference=model, critic=None),
+        state=State(),
+    )
+    experiences: list[Any] = [answer(i, score, reasons[i]) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]
+    batch = gather(s, experiences, demonstrations)
+    infer(s, batch)
+    filter_overlong(s, batch)
+    estimate(s, batch)
+    return s, batch, recorded
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp_baseline", "reinforce_pp"])
+def test_truncated_answers_are_in_no_update_and_the_others_keep_their_group(name: str) -> None:
+    """Advantages of the rest are those of numpy: statistics of the whole group, whitening over what is trained on."""
+    config = AlgorithmConfig(name=name, overlong_filtering=True, kl=KLConfig(0.0))
+    s, found, recorded = filtered(config, updates=2)
+    assert found.updates == [[[0]], [[2]]]
+    row, mask = found.sequences.row, found.sequences.mask
+    assert torch.bincount(row[mask], minlength=4).tolist() == [2, 0, 4, 0]
+    assert [logp.tolist() for logp in recorded] == [[-0.5] * (i + 2) for i in range(4)]  # the store has those of every answer
+    rewards, tokens = np.array([0.0, 1.0, 1.0, 0.0]), np.array([2, 0, 4, 0])
+    wanted = rewards - 0.5 if name != "reinforce_pp" else rewards
+    if name == "grpo":
+        wanted = wanted / (np.sqrt(1 / 3) + 1e-6)
+    else:
+        mean = (wanted * tokens).sum() / tokens.sum()
+        wanted = (wanted - mean) / np.sqrt((tokens * (wanted - mean) ** 2).sum() / (tokens.sum() - 1) + 1e-8)
+    assert found.sequences.advantages is not None
+    assert torch.allclose(found.sequences.advantages, torch.where(mask, torch.tensor(wanted)[row], 0.0).float(), atol=1e-6)
+    policy = objectives.policy(s.algorithm, config, found.sequences)
+    counts = [policy.count(Kept.of(b, found.sequences)) for units in found.updates for b in s.actor.micro_batches(found.sequences, units)]
+    assert float(sum(counts)) == 6  # the denominator: tokens of the answers that ended
+
+
+def test_without_the_filter_truncated_answers_are_trained_on() -> None:
+    _, found, _ = filtered(AlgorithmConfig())
+    assert found.updates == [[[0], [1], [2], [3]]] and int(found.sequences.mask.sum()) == 2 + 3 + 4 + 5
+
+
+def test_a_step_of_truncated_answers_alone_has_no_update_but_for_demonstrations() -> None:
+    config = AlgorithmConfig(overlong_filtering=True)
+    _, found, _ = filtered(config, reasons=["length"] * 4)
+    assert found.updates == [] and not found.sequences.mask.any()
+    shown = [(np.arange(2), np.arange(3))]
+    _, found, _ = filtered(replace(config, name="mix"), reasons=["length"] * 4, demonstrations=shown)
+    assert found.updates == [[[4]]] and int(found.sequences.mask.sum()) == 3
+
+
+def test_a_pair_with_a_truncated_answer_is_left_out() -> None:
+    config = AlgorithmConfig(name="online_dpo", overlong_filtering=True)
+    assert filtered(config, reasons=["stop"] * 4)[1].updates == [[[1, 0]]]
+    assert filtered(config, reasons=REASONS)[1].updates == []
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("critic", [False, True])
+def test_every_epoch_makes_the_same_updates_in_order(epochs: int, critic: bool) -> None:
+    """As verl's ppo_epochs: mini-batches are cut once; log-probs, values and advantages stay those of the step's start."""
+    made: list[Any] = []
+
+    def model(name: str) -> Any:
+        return SimpleNamespace(
+            micro_batches=lambda sequences, units: units,
+            backward=lambda sequences, units, objective: made.append((objective.name, units)) or {f"{name}/loss": (1.0, 1.0)},
+            gradient_norm=lambda: 1.0,
+            step=lambda lr: made.append((name, "step")),
+        )
+
+    numbers: list[int] = []
+    guard = SimpleNamespace(begin=lambda: None, end=dict, admits=lambda name, sums, norm, update: numbers.append(update) or True)
+    ppo = replace(algorithms.get("ppo" if critic else "grpo"))
+    s: Any = SimpleNamespace(
+        config=Config(trainer=TrainerConfig(ppo_epochs=epochs)),
+        algorithm=ppo,
+        actor=model("actor"),
+        roles=SimpleNamespace(critic=model("critic") if critic else None),
+        state=State(step=5),
+        guard=guard,
+        gather=list,
+    )
+    step = batch()
+    step.updates = [[[0]], [[1]]]
+    step.sequences.returns = step.sequences.values
+    policy = objectives.policy(s.algorithm, s.config.algorithm, step.sequences)
+    update(s, step, policy, s.config.algorithm)
+    roles = ["critic", "actor"] if critic else ["actor"]
+    assert made == [entry for _ in range(epochs) for units in step.updates for role in roles for entry in ((role, units), (role, "step"))]
+    assert numbers == [n for n in range(2 * epochs) for _ in roles]
+
+
+@pytest.mark.parametrize(("offline", "devices"), [(False, 4 + 6), (True, 4)])
+def test_throughput_is_verls(offline: bool, devices: int) -> None:
+    """total_num_tokens / (time_per_step * n_gpus), n_gpus those of the job: of verl's compute_throughout_metrics and get_n_gpus."""
+    recorded: dict[str, float] = {}
+    s: Any = SimpleNamespace(
+        config=Config(parallel=ParallelConfig(tp=2, dp=2), rollout=RolloutConfig(tp=2, replicas=3)),
+        algorithm=SimpleNamespace(offline=offline),
+        timeline=SimpleNamespace(seconds={"step": 8.0, "sync": 1.0}),
+        state=State(step=1),
+        record=lambda step, metrics: recorded.update(metrics),
+        say=lambda text: None,
+    )
+    Session.record_step(s, {}, tokens=1600)
+    assert recorded["perf/total_num_tokens"] == 1600 and recorded["perf/time_per_step"] == recorded["timing_s/step"] == 8.0
+    assert recorded["perf/throughput"] == 1600 / (8.0 * devices)

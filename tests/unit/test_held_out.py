@@ -1,0 +1,157 @@
+"""Accuracy on held-out tasks, against counting subsets and draws by hand."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
+from megarl.experience.held_out import pass_at, right_answers, sampled_metrics, sizes, standard_error
+from megarl.loop import rollouts
+from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
+from megarl.store import Store
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int) -> None:
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        answers = [True] * c + [False] * (n - c)
+        subsets = [any(subset) for subset in itertools.combinations(answers, k)]
+        assert pass_at(k, np.array([c]), n)[0] == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Its mean over draws of n = 6 answers, each right with probability 0.3, is 1 - 0.7^k."""
+    n, p = 6, 0.3
+    chances = np.array([np.prod([p if right else 1 - p for right in draw]) for draw in itertools.product([0, 1], repeat=n)])
+    counts = np.array([sum(draw) for draw in itertools.product([0, 1], repeat=n)])
+    for k in range(1, n + 1):
+        assert (chances * pass_at(k, counts, n)).sum() == pytest.approx(1 - (1 - p) ** k)
+
+
+def test_the_standard_error_is_clustered_by_task() -> None:
+    """Eight equal answers to a task are no more than one: the error of 30 tasks, as of one answer to each."""
+    right = np.array([1] * 12 + [0] * 18)
+    once, often = standard_error(right / 1), standard_error(right * 8 / 8)
+    assert once == often == pytest.approx(np.sqrt(0.4 * 0.6 / 29))
+    assert sampled_metrics(right * 8, 8, ["aime"] * 30)["val/accuracy_se"] == once
+    assert standard_error(np.array([1.0])) is None
+
+
+def test_ks_are_verls() -> None:
+    assert [list(sizes(n)) for n in (2, 3, 8, 12)] == [[2], [2, 3], [2, 4, 8], [2, 4, 8, 12]]
+
+
+def test_metrics_of_two_sources() -> None:
+    found = sampled_metrics(np.array([4, 0, 2]), 4, ["a", "a", "b/c"])
+    assert set(found) == {
+        *("val/accuracy_se", "val/pass@2", "val/pass@2_se", "val/pass@4", "val/pass@4_se"),
+        *(f"val-core/{source}/acc/{name}@4{end}" for source in ("a", "b/c") for name, end in (("mean", ""), ("best", "/mean"))),
+    }
+    assert found["val/pass@2"] == pytest.approx((1 + 0 + 5 / 6) / 3) and found["val/pass@4"] == pytest.approx(2 / 3)
+    assert (found["val-core/a/acc/mean@4"], found["val-core/b/c/acc/mean@4"]) == (0.5, 0.5)
+    draws = [max(draw) for draw in itertools.product([1, 1, 0, 0], repeat=4)]
+    assert found["val-core/b/c/acc/best@4/mean"] == pytest.approx(sum(draws) / len(draws))
+
+
+def test_a_single_task_has_no_standard_error() -> None:
+    assert not [name for name in sampled_metrics(np.array([1]), 2, ["a"]) if name.endswith("_se")]
+
+
+def test_answers_are_counted_by_task_and_those_without_a_verdict_are_wrong() -> None:
+    def answer(task: str, status: str) -> Any:
+        return SimpleNamespace(task_id=task, reward=SimpleNamespace(status=status))
+
+    answers = [answer("b", "ok"), answer("a", "error"), answer("b", "ok"), answer("a", "wrong"), answer("c", "ok")]
+    assert right_answers(answers, ["a", "b", "c", "d"]).tolist() == [0, 2, 1, 0]
+
+
+VERSION = WeightsVersion(1, 1)
+TASKS = [Task(f"t{i}", "sums", ({"role": "user", "content": str(i)},), "", {"ground_truth": "1"}) for i in range(5)]
+
+
+def answered(claim: Any, index: int, right: bool) -> Experience:
+    return Experience(
+        rollout_id=claim.rollout_id,
+        task_id=claim.task.task_id,
+        group_id=claim.group_id,
+        index=index,
+        group_size=claim.group_size,
+        prompt_ids=np.zeros(3, np.int32),
+        response_ids=np.ones(2, np.int32),
+        response_mask=np.ones(2, np.bool_),
+        engine_logp=np.zeros(2, np.float32),
+        reward=Reward(float(right), "ok" if right else "wrong"),
+        segments=(Segment(0, 2, VERSION, "stop"),),
+        finish_reason="stop",
+    )
+
+
+class Evaluated:
+    """A session whose rollouts have ``right[i]`` right answers to task i, and what its evaluation left."""
+
+    def __init__(self, path: Path, config: EvaluationConfig, right: list[int], monkeypatch: pytest.MonkeyPatch, step: int = 20) -> None:
+        self.store = Store(f"sqlite:///{path}/store.db")
+        self.store.add_tasks("eval", TASKS)
+        self.sampling: Any = None
+        self.lines: list[str] = []
+        self.metrics: dict[str, float] = {}
+        self.session: Any = SimpleNamespace(
+            store=self.store,
+            config=Config(evaluation=config, rollout=RolloutConfig(max_response_tokens=9), trainer=TrainerConfig(seed=3)),
+            state=SimpleNamespace(step=step),
+            version=VERSION,
+            eval_tasks=self.store.task_ids("eval"),
+            position=SimpleNamespace(rank=0),
+            timeline=SimpleNamespace(phase=lambda name, **labels: nullcontext()),
+            write=lambda step, metrics: self.metrics.update(metrics),
+            say=self.lines.append,
+        )
+
+        def wait(s: Any, rollout_id: str, label: str) -> bool:
+            for claim in self.store.claim_groups("w", 100):
+                self.sampling, found = claim.sampling, right[int(claim.task.task_id[1:])]
+                assert self.store.finish_group(claim, [answered(claim, j, j < found) for j in range(claim.group_size)])
+            return True
+
+        monkeypatch.setattr(rollouts, "wait_for_rollout", wait)
+        assert rollouts.evaluate(self.session, f"eval-{step}")
+        (self.event,) = (event["data"] for event in self.store.events("evaluation"))
+
+
+def test_by_default_one_greedy_answer_under_the_names_there_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Evaluated(tmp_path, EvaluationConfig(), [1, 0, 1, 0, 1], monkeypatch)
+    assert found.sampling == {"temperature": 0.0, "max_tokens": 9}
+    assert found.metrics == {"val/accuracy": 0.6, "val/error_rate": 0.0}
+    assert found.lines == ["held-out accuracy at step 20: 60.0% (3 of 5 tasks, greedy)"]
+    assert found.event["accuracy"] == 0.6 and found.event["standard_error"] == pytest.approx(np.sqrt(0.6 * 0.4 / 4))
+
+
+def test_several_answers_have_means_pass_at_k_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EvaluationConfig(samples=4, temperature=0.6, top_p=0.95, top_k=20)
+    found = Evaluated(tmp_path, config, [4, 2, 0, 0, 1], monkeypatch)
+    assert found.sampling.items() > {"temperature": 0.6, "max_tokens": 9, "top_p": 0.95, "top_k": 20}.items()
+    assert found.metrics["val/accuracy"] == found.metrics["val-core/sums/acc/mean@4"] == 7 / 20
+    assert found.metrics["val/pass@4"] == pytest.approx(0.6) and found.metrics["val/error_rate"] == 0.0
+    line = "held-out accuracy at step 20: 35.0% ± 18.7% (avg@4 of 5 tasks, temperature 0.6), pass@4 60.0% ± 24.5%"
+    assert found.lines == [line]
+    assert found.event["samples"] == 4 and found.event["pass"] == pytest.approx(0.6)
+    assert found.event["standard_error"] == found.metrics["val/accuracy_se"]
+
+
+def test_an_evaluation_samples_the_same_when_it_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a job that resumes there; another step draws other numbers."""
+    config = EvaluationConfig(samples=2, temperature=1.0)
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    seeds = [
+        Evaluated(folder, config, [1] * 5, monkeypatch, step).sampling["seed"] for folder, step in zip(folders, (20, 20, 40), strict=True)
+    ]
+    assert seeds[0] == seeds[1] != seeds[2]
