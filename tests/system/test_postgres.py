@@ -25,8 +25,10 @@ from sqlalchemy.engine import make_url
 from megarl.errors import ConfigError, FencedError, JobError
 from megarl.launch.postgres import Server
 from megarl.store import VARIABLE, Store, check_url, database
+from megarl.store.checksums import sealed
 from megarl.store.claims import finish as finish_in
 from megarl.store.codec import experience_to_row
+from megarl.store.tables import STEPS
 from tests.stores import finish, logp_of, make_experience, make_task, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
@@ -294,7 +296,7 @@ def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> N
     inside, go = threading.Event(), threading.Event()
 
     def slow(connection: Any, again: bool) -> None:
-        connection.exec_driver_sql("INSERT INTO steps VALUES (1, 0, '{}')")
+        connection.execute(STEPS.insert(), sealed(STEPS, {"step": 1, "recorded_at": 0.0, "metrics": "{}"}))
         inside.set()
         go.wait()
 
