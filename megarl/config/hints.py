@@ -49,7 +49,7 @@ VERL: dict[str, str] = {
     **{f"{_ACTOR}.megatron.{theirs}": f"parallel.{ours}" for theirs, ours in _GRID.items()},
     f"{_ROLLOUT}.n": "algorithm.group_size",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
-    **{f"{_ROLLOUT}.{name}": f"evaluation.{name}, in evaluation alone: training samples from the whole distribution (docs/algorithms.md)"
+    **{f"{_ROLLOUT}.{name}": f"evaluation.{name}, in evaluation alone: training samples from the whole distribution"
        for name in ("top_p", "top_k")},
     f"{_ROLLOUT}.val_kwargs.n": "evaluation.samples",
     **{f"{_ROLLOUT}.val_kwargs.{name}": f"evaluation.{name}" for name in ("temperature", "top_p", "top_k")},
