@@ -11,6 +11,7 @@ before, so that what is allocated once is not counted.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -35,6 +36,11 @@ def resident(field: str) -> int:
     return int(re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
 
+def give_back() -> None:
+    """Return to the system what malloc keeps of freed memory, so that resident is what is in use."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 class Timeline:
     """Of the trainer; takes the memory of each phase in the place of its time."""
 
@@ -44,6 +50,7 @@ class Timeline:
         self._began = ""
 
     def reset(self) -> None:
+        give_back()
         self.found, self._began, self._base = {}, "", resident("VmRSS")
 
     def begin(self, stage: str) -> None:
@@ -52,7 +59,9 @@ class Timeline:
 
     def end(self) -> None:
         if self._began:
-            self.found[self._began] = (resident("VmHWM") - self._base, resident("VmRSS") - self._base)
+            peak = resident("VmHWM")
+            give_back()
+            self.found[self._began] = (peak - self._base, resident("VmRSS") - self._base)
 
     @contextmanager
     def phase(self, name: str, **labels: int) -> Iterator[None]:
