@@ -175,11 +175,8 @@ def main() -> None:
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
+    text = page.Text()
+    say = text.say
 
     say(f"hidden {arguments.hidden}, {arguments.layers} layers, TP2, {arguments.tasks} tasks x {GROUP} answers, {arguments.rounds} rounds; "
         f"{first['bytes'] / 1e6:.0f} MB of files a checkpoint; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
@@ -200,7 +197,7 @@ def main() -> None:
     say(f"SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores {size / first['verify'] / 1e9:.2f} GB/s, "
         f"disk writes with fsync {first['disk'] / 1e9:.2f} GB/s")
     if arguments.write:
-        page.write("checkpoints.md", "\n".join(lines))
+        page.write("checkpoints.md", str(text))
 
 
 if __name__ == "__main__":

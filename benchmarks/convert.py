@@ -144,11 +144,8 @@ def main() -> None:
     equal = all(
         (scratch / "killed" / f.name).read_bytes() == f.read_bytes() for f in (scratch / "megatron").glob("*.distcp")
     )
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
+    text = page.Text()
+    say = text.say
 
     say(f"\n{size / 1e9:.2f} GB, largest tensor {largest / 1e9:.2f} GB, bound 2 x largest + 1 GiB = {bound:.2f} GiB\n")
     say("| step | seconds | MB/s | peak RSS |\n|---|---|---|---|")
@@ -156,7 +153,7 @@ def main() -> None:
         say(f"| {name} | {seconds:.1f} | {size / 1e6 / seconds:.0f} | {peak:.2f} GiB |")
     say(f"\ndigests of all targets equal: {same}; killed and repeated equals uninterrupted, byte by byte: {equal}")
     if options.write:
-        page.write("checkpoints.md", "\n".join(lines))
+        page.write("checkpoints.md", str(text))
     if not options.keep:
         shutil.rmtree(scratch)
     if not (same and equal and max(peak for *_, peak in rows) <= bound):

@@ -35,6 +35,20 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores ({names[0] if names else platform.machine()}), {memory:.0f} GiB, {_gpu()}"
 
 
+class Text:
+    """Lines of a page, each printed as soon as it is known."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self._lines.append(line)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+
 def _gpu() -> str:
     try:
         import torch

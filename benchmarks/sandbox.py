@@ -60,11 +60,8 @@ def main() -> None:
         assert verdict["status"] == "ok", verdict
 
     ways = (boxed, plain(), plain("-I", "-S"))
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
+    text = page.Text()
+    say = text.say
 
     say(f"{workers} workers, median of {ROUNDS} rounds of {SECONDS:g} s each; {sandbox.describe()}\n")
     say("| answer | sandbox, answers/s | plain | plain -I -S | time, sandbox / plain | sandbox / plain -I -S |\n|---|---|---|---|---|---|")
@@ -78,7 +75,7 @@ def main() -> None:
         say(f"| {name} | {' | '.join(f'{cpu(way, row):.1f}' for way in ways)} |")
     say(f"\nload at the end {os.getloadavg()[0]:.1f}")
     if options.write:
-        page.write("benchmarks/sandbox.md", "\n".join(lines))
+        page.write("benchmarks/sandbox.md", str(text))
 
 
 def rate(work: Callable[[dict[str, Any]], None], row: dict[str, Any], workers: int) -> float:

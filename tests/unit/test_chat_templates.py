@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -45,6 +43,7 @@ from tests.chat_battery import (
     outcomes,
     table,
 )
+from tests.unit.small_rows import write
 
 DOCS = Path(__file__).parents[2] / "docs" / "chat_templates.md"
 Opened = Callable[..., ChatTokenizer]
@@ -56,14 +55,6 @@ def opened(tmp_path: Path) -> Opened:
         return ChatTokenizer.open(checkpoint(tmp_path / name, name), *args)
 
     return open_
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
 
 
 def read_chats(path: Path) -> list[Task]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from megarl.errors import ConfigError, DataError
@@ -17,6 +14,7 @@ from megarl.rewards import compute_score
 from megarl.schema import Preference, Task
 from megarl.tasksets import generate, read_preferences, read_recipe, read_rows, write_preferences
 from megarl.tasksets.generate import SPLITS
+from tests.unit.small_rows import write
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
 SIZES = {"train": 300, "eval": 100, "warm_start": 250, "expert": 80}
@@ -24,14 +22,6 @@ SIZES = {"train": 300, "eval": 100, "warm_start": 250, "expert": 80}
 
 def says(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
 
 
 FORMS: list[dict[str, Any]] = [

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from megarl.errors import ConfigError, DataError
@@ -21,6 +20,7 @@ from megarl.rewards import compute_score
 from megarl.schema import Task
 from megarl.tasksets import generate, read_rows, write_rows
 from megarl.tasksets.generate import SPLITS
+from tests.unit.small_rows import write
 
 SIZES = {"train": 300, "eval": 100, "warm_start": 250, "expert": 80}
 
@@ -33,14 +33,6 @@ def row(**changes: Any) -> dict[str, Any]:
         "reward_model": {"style": "rule", "ground_truth": "2"},
         "extra_info": {"index": 0},
     } | changes
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
