@@ -1,5 +1,5 @@
-"""Every setting of megarl, once; those of rewards are in ``rewards.py``. YAML files under ``configs/`` only set values of these
-frozen dataclasses.
+"""Every setting of megarl, once; those of rewards are in ``rewards.py``, those of the job around the training in ``job.py``. YAML
+files under ``configs/`` only set values of these frozen dataclasses.
 
 Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docstring is its help text.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl.config.job import ClusterConfig, RunConfig, StoreConfig, SyncConfig
 from megarl.config.rewards import RewardConfig
 
 
@@ -371,78 +372,6 @@ class TasksetConfig:
     """Options of the model's chat template for every row, e.g. {enable_thinking: false}; a row's own go before them."""
     date: str | None = None
     """Day (YYYY-MM-DD) that chat templates with ``strftime_now`` write into prompts; None takes that of the run's first start."""
-
-
-@dataclass(frozen=True)
-class SyncConfig:
-    bucket_bytes: int = 8388608
-    """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
-    shared_memory: bool = True
-    """Send through shared memory to engine workers on a trainer rank's own machine; False sends everything over sockets."""
-    timeout_s: float = 120.0
-    """Longest wait for the other side within a sync."""
-    probe_tokens: int = 16
-    """Length of the probe text whose log-probs are compared on both sides after every sync."""
-    probe_tolerance: float | None = None
-    """Largest log-prob difference that the probe text may show; None takes 1e-3 for float32 and 0.05 for bfloat16."""
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    url: str = "sqlite:///${run.dir}/store.db"
-    """A file on this machine, postgresql://USER@HOST/DATABASE, ``env://NAME`` (the URL is in that environment variable), or
-    ``job://postgres``: a server of the job's own. Without a password; docs/store.md."""
-    poll_s: float = 0.02
-    """Pause between two looks into the database while waiting."""
-    outage_s: float = 300.0
-    """How long a database that does not answer is waited for, by each process, before the job ends."""
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """Several machines (docs/cluster.md). Which they are is the launcher's to say: Slurm, torchrun."""
-
-    connect_timeout_s: float = 300.0
-    """How long the head waits for the other nodes, and they for it."""
-    heartbeat_s: float = 30.0
-    """Silence after which a node counts as lost."""
-    stall_s: float = 300.0
-    """How long trainer ranks, the explorer or an engine may live without any sign of progress before the job says who is where, and ends
-    what the others wait for. What starts has ``rollout.start_timeout_s``."""
-    restarts: int = 0
-    """How often a job starts again from its newest checkpoint, in the same allocation, after a process or a node has died."""
-    replacements: int = 3
-    """How many engines, explorers and reward hosts that have died are started again in an attempt while the trainer waits; 0 for
-    none: their death ends the attempt."""
-    spare_nodes: int = 0
-    """Nodes of the allocation that stand by: one takes the place of a node that is lost, or not well at the start."""
-    shrink: bool = True
-    """Go on with fewer data-parallel ranks and engines where nodes are missing and no spare is left. False keeps the size, with more
-    ranks on each node that is left; where they do not spread evenly the job ends."""
-    exclude_unhealthy: bool = False
-    """Go on without nodes that differ or lack something, if the rest are enough."""
-    max_clock_skew_s: float = 5.0
-    """Largest difference between two nodes' clocks at the start."""
-    min_free_disk_bytes: int = 1073741824
-    """For temporary files, on every node."""
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    name: str = "run"
-    """Name of the run, and of its directory."""
-    dir: str = "runs/${run.name}"
-    """Directory of the run: checkpoints, store, logs, report."""
-    host: str = "127.0.0.1"
-    """Address that engines and trainer ranks of one machine listen on."""
-    port: int | None = None
-    """First of the job's ports (engines, rendezvous); None lets the machine choose free ones."""
-    allow_changes: list[str] = field(default_factory=list)
-    """Settings, or groups of them such as trainer.optimizer, that change the training and may differ from the run's
-    last start (docs/checkpoints.md)."""
-    shutdown_grace_s: float = 20.0
-    """From a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take. The scripts of
-    slurm/ set 150; their signal comes 180 s before the time limit."""
 
 
 @dataclass(frozen=True)

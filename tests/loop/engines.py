@@ -16,7 +16,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, SyncConfig
+from megarl.config.job import RunConfig, SyncConfig
+from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.launch import ports
 from megarl.launch.node import remove
 from megarl.launch.process import Child

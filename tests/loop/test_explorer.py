@@ -18,15 +18,8 @@ import pytest
 
 from megarl import pulse
 from megarl.config import Config, save_resolved
-from megarl.config.schema import (
-    FromScratchConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    StoreConfig,
-    SyncConfig,
-    TasksetConfig,
-)
+from megarl.config.job import RunConfig, StoreConfig, SyncConfig
+from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
 from megarl.errors import EngineError, RequestRefused
 from megarl.loop.explorer import Explorer, RolloutClock
 from megarl.rewards import Verdict

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from megarl.config.schema import AlgorithmConfig, Config, EvaluationConfig, RolloutConfig, StoreConfig, TrainerConfig
+from megarl.config.job import StoreConfig
+from megarl.config.schema import AlgorithmConfig, Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.loop import rollouts
 from megarl.loop.explorer import Explorer
 from megarl.loop.reading import NodeReader

@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, SyncConfig
+from megarl.config.job import RunConfig, SyncConfig
+from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import Sampling
 from tests.loop.conftest import TINY_ROLLOUT
