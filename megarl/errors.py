@@ -6,6 +6,7 @@ runs raises a ``RuntimeError`` subclass and ends the job with that text on top.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -86,3 +87,9 @@ def describe(error: BaseException, path: str | None = None, function: Callable[.
             lines = [(code.co_filename, code.co_firstlineno)]
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
     return f"{type(error).__name__}: {error}{where}"
+
+
+def masked_text(url: str) -> str:
+    """``url`` without a password, also where it cannot be parsed."""
+    text = re.sub(r"//([^:/@]*):.*@", r"//\1:***@", url)
+    return re.sub(r"(password=)[^&]*", r"\1***", text)

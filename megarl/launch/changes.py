@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config import Config, hub, load_resolved, to_dict
+from megarl.errors import masked_text
 
 SHOWN = 8
 HARMLESS = (
@@ -62,7 +63,8 @@ def described(changed: Iterable[Change]) -> str:
 
 
 def listed(changed: Iterable[Change]) -> list[str]:
-    return [f"{c.setting} was {c.old}{_lost(c.old)}, now {c.new}" for c in changed]
+    """Each change in words, without the passwords that URLs may have."""
+    return [f"{c.setting} was {masked_text(str(c.old))}{_lost(c.old)}, now {masked_text(str(c.new))}" for c in changed]
 
 
 def _lost(value: Any) -> str:

@@ -28,11 +28,10 @@ from typing import IO, Any, NamedTuple
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from megarl.errors import ConfigError, JobError
+from megarl.errors import ConfigError, JobError, masked_text
 from megarl.launch import ports
 from megarl.parent import die_with
 from megarl.store import OWN_SERVER, VARIABLE, check_url
-from megarl.store.database import masked_text
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.algorithms import StepInput, group_stats, kl
-from megarl.algorithms.parts import doubles
+from megarl.algorithms.parts import doubles, repeated
 from megarl.batching import Sequences, joined, of_demonstrations, of_experiences, response_values
 from megarl.checkpoint.score_pad import score_pad
 from megarl.config.schema import AlgorithmConfig
@@ -76,7 +76,9 @@ def filter_overlong(s: Session, batch: StepBatch) -> None:
     """Take truncated answers out of the loss mask, after ``infer``: the store and ``mismatch`` have log-probs of every answer."""
     if numbers := overlong(s, batch.experiences):
         sequences = batch.sequences
-        sequences.mask = sequences.mask & ~torch.isin(sequences.row, torch.tensor(numbers))
+        kept = torch.ones(len(sequences), dtype=torch.bool)
+        kept[numbers] = False
+        sequences.mask = sequences.mask & repeated(kept, sequences.lengths)
 
 
 def _units(s: Session, experiences: list[Experience]) -> list[list[int]]:

@@ -8,7 +8,6 @@ A URL is either the database's own, or says where that is found, so that no pass
 from __future__ import annotations
 
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, masked_text
 
 BUSY_TIMEOUT_S = 60.0
 """How long at least another process's transaction is waited for, also by who waits for no outage."""
@@ -73,12 +72,6 @@ def shown(url: str) -> str:
         return _masked(make_url(_found(url)))
     except (ArgumentError, ValueError):
         return masked_text(url)
-
-
-def masked_text(url: str) -> str:
-    """``url`` without a password, also where it cannot be parsed."""
-    text = re.sub(r"//([^:/@]*):.*@", r"//\1:***@", url)
-    return re.sub(r"(password=)[^&]*", r"\1***", text)
 
 
 def reason(error: SQLAlchemyError) -> str:

@@ -85,7 +85,8 @@ def rebuild(path: Path, stopping: Callable[[], bool] = lambda: False) -> Path:
         _copy(padded or path, new, stopping)
         if padded is not None:
             _remove(padded)
-        assert not Path(f"{new}-wal").exists(), "its last connection left rows in the log"
+        if Path(f"{new}-wal").exists():
+            raise JobError(f"{new} could not be closed: rows are left in its log {new}-wal; {path} is as it was. Start again")
         os.replace(new, rebuilt)
     for name in reversed(_FILES):  # SQLite looks for the log under the name of its file
         if (file := Path(f"{path}{name}")).exists():

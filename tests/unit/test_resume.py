@@ -22,7 +22,7 @@ from megarl.config.load import check_setting
 from megarl.durable import write_text
 from megarl.errors import ConfigError
 from megarl.launch import job
-from megarl.launch.changes import FREE
+from megarl.launch.changes import FREE, changes, listed
 from megarl.launch.prepare import prepare_data, prepare_model
 from megarl.launch.resume import check_settings_of_run
 from megarl.metrics import MetricWriter
@@ -268,6 +268,13 @@ def test_what_a_run_keeps_cannot_be_confirmed(tmp_path: Path) -> None:
 def test_what_changes_nothing_of_the_training_needs_no_word(tmp_path: Path, override: str) -> None:
     begun(tmp_path, finished=False)
     check_settings_of_run(config_of(tmp_path, override), tmp_path)
+
+
+def test_a_changed_url_is_named_without_its_password() -> None:
+    old, new = "postgresql://me:old@db/megarl", "postgresql://db/megarl?user=me&password=new"
+    assert listed(changes({"store": {"url": old}}, {"store": {"url": new}})) == [
+        "store.url was postgresql://me:***@db/megarl, now postgresql://db/megarl?user=me&password=***"
+    ]
 
 
 def test_settings_that_may_change_are_settings() -> None:
