@@ -212,7 +212,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         # A list makes dist_checkpointing keep layers apart, so it is given only where layers differ.
         "moe_layer_freq": 1 if all(pattern) else pattern,
         "moe_shared_expert_intermediate_size": sizes.shared_ffn or None,
-        # No loss but the algorithm's: old_logp and engine_logp know nothing of a balancing term.
+        # Those of ``model.router`` (models/router.py) do not change with how an update is cut.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
@@ -246,7 +246,7 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False,
         "moe_router_enable_expert_bias": True,
-        # Balancing by moving the bias belongs to pretraining; here it would change the routing without a gradient.
+        # ``model.router.bias_update_rate`` moves it after the optimizer's step, and not where the guard skips that.
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,

@@ -6,13 +6,12 @@ Rules that need a model, a grid or a machine are not here: ``launch/checks.py``,
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from megarl.config.schema import Config, FromScratchConfig, ModelConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, masked_text
 
 
 class Bound(NamedTuple):
@@ -46,8 +45,6 @@ THREADS = Bound(1, 1024)
 WEIGHT = Bound(0)
 """A coefficient of a loss term."""
 SECONDS = Bound(0, 30 * 86400, above=True)
-_PASSWORD = re.compile(r"((?<=://)[^:/@]*:(?=[^@]*@)|[?&]\w*password=)[^@]+")
-"""Of a URL, behind its user (as SQLAlchemy reads it) or among its options."""
 
 _OPTIMIZER = {
     "lr": Bound(0, 1),  # 0 is a control experiment
@@ -77,6 +74,9 @@ BOUNDS: dict[str, Bound] = {
     "model.from_scratch.head_dim": COUNT,
     "model.from_scratch.max_position_embeddings": COUNT,
     "model.from_scratch.initializer_range": Bound(0, 10, above=True),
+    "model.router.aux_loss_coef": WEIGHT,
+    "model.router.z_loss_coef": WEIGHT,
+    "model.router.bias_update_rate": WEIGHT,
     **{f"{role}parallel.{name}": b for role in ("", *_ROLES) for name, b in _GRID.items()},
     "algorithm.group_size": COUNT,
     "algorithm.clip_low": WEIGHT,  # DeepSeek-R1 clips at 10: no lower bound
@@ -203,7 +203,7 @@ def check_bounds(config: Config) -> None:
     for setting, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("run.host", config.run.host)):
         if not text.strip():
             raise ConfigError(f"{setting} is empty; give it a value or leave it out")
-    masked = _PASSWORD.sub(r"\1***", config.store.url)
+    masked = masked_text(config.store.url)
     if masked != config.store.url:
         raise ConfigError(
             f"store.url={masked} holds a password, which would be written to resolved.json; leave it out and "

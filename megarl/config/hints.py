@@ -11,6 +11,7 @@ _GRID = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
+_ROUTER = {"aux_loss_coeff": "aux_loss_coef", "z_loss_coeff": "z_loss_coef", "router_bias_update_rate": "bias_update_rate"}
 _OPTIMIZER = {
     "lr": "lr",
     "min_lr": "min_lr",
@@ -47,6 +48,7 @@ VERL: dict[str, str] = {
     f"{_ACTOR}.loss_agg_mode": "algorithm.aggregation",
     **{f"{_ACTOR}.optim.{theirs}": f"trainer.optimizer.{ours}" for theirs, ours in _OPTIMIZER.items()},
     **{f"{_ACTOR}.megatron.{theirs}": f"parallel.{ours}" for theirs, ours in _GRID.items()},
+    **{f"{_ACTOR}.megatron.override_transformer_config.moe_{theirs}": f"model.router.{ours}" for theirs, ours in _ROUTER.items()},
     f"{_ROLLOUT}.n": "algorithm.group_size",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
     **{f"{_ROLLOUT}.{name}": f"evaluation.{name}, in evaluation alone: training samples from the whole distribution"

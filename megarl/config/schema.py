@@ -42,6 +42,22 @@ class FromScratchConfig:
 
 
 @dataclass(frozen=True)
+class RouterConfig:
+    """How the experts of trained models are kept in balance (docs/algorithms.md); all 0 leaves routers to the loss alone."""
+
+    aux_loss_coef: float = 0.0
+    """Of the balance loss of each sequence (DeepSeek-V3), as a mean over an update's sequences; added for every layer."""
+    z_loss_coef: float = 0.0
+    """Of the mean over an update's tokens of the squared logsumexp of the router's logits (ST-MoE); added for every layer."""
+    bias_update_rate: float = 0.0
+    """What an update moves the bias of each expert by, towards an even load; for models whose routers have biases (DeepSeek-V3)."""
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.aux_loss_coef or self.z_loss_coef or self.bias_update_rate)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     path: str = "???"
     """HF checkpoint directory (config.json, safetensors, tokenizer)."""
@@ -54,6 +70,8 @@ class ModelConfig:
     """Megatron-Core's own layers, or TransformerEngine's (needs a GPU)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward pass instead of kept: none, those of attention, whole layers."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """Balance of experts."""
     from_scratch: FromScratchConfig | None = None
     """A new model instead of a published one; null expects a checkpoint at ``model.path``."""
 

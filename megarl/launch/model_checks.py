@@ -35,6 +35,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     ``engines`` they can be sent it. ``head="score"``: a reward model from the start, which a language model's files do for too."""
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     check_implementation(config.model, config.parallel)
+    check_router(config, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
         rows_in_budget(columns, getattr(torch, config.model.head_dtype or config.model.dtype), config.trainer.logits_bytes)
@@ -62,6 +63,19 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
                 f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
                 "remove that directory to make the model anew, or set the value that it has (model.from_scratch=null for a model of your own)"
             )
+
+
+def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """What ``model.router`` sets, the model has. Raises ConfigError."""
+    arch, router = architecture(hf_config), config.model.router
+    for name, value in asdict(router).items():
+        if value and not arch.sizes(hf_config).experts:
+            raise ConfigError(f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0")
+    if router.bias_update_rate and not arch.sigmoid_router:
+        raise ConfigError(
+            f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to move; set it to 0 and "
+            "model.router.aux_loss_coef above 0"
+        )
 
 
 def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout) -> None:

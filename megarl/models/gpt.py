@@ -41,7 +41,7 @@ def build_chunks(
     from megatron.core.transformer.module import Float16Module
 
     from megarl.models import head as lm_head
-    from megarl.models import value_head
+    from megarl.models import router, value_head
 
     check_implementation(model, parallel)
     gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
@@ -64,6 +64,7 @@ def build_chunks(
         )
         _mark_experts(stage)
         (value_head if head == "score" else lm_head).install(stage)
+        router.install(stage)
         if parallel.backend == "nccl":
             stage = stage.cuda()
         if config.bf16:

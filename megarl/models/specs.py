@@ -47,7 +47,8 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
 
     if model.transformer_impl == "transformer_engine":  # never run on hardware
         # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        return _balanced(block, model)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -63,4 +64,12 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return _balanced(block, model)
+
+
+def _balanced(block: Any, model: ModelConfig) -> Any:
+    if model.router.is_used:
+        from megarl.models.router import balance
+
+        balance(block, model.router)
     return block

@@ -166,6 +166,8 @@ class TrainedModel(FrozenModel):
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+        from megarl.models.router import routers
+
         super().__init__(hf_config, model, parallel, head, cut, grid)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True  # no check_for_nan_in_grad: it ends one rank, the others wait for it
@@ -175,6 +177,8 @@ class TrainedModel(FrozenModel):
             self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
             self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
         config.grad_scale_func = self.optimizer.inner.scale_loss
+        self._balanced = model.router.is_used
+        self._routers = routers(self.chunks)
 
     def weights_changed(self) -> None:
         """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
@@ -203,13 +207,21 @@ class TrainedModel(FrozenModel):
     def _backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
         from megatron.core import parallel_state
 
+        from megarl.models.router import UpdateSize, measured
+
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        count = torch.stack([objective.count(Kept.of(batch, sequences)).double().reshape(-1) for batch in batches]).sum(0)
+        counts = []
+        for batch in batches:
+            size = torch.tensor([len(batch.numbers), torch.count_nonzero(batch.index >= 0)], dtype=torch.float64)
+            counts.append(torch.cat([size, objective.count(Kept.of(batch, sequences)).double().reshape(-1)]))
+        count = torch.stack(counts).sum(0)
         dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
-        scale = 1.0 / count.clamp(min=1.0)
+        scale = 1.0 / count[2:].clamp(min=1.0)
+        for router in self._routers:
+            router.begin(UpdateSize(int(count[0]), int(count[1]), most=int(max(each[0] for each in counts))))
 
         def loss_function(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, Any]:
             kept = Kept.of(batch, sequences)
@@ -217,7 +229,10 @@ class TrainedModel(FrozenModel):
             total = (loss.totals * scale.to(loss.total)).sum()
             return total, (total.detach(), loss.metrics)
 
-        collected = run(self.chunks, sequences, batches, self.head, loss_function, forward_only=False)
+        collected = run(
+            self.chunks, sequences, batches, self.head, loss_function, forward_only=False, balanced=self._balanced
+        )
+        of_routers = measured(self._routers, objective.name) if self._balanced else {}
         if not collected or not self._speaks():
             return {}
         whole = sum(float(total) for total, _ in collected)
@@ -226,7 +241,7 @@ class TrainedModel(FrozenModel):
             for name, (total, number) in metrics.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + float(total), before[1] + float(number))
-        return sums
+        return {**sums, **of_routers}
 
     def gradient_norm(self) -> float:
         """Of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a step starts from."""
@@ -235,5 +250,9 @@ class TrainedModel(FrozenModel):
 
     def step(self, lr: float) -> float:
         """One optimizer step on the gradients in the buffers, whatever they are (``loop/guard.py`` has looked); their norm."""
+        from megarl.models.router import move_biases
+
         with self.grid():
-            return self.optimizer.step(lr)
+            norm = self.optimizer.step(lr)
+        move_biases(self._routers)
+        return norm

@@ -38,11 +38,12 @@ def run(
     loss_function: LossFunction,
     *,
     forward_only: bool,
+    balanced: bool = False,
 ) -> list[Any]:
     """Run ``batches`` through Megatron's schedule; gradients are left in the model's buffers.
 
     Sequences and micro-batches lie on the host: what a model and its loss need of one goes to the model's device.
-    ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
+    ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores. ``balanced``: its routers measure their balance.
     Under context parallelism every rank is given the answers of whole sequences, and its gradient is that of its own share.
 
     Returns:
@@ -52,6 +53,7 @@ def run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megarl.models.head import Request, asking
+    from megarl.models.router import sequences_of_tokens
 
     context = parallel_state.get_context_parallel_group()
     device = next(chunks[0].parameters()).device
@@ -62,13 +64,15 @@ def run(
         shares = batch.shares(context.size())
         mine = shares[context.rank()]
         tokens, positions = (x[:, mine].to(device) for x in (batch.take(sequences.tokens).long(), batch.position))
-        packed = None if batch.cu_seqlens is None else _packed_seq_params(batch, device)
+        more = {"packed_seq_params": None if batch.cu_seqlens is None else _packed_seq_params(batch, device)}
+        if balanced:
+            more["padding_mask"] = sequences_of_tokens(unwrap(model), batch.row[:, mine].to(device))
         if head is None:
-            output = model(tokens, positions, None, packed_seq_params=packed)
+            output = model(tokens, positions, None, **more)
         else:
             wanted = batch.targets(sequences)[:, mine].long().to(device)
             with asking(unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)):
-                output = model(tokens, positions, None, packed_seq_params=packed)
+                output = model(tokens, positions, None, **more)
 
         def loss(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             total, collected = loss_function(batch, gather_answers(answer, shares, context))

@@ -17,7 +17,15 @@ from typing import Any, Literal
 
 import torch
 
-from megarl.config.schema import AlgorithmConfig, KLConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.schema import (
+    AlgorithmConfig,
+    KLConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RouterConfig,
+    TrainerConfig,
+)
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save as save_family
 from tests.parallel.grid import run_grid
@@ -30,7 +38,14 @@ SETTINGS = AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, entropy_co
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, clip_grad=0.5)
 PACKED_TOKENS = 48
 """Two or three of the batch's sequences."""
-MODELS = ("qwen3", "qwen3, tied", "qwen3_moe")
+MODELS = ("qwen3", "qwen3, tied", "qwen3_moe", "qwen3_moe, balanced", "deepseek_v3, balanced")
+ROUTERS = {
+    "qwen3_moe, balanced": RouterConfig(aux_loss_coef=0.3, z_loss_coef=0.02),
+    "deepseek_v3, balanced": RouterConfig(aux_loss_coef=0.3, z_loss_coef=0.02, bias_update_rate=0.05),
+}
+"""``model.router`` of the models that have one."""
+SEEDS = {"deepseek_v3, balanced": 3}
+"""Of the models for which 0 makes a gradient that is small beside its terms, so that float32 shows."""
 
 GRIDS = {
     "one process": ParallelConfig(),
@@ -74,7 +89,7 @@ class Errors:
     parameter: str
     """With the worst gradient."""
     later: float
-    """Losses of the updates that follow."""
+    """Losses of the updates that follow; of all four what routers measure (relative)."""
 
     @property
     def worst(self) -> float:
@@ -82,6 +97,8 @@ class Errors:
 
 
 LAYOUTS = (None, 1, 2, 4)
+NEEDS_SP = ("TP2", "TP2 × PP2", "TP2 × DP2")
+"""Grids on which Megatron trains no experts."""
 CELLS = [
     *(
         Cell("qwen3_moe" if "EP" in grid else "qwen3", grid, rows, recompute)
@@ -91,6 +108,11 @@ CELLS = [
     ),
     *(Cell("qwen3_moe", grid, None, "none") for grid in ("one process", "TP2 + SP", "PP2 × VPP2")),
     *(Cell("qwen3, tied", grid, None, "none") for grid in GRIDS if "EP" not in grid),
+    *(Cell(model, grid, None, "none") for model in ROUTERS for grid in GRIDS if grid not in NEEDS_SP),
+    *(
+        Cell("deepseek_v3, balanced", grid, rows, recompute)
+        for grid in ("one process", "PP2 × VPP2", "CP2 × EP2") for rows, recompute in ((2, "none"), (None, "full"))
+    ),
     *(Cell("qwen3", grid, None, "selective") for grid in ("one process", "TP2 + SP", "CP2", "PP2 × VPP2")),
 ]
 
@@ -125,7 +147,41 @@ def next_token_logp(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, tor
     return logp_all.gather(-1, nxt[..., None])[..., 0], -(logp_all.exp() * logp_all).sum(-1)
 
 
-def reference(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+class RouterBalance:
+    """What the routers of a transformers model did in its last forward pass, measured sequence by sequence."""
+
+    def __init__(self, model: Any, lengths: torch.Tensor) -> None:
+        self._lengths = lengths.tolist()
+        self._gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+        self._outputs: dict[Any, Any] = {}
+        for gate in self._gates:
+            gate.register_forward_hook(lambda module, given, output: self._outputs.__setitem__(module, output))
+
+    def losses(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Balance and z-loss, added up over the layers, and each layer's loads."""
+        balance, z, loads = torch.zeros(()), torch.zeros(()), []
+        for gate in self._gates:
+            logits, _, chosen = (x.view(len(self._lengths), -1, x.shape[-1]) for x in self._outputs[gate])
+            experts, load, squares = logits.shape[-1], torch.zeros(logits.shape[-1]), []
+            for row, length in enumerate(self._lengths):
+                of_row = logits[row, :length]
+                scores = of_row.softmax(-1)
+                if hasattr(gate, "e_score_correction_bias"):
+                    scores = of_row.sigmoid() / of_row.sigmoid().sum(-1, keepdim=True)
+                best = torch.nn.functional.one_hot(scores.topk(gate.top_k).indices, experts).sum(1)
+                balance = balance + experts / gate.top_k * (best.float().mean(0) * scores.mean(0)).sum() / len(self._lengths)
+                squares.append(of_row.logsumexp(-1).square())
+                load += torch.bincount(chosen[row, :length].flatten(), minlength=experts)
+            z = z + torch.cat(squares).mean()
+            loads.append(load)
+        return balance, z, loads
+
+    def move(self, loads: list[torch.Tensor], rate: float) -> None:
+        for gate, load in zip(self._gates, loads, strict=True):
+            gate.e_score_correction_bias += rate * torch.sign(load.mean() - load)
+
+
+def reference(path: Path, router: RouterConfig | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The batch; and the losses of all updates, the sizes of their terms, the first gradient's norm and entries by HF name."""
     from transformers import AutoModelForCausalLM
 
@@ -139,7 +195,8 @@ def reference(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
-    losses, sizes, norms, gradients = [], [], [], {}
+    losses, sizes, norms, gradients, measured = [], [], [], {}, []
+    routers = None if router is None else RouterBalance(model, batch["lengths"])
     for update in range(UPDATES):
         logp, entropy = next_token_logp(model, batch["tokens"])
         ratio = torch.exp(logp - batch["old_logp"])
@@ -149,18 +206,27 @@ def reference(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         terms = torch.stack([-surrogate, 0.1 * k3, -0.01 * entropy])[:, batch["mask"]]
         count = batch["mask"].sum()
         loss = terms.sum() / count
+        whole = loss
+        if routers is not None:
+            balance, z, loads = routers.losses()
+            whole = loss + router.aux_loss_coef * balance + router.z_loss_coef * z
+            fullest = max(float(load.max() / load.mean()) for load in loads)
+            found = (float(balance.detach()) / len(loads), float(z.detach()) / len(loads), fullest)
+            measured.append(dict(zip(("router_balance", "router_z", "router_load"), found, strict=True)))
         adam.zero_grad()
-        loss.backward()
+        whole.backward()
         norm = torch.sqrt(sum(p.grad.double().pow(2).sum() for p in parameters))
         if update == 0:
             gradients = gradients_by_file(model)
         for p in parameters:
             p.grad.mul_(min(1.0, OPTIMIZER.clip_grad / (float(norm) + 1e-6)))
         adam.step()
+        if routers is not None and router.bias_update_rate:
+            routers.move(loads, router.bias_update_rate)
         losses.append(float(loss.detach()))
         sizes.append(float(terms.detach().abs().sum() / count))
         norms.append(float(norm))
-    return batch, {"losses": losses, "sizes": sizes, "norms": norms, "gradients": gradients}
+    return batch, {"losses": losses, "sizes": sizes, "norms": norms, "gradients": gradients, "routers": measured}
 
 
 def gradients_by_file(model: Any) -> dict[str, torch.Tensor]:
@@ -183,9 +249,10 @@ def prepare(root: Path) -> None:
     """The models as HF checkpoints, each with ``parity.pt``: the batch, and what the reference makes of it."""
     save_tiny_qwen3(folder_of(root, "qwen3"))
     save_tiny_qwen3(folder_of(root, "qwen3, tied"), tied=True)
-    save_family("qwen3_moe", folder_of(root, "qwen3_moe"))
+    for model in MODELS[2:]:
+        save_family(model.partition(",")[0], folder_of(root, model), seed=SEEDS.get(model, 0))
     for model in MODELS:
-        torch.save(reference(folder_of(root, model)), folder_of(root, model) / "parity.pt")
+        torch.save(reference(folder_of(root, model), ROUTERS.get(model)), folder_of(root, model) / "parity.pt")
 
 
 def whole_gradients(chunks: Iterable[Any], names: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -211,7 +278,7 @@ def gradient_errors(rank: int, hf_config: Any, layout: Any, found: Any, expected
 
     worst, where = 0.0, ""
     for m in build_plan(hf_layout(hf_config), layout).moves:
-        if m.dst != rank:
+        if m.dst != rank or m.dst_local.endswith("expert_bias"):  # moved by rule
             continue
         size = [hi - lo for lo, hi in m.box]
         want = expected[m.src_local]
@@ -248,7 +315,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
             hf_config = hf.read_hf_config(path)
             batch, expected = torch.load(path / "parity.pt")
             layout = megatron_layout(hf_config, megatron_grid(parallel))
-            settings = ModelConfig(path=str(path), recompute=recompute)  # type: ignore[arg-type]
+            settings = ModelConfig(path=str(path), recompute=recompute, router=ROUTERS.get(model, RouterConfig()))  # type: ignore[arg-type]
             trainer = TrainerConfig(max_tokens_per_micro_batch=PACKED_TOKENS)
             actor = TrainedModel(hf_config, settings, parallel, Head(VOCAB), cut_for(parallel, trainer), OPTIMIZER)
             names = [
@@ -264,19 +331,22 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
                 trainer = replace(trainer, packing=cell.rows is None, micro_batch_size=cell.rows or 1)
                 actor.cut = cut_for(parallel, trainer)
                 batches = actor.micro_batches(sequences)
-                losses, norms, worst = [], [], (0.0, "")
+                losses, norms, worst, of_routers = [], [], (0.0, ""), [0.0]
                 for update in range(UPDATES):
                     sums = actor.backward(sequences, batches, objective)
                     everyone: list[Any] = [None] * dist.get_world_size()
                     dist.all_gather_object(everyone, sums)
-                    losses.append(mean_of_sums(everyone)["actor/loss"])
+                    metrics = mean_of_sums(everyone)
+                    losses.append(metrics["actor/loss"])
+                    if model in ROUTERS:
+                        of_routers += [abs(metrics[f"actor/{name}"] / value - 1) for name, value in expected["routers"][update].items()]
                     if update == 0:
                         gradients = whole_gradients(actor.chunks, names)
                         worst = gradient_errors(rank, hf_config, layout, gradients, expected["gradients"])
                     norms.append(actor.step(OPTIMIZER.lr))
                 off = [abs(a - b) / size for a, b, size in zip(losses, expected["losses"], expected["sizes"], strict=True)]
                 norm = abs(norms[0] - expected["norms"][0]) / expected["norms"][0]
-                found[cell] = Errors(off[0], norm, *worst, max(off[1:]))
+                found[cell] = Errors(off[0], norm, *worst, max(off[1:] + of_routers))
         dist.barrier()
         parallel_state.destroy_model_parallel()
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +15,14 @@ import torch
 
 from megarl import algorithms, ops
 from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
+from megarl.checkpoint.hf import read_hf_config
 from megarl.config import Config, compose, config_dir
 from megarl.config.schema import ParallelConfig
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError
 from megarl.launch import checks
+from megarl.launch.model_checks import check_router
 from megarl.launch.prepare import MODEL_RECIPE
+from tests.parallel.families import save
 from tests.unit.small_job import config_of, refused
 
 
@@ -88,6 +92,8 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["reference.refresh=every_iteration", "algorithm.kl.target=0.1"], ["every_iteration with algorithm.kl.target=0.1"]),
         (["reward.shuffle=true", "reward_model.path=/models/scores"], ["reward.shuffle=true", "reward_model.path"]),
         (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
+        (["model.router.z_loss_coef=0.001"], ["model.router.z_loss_coef=0.001", "no experts", "set it to 0"]),
+        (["model.router.aux_loss_coef=-1"], ["model.router.aux_loss_coef=-1", "at least 0"]),
         (["taskset.warm_start=null"], ["taskset.warm_start", "response"]),
     ],
 )  # fmt: skip
@@ -97,6 +103,15 @@ def test_setting_that_cannot_work(prepared: Path, overrides: list[str], words: l
     assert type(raised.value) is ConfigError
     for word in words:
         assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+
+@pytest.mark.parametrize(("family", "takes"), [("qwen3_moe", False), ("mixtral", False), ("deepseek_v3", True)])
+def test_only_routers_with_a_bias_have_it_moved(prepared: Path, tmp_path: Path, family: str, takes: bool) -> None:
+    hf_config = read_hf_config(save(family, tmp_path))
+    check_router(config_of(prepared, "model.router.aux_loss_coef=0.001"), hf_config)
+    config = config_of(prepared, "model.router.bias_update_rate=0.001")
+    with nullcontext() if takes else pytest.raises(ConfigError, match=rf"bias_update_rate=0\.001, but routers of {family} have no bias"):
+        check_router(config, hf_config)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "algorithm").glob("*.yaml")))
