@@ -127,7 +127,7 @@ def training_groups(s: Session) -> StepGroups | None:
                 return None
             raw += answers
             verified = verify(
-                [experience for experience in raw if experience.rollout_id == ids[-1]],
+                answers,
                 config.reward,
                 vocab_size=int(s.hf_config["vocab_size"]),
                 max_response_tokens=config.rollout.max_response_tokens,
@@ -281,10 +281,12 @@ def evaluation_sampling(s: Session) -> dict[str, float]:
 
 def _record_evaluation(s: Session, rollout_id: str) -> None:
     step, config, tasks = s.state.step, s.config.evaluation, s.eval_tasks
-    n, answers = config.samples, s.store.experiences(rollout_id)
-    right = right_answers(answers, tasks)
+    n, right, errors = config.samples, np.zeros(len(tasks), dtype=np.int64), 0
+    for span in s.store.spans(rollout_id):  # never all answers at once
+        answers = s.store.experiences(rollout_id, span)
+        right += right_answers(answers, tasks)
+        errors += sum(e.reward.status in ("error", "timeout") for e in answers)
     accuracy = int(right.sum()) / (len(tasks) * n)
-    errors = sum(e.reward.status in ("error", "timeout") for e in answers)
     metrics = {"val/accuracy": accuracy, "val/error_rate": errors / (len(tasks) * n)}
     if n > 1:
         sources = {task.task_id: task.data_source for task in s.store.tasks("eval", images=False)}

@@ -102,15 +102,18 @@ def updates_of(units: Sequence[list[int]], updates: int, *, exactly: bool = Fals
 
 def infer(s: Session, batch: StepBatch) -> None:
     """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's, values."""
-    sequences, asked = batch.sequences, batch.updates
-    if "old_logp" in s.algorithm.needs and (rest := batch.outside):
-        asked = [*asked, rest]  # the store, the mismatch and the adaptive KL take log-probs of every answer
+    sequences = batch.sequences
+    # The store and the mismatch take log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
+    rest = batch.outside if "old_logp" in s.algorithm.needs else []
+    cut = set(overlong(s, batch.experiences))
+    kept = [unit for unit in rest if not cut.intersection(unit)]
 
-    def answers(model: FrozenModel) -> torch.Tensor:
+    def answers(model: FrozenModel, others: list[list[int]] = kept) -> torch.Tensor:
+        asked = [*batch.updates, others] if others else batch.updates
         return model.answers(sequences, [model.micro_batches(sequences, units) for units in asked])
 
     if "old_logp" in s.algorithm.needs:
-        sequences.old_logp = answers(s.actor)
+        sequences.old_logp = answers(s.actor, rest)
         if s.position.rank == 0:
             s.store.record_old_logp(batch.experiences, response_values(sequences.old_logp, batch.experiences))
     if s.roles.reference is not None:
@@ -149,7 +152,8 @@ def estimate(s: Session, batch: StepBatch) -> dict[str, float]:
     if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
         metrics["actor/kl_coef"] = kl_coef(s)
         distance = kl.mean(sequences.old_logp, sequences.ref_logp, sequences.sampled, config.kl.estimator)
-        if not critic_alone(s):  # an actor that stays says nothing of the coefficient
+        # An actor that stays says nothing of the coefficient, and neither does a step without a token in the loss.
+        if not critic_alone(s) and bool(sequences.sampled.any()):
             adapted = kl.adapted(kl_coef(s), distance, len(batch.experiences), config.kl)
             s.state = replace(s.state, kl_coef=adapted)
         metrics["actor/kl_measured"] = distance
