@@ -90,6 +90,6 @@ def describe(error: BaseException, path: str | None = None, function: Callable[.
 
 
 def masked_text(url: str) -> str:
-    """``url`` without a password, also where it cannot be parsed."""
-    text = re.sub(r"//([^:/@]*):.*@", r"//\1:***@", url)
-    return re.sub(r"(password=)[^&]*", r"\1***", text)
+    """``url`` without a password (as SQLAlchemy reads it), also where it cannot be parsed."""
+    text = re.sub(r"(://[^:/]*:).*@", r"\1***@", url)
+    return re.sub(r"([?&]\w*password=)[^&]+", r"\1***", text)

@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
 
+from megarl.checkpoint.hf_source import small_files
 from megarl.checkpoint.output import JOURNAL, LOCK, MANIFEST, copied_files, partial_path
 from megarl.checkpoint.target_manifest import read_target_manifest
 from megarl.durable import aside, exists, recover_directory
@@ -153,7 +154,7 @@ def _is_journal(path: Path) -> bool:
 
 def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, folders: bool = False) -> list[str]:
     """Entries whose names fit no pattern and are no small file's of a source; ``folders``: ``huggingface/`` may be there."""
-    copied = {path.name for source in sources for path in source.iterdir() if path.is_file()}
+    copied = {name for source in sources for name in small_files(source)}
     found = []
     for entry in sorted(folder.iterdir()):
         if folders and entry.name == "huggingface" and entry.is_dir() and not entry.is_symlink():

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.tasksets.template import read_json
+
 CLASSIFIER = "ForSequenceClassification"
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _MADE_FOR_IT = ("pad", "reserved", "unused")
@@ -53,21 +55,21 @@ def write_pad_token(folder: Path, token: str) -> None:
 
 def _candidates(folder: Path, ids: Mapping[str, int]) -> list[str]:
     """Pad tokens to choose from: the tokenizer's own, then special ones by what their names promise."""
-    own = _text(_read(folder / "tokenizer_config.json").get("pad_token"))
-    named = [t["content"] for t in _read(folder / "tokenizer.json").get("added_tokens", ()) if t.get("special")]
+    own = _text(read_json(folder / "tokenizer_config.json").get("pad_token"))
+    named = [t["content"] for t in read_json(folder / "tokenizer.json").get("added_tokens", ()) if t.get("special")]
     ranked = [token for part in _MADE_FOR_IT for token in sorted(named, key=ids.__getitem__) if part in token.lower()]
     return [token for token in (own, *ranked) if token in ids]
 
 
 def _ends(hf_config: Mapping[str, Any], folder: Path, ids: Mapping[str, int]) -> set[int]:
     """Tokens that may end an answer."""
-    own = ids.get(_text(_read(folder / "tokenizer_config.json").get("eos_token")))
-    found = [hf_config.get("eos_token_id"), _read(folder / "generation_config.json").get("eos_token_id"), own]
+    own = ids.get(_text(read_json(folder / "tokenizer_config.json").get("eos_token")))
+    found = [hf_config.get("eos_token_id"), read_json(folder / "generation_config.json").get("eos_token_id"), own]
     return {end for value in found for end in (value if isinstance(value, list) else [value]) if end is not None}
 
 
 def _token_ids(folder: Path) -> dict[str, int]:
-    tokenizer = _read(folder / "tokenizer.json")
+    tokenizer = read_json(folder / "tokenizer.json")
     vocab = tokenizer.get("model", {}).get("vocab", {})
     words = dict(vocab) if isinstance(vocab, dict) else {word[0]: number for number, word in enumerate(vocab)}
     return words | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
@@ -75,7 +77,3 @@ def _token_ids(folder: Path) -> dict[str, int]:
 
 def _text(token: Any) -> str:
     return token.get("content", "") if isinstance(token, dict) else token or ""
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}

@@ -26,6 +26,10 @@ class CodeConfig:
     """Of one test; of all assertions of an answer together."""
 
 
+JUDGE_IS_ROLLOUT = "rollout"
+"""``reward.judge.url`` of the job's own engines."""
+
+
 @dataclass(frozen=True)
 class JudgeConfig:
     """A language model that judges answers, at any OpenAI-compatible server (docs/judge.md)."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config import Config, hub, load_resolved, to_dict
+from megarl.config.rewards import JUDGE_IS_ROLLOUT
 from megarl.errors import masked_text
 
 SHOWN = 8
@@ -41,7 +42,7 @@ class Change(NamedTuple):
     def trains(self) -> bool:
         """Whether it may change what a run learns, verdicts included, so that it must be confirmed."""
         if self.setting == "reward.judge.url":
-            return None in (self.old, self.new)  # else the same judge at another address
+            return not {None, JUDGE_IS_ROLLOUT}.isdisjoint((self.old, self.new))  # else the same judge at another address
         return not is_in(self.setting, FREE)
 
 

@@ -31,7 +31,7 @@ from megarl.launch.changes import Change, changes_since_last_start, described, h
 from megarl.launch.run_dir import run_id
 from megarl.parallel.grid import ROLES
 from megarl.store import Store, sqlite_file
-from megarl.store.database import shown
+from megarl.store.database import is_pending, shown
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ def is_finished(config: Config, run_dir: Path) -> bool:
     saved = read_state(found)
     if saved["phase"] != "rl" or int(saved["step"]) < config.trainer.steps:
         return False
+    if is_pending(config.store.url):
+        return False  # asked again when the job has started it
     path = sqlite_file(config.store.url)
     if path is not None and not (path.is_file() and path.stat().st_size):
         return False

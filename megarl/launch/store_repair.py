@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
-from megarl.store import OWN_SERVER, VARIABLE, Store, repair, sqlite_file
+from megarl.store import Store, repair, sqlite_file
+from megarl.store.database import is_pending
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def rebuild_damaged_store(config: Config, *, rename: bool = True, stopping: Call
         ConfigError: ``store.url`` cannot be read.
         JobError: ``stopping`` returned True before all rows were read; the damaged file is where it was.
     """
-    if config.store.url == OWN_SERVER and VARIABLE not in os.environ:
+    if is_pending(config.store.url):
         return
     path = sqlite_file(config.store.url)
     metrics = Path(config.run.dir) / "metrics.jsonl"

@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from tokenizers import Tokenizer
 
 from megarl.config import Config, load_resolved, to_dict
-from megarl.errors import ConfigError, StoreDamagedError
+from megarl.errors import ConfigError, StoreDamagedError, masked_text
 from megarl.report.timeline import Phase, union
 from megarl.schema import Experience, Task
 from megarl.store import Store
@@ -138,7 +138,7 @@ def load(run_dir: Path) -> Run:
     events: list[dict[str, Any]] = []
     answers: dict[str, list[Experience]] = {"eval-before": [], "eval-after": []}
     if (url := _store_url(config, run_dir)) is None:
-        notes.append(f"The store {_without_password(config.store.url)} is not there: no steps, no answers.")
+        notes.append(f"The store {masked_text(config.store.url)} is not there: no steps, no answers.")
     else:
         store = Store(url)
         try:
@@ -176,7 +176,7 @@ def changed_settings(config: Config) -> list[tuple[str, Any, Any]]:
     """(setting, default, value) where the value is not the default."""
     found = list(_changed("", to_dict(Config()), to_dict(config)))
     return [
-        (name, _interpolated(default, config), _without_password(value) if name == "store.url" else value)
+        (name, _interpolated(default, config), masked_text(value) if name == "store.url" else value)
         for name, default, value in found
         if _interpolated(default, config) != value
     ]
@@ -195,10 +195,6 @@ def _interpolated(default: Any, config: Config) -> Any:
     if not isinstance(default, str):
         return default
     return default.replace("${run.dir}", config.run.dir).replace("${run.name}", config.run.name)
-
-
-def _without_password(url: str) -> str:
-    return make_url(url).render_as_string(hide_password=True)
 
 
 # --------------------------------------------------------------------- pieces

@@ -23,14 +23,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from megarl.config.rewards import JudgeConfig
+from megarl.config.rewards import JUDGE_IS_ROLLOUT, JudgeConfig
 from megarl.errors import ConfigError
 from megarl.rewards.judge_cache import JudgementCache
 from megarl.rewards.judge_rubric import Vote, fill, read_rubric, read_vote, reference_text, tally
 from megarl.rewards.math_extract import after_thinking
 
 KEY_VARIABLE = "MEGARL_JUDGE_KEY"
-ROLLOUT = "rollout"
 ROLLOUT_MODEL = "policy"
 """What ``rollout.engine`` serves its model as."""
 
@@ -80,9 +79,9 @@ class Judge:
     def __init__(self, config: JudgeConfig, engines: Sequence[str] = (), key: str | None = None, patience_s: float = 0.0) -> None:
         _check_settings(config)
         self._config = config
-        self._patience_s = patience_s if config.url == ROLLOUT else 0.0
+        self._patience_s = patience_s if config.url == JUDGE_IS_ROLLOUT else 0.0
         self._rubric = read_rubric(config.rubric)
-        if config.url == ROLLOUT:
+        if config.url == JUDGE_IS_ROLLOUT:
             if not engines:
                 raise ConfigError("reward.judge.url=rollout: there are no engines here (MEGARL_ENGINES); give the URL of a server")
             bases = [f"{engine.rstrip('/')}/v1" for engine in engines]
@@ -282,7 +281,7 @@ def _retry_after(header: str | None) -> float:
 def _check_settings(config: JudgeConfig) -> None:
     if config.url is None:
         raise ConfigError("reward.judge.url is not set, and rows go to the judge; give a server's base URL (http://HOST:PORT/v1) or rollout")
-    if config.url != ROLLOUT:
+    if config.url != JUDGE_IS_ROLLOUT:
         parts = urlsplit(config.url)
         if parts.username or parts.password:
             raise ConfigError(f"reward.judge.url holds a user or password; put the key into the environment, {KEY_VARIABLE}")
@@ -309,7 +308,7 @@ def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
     """
     _check_settings(config)
     read_rubric(config.rubric)
-    if config.url == ROLLOUT:
+    if config.url == JUDGE_IS_ROLLOUT:
         if config.max_tokens >= context_tokens:
             raise ConfigError(
                 f"reward.judge.max_tokens={config.max_tokens} leaves no room for a prompt in the engines' {context_tokens} tokens "

@@ -37,6 +37,11 @@ _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count
 """libpq's: a server whose machine is gone is missed after half a minute, not after the kernel's quarter of an hour."""
 
 
+def is_pending(url: str) -> bool:
+    """Whether ``url`` is a server of the job's own that is not up."""
+    return url == OWN_SERVER and VARIABLE not in os.environ
+
+
 def check_url(url: str, nodes: int = 1) -> None:
     """Make sure that a store can be opened at ``url`` from ``nodes`` nodes; makes no file. Of a server of the job's own,
     which is not up yet, nothing is asked.
@@ -44,7 +49,7 @@ def check_url(url: str, nodes: int = 1) -> None:
     Raises:
         ConfigError: it cannot; or it is a file, and more than one node would open it.
     """
-    if url == OWN_SERVER and VARIABLE not in os.environ:
+    if is_pending(url):
         return
     parsed = _parsed(url)
     if parsed.get_backend_name() == "sqlite":

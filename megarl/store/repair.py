@@ -82,9 +82,11 @@ def rebuild(path: Path, stopping: Callable[[], bool] = lambda: False) -> Path:
         _remove(new)
         _remove(aside)  # a log whose file is gone
         padded = _padded(path)
-        _copy(padded or path, new, stopping)
-        if padded is not None:
-            _remove(padded)
+        try:
+            _copy(padded or path, new, stopping)
+        finally:
+            if padded is not None:
+                _remove(padded)
         if Path(f"{new}-wal").exists():
             raise JobError(f"{new} could not be closed: rows are left in its log {new}-wal; {path} is as it was. Start again")
         os.replace(new, rebuilt)

@@ -42,8 +42,6 @@ _SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_READ", "SQLI
 _SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
 _SQLITE_INACCESSIBLE = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_IOERR_ACCESS", "SQLITE_IOERR_SHMOPEN")
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
-_ROWS = 200
-"""Rows that are held at once while they get checksums."""
 _ATTEMPT, _SCHEMA, _SYNCED = "attempt", "schema", "synced"
 _JITTER = random.Random()  # not the generator that a run's results depend on
 
@@ -273,12 +271,12 @@ def _add_checksums(connection: Connection) -> None:
 
 def _seal(connection: Connection, table: Table) -> None:
     """Give rows without a checksum theirs."""
-    without = select(table).where(table.c[CHECKSUM].is_(None)).limit(_ROWS)
-    while found := connection.execute(without).all():
+    keys = list(table.primary_key)
+    for key in connection.execute(select(*keys).where(table.c[CHECKSUM].is_(None))).all():
         pulse.mark()
-        for row in (row._asdict() for row in found):
-            this = [column == row[column.name] for column in table.primary_key]
-            connection.execute(update(table).where(*this).values({CHECKSUM: sealed(table, row)[CHECKSUM]}))
+        this = [column == value for column, value in zip(keys, key, strict=True)]
+        row = connection.execute(select(table).where(*this)).one()._asdict()
+        connection.execute(update(table).where(*this).values({CHECKSUM: sealed(table, row)[CHECKSUM]}))
 
 
 def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:

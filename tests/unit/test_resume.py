@@ -24,7 +24,7 @@ from megarl.errors import ConfigError
 from megarl.launch import job
 from megarl.launch.changes import FREE, changes, listed
 from megarl.launch.prepare import prepare_data, prepare_model
-from megarl.launch.resume import check_settings_of_run
+from megarl.launch.resume import check_settings_of_run, is_finished
 from megarl.metrics import MetricWriter
 from megarl.schema import WeightsVersion
 from megarl.store import Store
@@ -188,6 +188,15 @@ def test_a_finished_run_of_other_settings_is_not_passed_off_as_theirs(tmp_path: 
     assert contents(tmp_path) == before, "a dry run checks this too"
 
 
+def test_a_finished_run_whose_server_is_not_up_is_asked_later(tmp_path: Path) -> None:
+    """A server of the job's own (``job://postgres``) is started by the job, which then asks again."""
+    begun(tmp_path, finished=True)
+    assert is_finished(config_of(tmp_path, "trainer.steps=2"), tmp_path)
+    config = config_of(tmp_path, "trainer.steps=2", "store=postgres")
+    assert not is_finished(config, tmp_path)
+    check_settings_of_run(config, tmp_path)
+
+
 def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its last attempt had smaller sizes (``cluster.shrink``); who repeats the command has not asked for another run."""
     begun(tmp_path, finished=True)
@@ -239,8 +248,9 @@ def test_a_judge_may_move_to_another_address(tmp_path: Path) -> None:
     begun(tmp_path, finished=False)
     save_resolved(config_of(tmp_path, "reward.judge.url=http://a:1/v1"), tmp_path / "resolved.json")
     check_settings_of_run(config_of(tmp_path, "reward.judge.url=http://b:2/v1", "reward.code.python=/other/python"), tmp_path)
-    with pytest.raises(ConfigError, match=r"reward\.judge\.url was http://a:1/v1, now None"):
-        check_settings_of_run(config_of(tmp_path), tmp_path)
+    for overrides, now in ([], "None"), (["reward.judge.url=rollout"], "rollout"):
+        with pytest.raises(ConfigError, match=rf"reward\.judge\.url was http://a:1/v1, now {now}"):
+            check_settings_of_run(config_of(tmp_path, *overrides), tmp_path)
 
 
 def test_a_group_confirms_what_is_in_it_and_a_part_of_a_name_does_not(tmp_path: Path) -> None:
