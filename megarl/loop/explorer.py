@@ -239,8 +239,8 @@ class Explorer:
             (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
         )
         messages, kwargs = chat_messages(claim.task), claim.task.chat_template_kwargs
-        opened = opens_thinking(self._tokenizer.render(messages, kwargs))
-        return _Group(claim, self._tokenizer.prompt_ids(messages, kwargs), opened, seed, clock)
+        text = self._tokenizer.render(messages, kwargs)
+        return _Group(claim, self._tokenizer.rendered_ids(text), opens_thinking(text), seed, clock)
 
     async def _fly(self, groups: Sequence[_Group]) -> None:
         """Sample and score some groups of one rollout, asking again for what an engine failed to give."""

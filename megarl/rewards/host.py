@@ -116,8 +116,10 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 async def serve(host: str, port: int, key: str, workers: int, started: Callable[[int], None], output: Output | None = None) -> None:
     """Until cancelled; calls ``started`` with the port."""
-    async with RewardHost(host, port, key, workers, output) as service, asyncio.TaskGroup() as tasks:
-        started(service.port)
+    try:
+        async with RewardHost(host, port, key, workers, output) as service:
+            started(service.port)
+            await pulse.ticking()
+    finally:
         if output is not None:
-            tasks.create_task(output.bounding())
-        await pulse.ticking()
+            output.close()

@@ -50,17 +50,14 @@ class Output:
         asyncio.get_running_loop().add_reader(self._ends[0], self.drain)
         return self._ends
 
-    async def bounding(self) -> None:
-        """Close the pipe when cancelled; what processes print after that is lost."""
-        try:
-            await asyncio.Event().wait()
-        finally:
-            if self._ends is not None:
-                asyncio.get_running_loop().remove_reader(self._ends[0])
-                self.drain()
-                for end in self._ends:
-                    os.close(end)
-                self._ends = None
+    def close(self) -> None:
+        """Call it when the processes have ended; what others print after that is lost."""
+        if self._ends is not None:
+            asyncio.get_running_loop().remove_reader(self._ends[0])
+            self.drain()
+            for end in self._ends:
+                os.close(end)
+            self._ends = None
 
     def drain(self) -> None:
         """Copy what is in the pipe to the file. Returns after PIPE_BYTES even if more is coming."""

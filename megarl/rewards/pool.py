@@ -116,8 +116,6 @@ class RewardPool:
             raise ConfigError(str(error)) from error
         for worker in self._workers:
             self._put_back(worker)
-        if self._output is not None:
-            self._keep(self._output.bounding())
         return self
 
     async def __aexit__(
@@ -137,6 +135,8 @@ class RewardPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
+        if self._output is not None:
+            self._output.close()
 
     async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
         """Score one answer. Never raises for what the reward function does: that is the verdict's status.

@@ -41,6 +41,10 @@ def _message(place: Place, field: str, message: Any) -> Message:
         place.refuse(f"{field}.content", "a non-empty string", content)
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         place.refuse(f"{field}.tool_calls", "a list of structs", calls)
+    for call in calls or ():
+        function = call.get("function") or call
+        if not isinstance(function, dict) or not isinstance(function.get("name") or "", str):
+            place.refuse(f"{field}.tool_calls", "structs with a function whose name is a string", call)
     rest = {name: _without_nulls(place, value) for name, value in message.items() if name not in ("role", "content", "tool_calls")}
     others = {name: value for name, value in (rest | {"tool_calls": _without_nulls(place, calls)}).items() if value is not None}
     _check_json(place, field, others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -105,6 +105,14 @@ class _Message(dict[str, Any]):
     def items(self) -> Any:
         self.fields_seen.update(self)
         return super().items()
+
+    def values(self) -> Any:
+        self.fields_seen.update(self)
+        return super().values()
+
+    def __iter__(self) -> Iterator[str]:
+        """The dict's own. CPython copies a dict without asking for its fields, unless its class has one (``dict(message)``)."""
+        return super().__iter__()
 
 
 def read_template(folder: Path, config: Mapping[str, Any], variables: Mapping[str, str], day: date | None) -> ChatTemplate:

@@ -111,8 +111,12 @@ class ChatTokenizer:
         return self._render(messages, kwargs)
 
     def prompt_ids(self, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
-        """int32 [P]; ids of the rendered prompt. The template writes the special tokens, so none are added."""
-        return _array(self._encode(self.render(messages, kwargs)).ids)
+        """int32 [P]; ids of the prompt as :meth:`render` makes it."""
+        return self.rendered_ids(self.render(messages, kwargs))
+
+    def rendered_ids(self, text: str) -> np.ndarray:
+        """int32 [P]; ids of a rendered prompt. The template writes the special tokens, so none are added."""
+        return _array(self._encode(text).ids)
 
     def response_ids(self, text: str) -> np.ndarray:
         """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
@@ -280,7 +284,7 @@ def _encode_answers(
     path: str | os.PathLike[str] | None,
 ) -> list[np.ndarray]:
     """Ids of each row's answer: of a text as it stands, of a message as the template renders it."""
-    found = tokenizer.encode_responses(text for text, _ in answers)
+    found = tokenizer.encode_responses("" if message else text for text, message in answers)
     rendered: dict[int, tuple[str, str]] = {}
     for number, (row, (_, message)) in enumerate(zip(rows, answers, strict=True)):
         if message is not None:

@@ -37,9 +37,8 @@ class Words:
         [message] = messages
         return message["content"]
 
-    def prompt_ids(self, messages: Iterable[dict[str, str]], kwargs: Any = None) -> np.ndarray:
-        [message] = messages
-        return np.array(message["content"].split(), dtype=np.int32)
+    def rendered_ids(self, text: str) -> np.ndarray:
+        return np.array(text.split(), dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(map(str, ids))

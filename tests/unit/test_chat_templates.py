@@ -27,6 +27,7 @@ from megarl.tasksets import (
     read_preferences,
     read_rows,
 )
+from megarl.tasksets.template import ChatTemplate
 from tests.chat_battery import (
     ANSWER,
     CALL,
@@ -194,6 +195,15 @@ def test_what_a_template_cannot_take_is_refused(
         opened(name).render(messages, kwargs)
 
 
+@pytest.mark.parametrize("copied", ["dict(message)", "dict(message, role='x')", "dict(**message)"])
+def test_a_template_may_look_at_copies_of_messages(copied: str) -> None:
+    loop = "{% for message in messages %}{% set m = COPIED %}".replace("COPIED", copied)
+    assert ChatTemplate({"default": loop + "{{ m.content }}{% endfor %}"}, {}).render([USER], {}) == USER["content"]
+    assert ChatTemplate({"default": "{{ messages[0].values() | last }}"}, {}).render([USER], {}) == USER["content"]
+    with pytest.raises(DataError, match="does not look at 'content'"):
+        ChatTemplate({"default": "{{ messages[0].role }}"}, {}).render([USER], {})
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "message"),
     [
@@ -220,6 +230,7 @@ def test_an_answer_that_would_be_cut_is_refused(opened: Opened, tmp_path: Path, 
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages must be left out, since megarl sets it"),
         ({"enable_thinking": "no"}, "enable_thinking must be true, false or null"),
         ({"messages": [USER, {**CALL, "tool_calls": "add"}]}, r"messages\[1\].tool_calls must be a list of structs"),
+        ({"messages": [USER, {**CALL, "tool_calls": [{"function": {"name": 5}}]}]}, r"messages\[1\].tool_calls must be structs with a function"),
         ({"messages": [USER, {**CALL, "tool_calls": []}]}, r"messages\[1\].content must be a non-empty string"),
     ],
 )
