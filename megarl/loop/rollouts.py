@@ -17,7 +17,7 @@ import numpy as np
 
 from megarl import pulse
 from megarl.config.schema import EvaluationConfig
-from megarl.errors import JobError
+from megarl.errors import LastingError
 from megarl.experience import (
     Report,
     by_group,
@@ -106,7 +106,7 @@ def training_groups(s: Session) -> StepGroups | None:
     first ones count.
 
     Raises:
-        JobError: dynamic sampling left no group at all.
+        LastingError: dynamic sampling left no group at all.
     """
     config, step = s.config, s.state.step
     dynamic, wanted = config.algorithm.dynamic_sampling, config.trainer.tasks_per_step
@@ -147,7 +147,7 @@ def training_groups(s: Session) -> StepGroups | None:
     metrics = {f"rollout/{name}": sum(m.get(name, 0.0) for m in measured) for m in measured for name in m}
     metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": float(min(len(groups), wanted))}
     if dynamic and not groups and report.kept:
-        raise JobError(
+        raise LastingError(
             f"algorithm.dynamic_sampling=true: none of the {report.kept} groups of {len(ids)} rollouts of step {step + 1} is between all "
             f"right ({metrics['rollout/all_right']:.0f}) and all wrong ({metrics['rollout/all_wrong']:.0f}); raise "
             "algorithm.max_extra_rollouts or algorithm.group_size, take other tasks, or set it to false"

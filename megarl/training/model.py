@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megarl.architectures import architecture
 from megarl.batching import Cut, MicroBatch, Sequences, micro_batches
 from megarl.checkpoint import hf
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
@@ -177,7 +178,7 @@ class TrainedModel(FrozenModel):
             self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
             self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
         config.grad_scale_func = self.optimizer.inner.scale_loss
-        self._balanced = model.router.is_used
+        self._balanced = model.router.is_used and bool(architecture(hf_config).sizes(hf_config).experts)
         self._routers = routers(self.chunks)
 
     def weights_changed(self) -> None:

@@ -17,12 +17,12 @@ from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB
 from tests.parallel.test_megatron_on_cpu import parts
 
-GRID = ParallelConfig(pp=2, dp=2, ep=2)
+GRID = ParallelConfig(pp=2, dp=2)
 RATE = 0.25
 """A power of two: sums of it are exact."""
 
 
-def on_ranks(rank: int, path: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
     """Runs in each rank: what all weights are after each of some events."""
     from megarl import algorithms
     from megarl.batching import Cut
@@ -56,12 +56,18 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, dict[str, torch.Ten
         actor.step(1e-2)
         now(event)
         state.load(Path(folder) / "global_step_1", parts(actor))
+    # A critic without experts beside an actor with them.
+    critic = TrainedModel(hf.read_hf_config(Path(dense)), settings, GRID, Head(VOCAB), Cut(dp=2, rows=2), OptimizerConfig(lr=1e-2))
+    critic.load_hf(Path(dense))
+    sums = critic.backward(rows, critic.micro_batches(rows), objective)
+    found["metrics of a dense model"] = {name: torch.tensor(total) for name, (total, _) in sums.items()}
     return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, torch.Tensor]]]:
-    return run_grid(4, on_ranks, str(save("deepseek_v3", tmp_path_factory.mktemp("model"))), str(tmp_path_factory.mktemp("saved")))
+    folders = [tmp_path_factory.mktemp(name) for name in ("experts", "dense", "saved")]
+    return run_grid(4, on_ranks, str(save("deepseek_v3", folders[0])), str(save("qwen3", folders[1])), str(folders[2]))
 
 
 def test_every_update_moves_every_bias_by_the_rate(ranks: list[dict[str, dict[str, torch.Tensor]]]) -> None:
@@ -73,6 +79,11 @@ def test_every_update_moves_every_bias_by_the_rate(ranks: list[dict[str, dict[st
             moves = found["updated"][name] - found["loaded"][name]
             assert bool(((moves.abs() - RATE).abs() < 1e-6).any()) and bool(((moves.abs() - RATE).abs() < 1e-6).logical_or(moves == 0).all())
             assert bool((moves > 0).any()) and bool((moves < 0).any())
+
+
+def test_a_model_without_experts_has_nothing_to_balance(ranks: list[dict[str, dict[str, torch.Tensor]]]) -> None:
+    metrics = [name for found in ranks for name in found["metrics of a dense model"]]
+    assert "actor/loss" in metrics and not [name for name in metrics if "router" in name]
 
 
 def test_ranks_of_a_stage_agree(ranks: list[dict[str, dict[str, torch.Tensor]]]) -> None:
