@@ -110,6 +110,7 @@ def model_of(kind: str, config: Any) -> Any:
             self.head = None if kind == "critic" else Head(VOCAB)
             self.parallel, self.cut, self.grid, self.dp_rank = config.parallel, cut_for(config.parallel, config.trainer), nullcontext, 0
             self.chunks = [Chunk()]
+            self._routers, self._balanced = [], False
             self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None))
 
         def gradient_norm(self) -> float:
