@@ -6,7 +6,6 @@ nothing is there that a resuming job would take for a checkpoint.
 
 from __future__ import annotations
 
-import gc
 import json
 import queue
 import shutil
@@ -317,8 +316,7 @@ def _request(folder: Path, part: Part) -> _Request:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         True,
     )
-    with _quick_collections():
-        found = dist_checkpointing.save(sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True)
+    found = dist_checkpointing.save(sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True)
     assert found is not None, "an asynchronous save returns what is to be done"
     if found.async_fn is None:
         return _Request([], [], [], results, found.finalize_fns)
@@ -328,16 +326,6 @@ def _request(folder: Path, part: Part) -> _Request:
     files = [_File(path, key, objects, [item for item, _ in pairs]) for path, key, (objects, pairs) in buckets]
     tensors = [tensor for _, _, (_, pairs) in buckets for _, tensor in pairs]
     return _Request(files, tensors, transforms, results, found.finalize_fns)
-
-
-@contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Megatron-Core collects garbage after it has gathered an optimizer's state: only what is made within is looked through."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _size(request: _Request) -> int:

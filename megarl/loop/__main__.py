@@ -5,6 +5,7 @@ Imports nothing heavy at the top: the explorer needs no torch.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from megarl import pulse
@@ -22,6 +23,7 @@ def main() -> int:
     else:
         sys.stderr.write("usage: python -m megarl.loop trainer|explorer --config RUN/resolved.json\n")
         return 2
+    gc.freeze()  # modules stay, and take long to walk
     return run(arguments)
 
 
