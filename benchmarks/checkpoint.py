@@ -55,7 +55,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     from megarl.batching import Cut, of_demonstrations
     from megarl.checkpoint import state, writer
     from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
-    from megarl.loop.step import updates_of
+    from megarl.loop.batch import updates_of
     from megarl.parallel import groups
     from megarl.training import objectives
     from megarl.training.model import FrozenModel, TrainedModel

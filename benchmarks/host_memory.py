@@ -145,21 +145,32 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
         ])  # fmt: skip
 
 
-def session_of(config: Any, store: Any) -> Any:
-    """As much of a session as a step asks for."""
+def trainer_of(config: Any, store: Any) -> Any:
+    """An online trainer, of which the step is real."""
     from megarl import algorithms
-    from megarl.loop.reading import NodeReader
-    from megarl.loop.session import State
+    from megarl.loop import rollouts
+    from megarl.loop.context import RunContext
+    from megarl.loop.learner import Learner
+    from megarl.loop.online import OnlineTrainer
+    from megarl.loop.reading import NodeReader, RolloutReader
 
+    trainer: Any = OnlineTrainer.__new__(OnlineTrainer)
+    trainer.config, trainer.algorithm, trainer.timeline = config, algorithms.get(config.algorithm.name), Timeline()
     critic = model_of("critic", config) if config.algorithm.name == "ppo" else None
-    guard = SimpleNamespace(begin=lambda: None, end=dict, admits=lambda *_: True)
-    return SimpleNamespace(
-        config=config, store=store, state=State(phase="rl"), version="1.1", hf_config={"vocab_size": VOCAB},
-        algorithm=algorithms.get(config.algorithm.name), actor=model_of("actor", config), guard=guard,
-        position=SimpleNamespace(rank=0), reader=NodeReader(), stop_flag=False, timeline=Timeline(), sync=dict, say=lambda text: None, demonstrations=lambda usual: [],
-        roles=SimpleNamespace(refresh_when_due=lambda: None, reference=model_of("reference", config), critic=critic, reward_model=None),
-        gather=lambda sums: sums, end_step=lambda metrics: None, record_step=lambda metrics, tokens: None,
+    trainer.models = SimpleNamespace(
+        actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
+        refresh_when_due=lambda step: None, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
+    trainer.weights, trainer.expert = SimpleNamespace(publish=dict, version=None), None
+    trainer.reporter = SimpleNamespace(timeline=trainer.timeline, say=lambda text: None, record_step=lambda *_, **__: None)
+    trainer.end_step = lambda state, metrics: state
+    reader = RolloutReader(NodeReader(), store, lambda: False)
+    context = RunContext(config, Path(), 1, 0)
+    trainer.rollouts = rollouts.Rollouts(context, trainer.algorithm, store, trainer.reporter, reader, lambda *_: True)
+    updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
+    ranks: Any = SimpleNamespace(gather=lambda sums: sums)
+    trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks)
+    return trainer
 
 
 def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
@@ -168,7 +179,7 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     import torch
 
     from megarl.config.schema import AlgorithmConfig, Config, KLConfig, ParallelConfig, TrainerConfig
-    from megarl.loop import rollouts, trainer
+    from megarl.loop.state import TrainState
     from megarl.parallel import groups
     from megarl.store import Store
 
@@ -183,17 +194,16 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     )
     with tempfile.TemporaryDirectory(prefix="megarl-memory-") as folder:
         store = Store(f"sqlite:///{folder}/store.db")
-        rollouts.wait_for_rollout = lambda *_: True
         fill(store, "small", 2 * ANSWERS_OF_A_GROUP, 64)
         fill(store, "whole", answers, tokens)
-        s = session_of(config, store)
+        trainer = trainer_of(config, store)
         for rollout_id in ("small", "whole"):
-            rollouts.request_training_rollout = lambda *_, asked=rollout_id: asked
-            trainer.step(s)
-            s.timeline.end()
+            trainer.rollouts._request = lambda *_, asked=rollout_id: asked
+            trainer.step(TrainState("rl"))
+            trainer.timeline.end()
         store.close()
     number = answers * (PROMPT + tokens)
-    return {stage: (peak / number, held / number) for stage, (peak, held) in s.timeline.found.items()}
+    return {stage: (peak / number, held / number) for stage, (peak, held) in trainer.timeline.found.items()}
 
 
 def measured_apart(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float, float]]:

@@ -141,9 +141,6 @@ class Experience:
     group_stats: GroupStats | None = None
     """Set once the group is whole."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    old_logp: np.ndarray | None = None
-    """float32 [R]; the same log-probs by the trainer, under the weights that its update started from; 0 where the
-    response mask is False. None until the trainer has used the experience."""
     greedy: Experience | None = None
     """The greedy answer to the same prompt, where the rollout asked for one (ReMax's baseline)."""
 

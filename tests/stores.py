@@ -51,18 +51,11 @@ def request(
     store.request_rollout(name, "train", step, VERSION, ids, group_size, sampling)
 
 
-def logp_of(experience: Experience) -> np.ndarray:
-    return np.full(len(experience.response_ids), -0.5, dtype=np.float32)
-
-
 WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "add_tasks": lambda store, claims: store.add_tasks("other", [make_task(9, "other")]),
     "request_rollout": lambda store, claims: request(store, "r9", step=9),
     "claim_groups": lambda store, claims: store.claim_groups("a", 1),
     "finish_group": lambda store, claims: finish(store, claims[0]),
-    "record_old_logp": lambda store, claims: store.record_old_logp(
-        [make_experience(claims[0], 0)], [logp_of(make_experience(claims[0], 0))]
-    ),
     "release_claims": lambda store, claims: store.release_claims("a"),
     "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}),
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,17 @@ def load(checkpoint: Path, parts: Mapping[str, Part]) -> None:
     """Load models and optimizers on every rank; the grids may differ from those that saved.
 
     Raises:
-        CheckpointError: a part or a tensor is missing, or has another shape.
+        CheckpointError: it cannot be read; a part or a tensor is missing, or has another shape.
     """
+    try:
+        _load_parts(checkpoint, parts)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before it"
+        ) from error
+
+
+def _load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 

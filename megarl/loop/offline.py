@@ -1,14 +1,11 @@
-"""The loop of one trainer rank of an offline job: demonstrations or preferences from a file, no rollouts.
-
-Reads top to bottom: batch, inference, update, commit; evaluation on the held-out file.
-"""
+"""Training on demonstrations or preferences from a file, without rollouts; evaluation on the held-out file."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +15,12 @@ from megarl import algorithms
 from megarl.batching import Sequences, of_demonstrations
 from megarl.checkpoint.score_pad import score_pad
 from megarl.config import Config
-from megarl.loop.guard import RollBack, roll_back
-from megarl.loop.rollouts import data_seed, numbers_of_step
-from megarl.loop.scoring import ScoringSession
-from megarl.loop.session import Session
-from megarl.loop.step import StepBatch, infer, update, updates_of
-from megarl.loop.warm_start import warm_start
+from megarl.loop.base import Trainer
+from megarl.loop.batch import StepBatch, updates_of
+from megarl.loop.data import data_seed, numbers_of_step
+from megarl.loop.models import Models
+from megarl.loop.scoring import ScoringModels
+from megarl.loop.state import TrainState
 from megarl.metrics import OFFLINE_CONSOLE, mean_of_sums
 from megarl.tasksets import (
     ChatTokenizer,
@@ -57,39 +54,85 @@ class Batch:
     """float32, of each row."""
 
 
-def train(config: Config) -> None:
-    """Warm start when there is none yet, then ``trainer.steps`` steps; resumes from the newest checkpoint."""
-    with (ScoringSession if scores(config) else Session)(config) as s:
-        s.head = replace(s.head, temperature=1.0)  # nothing is sampled
-        if not warm_start(s):
+class OfflineTrainer(Trainer):
+    """Trains on rows of a file, and evaluates on those of another."""
+
+    rows: Rows
+    test: Batch
+
+    def make_models(self) -> Models:
+        return (ScoringModels if scores(self.config) else Models)(self.config, self.algorithm)
+
+    def begin(self, state: TrainState) -> None:
+        if not isinstance(self.models, ScoringModels):
+            super().begin(state)
             return
-        s.begin_reinforcement_learning()
-        with s.timeline.phase("load"), s.starting():
-            rows, held_out = read(s, config.taskset.train), read(s, config.taskset.eval)
-            test = batch_of(s, held_out, range(len(held_out)))
-        while s.state.step < config.trainer.steps:
-            if s.stop_requested():
-                s.commit()
-                return
-            evaluate_when_due(s, test)
-            try:
-                step(s, rows)
-            except RollBack as bad:
-                roll_back(s, bad)
-        evaluate(s, test, "eval-after")
-        s.commit()
-        s.export_hf(s.run_dir / "hf")
-        s.finish()
+        with self.timeline.phase("load"):
+            self.models.score_from_here()
+        if state.step:
+            self.checkpoints.put_random_states(self.models)
+
+    def connect(self) -> None:
+        """Read the rows."""
+        with self.timeline.phase("load"), self.starting():
+            tokenizer, pairs = ChatTokenizer.of(self.config), "pairs" in self.algorithm.needs
+            self.rows, held_out = (read(path, tokenizer, pairs=pairs) for path in (self.config.taskset.train, self.config.taskset.eval))
+            self.test = self.batch_of(held_out, range(len(held_out)))
+
+    def step(self, state: TrainState) -> TrainState:
+        config, phase, number = self.config.trainer, self.timeline.phase, state.step
+        self.timeline.reset()
+        with phase("step", step=number):
+            with phase("batch", step=number):
+                seed = data_seed(config.seed, state)
+                found = self.batch_of(self.rows, numbers_of_step(len(self.rows), number, config.tasks_per_step, seed))
+                batch = StepBatch([], found.sequences, updates_of(found.units, config.updates_per_step))
+            with phase("inference", step=number):
+                self.learner.infer(batch)
+            with phase("update", step=number):
+                state, metrics = self.learner.update(state, batch, self.objective_of(found), self.config.algorithm)
+            state = self.end_step(state, metrics)
+        self.reporter.record_step(state.step, metrics, tokens=len(found.sequences.tokens), console=OFFLINE_CONSOLE)
+        return state
+
+    def batch_of(self, rows: Rows, numbers: Sequence[int]) -> Batch:
+        """Rows ``numbers`` of a file, for the kind of model that is trained."""
+        batch = batch_of(rows, numbers)
+        if self.models.actor.head is None:
+            score_once(batch.sequences, score_pad(self.models.hf_config))
+        return batch
+
+    def objective_of(self, batch: Batch) -> Objective:
+        algorithm, settings = self.algorithm, self.config.algorithm
+        if self.models.actor.head is None:
+            return objectives.preference_scores(algorithm, settings, batch.margins)
+        return objectives.policy(algorithm, settings, batch.sequences)
+
+    def evaluate(self, state: TrainState, name: str) -> bool:
+        """Record the algorithm's loss, and what else it measures, on all held-out rows under ``val/``."""
+        test, actor, reference = self.test, self.models.actor, self.models.reference
+        sequences, step = test.sequences, state.step
+        with self.timeline.phase("validation", step=step):
+            if reference is not None and sequences.ref_logp is None:  # it stays as it is
+                sequences.ref_logp = reference.answers(sequences, [reference.micro_batches(sequences, test.units)])
+            answers = actor.answers(sequences, [actor.micro_batches(sequences, test.units)])
+            metrics = measured(self.objective_of(test), sequences, answers)
+        known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
+        self.reporter.event("evaluation", {"rollout_id": name, "step": step, "rows": len(test.units), **known})
+        self.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
+        accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
+        self.reporter.say(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
+        return True
 
 
 def scores(config: Config) -> bool:
-    """Whether what is trained is a reward model."""
+    """True where the model to train is a reward model."""
     return "actor" not in algorithms.get(config.algorithm.name).roles
 
 
-def read(s: Session, path: str) -> Rows:
-    tokenizer = ChatTokenizer.of(s.config)
-    if "pairs" not in s.algorithm.needs:
+def read(path: str, tokenizer: ChatTokenizer, *, pairs: bool) -> Rows:
+    """Read preferences (``pairs``) or demonstrations. Raises DataError."""
+    if not pairs:
         tasks = read_rows(Path(path), require_response=True)
         return Rows(tuple((pair,) for pair in encode_demonstrations(tasks, tokenizer)), (0.0,) * len(tasks))
     preferences = read_preferences(Path(path))
@@ -97,61 +140,18 @@ def read(s: Session, path: str) -> Rows:
     return Rows(tuple(((p, chosen), (p, other)) for p, chosen, other in ids), tuple(x.margin for x in preferences))
 
 
-def batch_of(s: Session, rows: Rows, numbers: Sequence[int]) -> Batch:
-    """Rows ``numbers`` of a file. A reward model is asked for one score of each sequence, where it is read."""
+def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
+    """Rows ``numbers`` of a file."""
     chosen = [rows.units[i] for i in numbers]
     sequences = of_demonstrations([pair for unit in chosen for pair in unit])
-    if s.actor.head is None:
-        sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, sequences.scored(score_pad(s.hf_config)), True)
     ends = itertools.accumulate(len(unit) for unit in chosen)
     units = [list(range(end - len(unit), end)) for unit, end in zip(chosen, ends, strict=True)]
     return Batch(sequences, units, torch.tensor([rows.margins[i] for i in numbers]))
 
 
-def objective_of(s: Session, batch: Batch) -> Objective:
-    if s.actor.head is None:
-        return objectives.preference_scores(s.algorithm, s.config.algorithm, batch.margins)
-    return objectives.policy(s.algorithm, s.config.algorithm, batch.sequences)
-
-
-def step(s: Session, rows: Rows) -> None:
-    config, number = s.config, s.state.step
-    s.timeline.reset()
-    with s.timeline.phase("step", step=number):
-        with s.timeline.phase("batch", step=number):
-            chosen = numbers_of_step(len(rows), number, config.trainer.tasks_per_step, data_seed(s))
-            found = batch_of(s, rows, chosen)
-            batch = StepBatch([], found.sequences, updates_of(found.units, config.trainer.updates_per_step))
-        with s.timeline.phase("inference", step=number):
-            infer(s, batch)
-        with s.timeline.phase("update", step=number):
-            metrics = update(s, batch, objective_of(s, found), config.algorithm)
-        s.end_step(metrics)
-    s.record_step(metrics, tokens=len(found.sequences.tokens), console=OFFLINE_CONSOLE)
-
-
-def evaluate_when_due(s: Session, test: Batch) -> None:
-    """Before the first step and every ``trainer.eval_interval`` steps, again by a job that resumes there."""
-    number, interval = s.state.step, s.config.trainer.eval_interval
-    if number == 0 or (interval and number % interval == 0):
-        evaluate(s, test, f"eval-{number}" if number else "eval-before")
-
-
-def evaluate(s: Session, test: Batch, name: str) -> None:
-    """The algorithm's loss, and what else it measures, on all held-out rows; records them under ``val/``."""
-    with s.timeline.phase("validation", step=s.state.step):
-        sequences = test.sequences
-        reference = s.roles.reference
-        if reference is not None and sequences.ref_logp is None:  # it stays as it is
-            sequences.ref_logp = reference.answers(sequences, [reference.micro_batches(sequences, test.units)])
-        answers = s.actor.answers(sequences, [s.actor.micro_batches(sequences, test.units)])
-        metrics = measured(objective_of(s, test), sequences, answers)
-    if s.position.rank == 0:
-        known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
-        s.store.record_event("trainer", "evaluation", {"rollout_id": name, "step": s.state.step, "rows": len(test.units), **known})
-        s.write(s.state.step, {f"val/{name}": value for name, value in metrics.items()})
-        accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
-        s.say(f"held-out loss at step {s.state.step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
+def score_once(sequences: Sequences, pad: int | None) -> None:
+    """Ask for one score of each sequence, at the position where a score model with this pad token reads it."""
+    sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, sequences.scored(pad), True)
 
 
 def measured(objective: Objective, sequences: Sequences, answers: torch.Tensor) -> dict[str, float]:

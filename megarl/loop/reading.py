@@ -103,14 +103,22 @@ class NodeReader:
         return STOPPED not in everyone
 
 
-def experiences(reader: NodeReader, store: Store, rollout_id: str, stopping: Callable[[], bool]) -> list[Experience] | None:
-    """Those of a rollout, the same on every rank; None on every rank when the job is asked to stop."""
-    found = reader.read(lambda: (store.experiences(rollout_id, span) for span in store.spans(rollout_id)), stopping)
-    return None if found is None else [experience for part in found for experience in part]
+class RolloutReader:
+    """Reads rollouts from the store, the same on every rank."""
 
+    def __init__(self, reader: NodeReader, store: Store, stopping: Callable[[], bool]) -> None:
+        self._reader = reader
+        self._store = store
+        self._stopping = stopping
 
-def metrics(reader: NodeReader, store: Store, rollout_id: str) -> dict[str, float]:
-    """Of a rollout, as its explorers measured them."""
-    found = reader.read(lambda: [store.rollout_metrics(rollout_id)])
-    assert found is not None, "nothing here looks at the stop request"
-    return found[0]
+    def experiences(self, rollout_id: str) -> list[Experience] | None:
+        """Experiences of a rollout; None on every rank when the job is asked to stop."""
+        store = self._store
+        parts = self._reader.read(lambda: (store.experiences(rollout_id, span) for span in store.spans(rollout_id)), self._stopping)
+        return None if parts is None else [experience for part in parts for experience in part]
+
+    def metrics(self, rollout_id: str) -> dict[str, float]:
+        """Metrics of a rollout, as its explorers measured them."""
+        found = self._reader.read(lambda: [self._store.rollout_metrics(rollout_id)])
+        assert found is not None, "nothing here looks at the stop request"
+        return found[0]

@@ -3,84 +3,95 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl import algorithms
+from megarl.algorithms import Algorithm
 from megarl.batching import of_demonstrations
+from megarl.config import Config
 from megarl.config.schema import AlgorithmConfig
-from megarl.loop.guard import RollBack, roll_back
-from megarl.loop.rollouts import data_seed, numbers_of_step
+from megarl.loop.checkpoints import Checkpointer
+from megarl.loop.data import Demonstration, data_seed, numbers_of_step
+from megarl.loop.models import Models
+from megarl.loop.ranks import Ranks
+from megarl.loop.reporter import Reporter
+from megarl.loop.state import TrainState
+from megarl.loop.updates import UpdateFilter
 from megarl.metrics import mean_of_sums
 from megarl.tasksets import ChatTokenizer, encode_demonstrations, read_rows
 from megarl.training import objectives
 from megarl.training.optimizer import learning_rate
 
-if TYPE_CHECKING:
-    from megarl.loop.session import Session
-
-SAID_EVERY = 100
+PRINTED_EVERY = 100
 """Steps between two lines where no progress bar is shown."""
 
 
-def warm_start(s: Session) -> bool:
-    """Bring the session to step 0 of what follows the warm start; False when the job is asked to stop before that, and saved."""
-    while s.state.phase == "warm_start":
-        try:
-            ended = _run(s)
-        except RollBack as bad:
-            roll_back(s, bad)
-            continue
-        if not ended:
-            if s.state.step:
-                s.commit()
-            return False
-        s.state = replace(s.state, phase="rl", step=0, grad_norms={})  # of another loss
-        s.commit()
-    return True
+class WarmStart:
+    """Steps of supervised fine-tuning on ``taskset.warm_start``."""
 
+    def __init__(
+        self, config: Config, models: Models, updates: UpdateFilter, ranks: Ranks, reporter: Reporter, checkpoints: Checkpointer
+    ) -> None:
+        self._config = config
+        self._models = models
+        self._updates = updates
+        self._ranks = ranks
+        self._reporter = reporter
+        self._checkpoints = checkpoints
+        self._sft: tuple[Algorithm, AlgorithmConfig] = (algorithms.get("sft"), AlgorithmConfig(name="sft"))
+        """The same for every algorithm, so that all start from the same weights."""
 
-def _run(s: Session) -> bool:
-    """Run ``trainer.warm_start.steps`` steps, or those that are left; False when the job is asked to stop before the end."""
-    config = s.config.trainer.warm_start
-    if config.steps == 0:
-        return True
-    assert s.config.taskset.warm_start is not None, "checked before launch"
-    sft, settings = algorithms.get("sft"), AlgorithmConfig(name="sft")  # every algorithm starts from the same weights
-    rows = read_rows(Path(s.config.taskset.warm_start), require_response=True)
-    pairs = encode_demonstrations(rows, ChatTokenizer.of(s.config))
-    s.actor.head = replace(s.head, temperature=1.0)
-    if s.state.step:
-        s.actor.optimizer.set_hyperparameters(config.optimizer)
-        s.put_random_states()
-    else:
-        s.actor.optimizer.restart(config.optimizer)
-    begins = s.state.step
-    with s.progress(config.steps, "warm start", "step") as bar, s.timeline.phase("warm_start"):
-        bar.update(s.state.step)
-        for step in range(s.state.step, config.steps):
-            if s.stop_requested():
-                return False
-            s.settle()
-            if step > begins and step % config.checkpoint_interval == 0:
-                s.commit(interval=True)
-            chosen = numbers_of_step(len(pairs), step, config.batch_size, data_seed(s))
-            batch = of_demonstrations([pairs[i] for i in chosen])
-            sums = s.actor.backward(batch, s.actor.micro_batches(batch), objectives.policy(sft, settings, batch))
-            lr = learning_rate(config.optimizer, step)
-            norm = s.actor.gradient_norm()
-            s.guard.begin()
-            metrics = {}
-            if s.guard.admits("actor", sums, norm):
-                s.actor.step(lr)
-                metrics = mean_of_sums(s.gather([sums])) | {"actor/grad_norm": norm, "actor/lr": lr}
-            metrics |= {name.replace("training/", "actor/"): value for name, value in s.guard.end().items()}
-            s.state = replace(s.state, step=step + 1)
-            s.write(step + 1, {name.replace("actor/", "sft/"): value for name, value in metrics.items()})
-            loss = metrics.get("actor/loss", math.nan)  # of an update that was left out
-            bar.set_postfix_str(f"loss {loss:.3f}")
-            bar.update(1)
-            if bar.disable and (step + 1) % SAID_EVERY == 0:
-                s.say(f"warm start {step + 1}/{config.steps} | loss {loss:.3f}")
-    return True
+    def steps(self, state: TrainState) -> Iterator[TrainState]:
+        """Make ``trainer.warm_start.steps`` steps, or those that are left; yield the state after each.
+
+        Ends early when the job is asked to stop. Raises RollBack.
+        """
+        config = self._config.trainer.warm_start
+        if config.steps == 0:
+            return
+        assert self._config.taskset.warm_start is not None, "checked before launch"
+        rows = read_rows(Path(self._config.taskset.warm_start), require_response=True)
+        pairs = encode_demonstrations(rows, ChatTokenizer.of(self._config))
+        actor = self._models.actor
+        actor.head = replace(self._models.head, temperature=1.0)
+        if state.step:
+            actor.optimizer.set_hyperparameters(config.optimizer)
+            self._checkpoints.put_random_states(self._models)
+        else:
+            actor.optimizer.restart(config.optimizer)
+        begins = state.step
+        with self._reporter.progress(config.steps, "warm start", "step") as bar, self._reporter.timeline.phase("warm_start"):
+            bar.update(state.step)
+            while state.step < config.steps:
+                if self._ranks.stop_requested():
+                    return
+                self._checkpoints.settle()
+                if state.step > begins and state.step % config.checkpoint_interval == 0:
+                    self._checkpoints.commit(state, self._models, interval=True)
+                state, loss = self._step(state, pairs)
+                yield state
+                bar.set_postfix_str(f"loss {loss:.3f}")
+                bar.update(1)
+                if bar.disable and state.step % PRINTED_EVERY == 0:
+                    self._reporter.say(f"warm start {state.step}/{config.steps} | loss {loss:.3f}")
+
+    def _step(self, state: TrainState, pairs: list[Demonstration]) -> tuple[TrainState, float]:
+        """One update; return the state after it and its loss, NaN where it was left out."""
+        config, actor = self._config.trainer.warm_start, self._models.actor
+        chosen = numbers_of_step(len(pairs), state.step, config.batch_size, data_seed(self._config.trainer.seed, state))
+        batch = of_demonstrations([pairs[i] for i in chosen])
+        sums = actor.backward(batch, actor.micro_batches(batch), objectives.policy(*self._sft, batch))
+        lr = learning_rate(config.optimizer, state.step)
+        norm = actor.gradient_norm()
+        self._updates.begin()
+        admitted, state = self._updates.admits(state, "actor", sums, norm)
+        metrics = {}
+        if admitted:
+            actor.step(lr)
+            metrics = mean_of_sums(self._ranks.gather([sums])) | {"actor/grad_norm": norm, "actor/lr": lr}
+        metrics |= {name.replace("training/", "actor/"): value for name, value in self._updates.end(state).items()}
+        state = replace(state, step=state.step + 1)
+        self._reporter.write(state.step, {name.replace("actor/", "sft/"): value for name, value in metrics.items()})
+        return state, metrics.get("actor/loss", math.nan)

@@ -14,9 +14,9 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from megarl.errors import DataError
-from megarl.schema import Experience, GroupStats, Reward, Sample, Segment, Task, WeightsVersion
+from megarl.schema import Experience, GroupStats, Reward, Segment, Task, WeightsVersion
 from megarl.store.checksums import check, sealed
-from megarl.store.tables import EXPERIENCES, TASKS, TRAINED
+from megarl.store.tables import EXPERIENCES, TASKS
 
 ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "engine_logp": np.float32}
 """Fields of an Experience that are arrays, with the dtype in which they are kept."""
@@ -101,21 +101,9 @@ def experience_to_row(experience: Experience) -> dict[str, Any]:
     return sealed(EXPERIENCES, row)
 
 
-def old_logp_to_bytes(experience: Experience | Sample, old_logp: np.ndarray) -> bytes:
-    """Raises ValueError unless ``old_logp`` is float32 with one value per response token."""
-    if old_logp.dtype != np.float32 or old_logp.shape != (experience.response_length,):
-        raise ValueError(
-            f"experience {experience.group_id}[{experience.index}]: old_logp must be float32 "
-            f"({experience.response_length},), got {old_logp.dtype} {old_logp.shape}"
-        )
-    return old_logp.astype("<f4").tobytes()
-
-
 def experience_from_row(row: Any) -> Experience:
-    """One experience; the checksum of its ``old_logp`` is in the column ``old_logp_checksum``. Raises StoreDamagedError."""
+    """Return the experience in a row. Raises StoreDamagedError."""
     check(EXPERIENCES, row)
-    if row.old_logp is not None:
-        check(TRAINED, row, "old_logp_checksum")
     record = json.loads(row.record)
     stats = record["group_stats"]
     return Experience(
@@ -133,5 +121,4 @@ def experience_from_row(row: Any) -> Experience:
         finish_reason=record["finish_reason"],
         group_stats=None if stats is None else GroupStats(*stats),
         metadata=record["metadata"],
-        old_logp=None if row.old_logp is None else np.frombuffer(row.old_logp, "<f4").copy(),
     )

@@ -18,10 +18,10 @@ from megarl.schema import GREEDY
 from megarl.store.checksums import CHECKSUM, is_intact, sealed
 from megarl.store.database import BUSY_TIMEOUT_S, open_read_only, reason, sync_folder
 from megarl.store.store import delete_rollouts
-from megarl.store.tables import EXPERIENCES, GROUPS, METADATA, ROLLOUTS, TRAINED
+from megarl.store.tables import EXPERIENCES, GROUPS, METADATA, ROLLOUTS
 from megarl.store.transactions import SQLITE_LOCKED, Transactions, is_damage
 
-LARGE = (EXPERIENCES, TRAINED)
+LARGE = (EXPERIENCES,)
 """Left out at a start: those of the steps to come are deleted, those of earlier steps are compared where they are read."""
 _BATCH = 1000
 _FILES = ("", "-wal", "-shm")

@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 from sqlalchemy import Connection, Row, Table, case, delete, func, insert, select, update
 
 from megarl.errors import DataError
-from megarl.schema import GREEDY, Experience, Sample, Task, WeightsVersion
+from megarl.schema import GREEDY, Experience, Task, WeightsVersion
 from megarl.store import claims
 from megarl.store.checksums import check, sealed
 from megarl.store.claims import Claim, RolloutKind, images_of
@@ -31,7 +30,6 @@ from megarl.store.codec import (
     dumps,
     experience_from_row,
     experience_to_row,
-    old_logp_to_bytes,
     task_from_row,
     task_to_row,
 )
@@ -45,7 +43,6 @@ from megarl.store.tables import (
     STEPS,
     TASK_IMAGES,
     TASKS,
-    TRAINED,
 )
 from megarl.store.transactions import Transactions, put
 
@@ -242,11 +239,8 @@ class Store:
         if span is None:
             return [e for span in self.spans(rollout_id) for e in self.experiences(rollout_id, span)]
         query = (
-            select(EXPERIENCES, TRAINED.c.old_logp, TRAINED.c.checksum.label("old_logp_checksum"))
+            select(EXPERIENCES)
             .join(GROUPS, GROUPS.c.group_id == EXPERIENCES.c.group_id)
-            .outerjoin(
-                TRAINED, (TRAINED.c.group_id == EXPERIENCES.c.group_id) & (TRAINED.c.index == EXPERIENCES.c.index)
-            )
             .where(EXPERIENCES.c.rollout_id == rollout_id, GROUPS.c.state == "done")
             .where(GROUPS.c.position.between(span.start, span.stop - 1))
             .order_by(GROUPS.c.position, EXPERIENCES.c.index)
@@ -275,22 +269,6 @@ class Store:
                 room = nbytes
             room -= needed
         return found
-
-    def record_old_logp(self, experiences: Sequence[Experience | Sample], old_logp: Sequence[np.ndarray]) -> None:
-        """Keep the trainer's own log-probs (float32 [R] each) beside the engine's; a later record replaces them, so that it is
-        safe to repeat."""
-
-        def work(connection: Connection, again: bool) -> None:
-            rows, size = [], 0
-            for e, logp in zip(experiences, old_logp, strict=True):
-                rows.append({"group_id": e.group_id, "index": e.index, "rollout_id": e.rollout_id, "old_logp": old_logp_to_bytes(e, logp)})
-                size += logp.nbytes
-                if size >= SPAN_BYTES:  # each row's bytes are a copy
-                    put(connection, TRAINED, rows)
-                    rows, size = [], 0
-            put(connection, TRAINED, rows)
-
-        self._write(work)
 
     # ----------------------------------------------------------------- claims
 
@@ -434,6 +412,6 @@ def _event(row: Any) -> dict[str, Any]:
 
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
     # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
-    for table in (GROUPS, EXPERIENCES, TRAINED, ROLLOUT_METRICS, ROLLOUTS):
+    for table in (GROUPS, EXPERIENCES, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:
             connection.execute(delete(table).where(table.c.rollout_id == rollout_id))

@@ -86,17 +86,6 @@ EXPERIENCES = Table(
     Index("experiences_by_rollout", "rollout_id"),
 )
 
-TRAINED = Table(
-    "trained",
-    METADATA,
-    Column("group_id", String, primary_key=True),
-    Column("index", Integer, primary_key=True),
-    Column("rollout_id", String, nullable=False),
-    Column("old_logp", LargeBinary, nullable=False),  # float32, little endian
-    _checksum(),
-    Index("trained_by_rollout", "rollout_id"),
-)
-
 ROLLOUT_METRICS = Table(
     "rollout_metrics",
     METADATA,

@@ -346,17 +346,9 @@ def test_engine_logp_is_that_of_the_weights_it_was_sent(
     assert worst < 1e-4
 
 
-def test_old_logp_is_stored_and_near_engine_logp(
-    experiences: dict[str, list[Experience]], steps: list[dict[str, float]]
-) -> None:
-    for rollout, record in zip(TRAINED, steps, strict=True):
-        worst = 0.0
-        for e in experiences[rollout]:
-            assert e.old_logp is not None and e.old_logp.shape == e.engine_logp.shape
-            worst = max(worst, float(np.abs(e.old_logp - e.engine_logp).max()))
-        assert worst == pytest.approx(record["training/rollout_logp_diff_max"])
-        assert worst < 1e-4
-    assert all(e.old_logp is None for rollout in EVALUATED for e in experiences[rollout])
+def test_the_trainers_log_probs_are_near_the_engines(steps: list[dict[str, float]]) -> None:
+    worst = [record["training/rollout_logp_diff_max"] for record in steps]
+    assert len(worst) == len(TRAINED) and 0.0 < max(worst) < 1e-4
 
 
 # ---------------------------------------------------------------- the exported model

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
-from tqdm import tqdm
 
+from megarl import algorithms
 from megarl.config.job import StoreConfig
 from megarl.config.schema import AlgorithmConfig, Config, EvaluationConfig, RolloutConfig, TrainerConfig
-from megarl.loop import rollouts
+from megarl.loop.context import RunContext
+from megarl.loop.evaluation import Evaluation
 from megarl.loop.explorer import Explorer
-from megarl.loop.reading import NodeReader
+from megarl.loop.reading import NodeReader, RolloutReader
+from megarl.loop.reporter import Reporter
+from megarl.loop.rollouts import Rollouts
+from megarl.loop.state import TrainState
+from megarl.loop.waiting import RolloutWaiter
 from megarl.rewards import Verdict
 from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.watch import EngineWatch
@@ -28,6 +32,7 @@ from megarl.store import Store
 from tests.loop.engines import KEY, VOCAB, RunningEngine
 
 MAX_TOKENS = 6
+STATE, VERSION = TrainState("rl", 2), WeightsVersion(0, 1)
 
 
 class Words:
@@ -78,32 +83,37 @@ def exploring(store: Store, engine: RunningEngine) -> Iterator[None]:
         assert not failures, failures
 
 
-def session(store: Store) -> Any:
-    return SimpleNamespace(
-        store=store,
-        news=rollouts.News(store),
-        reader=NodeReader(),
-        config=Config(
-            algorithm=AlgorithmConfig(group_size=4, dynamic_sampling=True),
-            trainer=TrainerConfig(tasks_per_step=8, seed=3),
-            rollout=RolloutConfig(max_response_tokens=MAX_TOKENS),
-            store=StoreConfig(poll_s=0.01),
-        ),
-        state=SimpleNamespace(step=2, rollbacks=0),
-        version=WeightsVersion(0, 1),
-        position=SimpleNamespace(rank=0),
-        publisher=SimpleNamespace(watch=lambda version: EngineWatch([], str(version))),
-        settling=False,
-        settle=lambda: None,
-        train_tasks=store.task_ids("train"),
-        hf_config={"vocab_size": VOCAB},
-        algorithm=SimpleNamespace(needs=frozenset({"greedy"})),
-        timeline=SimpleNamespace(phase=lambda name, **labels: nullcontext()),
-        progress=lambda total, label, unit: tqdm(total=total, disable=True),
-        agree=lambda yes: yes,
-        stop_flag=False,
-        stop_requested=lambda: False,
+class Ranks:
+    """The only rank of a job that nobody stops, with no engine that could be lost and no checkpoint being written."""
+
+    stopping = settling = False
+
+    def agree(self, yes: bool) -> bool:
+        return yes
+
+    def stop_requested(self) -> bool:
+        return False
+
+    def settle(self) -> None: ...
+
+    def watch(self) -> EngineWatch:
+        return EngineWatch([], str(VERSION))
+
+
+def services(store: Store, folder: Path, evaluation: EvaluationConfig | None = None) -> tuple[Rollouts, Evaluation, Reporter]:
+    config = Config(
+        algorithm=AlgorithmConfig(group_size=4, dynamic_sampling=True),
+        trainer=TrainerConfig(tasks_per_step=8, seed=3),
+        rollout=RolloutConfig(max_response_tokens=MAX_TOKENS),
+        store=StoreConfig(poll_s=0.01),
+        evaluation=evaluation or EvaluationConfig(),
     )
+    context, alone = RunContext(config, folder, 0, 0), cast(Any, Ranks())
+    reporter = Reporter(context, store)
+    wait = RolloutWaiter(context, store, alone, reporter, alone, alone).wait
+    reader = RolloutReader(NodeReader(), store, lambda: False)
+    algorithm = replace(algorithms.get("grpo"), needs=frozenset({"greedy"}))
+    return Rollouts(context, algorithm, store, reporter, reader, wait), Evaluation(context, store, reporter, wait), reporter
 
 
 def task(i: int) -> Task:
@@ -120,9 +130,9 @@ def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_pat
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.add_tasks("train", [task(i) for i in range(60)])
     with exploring(store, engine):
-        first = rollouts.training_groups(session(store))
+        first = services(store, tmp_path)[0].groups(STATE, VERSION, VOCAB)
         store.discard_rollouts(2)  # the step is repeated, as after a kill
-        second = rollouts.training_groups(session(store))
+        second = services(store, tmp_path)[0].groups(STATE, VERSION, VOCAB)
     assert first is not None and second is not None
     assert len(first.rollout_ids) > 1, "the first rollout had enough groups: nothing was replaced"
     assert len(tokens(first.experiences)) == len(first.experiences) == 32
@@ -137,17 +147,17 @@ def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_pat
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_several_answers(engine: RunningEngine, tmp_path: Path) -> None:
+def test_an_evaluation_of_several_answers(engine: RunningEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated as by a job that resumes there it has the same answers; log-probs are of the tokens that top-k keeps."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.add_tasks("eval", [task(i) for i in range(6)])
-    s, written = session(store), []
-    s.eval_tasks, s.write, s.say = store.task_ids("eval"), lambda step, metrics: written.append(metrics), lambda text: None
+    written: list[Any] = []
     answers = []
     with exploring(store, engine):
         for name, top_k in (("first", 20), ("again", 20), ("one", 1)):
-            s.config = replace(s.config, evaluation=EvaluationConfig(samples=3, temperature=1.0, top_p=0.9, top_k=top_k))
-            assert rollouts.evaluate(s, name)
+            _, evaluation, reporter = services(store, tmp_path, EvaluationConfig(samples=3, temperature=1.0, top_p=0.9, top_k=top_k))
+            monkeypatch.setattr(reporter, "write", lambda step, metrics: written.append(metrics))
+            assert evaluation.run(STATE, VERSION, name)
             answers.append(store.experiences(name))
     first, again, one = answers
     assert len(first) == 18 and {e.index for e in first} == {0, 1, 2}

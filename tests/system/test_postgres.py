@@ -29,7 +29,7 @@ from megarl.store.checksums import sealed
 from megarl.store.claims import finish as finish_in
 from megarl.store.codec import experience_to_row
 from megarl.store.tables import STEPS
-from tests.stores import finish, logp_of, make_experience, make_task, request, rows
+from tests.stores import finish, make_experience, make_task, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
 pytestmark = pytest.mark.postgres
@@ -176,8 +176,6 @@ SCRIPT: list[tuple[str, Callable[[Store, list[Any]], Any]]] = [
     ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("b", 2)) or held)),
     ("finish_group", lambda store, held: [finish(store, claim) for claim in held[1:]]),  # what a had is released
     ("old finish_group", lambda store, held: finish(store, held.pop(0))),
-    ("record_old_logp", lambda store, held: store.record_old_logp(
-        store.experiences("r0"), [logp_of(e) for e in store.experiences("r0")])),
     ("record_step", lambda store, held: store.record_step(1, {"reward": 1.0})),
     ("record_step", lambda store, held: store.record_step(1, {"reward": 2.0})),
     ("record_event", lambda store, held: store.record_event("trainer", "evaluation", {"step": 9})),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,10 @@ import pytest
 
 from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.experience.held_out import pass_at, right_answers, sampled_metrics, sizes, standard_error
-from megarl.loop import rollouts
+from megarl.loop.context import RunContext
+from megarl.loop.evaluation import Evaluation
+from megarl.loop.reporter import Reporter
+from megarl.loop.state import TrainState
 from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
 from megarl.store import Store
 
@@ -94,7 +96,7 @@ def answered(claim: Any, index: int, right: bool) -> Experience:
 
 
 class Evaluated:
-    """A session whose rollouts have ``right[i]`` right answers to task i, and what its evaluation left."""
+    """An evaluation whose rollouts have ``right[i]`` right answers to task i, and what it left."""
 
     def __init__(self, path: Path, config: EvaluationConfig, right: list[int], monkeypatch: pytest.MonkeyPatch, step: int = 20) -> None:
         self.store = Store(f"sqlite:///{path}/store.db")
@@ -102,26 +104,18 @@ class Evaluated:
         self.sampling: Any = None
         self.lines: list[str] = []
         self.metrics: dict[str, float] = {}
-        self.session: Any = SimpleNamespace(
-            store=self.store,
-            config=Config(evaluation=config, rollout=RolloutConfig(max_response_tokens=9), trainer=TrainerConfig(seed=3)),
-            state=SimpleNamespace(step=step),
-            version=VERSION,
-            eval_tasks=self.store.task_ids("eval"),
-            position=SimpleNamespace(rank=0),
-            timeline=SimpleNamespace(phase=lambda name, **labels: nullcontext()),
-            write=lambda step, metrics: self.metrics.update(metrics),
-            say=self.lines.append,
-        )
+        context = RunContext(Config(evaluation=config, rollout=RolloutConfig(max_response_tokens=9), trainer=TrainerConfig(seed=3)), path, 1, 0)
+        reporter = Reporter(context, self.store)
+        monkeypatch.setattr(reporter, "write", lambda step, metrics: self.metrics.update(metrics))
+        monkeypatch.setattr(reporter, "say", self.lines.append)
 
-        def wait(s: Any, rollout_id: str, label: str) -> bool:
+        def wait(rollout_id: str, label: str) -> bool:
             for claim in self.store.claim_groups("w", 100):
                 self.sampling, found = claim.sampling, right[int(claim.task.task_id[1:])]
                 assert self.store.finish_group(claim, [answered(claim, j, j < found) for j in range(claim.group_size)])
             return True
 
-        monkeypatch.setattr(rollouts, "wait_for_rollout", wait)
-        assert rollouts.evaluate(self.session, f"eval-{step}")
+        assert Evaluation(context, self.store, reporter, wait).run(TrainState("rl", step), VERSION, f"eval-{step}")
         (self.event,) = (event["data"] for event in self.store.events("evaluation"))
 
 

@@ -9,7 +9,7 @@ from megarl.algorithms import kl, parts
 from megarl.algorithms.token_rewards import VARIANCE_EPSILON, whitened
 from megarl.algorithms.value import explained_variance
 from megarl.batching import Sequences
-from megarl.loop.step import mismatch
+from megarl.loop.batch import mismatch
 
 LENGTHS = torch.tensor([300_001, 7, 1, 250_000, 40_003])
 """Several parts, none of which ends with a sequence."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.config.rewards import RewardConfig
-from megarl.loop import rollouts
-from megarl.loop.rollouts import News
+from megarl.loop import waiting
+from megarl.loop.waiting import News
 from megarl.rewards import RewardPool, Verdict, output
 from megarl.rewards.tally import EVENT, EVERY_S, LONG_S, Tally
 from megarl.store import Store
@@ -57,7 +57,7 @@ def test_answers_that_wait_for_long_are_told_before_they_fail() -> None:
 
 
 def test_the_trainer_shows_each_line_of_its_own_start_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "NEWS_S", 0.0)
+    monkeypatch.setattr(waiting, "NEWS_S", 0.0)
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.record_event("explorer-0", EVENT, {"line": "of an earlier start"})
     news = News(store)

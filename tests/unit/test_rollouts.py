@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,34 +18,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
+from megarl import algorithms
 from megarl.config.rewards import RewardConfig
 from megarl.config.schema import AlgorithmConfig, Config, TrainerConfig
 from megarl.errors import DataError, JobError
-from megarl.loop import rollouts
-from megarl.loop.reading import NodeReader
+from megarl.loop import data, rollouts, waiting
+from megarl.loop.context import RunContext
+from megarl.loop.reading import NodeReader, RolloutReader
+from megarl.loop.reporter import Reporter
+from megarl.loop.state import TrainState
+from megarl.loop.waiting import RolloutWaiter
 from megarl.rollout.watch import EngineWatch
 from megarl.schema import GREEDY, Experience, Reward, Segment, Task, WeightsVersion
 from megarl.store import Claim, Store
 from megarl.tasksets import ChatTokenizer, write_rows
 
 
-class FakeSession:
-    """Rank ``rank`` of a session in which the other ranks say yes."""
+class Waited:
+    """Rank ``rank`` of a job in which the other ranks say yes: its ranks, reporter, weights and checkpoints in one."""
 
     def __init__(self, rank: int, progress: list[tuple[int, int]], stop_at: int | None = None) -> None:
-        self.position = SimpleNamespace(rank=rank)
-        self.config = SimpleNamespace(store=SimpleNamespace(poll_s=0.001), cluster=SimpleNamespace(stall_s=300.0))
-        self.store = SimpleNamespace(progress=lambda rollout_id: progress.pop(0) if len(progress) > 1 else progress[0])
-        self.news = SimpleNamespace(lines=lambda: [])
-        self.publisher = SimpleNamespace(watch=lambda version: EngineWatch([], version))
-        self.version = "1.1"
-        self.settling = False  # no checkpoint is being written
-        self.settle = lambda: None
         self.answers: list[bool] = []
+        self.settling = False  # no checkpoint is being written
         self._stop_at = stop_at
+        config: Any = SimpleNamespace(store=SimpleNamespace(poll_s=0.001), cluster=SimpleNamespace(stall_s=300.0))
+        store: Any = SimpleNamespace(
+            progress=lambda rollout_id: progress.pop(0) if len(progress) > 1 else progress[0], events=lambda *_: []
+        )
+        this: Any = self
+        self.waiter = RolloutWaiter(RunContext(config, Path(), 1, rank), store, this, this, this, this)
+
+    def settle(self) -> None: ...
+
+    def watch(self) -> EngineWatch:
+        return EngineWatch([], "1.1")
 
     @property
-    def stop_flag(self) -> bool:
+    def stopping(self) -> bool:
         return self._stop_at is not None and len(self.answers) >= self._stop_at
 
     def progress(self, total: int | None, label: str, unit: str) -> Any:
@@ -56,35 +65,35 @@ class FakeSession:
         return yes
 
     def stop_requested(self) -> bool:
-        return self.stop_flag
+        return self.stopping
 
 
 @pytest.fixture(autouse=True)
 def meets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "MEET_S", 0.0)
+    monkeypatch.setattr(waiting, "MEET_S", 0.0)
 
 
 def test_a_long_rollout_meets_in_between() -> None:
-    s: Any = FakeSession(0, [(0, 2), (1, 2), (1, 2), (2, 2)])
-    assert rollouts.wait_for_rollout(s, "r", "rollout")
+    s = Waited(0, [(0, 2), (1, 2), (1, 2), (2, 2)])
+    assert s.waiter.wait("r", "rollout")
     assert s.answers[-1] and 1 <= s.answers.count(False) <= 3
 
 
 def test_other_ranks_wait_for_the_first() -> None:
-    s: Any = FakeSession(1, [])
-    assert rollouts.wait_for_rollout(s, "r", "rollout")
+    s = Waited(1, [])
+    assert s.waiter.wait("r", "rollout")
     assert s.answers == [True]
 
 
 def test_a_stop_ends_the_wait() -> None:
-    s: Any = FakeSession(0, [(0, 2)], stop_at=2)
-    assert not rollouts.wait_for_rollout(s, "r", "rollout")
+    s = Waited(0, [(0, 2)], stop_at=2)
+    assert not s.waiter.wait("r", "rollout")
     assert s.answers == [False, True, False]  # the second: no engine is lost
 
 
 def test_tasks_of_a_step_go_on_over_epochs() -> None:
     ids = [str(i) for i in range(7)]
-    asked = [task for step in range(7) for task in rollouts.tasks_of_step(ids, step, 3, seed=1)]
+    asked = [task for step in range(7) for task in data.tasks_of_step(ids, step, 3, seed=1)]
     assert all(sorted(asked[epoch * 7 : epoch * 7 + 7]) == ids for epoch in range(3))
     assert asked[:7] != asked[7:14]
 
@@ -95,10 +104,10 @@ sizes, steps, counts, seeds = st.integers(1, 40), st.integers(0, 50), st.integer
 @given(size=sizes, step=steps, count=counts, seed=seeds, rounds=st.integers(1, 4))
 def test_extra_rollouts_ask_for_tasks_new_to_the_step(size: int, step: int, count: int, seed: int, rounds: int) -> None:
     ids = [f"t{i}" for i in range(size)]
-    first, extras = set(rollouts.tasks_of_step(ids, step, count, seed)), []
+    first, extras = set(data.tasks_of_step(ids, step, count, seed)), []
     for extra in range(1, rounds + 1):
-        more = rollouts.extra_tasks(ids, step, extra, count, seed)
-        assert len(more) == count and more == rollouts.extra_tasks(ids, step, extra, count, seed)
+        more = data.extra_tasks(ids, step, extra, count, seed)
+        assert len(more) == count and more == data.extra_tasks(ids, step, extra, count, seed)
         extras += more
     new = extras[: size - len(first)]
     assert len(set(new)) == len(new) and not set(new) & first, "a task came again before all had come once"
@@ -107,14 +116,14 @@ def test_extra_rollouts_ask_for_tasks_new_to_the_step(size: int, step: int, coun
 
 def test_extra_rollouts_of_other_steps_rounds_and_seeds_ask_for_others() -> None:
     ids = [f"t{i}" for i in range(1000)]
-    choices = [rollouts.extra_tasks(ids, *args) for args in [(0, 1, 8, 1), (1, 1, 8, 1), (0, 2, 8, 1), (0, 1, 8, 2)]]
+    choices = [data.extra_tasks(ids, *args) for args in [(0, 1, 8, 1), (1, 1, 8, 1), (0, 2, 8, 1), (0, 1, 8, 2)]]
     assert len({tuple(choice) for choice in choices}) == 4
 
 
 @given(usual=st.integers(0, 3000), hundredths=st.integers(0, 99))
 def test_expert_rows_are_their_share_of_all_rows_rounded_up(usual: int, hundredths: int) -> None:
     """E = ceil(ratio * (usual + E)), the smallest such E, in decimals."""
-    number = rollouts.num_expert_rows(usual, hundredths / 100)
+    number = data.num_expert_rows(usual, hundredths / 100)
     ratio = Decimal(hundredths) / 100
     assert number == math.ceil(ratio * (usual + number))
     assert number == 0 or number - 1 < ratio * (usual + number - 1)
@@ -122,18 +131,18 @@ def test_expert_rows_are_their_share_of_all_rows_rounded_up(usual: int, hundredt
 
 def test_the_share_of_expert_rows_is_taken_in_decimals() -> None:
     assert math.ceil(0.07 * 100) == 8, "what floats make of it"
-    assert rollouts.num_expert_rows(93, 0.07) == 7
-    assert rollouts.num_expert_rows(512, 0.2) == 128
-    assert rollouts.num_expert_rows(512, 0.0) == 0
+    assert data.num_expert_rows(93, 0.07) == 7
+    assert data.num_expert_rows(512, 0.2) == 128
+    assert data.num_expert_rows(512, 0.0) == 0
 
 
-def demonstrations(size: int) -> list[rollouts.Demonstration]:
+def demonstrations(size: int) -> list[data.Demonstration]:
     return [(np.array([i], dtype=np.int32), np.array([i, 9], dtype=np.int32)) for i in range(size)]
 
 
 @given(size=sizes, count=counts, seed=seeds)
 def test_expert_rows_of_a_step_are_fixed_and_all_come_up(size: int, count: int, seed: int) -> None:
-    experts, again = (rollouts.ExpertRows(demonstrations(size)) for _ in range(2))
+    experts, again = (data.ExpertRows(demonstrations(size)) for _ in range(2))
     chosen = [[int(prompt[0]) for prompt, _ in experts.of_step(step, count, seed)] for step in range(size)]
     assert all(len(rows) == count for rows in chosen)
     assert chosen[-1] == [int(prompt[0]) for prompt, _ in again.of_step(size - 1, count, seed)], "earlier steps had an influence"
@@ -141,8 +150,8 @@ def test_expert_rows_of_a_step_are_fixed_and_all_come_up(size: int, count: int, 
 
 
 def test_expert_rows_are_not_chosen_as_tasks_are() -> None:
-    experts = rollouts.ExpertRows(demonstrations(64))
-    tasks = rollouts.tasks_of_step([str(i) for i in range(64)], 0, 16, 1)
+    experts = data.ExpertRows(demonstrations(64))
+    tasks = data.tasks_of_step([str(i) for i in range(64)], 0, 16, 1)
     assert [str(prompt[0]) for prompt, _ in experts.of_step(0, 16, 1)] != tasks
 
 
@@ -150,7 +159,7 @@ def test_expert_rows_are_read_and_encoded(prepared: Path, tmp_path: Path) -> Non
     tokenizer = ChatTokenizer.open(prepared / "model")
     rows = [task_of(i, response=str(i + 1)) for i in range(5)]
     write_rows(tmp_path / "expert.parquet", rows)
-    experts = rollouts.ExpertRows.read(str(tmp_path / "expert.parquet"), tokenizer)
+    experts = data.ExpertRows.read(str(tmp_path / "expert.parquet"), tokenizer)
     for prompt, response in experts.of_step(0, 5, 3):
         question = tokenizer.decode(prompt)
         i = next(i for i in range(5) if f"{i} + 1 =" in question)
@@ -158,7 +167,7 @@ def test_expert_rows_are_read_and_encoded(prepared: Path, tmp_path: Path) -> Non
         np.testing.assert_array_equal(response, tokenizer.response_ids(str(i + 1)))
     write_rows(tmp_path / "none.parquet", [task_of(0)])
     with pytest.raises(DataError, match="column 'response' is missing"):
-        rollouts.ExpertRows.read(str(tmp_path / "none.parquet"), tokenizer)
+        data.ExpertRows.read(str(tmp_path / "none.parquet"), tokenizer)
 
 
 def task_of(i: int, response: str | None = None) -> Task:
@@ -194,32 +203,38 @@ class AnsweringStore(Store):
         )  # fmt: skip
 
 
-class StoreSession(FakeSession):
+class Step:
     """The only rank of a step on 40 tasks, 4 of them a step, 2 answers each."""
 
-    def __init__(self, path: Path, outcome: Callable[[int], str], step: int = 3, needs: tuple[str, ...] = (), **algorithm: Any) -> None:
-        super().__init__(0, [])
-        self.reader = NodeReader()
+    def __init__(
+        self,
+        path: Path,
+        outcome: Callable[[int], str],
+        step: int = 3,
+        needs: tuple[str, ...] = (),
+        *,
+        stopped: bool = False,
+        **algorithm: Any,
+    ) -> None:
         self.store = AnsweringStore(f"sqlite:///{path}/store.db")
         self.store.outcome = outcome
         self.store.add_tasks("train", [task_of(i) for i in range(40)])
         self.train_tasks = self.store.task_ids("train")
-        self.config = Config(
+        config = Config(
             algorithm=AlgorithmConfig(group_size=2, **algorithm),
             trainer=TrainerConfig(tasks_per_step=4, seed=5),
             reward=RewardConfig(overlong_buffer=1, overlong_penalty=0.5),
         )
-        self.state = SimpleNamespace(step=step, rollbacks=0)
-        self.version = WeightsVersion(1, 2)
-        self.hf_config = {"vocab_size": 64}
-        self.algorithm = SimpleNamespace(needs=frozenset(needs))
-        self.phases: list[str] = []
-        self.timeline = SimpleNamespace(phase=self._phase)
+        context = RunContext(config, path, 1, 0)
+        self.state = TrainState("rl", step)
+        reporter = Reporter(context, self.store)
+        self.timeline = reporter.timeline
+        reader = RolloutReader(NodeReader(), self.store, lambda: False)
+        needed = replace(algorithms.get("grpo"), needs=frozenset(needs))
+        self._rollouts = rollouts.Rollouts(context, needed, self.store, reporter, reader, lambda *_: not stopped)
 
-    @contextmanager
-    def _phase(self, name: str, **labels: int) -> Iterator[None]:
-        self.phases.append(name)
-        yield
+    def groups(self) -> rollouts.StepGroups | None:
+        return self._rollouts.groups(self.state, WeightsVersion(1, 2), 64)
 
 
 def groups_of(found: rollouts.StepGroups | None) -> list[str]:
@@ -228,12 +243,12 @@ def groups_of(found: rollouts.StepGroups | None) -> list[str]:
 
 
 def test_a_step_without_dynamic_sampling_is_one_rollout(tmp_path: Path) -> None:
-    s: Any = StoreSession(tmp_path, lambda i: "all")
-    found = rollouts.training_groups(s)
+    s = Step(tmp_path, lambda i: "all")
+    found = s.groups()
     assert groups_of(found) == [f"train-000003/{i}" for i in range(4)] and found is not None
     assert found.rollout_ids == ("train-000003",) and found.report.kept == 4
     assert found.metrics["rollout/extra"] == 0 and found.metrics["rollout/kept_groups"] == 4
-    assert "rollout/all_right" not in found.metrics and s.phases == ["rollout", "batch"]
+    assert "rollout/all_right" not in found.metrics and list(s.timeline.seconds) == ["rollout", "batch"]
     assert all(e.greedy is None and e.group_stats is not None for e in found.experiences)
 
 
@@ -243,15 +258,15 @@ def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: P
     def outcome(i: int) -> str:
         return ("mixed", "all", "none", "broken")[i % 4]
 
-    s: Any = StoreSession(tmp_path, outcome, dynamic_sampling=True)
+    s = Step(tmp_path, outcome, dynamic_sampling=True)
     ids = s.train_tasks
-    asked = [rollouts.tasks_of_step(ids, 3, 4, 5), *(rollouts.extra_tasks(ids, 3, r, 4, 5) for r in range(1, 10))]
+    asked = [data.tasks_of_step(ids, 3, 4, 5), *(data.extra_tasks(ids, 3, r, 4, 5) for r in range(1, 10))]
     mixed = [[outcome(int(t.split("/")[1])) == "mixed" for t in tasks] for tasks in asked]
     needed = next(n for n in range(1, 11) if sum(map(sum, mixed[:n])) >= 4)
     names = ["train-000003", *(f"train-000003-{r}" for r in range(1, 10))]
     expected = [f"{names[r]}/{p}" for r in range(needed) for p in range(4) if mixed[r][p]]
     assert needed > 1, "the first rollout had enough: nothing is tested"
-    found = rollouts.training_groups(s)
+    found = s.groups()
     assert groups_of(found) == expected[:4] and found is not None
     assert found.rollout_ids == tuple(names[:needed])
     outcomes = Counter(outcome(int(t.split("/")[1])) for tasks in asked[:needed] for t in tasks)
@@ -266,32 +281,32 @@ def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: P
     assert all(s.store.progress(name) == (4, 4) for name in found.rollout_ids)
     s.store.discard_rollouts(3)
     assert all(s.store.progress(name) == (0, 0) for name in found.rollout_ids)
-    again = rollouts.training_groups(s)
+    again = s.groups()
     assert again is not None and groups_of(again) == expected[:4] and again.metrics == m
     assert [e.prompt_ids.tolist() for e in again.experiences] == [e.prompt_ids.tolist() for e in found.experiences]
 
 
 def test_of_more_groups_than_a_step_trains_the_first_count(tmp_path: Path) -> None:
     ids = [f"train/{i}" for i in range(40)]
-    silent = int(rollouts.tasks_of_step(ids, 3, 4, 5)[1].split("/")[1])
-    s: Any = StoreSession(tmp_path, lambda i: "all" if i == silent else "mixed", dynamic_sampling=True)
-    found = rollouts.training_groups(s)
+    silent = int(data.tasks_of_step(ids, 3, 4, 5)[1].split("/")[1])
+    s = Step(tmp_path, lambda i: "all" if i == silent else "mixed", dynamic_sampling=True)
+    found = s.groups()
     assert groups_of(found) == ["train-000003/0", "train-000003/2", "train-000003/3", "train-000003-1/0"]
     assert found is not None and found.report.kept == 8 and found.metrics["rollout/kept_groups"] == 4
 
 
 def test_after_the_last_extra_rollout_a_step_trains_with_what_it_has(tmp_path: Path) -> None:
-    s: Any = StoreSession(tmp_path, lambda i: "mixed" if i == 7 else "none", dynamic_sampling=True, max_extra_rollouts=20)
-    found = rollouts.training_groups(s)
+    s = Step(tmp_path, lambda i: "mixed" if i == 7 else "none", dynamic_sampling=True, max_extra_rollouts=20)
+    found = s.groups()
     assert found is not None and len(found.rollout_ids) == 21
     assert {e.task_id for e in found.experiences} == {"train/7"} and found.metrics["rollout/kept_groups"] >= 1
-    none: Any = StoreSession(tmp_path / "none", lambda i: "all", dynamic_sampling=True, max_extra_rollouts=0)
+    none = Step(tmp_path / "none", lambda i: "all", dynamic_sampling=True, max_extra_rollouts=0)
     with pytest.raises(JobError, match=r"none of the 4 groups of 1 rollouts of step 4 .* all right \(4\) and all wrong \(0\); raise"):
-        rollouts.training_groups(none)
+        none.groups()
 
 
 def test_rollouts_of_a_step_draw_other_numbers(tmp_path: Path) -> None:
-    s: Any = StoreSession(tmp_path, lambda i: "none", dynamic_sampling=True, max_extra_rollouts=2)
+    s = Step(tmp_path, lambda i: "none", dynamic_sampling=True, max_extra_rollouts=2)
     drawn: list[int] = []
     claim_groups = s.store.claim_groups
 
@@ -302,23 +317,16 @@ def test_rollouts_of_a_step_draw_other_numbers(tmp_path: Path) -> None:
 
     s.store.claim_groups = spying
     with pytest.raises(JobError, match="of 3 rollouts"):
-        rollouts.training_groups(s)
+        s.groups()
     assert len(drawn) == 12 and len(set(drawn)) == 3 and drawn[0] == 5 * 1_000_003 + 3
 
 
 def test_a_greedy_answer_is_asked_for_where_the_algorithm_needs_it(tmp_path: Path) -> None:
-    s: Any = StoreSession(tmp_path, lambda i: "mixed", needs=("advantages", "greedy"))
-    found = rollouts.training_groups(s)
+    s = Step(tmp_path, lambda i: "mixed", needs=("advantages", "greedy"))
+    found = s.groups()
     assert found is not None and len(found.experiences) == 8
     assert all(e.greedy is not None and e.greedy.reward.status == "ok" and e.index >= 0 for e in found.experiences)
 
 
 def test_a_stop_gives_the_step_up(tmp_path: Path) -> None:
-    class Silent(Store):
-        """Nobody answers."""
-
-    s: Any = StoreSession(tmp_path, lambda i: "all")
-    s.store.close()
-    s.store = Silent(f"sqlite:///{tmp_path}/store.db")
-    s._stop_at = 1
-    assert rollouts.training_groups(s) is None
+    assert Step(tmp_path, lambda i: "all", stopped=True).groups() is None

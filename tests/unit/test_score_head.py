@@ -244,21 +244,18 @@ def test_a_score_model_keeps_its_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pad", [None, 0, END])
 def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     """A reward model's batch, and the scores that a run takes from it."""
-    from megarl.loop import offline, step
+    from megarl.loop import learner, offline
 
     config = classifier_config(pad_token_id=pad)
     rows = offline.Rows(tuple(((np.array(ids[:1]), np.array(ids[1:])),) for ids in ANSWERS), (0.0,) * 3)
-    session: Any = SimpleNamespace(actor=SimpleNamespace(head=None), hf_config=config)
-    sequences = offline.batch_of(session, rows, range(3)).sequences
+    sequences = offline.batch_of(rows, range(3)).sequences
+    offline.score_once(sequences, score_pad(config))
     expected = [1, 1, 2] if pad == END else [0, 0, 0]  # so far before the last
     ends = (sequences.cu_seqlens[1:] - 1).tolist()
     assert sequences.mask.nonzero()[:, 0].tolist() == [end - before for end, before in zip(ends, expected, strict=True)]
     scores = torch.arange(float(len(sequences.tokens)))
-    session.roles = SimpleNamespace(
-        reward_model=SimpleNamespace(hf_config=config, answers=lambda *_: scores, micro_batches=lambda _: None)
-    )
-    session.config = SimpleNamespace(reward_model=SimpleNamespace(coef=1.0))
-    scored, _ = step.score(session, [experience(ids) for ids in ANSWERS])
+    model: Any = SimpleNamespace(hf_config=config, answers=lambda *_: scores, micro_batches=lambda _: None)
+    scored, _ = learner.score(model, [experience(ids) for ids in ANSWERS], 1.0)
     assert [e.reward.parts["model"] for e in scored] == scores[sequences.mask].tolist()
 
 

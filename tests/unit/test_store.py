@@ -77,27 +77,6 @@ def test_a_rollout_from_request_to_experiences(store: Store) -> None:
     assert store.progress("no such rollout") == (0, 0)
 
 
-def test_old_logp_is_kept_beside_engine_logp(store: Store) -> None:
-    request(store, groups=2)
-    for claim in store.claim_groups("a", 2):
-        finish(store, claim)
-    first, *others = store.experiences("r0")
-    assert first.old_logp is None
-    for value in (-1.5, -0.25):  # the later record replaces
-        store.record_old_logp([first], [np.full(len(first.response_ids), value, dtype=np.float32)])
-    store.record_old_logp([], [])
-    kept, *rest = store.experiences("r0")
-    assert kept.old_logp is not None and kept.old_logp.dtype == np.float32
-    assert kept.old_logp.tolist() == [-0.25] * len(first.response_ids)
-    assert all(e.old_logp is None for e in rest) and len(rest) == len(others)
-    with pytest.raises(ValueError, match=r"experience r0/0\[0\]: old_logp must be float32"):
-        store.record_old_logp([first], [np.zeros(len(first.response_ids))])
-    request(store, groups=2)  # asked for again: nothing of the old weights stays
-    for claim in store.claim_groups("a", 2):
-        finish(store, claim)
-    assert all(e.old_logp is None for e in store.experiences("r0"))
-
-
 def test_unknown_task(store: Store) -> None:
     with pytest.raises(DataError, match=r"1 task ids are not in the store, the first is 'train/99'"):
         store.request_rollout("r", "train", 0, VERSION, ["train/1", "train/99"], 2, {})
@@ -132,7 +111,7 @@ def test_experiences_come_back_exactly(
         group_stats=GroupStats(0.1, 0.2, 2) if stats else None,
         metadata={"k": [1, None, "ü"]},
     )
-    row = type("Row", (), experience_to_row(before) | {"old_logp": None})()
+    row = type("Row", (), experience_to_row(before))()
     after = experience_from_row(row)
     for name, dtype in ARRAYS.items():
         assert getattr(after, name).dtype == dtype

@@ -1,4 +1,4 @@
-"""Which updates a guard admits, and when it ends a job; data and seeds after a rollback. A world of one rank."""
+"""Updates that a filter admits, and when it ends a job; data and seeds after a rollback. A world of one rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.config import Config
-from megarl.config.schema import GuardConfig, TrainerConfig
+from megarl.config.schema import GuardConfig
 from megarl.errors import JobError
-from megarl.loop import rollouts
-from megarl.loop.guard import Guard, RollBack
-from megarl.loop.session import State
+from megarl.loop.data import data_seed, tasks_of_step
+from megarl.loop.state import TrainState
+from megarl.loop.updates import RollBack, UpdateFilter
 
 
 @pytest.fixture(autouse=True)
@@ -28,25 +27,23 @@ def alone() -> Iterator[None]:
 
 
 class Steps:
-    """As much of a session as a guard looks at; each number is the norm of an update."""
+    """A filter and the state of its run; each number is the norm of an update."""
 
     def __init__(self, **settings: Any) -> None:
-        self.config = SimpleNamespace(trainer=SimpleNamespace(guard=GuardConfig(**settings)))
-        self.state = State("rl", 0)
-        self.position = SimpleNamespace(rank=0)
+        self.state = TrainState("rl", 0)
         self.said: list[str] = []
         self.events: list[dict[str, Any]] = []
-        self.store = SimpleNamespace(record_event=lambda source, kind, data: self.events.append(data))
-        self.guard = Guard(self)  # type: ignore[arg-type]
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
+        reporter: Any = SimpleNamespace(say=self.said.append, event=lambda kind, data: self.events.append(data))
+        self.filter = UpdateFilter(GuardConfig(**settings), reporter)
 
     def step(self, *norms: float, model: str = "actor", loss: float = 0.5) -> list[bool]:
-        self.guard.begin()
+        self.filter.begin()
         sums = {f"{model}/loss": (loss, 1.0)}
-        admitted = [self.guard.admits(model, sums, norm, i) for i, norm in enumerate(norms)]
-        self.metrics = self.guard.end()
+        admitted = []
+        for i, norm in enumerate(norms):
+            yes, self.state = self.filter.admits(self.state, model, sums, norm, i)
+            admitted.append(yes)
+        self.metrics = self.filter.end(self.state)
         self.state = replace(self.state, step=self.state.step + 1)
         return admitted
 
@@ -84,8 +81,8 @@ def test_the_windows_go_with_a_checkpoint() -> None:
     s = Steps(spike_factor=3.0, spike_window=2)
     s.step(0.1, 1 / 3)
     saved = json.loads(json.dumps({**asdict(s.state), "made": {}}))
-    assert State.of(saved) == s.state
-    assert State.of({"phase": "rl", "step": 3}) == State("rl", 3), "one that an earlier megarl has written"
+    assert TrainState.from_manifest(saved) == s.state
+    assert TrainState.from_manifest({"phase": "rl", "step": 3}) == TrainState("rl", 3), "one that an earlier megarl has written"
 
 
 def test_a_row_of_bad_steps_ends_the_job() -> None:
@@ -106,7 +103,7 @@ def test_steps_that_are_done_again_end_no_row() -> None:
         s.step(1.0)
     with pytest.raises(RollBack, match="step 4"):
         s.step(math.nan)
-    s.state = State("rl", 2, rollbacks=1)
+    s.state = TrainState("rl", 2, rollbacks=1)
     s.step(1.0)
     with pytest.raises(JobError, match="2 steps in a row"):
         s.step(math.nan)
@@ -121,7 +118,7 @@ def test_steps_that_are_done_again_end_no_row() -> None:
 def test_stop_names_the_setting() -> None:
     with pytest.raises(JobError, match=r"warm start, step 1, update 1 of the critic: .*nan.*trainer\.guard\.on_nonfinite=stop.*set it to skip"):
         s = Steps(on_nonfinite="stop")
-        s.state = State()
+        s.state = TrainState()
         s.step(math.nan, model="critic")
     s = Steps(on_spike="stop", spike_factor=2.0, spike_window=2)
     with pytest.raises(JobError, match=r"on_spike=stop"):
@@ -132,8 +129,7 @@ def test_a_rollback_gives_other_tasks_and_none_gives_those_of_ever() -> None:
     ids = [str(i) for i in range(40)]
 
     def asked(count: int, seed: int = 5) -> list[str]:
-        s: Any = SimpleNamespace(config=Config(trainer=TrainerConfig(seed=seed)), state=State("rl", 3, rollbacks=count))
-        return rollouts.tasks_of_step(ids, 3, 8, rollouts.data_seed(s))
+        return tasks_of_step(ids, 3, 8, data_seed(seed, TrainState("rl", 3, rollbacks=count)))
 
-    assert asked(0) == rollouts.tasks_of_step(ids, 3, 8, 5) == ["31", "3", "32", "8", "33", "13", "21", "1"]
+    assert asked(0) == tasks_of_step(ids, 3, 8, 5) == ["31", "3", "32", "8", "33", "13", "21", "1"]
     assert len({tuple(asked(count, seed)) for count in range(4) for seed in (5, 6)}) == 8

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from megarl.errors import WeightsDiffer, WeightSyncError
-from megarl.loop import engines
-from megarl.loop.engines import Stopped
+from megarl.loop.context import RunContext
+from megarl.loop.weights import Stopped, WeightSync
+from megarl.schema import WeightsVersion
 
 
 class Syncs:
-    """As much of a session as joining engines looks at, on its only rank: each of ``failures`` ends one connection."""
+    """The engines, ranks and reporter of a job of one rank: each of ``failures`` ends one connection."""
 
     def __init__(
         self, *failures: WeightSyncError, died: tuple[str, ...] = ("no answer from the engine",), stop_after: int | None = None
@@ -23,6 +24,14 @@ class Syncs:
         self.said: list[str] = []
         self.left = stop_after
         self.publisher = SimpleNamespace(connect=self.connect, died=lambda: list(died))
+        self.models = SimpleNamespace()
+
+    def sync(self) -> WeightSync:
+        ranks: Any = self
+        models: Any = self.models
+        publisher: Any = self.publisher
+        context: Any = RunContext(None, None, 1, 0)  # type: ignore[arg-type]
+        return WeightSync(context, ranks, ranks, models, publisher)
 
     def connect(self) -> None:
         if self.left is not None:
@@ -41,7 +50,7 @@ class Syncs:
 
 
 def connect(s: Syncs) -> None:
-    engines.connect(s)  # type: ignore[arg-type]
+    s.sync().connect()
 
 
 def test_what_died_is_waited_for() -> None:
@@ -79,8 +88,8 @@ def test_a_stop_hides_no_difference_of_weights() -> None:
         connect(s)
 
 
-def test_what_is_sent_is_compared_with_what_the_optimizer_wrote() -> None:
-    s: Any = Syncs()
+def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Syncs()
     given: list[Any] = []
 
     def publish(tensors: Any, version: Any, *, written: Any, abort: bool) -> Any:
@@ -89,6 +98,8 @@ def test_what_is_sent_is_compared_with_what_the_optimizer_wrote() -> None:
 
     weight = torch.ones(1)
     s.publisher.publish = publish
-    s.actor, s.version, s.probe = SimpleNamespace(tensors={"w": weight}, written=lambda: {"w": 7}), "1.2", lambda: 0.0
-    assert engines.publish(s) == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
-    assert given == [{"w": weight}, "1.2", {"w": 7}]
+    s.models.actor = SimpleNamespace(tensors={"w": weight}, written=lambda: {"w": 7})
+    sync = s.sync()
+    monkeypatch.setattr(sync, "_probe", lambda: 0.0)
+    assert sync.publish() == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
+    assert given == [{"w": weight}, WeightsVersion(1, 1), {"w": 7}] and sync.version == WeightsVersion(1, 1)

@@ -1,8 +1,9 @@
-"""What a step of the trainer decides between its phases, without a model."""
+"""Decisions of a step between its phases, without a model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,31 +23,22 @@ from megarl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from megarl.loop.session import Session, State
-from megarl.loop.step import (
-    StepBatch,
-    _step_input,
-    critic_alone,
-    estimate,
-    filter_overlong,
-    gather,
-    infer,
-    kl_coef,
-    update,
-)
+from megarl.loop.batch import StepBatch, filter_overlong, make_batch
+from megarl.loop.context import RunContext
+from megarl.loop.learner import Learner, kl_coef, step_input
+from megarl.loop.reporter import Reporter
+from megarl.loop.state import TrainState
 from megarl.schema import Experience, FinishReason, Reward
 from megarl.training import objectives
 from megarl.training.objectives import Kept
 
 
-def session(name: str, config: AlgorithmConfig, *, step: int, coef: float | None = None) -> Any:
-    """As much of a session as an estimate looks at."""
-    return SimpleNamespace(
-        config=SimpleNamespace(algorithm=config, critic=CriticConfig(warmup_steps=2)),
-        algorithm=algorithms.get(name),
-        roles=SimpleNamespace(critic=object() if name == "ppo" else None),
-        state=State(step=step, kl_coef=coef),
-    )
+def learner_of(config: Config, *, actor: Any = None, reference: Any = None, critic: Any = None, updates: Any = None, **changes: Any) -> Learner:
+    """A learner with stand-ins of models. ``changes``: to the algorithm."""
+    algorithm = replace(algorithms.get(config.algorithm.name), **changes)
+    models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic)
+    ranks: Any = SimpleNamespace(gather=list)
+    return Learner(config, algorithm, models, updates, ranks)
 
 
 def batch(reasons: tuple[str, ...] = ("stop", "length")) -> StepBatch:
@@ -63,49 +55,42 @@ def batch(reasons: tuple[str, ...] = ("stop", "length")) -> StepBatch:
 @pytest.mark.parametrize(("step", "moves"), [(0, False), (1, False), (2, True)])
 def test_the_coefficient_stays_while_the_critic_learns_alone(step: int, moves: bool) -> None:
     config = AlgorithmConfig(name="ppo", kl=KLConfig(0.1, "k1", "reward", target=0.01, horizon=10))
-    s = session("ppo", config, step=step)
-    assert critic_alone(s) is not moves
-    metrics = estimate(s, batch())
+    learner, state = learner_of(Config(algorithm=config, critic=CriticConfig(warmup_steps=2)), critic=object()), TrainState(step=step)
+    assert learner.critic_alone(state) is not moves
+    after, metrics = learner.estimate(state, batch())
     assert metrics["actor/kl_coef"] == 0.1 and metrics["actor/kl_measured"] == pytest.approx(0.5)
-    assert (s.state.kl_coef is not None) is moves
+    assert (after.kl_coef is not None) is moves and state.kl_coef is None
 
 
 def test_without_a_target_the_coefficient_is_the_setting() -> None:
-    assert kl_coef(session("grpo", AlgorithmConfig(kl=KLConfig(0.1)), step=5, coef=0.37)) == 0.1
-    assert kl_coef(session("grpo", AlgorithmConfig(kl=KLConfig(0.1, target=0.01)), step=5, coef=0.37)) == 0.37
+    assert kl_coef(TrainState(kl_coef=0.37), KLConfig(0.1)) == 0.1
+    assert kl_coef(TrainState(kl_coef=0.37), KLConfig(0.1, target=0.01)) == 0.37
+    assert kl_coef(TrainState(), KLConfig(0.1, target=0.01)) == 0.1
 
 
 def test_what_stands_behind_a_cut_answer() -> None:
-    assert _step_input(session("ppo", AlgorithmConfig(), step=0), batch()).bootstrap is None
-    found = _step_input(session("ppo", AlgorithmConfig(bootstrap_cut=True), step=0), batch()).bootstrap
+    ppo = algorithms.get("ppo")
+    assert step_input(batch(), ppo, AlgorithmConfig(), 0.1).bootstrap is None
+    found = step_input(batch(), ppo, AlgorithmConfig(bootstrap_cut=True), 0.1).bootstrap
     assert found is not None and found.tolist() == [0.0, 8.0]
 
 
 @pytest.mark.parametrize("needs", [{"old_logp", "ref_logp"}, {"ref_logp"}])
-def test_answers_outside_any_pair_have_log_probs_where_they_are_recorded(needs: set[str]) -> None:
-    """Not 0, which is the log-prob of a certain token, in the store, in the mismatch with the engine and in the adaptive KL."""
-    scores, recorded = [0.0, 1.0, 0.5, 0.5], []
+def test_answers_outside_any_pair_have_log_probs(needs: set[str]) -> None:
+    """Not 0, which is the log-prob of a certain token, in the mismatch with the engine and in the adaptive KL."""
+    scores = [0.0, 1.0, 0.5, 0.5]
     experiences: list[Any] = [answer(i, score) for i, score in enumerate(scores)]
     model = SimpleNamespace(
         micro_batches=lambda sequences, units: micro_batches(sequences, Cut(rows=2), 0, units),
         answers=lambda sequences, updates: asked_for(sequences, updates),
     )
-    s: Any = SimpleNamespace(
-        algorithm=replace(algorithms.get("online_dpo"), needs=frozenset({"pairs", "group"} | needs)),
-        config=Config(algorithm=AlgorithmConfig()),
-        position=SimpleNamespace(rank=0),
-        store=SimpleNamespace(record_old_logp=lambda given, logp: recorded.extend(logp)),
-        actor=model,
-        roles=SimpleNamespace(reference=model, critic=None),
-    )
-    batch = gather(s, experiences, [])
+    config = Config(algorithm=AlgorithmConfig(name="online_dpo"))
+    batch = make_batch(experiences, [], algorithms.get("online_dpo"), config.algorithm, 1)
     assert batch.updates == [[[1, 0]]]
-    infer(s, batch)
+    learner_of(config, actor=model, reference=model, needs=frozenset({"pairs", "group"} | needs)).infer(batch)
     every = torch.full_like(batch.sequences.mask, True, dtype=torch.float32)
     if "old_logp" in needs:
         assert batch.sequences.old_logp is not None and torch.equal(batch.sequences.old_logp, every)
-        assert [len(logp) for logp in recorded] == [len(e.response_ids) for e in experiences]
-        assert all((logp == 1).all() for logp in recorded)
     assert batch.sequences.ref_logp is not None
     paired = batch.sequences.row < 2
     assert torch.equal(batch.sequences.ref_logp, every if "old_logp" in needs else torch.where(paired, 1.0, 0.0))
@@ -141,39 +126,32 @@ def answer(index: int, score: float, reason: FinishReason = "stop") -> Experienc
 REASONS = ("stop", "length", "stop", "length")
 
 
-def filtered(algorithm: AlgorithmConfig, *, updates: int = 1, demonstrations: Any = (), reasons: Any = REASONS) -> tuple[Any, StepBatch, list[Any]]:
-    """A session, a group of four answers as far as its advantages, and the log-probs that the store got."""
-    recorded: list[Any] = []
-    model = SimpleNamespace(
+def filtered(settings: AlgorithmConfig, *, updates: int = 1, demonstrations: Any = (), reasons: Any = REASONS) -> tuple[Any, StepBatch, list[Any]]:
+    """The stand-in of a model, and a group of four answers as far as its advantages; log-probs before the filter."""
+    model: Any = SimpleNamespace(
         micro_batches=lambda sequences, units: micro_batches(sequences, Cut(rows=2), 0, units),
         answers=lambda sequences, asked: -0.5 * asked_for(sequences, asked),
     )
-    s: Any = SimpleNamespace(
-        algorithm=algorithms.get(algorithm.name),
-        config=Config(algorithm=algorithm, trainer=TrainerConfig(updates_per_step=updates)),
-        position=SimpleNamespace(rank=0),
-        store=SimpleNamespace(record_old_logp=lambda given, logp: recorded.extend(logp)),
-        actor=model,
-        roles=SimpleNamespace(reference=model, critic=None),
-        state=State(),
-    )
+    learner = learner_of(Config(algorithm=settings), actor=model, reference=model)
     experiences: list[Any] = [answer(i, score, reasons[i]) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]
-    batch = gather(s, experiences, demonstrations)
-    infer(s, batch)
-    filter_overlong(s, batch)
-    estimate(s, batch)
-    return s, batch, recorded
+    batch = make_batch(experiences, demonstrations, algorithms.get(settings.name), settings, updates)
+    learner.infer(batch)
+    old_logp, sampled = batch.sequences.old_logp, batch.sequences.sampled
+    recorded = [] if old_logp is None else [old_logp[sampled & (batch.sequences.row == i)].tolist() for i in range(4)]
+    filter_overlong(batch, settings)
+    learner.estimate(TrainState(), batch)
+    return model, batch, recorded
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_pp_baseline", "reinforce_pp"])
 def test_truncated_answers_are_in_no_update_and_the_others_keep_their_group(name: str) -> None:
     """Advantages of the rest are those of numpy: statistics of the whole group, whitening over what is trained on."""
     config = AlgorithmConfig(name=name, overlong_filtering=True, kl=KLConfig(0.0))
-    s, found, recorded = filtered(config, updates=2)
+    model, found, recorded = filtered(config, updates=2)
     assert found.updates == [[[0]], [[2]]]
     row, mask = found.sequences.row, found.sequences.mask
     assert torch.bincount(row[mask], minlength=4).tolist() == [2, 0, 4, 0]
-    assert [logp.tolist() for logp in recorded] == [[-0.5] * (i + 2) for i in range(4)]  # the store has those of every answer
+    assert recorded == [[-0.5] * (i + 2) for i in range(4)]  # the mismatch has those of every answer
     rewards, tokens = np.array([0.0, 1.0, 1.0, 0.0]), np.array([2, 0, 4, 0])
     wanted = rewards - 0.5 if name != "reinforce_pp" else rewards
     if name == "grpo":
@@ -183,8 +161,8 @@ def test_truncated_answers_are_in_no_update_and_the_others_keep_their_group(name
         wanted = (wanted - mean) / np.sqrt((tokens * (wanted - mean) ** 2).sum() / (tokens.sum() - 1) + 1e-8)
     assert found.sequences.advantages is not None
     assert torch.allclose(found.sequences.advantages, torch.where(mask, torch.tensor(wanted)[row], 0.0).float(), atol=1e-6)
-    policy = objectives.policy(s.algorithm, config, found.sequences)
-    counts = [policy.count(Kept.of(b, found.sequences)) for units in found.updates for b in s.actor.micro_batches(found.sequences, units)]
+    policy = objectives.policy(algorithms.get(name), config, found.sequences)
+    counts = [policy.count(Kept.of(b, found.sequences)) for units in found.updates for b in model.micro_batches(found.sequences, units)]
     assert float(sum(counts)) == 6  # the denominator: tokens of the answers that ended
 
 
@@ -223,39 +201,34 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, critic: bool) 
         )
 
     numbers: list[int] = []
-    guard = SimpleNamespace(begin=lambda: None, end=dict, admits=lambda name, sums, norm, update: numbers.append(update) or True)
-    ppo = replace(algorithms.get("ppo" if critic else "grpo"))
-    s: Any = SimpleNamespace(
-        config=Config(trainer=TrainerConfig(ppo_epochs=epochs)),
-        algorithm=ppo,
-        actor=model("actor"),
-        roles=SimpleNamespace(critic=model("critic") if critic else None),
-        state=State(step=5),
-        guard=guard,
-        gather=list,
+    updates = SimpleNamespace(
+        begin=lambda: None, end=lambda state: {}, admits=lambda state, name, sums, norm, update: (numbers.append(update) or True, state)
     )
+    settings = AlgorithmConfig(name="ppo" if critic else "grpo")
+    config = Config(algorithm=settings, trainer=TrainerConfig(ppo_epochs=epochs))
+    learner = learner_of(config, actor=model("actor"), critic=model("critic") if critic else None, updates=updates)
     step = batch()
     step.updates = [[[0]], [[1]]]
     step.sequences.returns = step.sequences.values
-    policy = objectives.policy(s.algorithm, s.config.algorithm, step.sequences)
-    update(s, step, policy, s.config.algorithm)
+    policy = objectives.policy(algorithms.get(settings.name), settings, step.sequences)
+    learner.update(TrainState(step=5), step, policy, settings)
     roles = ["critic", "actor"] if critic else ["actor"]
     assert made == [entry for _ in range(epochs) for units in step.updates for role in roles for entry in ((role, units), (role, "step"))]
     assert numbers == [n for n in range(2 * epochs) for _ in roles]
 
 
 @pytest.mark.parametrize(("offline", "devices"), [(False, 4 + 6), (True, 4)])
-def test_throughput_is_verls(offline: bool, devices: int) -> None:
+def test_throughput_is_verls(offline: bool, devices: int, tmp_path: Path) -> None:
     """total_num_tokens / (time_per_step * n_gpus), n_gpus those of the job: of verl's compute_throughout_metrics and get_n_gpus."""
     recorded: dict[str, float] = {}
-    s: Any = SimpleNamespace(
-        config=Config(parallel=ParallelConfig(tp=2, dp=2), rollout=RolloutConfig(tp=2, replicas=3)),
-        algorithm=SimpleNamespace(offline=offline),
-        timeline=SimpleNamespace(seconds={"step": 8.0, "sync": 1.0}),
-        state=State(step=1),
-        record=lambda step, metrics: recorded.update(metrics),
-        say=lambda text: None,
+    config = Config(
+        algorithm=AlgorithmConfig(name="sft" if offline else "grpo"),
+        parallel=ParallelConfig(tp=2, dp=2),
+        rollout=RolloutConfig(tp=2, replicas=3),
     )
-    Session.record_step(s, {}, tokens=1600)
+    store: Any = SimpleNamespace(record_step=lambda step, metrics: recorded.update(metrics))
+    reporter = Reporter(RunContext(config, tmp_path, 1, 0), store)
+    reporter.timeline.seconds.update({"step": 8.0, "sync": 1.0})
+    reporter.record_step(1, {}, tokens=1600)
     assert recorded["perf/total_num_tokens"] == 1600 and recorded["perf/time_per_step"] == recorded["timing_s/step"] == 8.0
     assert recorded["perf/throughput"] == 1600 / (8.0 * devices)

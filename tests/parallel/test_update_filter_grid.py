@@ -47,8 +47,8 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     from megarl.checkpoint import hf, state
     from megarl.config.schema import AlgorithmConfig
     from megarl.errors import JobError
-    from megarl.loop.guard import Guard, RollBack
-    from megarl.loop.session import State
+    from megarl.loop.state import TrainState
+    from megarl.loop.updates import RollBack, UpdateFilter
     from megarl.parallel import groups
     from megarl.training import objectives
     from megarl.training.model import TrainedModel
@@ -62,12 +62,9 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     critic.load_hf(Path(path), score="zeros")
     said: list[str] = []
     events: list[Any] = []
-    s = SimpleNamespace(
-        state=State("rl", 4), say=said.append, position=SimpleNamespace(rank=rank),
-        store=SimpleNamespace(record_event=lambda source, kind, data: events.append(data)),
-        config=SimpleNamespace(trainer=SimpleNamespace(guard=GuardConfig())),
-    )  # fmt: skip
-    guard = Guard(s)  # type: ignore[arg-type]
+    reporter: Any = SimpleNamespace(say=said.append, event=lambda kind, data: events.append(data) if rank == 0 else None)
+    at_step = TrainState("rl", 4)
+    updates = UpdateFilter(GuardConfig(), reporter)
 
     def rows_of(step: int) -> Any:
         g = torch.Generator().manual_seed(step)
@@ -93,7 +90,7 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
 
         sums = model.backward(rows, model.micro_batches(rows), Objective(name, usual.count, loss))
         norm = model.gradient_norm()
-        admitted = guard.admits(name, sums, norm)
+        admitted, _ = updates.admits(at_step, name, sums, norm)
         if admitted:
             model.step(1e-2)
         return admitted, norm
@@ -104,12 +101,12 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     for name, where, kinds in (("actor", 0, 3), ("actor", 3, 2), ("critic", 2, 3)):  # rank 3 is no first of a tensor-parallel pair
         for spoiled in SPOILED[:kinds]:
             before = bits(actor), bits(critic)
-            guard.begin()
+            updates.begin()
             admitted, norm = update(name, 1, spoiled, where)
-            out["admitted"].append((name, admitted, str(norm), guard.end()["training/skipped_updates"]))
+            out["admitted"].append((name, admitted, str(norm), updates.end(at_step)["training/skipped_updates"]))
             assert same(bits(actor), before[0]) and same(bits(critic), before[1])
-            guard.begin()
-            guard.end()  # of a good step, so that they are not in a row
+            updates.begin()
+            updates.end(at_step)  # of a good step, so that they are not in a row
     out["said"], out["events"] = said, events
     # A good update is what it would have been without them.
     at = bits(actor)
@@ -122,7 +119,7 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     assert same(bits(actor), after)
     # The other verdicts.
     for action, kind in (("stop", JobError), ("rollback", RollBack)):
-        s.config.trainer.guard = GuardConfig(on_nonfinite=action)  # type: ignore[arg-type]
+        updates = UpdateFilter(GuardConfig(on_nonfinite=action), reporter)  # type: ignore[arg-type]
         with pytest.raises(kind) as raised:
             update("critic", 3, SPOILED[0], 3)
         out[action] = str(raised.value)

@@ -1,0 +1,108 @@
+"""The sequences of a step and the optimizer updates that train on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megarl.algorithms import Algorithm
+from megarl.algorithms.parts import doubles, repeated
+from megarl.batching import Sequences, joined, of_demonstrations, of_experiences
+from megarl.config.schema import AlgorithmConfig
+from megarl.experience import by_group
+from megarl.loop.data import Demonstration
+from megarl.schema import Experience, Sample
+
+
+@dataclass
+class StepBatch:
+    """The same on every rank; each model takes its share by its own grid."""
+
+    experiences: list[Sample]
+    """Without their arrays, which ``sequences`` holds."""
+    sequences: Sequences
+    """Of the experiences, and of demonstrations after them."""
+    updates: list[list[list[int]]]
+    """For each optimizer update the units that it trains on: numbers of sequences that go through the model together."""
+
+    @property
+    def outside(self) -> list[list[int]]:
+        """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no pair."""
+        trained = {number for units in self.updates for unit in units for number in unit}
+        return [[i] for i in range(len(self.sequences)) if i not in trained]
+
+
+def make_batch(
+    experiences: list[Experience],
+    demonstrations: Sequence[Demonstration],
+    algorithm: Algorithm,
+    settings: AlgorithmConfig,
+    updates_per_step: int,
+) -> StepBatch:
+    """Sequences of a step, dealt to its updates; demonstrations in equal shares."""
+    sequences = of_experiences(experiences)
+    filtered = set(overlong(experiences, settings))
+    units = [unit for unit in _units(experiences, algorithm, settings) if not filtered.intersection(unit)]
+    updates = updates_of(units, updates_per_step)
+    if demonstrations:
+        first, updates = len(sequences), updates or [[]]
+        sequences = joined(sequences, of_demonstrations(demonstrations))
+        dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
+        updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
+    return StepBatch([Sample.of(e) for e in experiences], sequences, updates)
+
+
+def overlong(experiences: Sequence[Experience | Sample], settings: AlgorithmConfig) -> list[int]:
+    """Numbers of the answers that ``algorithm.overlong_filtering`` leaves out of the loss."""
+    if not settings.overlong_filtering:
+        return []
+    return [i for i, experience in enumerate(experiences) if experience.finish_reason == "length"]
+
+
+def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
+    """Take truncated answers out of the loss mask, after inference: ``mismatch`` compares log-probs of every answer."""
+    if numbers := overlong(batch.experiences, settings):
+        sequences = batch.sequences
+        kept = torch.ones(len(sequences), dtype=torch.bool)
+        kept[numbers] = False
+        sequences.mask = sequences.mask & repeated(kept, sequences.lengths)
+
+
+def _units(experiences: list[Experience], algorithm: Algorithm, settings: AlgorithmConfig) -> list[list[int]]:
+    choose = algorithm.choose_pairs
+    if choose is None:
+        return [[i] for i in range(len(experiences))]
+    units, start = [], 0
+    for group in by_group(experiences):
+        pairs = choose([e.reward.score for e in group], settings)
+        units += [[start + chosen, start + rejected] for chosen, rejected in pairs]
+        start += len(group)
+    return units
+
+
+def updates_of(units: Sequence[list[int]], updates: int, *, exactly: bool = False) -> list[list[list[int]]]:
+    """Units in order in ``updates`` equal parts; fewer parts when there are fewer units, unless ``exactly`` so many are asked for."""
+    updates = updates if exactly else min(updates, len(units))
+    cuts = [u * len(units) // updates for u in range(updates + 1)] if updates else []
+    return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
+
+
+def mismatch(sequences: Sequences) -> dict[str, float]:
+    """Difference of the engine's log-probs from the trainer's, for the same weights and tokens."""
+    old, engine, sampled = sequences.old_logp, sequences.engine_logp, sequences.sampled
+    if old is None or engine is None or not bool(sampled.any()):
+        return {}
+    logp = doubles(sampled, lambda a, b: (a - b).abs(), old, engine)
+    logp_mean, logp_max = float(logp.mean()), float(logp.max())
+    del logp
+    probs = doubles(sampled, lambda a, b: (a.exp() - b.exp()).abs(), old, engine)
+    probs_mean, probs_max = float(probs.mean()), float(probs.max())
+    return {
+        "training/rollout_logp_diff_mean": logp_mean,
+        "training/rollout_probs_diff_mean": probs_mean,
+        "training/rollout_logp_diff_max": logp_max,
+        "training/rollout_probs_diff_max": probs_max,
+    }

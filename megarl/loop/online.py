@@ -1,0 +1,117 @@
+"""Reinforcement learning: sync, rollout, inference, update, in turn."""
+
+from __future__ import annotations
+
+from megarl.config import Config
+from megarl.errors import LastingError
+from megarl.experience import Report
+from megarl.loop.base import Trainer
+from megarl.loop.batch import filter_overlong, make_batch, mismatch
+from megarl.loop.data import Demonstration, ExpertRows, data_seed, num_expert_rows
+from megarl.loop.evaluation import Evaluation
+from megarl.loop.learner import score
+from megarl.loop.reading import NodeReader, RolloutReader
+from megarl.loop.rollouts import Rollouts
+from megarl.loop.state import TrainState
+from megarl.loop.waiting import RolloutWaiter
+from megarl.loop.weights import WeightSync
+from megarl.metrics import spread
+from megarl.schema import Sample, WeightsVersion
+from megarl.sync.publish import WeightPublisher
+from megarl.tasksets import ChatTokenizer
+
+
+class OnlineTrainer(Trainer):
+    """Trains on answers that engines sample with the weights of the step."""
+
+    weights: WeightSync
+    rollouts: Rollouts
+    evaluation: Evaluation
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        reader = NodeReader(self.timeout_s + config.store.outage_s)
+        self.reader = RolloutReader(reader, self.store, lambda: self.ranks.stopping)
+        self.expert: ExpertRows | None = None
+        if "expert" in self.algorithm.needs:
+            assert config.taskset.expert is not None, "checked before launch"
+            self.expert = ExpertRows.read(config.taskset.expert, ChatTokenizer.of(config))
+
+    @property
+    def version(self) -> WeightsVersion:
+        return self.weights.version if hasattr(self, "weights") else super().version
+
+    def connect(self) -> None:
+        with self.timeline.phase("wait_for_engine"):
+            actor, rank = self.models.actor, self.context.rank
+            publisher = WeightPublisher(
+                self.config, actor.layout, self.models.hf_config, rank, stopping=lambda: self.ranks.stopping
+            )
+            self.weights = WeightSync(self.context, self.ranks, self.reporter, self.models, publisher)
+            waiter = RolloutWaiter(self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints)
+            self.rollouts = Rollouts(self.context, self.algorithm, self.store, self.reporter, self.reader, waiter.wait)
+            self.evaluation = Evaluation(self.context, self.store, self.reporter, waiter.wait)
+            self.weights.connect()
+
+    def step(self, state: TrainState) -> TrainState | None:
+        phase, number = self.timeline.phase, state.step
+        self.timeline.reset()
+        with phase("step", step=number):
+            with phase("sync", step=number):
+                synced = self.weights.publish()
+                self.models.refresh_when_due(number)
+            groups = self.rollouts.groups(state, self.weights.version, self.models.head.vocab_size)
+            if groups is None:
+                return None
+            if not groups.experiences:
+                raise LastingError(
+                    f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
+                    f"{'; '.join(groups.report.messages)}"
+                )
+            for message in groups.report.messages:
+                self.reporter.say(f"dropped from training: {message}")
+            with phase("inference", step=number):
+                experiences, scored = score(self.models.reward_model, groups.experiences, self.config.reward_model.coef)
+            with phase("batch", step=number):
+                demonstrations = self.demonstrations(state, len(experiences))
+                settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
+                batch = make_batch(experiences, demonstrations, self.algorithm, settings, updates)
+                for held in (experiences, groups.experiences):
+                    held.clear()  # their arrays are in the batch
+            with phase("inference", step=number):
+                self.learner.infer(batch)
+                differences = mismatch(batch.sequences)
+                filter_overlong(batch, settings)
+            with phase("update", step=number):
+                state, trained = self.learner.train_step(state, batch)
+            # Rewards in the metrics of the estimate are those with the KL taken off.
+            metrics = experience_metrics(batch.experiences, groups.report) | scored | trained | differences | synced
+            state = self.end_step(state, metrics)
+        self.reporter.record_step(state.step, metrics | groups.metrics, tokens=len(batch.sequences.tokens))
+        return state
+
+    def evaluate(self, state: TrainState, name: str) -> bool:
+        self.weights.publish()
+        return self.evaluation.run(state, self.weights.version, name)
+
+    def demonstrations(self, state: TrainState, usual: int) -> list[Demonstration]:
+        """Expert rows of the step beside ``usual`` sampled ones; [] where the algorithm has none."""
+        if self.expert is None:
+            return []
+        count = num_expert_rows(usual, self.config.algorithm.expert_ratio)
+        return self.expert.of_step(state.step, count, data_seed(self.config.trainer.seed, state))
+
+
+def experience_metrics(experiences: list[Sample], verified: Report) -> dict[str, float]:
+    """Scores, lengths and statuses of a step's answers."""
+    lengths = [float(e.response_length) for e in experiences]
+    scores = [e.reward.score for e in experiences]
+    metrics = spread("critic/score", scores) | spread("critic/rewards", scores)
+    metrics |= spread("response_length", lengths)
+    metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])
+    metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in experiences) / len(experiences)
+    metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in experiences) / len(experiences)
+    errors = verified.statuses.get("error", 0) + verified.statuses.get("timeout", 0)
+    metrics["reward/error_rate"] = errors / max(1, sum(verified.statuses.values()))
+    metrics["reward/dropped_groups"] = float(verified.groups - verified.kept)
+    return metrics
