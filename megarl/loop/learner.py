@@ -5,7 +5,6 @@ Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,13 +14,12 @@ from megarl.batching import of_experiences
 from megarl.checkpoint.score_pad import score_pad
 from megarl.config import Config
 from megarl.config.schema import AlgorithmConfig, KLConfig
-from megarl.experience import by_group, with_stats
 from megarl.loop.batch import StepBatch, overlong
 from megarl.loop.models import Models
 from megarl.loop.ranks import Ranks
 from megarl.loop.state import TrainState
 from megarl.loop.updates import UpdateFilter
-from megarl.metrics import Sums, mean_of_sums, spread
+from megarl.metrics import Sums, mean_of_sums
 from megarl.schema import Experience, GroupStats
 from megarl.training import objectives
 from megarl.training.model import FrozenModel, TrainedModel
@@ -165,19 +163,8 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, 
     )
 
 
-def score(model: FrozenModel | None, experiences: list[Experience], coef: float) -> tuple[list[Experience], dict[str, float]]:
-    """Add the reward model's scores of the whole answers to their rewards; return them and metrics. Nothing to do without a model."""
-    if model is None:
-        return experiences, {}
+def model_scores(model: FrozenModel, experiences: list[Experience]) -> list[float]:
+    """The reward model's score of each whole answer."""
     sequences = of_experiences(experiences)
-    scores = model.answers(sequences, [model.micro_batches(sequences)])[sequences.scored(score_pad(model.hf_config))].tolist()
-    return add_scores(experiences, scores, coef), spread("reward_model/score", scores)
-
-
-def add_scores(experiences: Sequence[Experience], scores: Sequence[float], coef: float) -> list[Experience]:
-    """Add ``coef`` times one score of each whole answer to its reward; group statistics are computed again."""
-    scored = [
-        replace(e, reward=replace(e.reward, score=e.reward.score + coef * score, parts={**e.reward.parts, "model": score}))
-        for e, score in zip(experiences, scores, strict=True)
-    ]
-    return [experience for group in by_group(scored) for experience in with_stats(group)]
+    found: list[float] = model.answers(sequences, [model.micro_batches(sequences)])[sequences.scored(score_pad(model.hf_config))].tolist()
+    return found

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from megarl.config import Config
 from megarl.errors import LastingError
-from megarl.experience import Report
+from megarl.experience import Report, add_model_scores, with_group_stats
 from megarl.loop.base import Trainer
 from megarl.loop.batch import filter_overlong, make_batch, mismatch
 from megarl.loop.data import Demonstration, ExpertRows, data_seed, num_expert_rows
 from megarl.loop.evaluation import Evaluation
-from megarl.loop.learner import score
+from megarl.loop.learner import model_scores
 from megarl.loop.reading import NodeReader, RolloutReader
 from megarl.loop.rollouts import Rollouts
 from megarl.loop.state import TrainState
 from megarl.loop.waiting import RolloutWaiter
 from megarl.loop.weights import WeightSync
 from megarl.metrics import spread
-from megarl.schema import Sample, WeightsVersion
+from megarl.schema import Experience, Sample, WeightsVersion
 from megarl.sync.publish import WeightPublisher
 from megarl.tasksets import ChatTokenizer
 
@@ -71,7 +71,7 @@ class OnlineTrainer(Trainer):
             for message in groups.report.messages:
                 self.reporter.say(f"dropped from training: {message}")
             with phase("inference", step=number):
-                experiences, scored = score(self.models.reward_model, groups.experiences, self.config.reward_model.coef)
+                experiences, scored = self.rewarded(groups.experiences)
             with phase("batch", step=number):
                 demonstrations = self.demonstrations(state, len(experiences))
                 settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
@@ -89,6 +89,15 @@ class OnlineTrainer(Trainer):
             state = self.end_step(state, metrics)
         self.reporter.record_step(state.step, metrics | groups.metrics, tokens=len(batch.sequences.tokens))
         return state
+
+    def rewarded(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """Add the reward model's scores, where there is one, and the statistics of the groups; return metrics too."""
+        model = self.models.reward_model
+        if model is None:
+            return with_group_stats(experiences), {}
+        scores = model_scores(model, experiences)
+        scored = add_model_scores(experiences, scores, self.config.reward_model.coef)
+        return with_group_stats(scored), spread("reward_model/score", scores)
 
     def evaluate(self, state: TrainState, name: str) -> bool:
         self.weights.publish()

@@ -33,7 +33,7 @@ class StepGroups:
     """What a step is trained with, the same on every rank."""
 
     experiences: list[Experience]
-    """Whole groups, each experience with its group's statistics."""
+    """Whole groups; their statistics come with the reward model's scores."""
     rollout_ids: tuple[str, ...]
     """All that the step asked for. A step belongs to its checkpoint with all of them: they carry its number in the store."""
     report: Report

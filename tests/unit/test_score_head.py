@@ -255,8 +255,7 @@ def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     assert sequences.mask.nonzero()[:, 0].tolist() == [end - before for end, before in zip(ends, expected, strict=True)]
     scores = torch.arange(float(len(sequences.tokens)))
     model: Any = SimpleNamespace(hf_config=config, answers=lambda *_: scores, micro_batches=lambda _: None)
-    scored, _ = learner.score(model, [experience(ids) for ids in ANSWERS], 1.0)
-    assert [e.reward.parts["model"] for e in scored] == scores[sequences.mask].tolist()
+    assert learner.model_scores(model, [experience(ids) for ids in ANSWERS]) == scores[sequences.mask].tolist()
 
 
 def experience(ids: list[int]) -> Experience:

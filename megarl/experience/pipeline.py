@@ -1,4 +1,13 @@
-"""Raw -> verified: validity, verdicts, completeness, shaping, then the statistics of whole groups. Pure functions.
+"""Rewards of a rollout, from the verdicts of single answers to the statistics of whole groups. Pure functions.
+
+In this order, each stage once:
+
+1. a verifier's verdict and the weights of form, repetition and language (``rewards.verdict.weighed``, as each answer ends);
+2. ``verify``: groups checked, missing verdicts settled, length rewards added, groups kept or dropped with a reason;
+3. ``split_by_accuracy``: dynamic sampling;
+4. ``shuffle_rewards``: a control experiment;
+5. ``add_model_scores``: the reward model;
+6. ``with_group_stats``.
 
 Shape legend: P prompt tokens, R response tokens.
 """
@@ -53,7 +62,7 @@ class Report:
 
 class Verified(NamedTuple):
     experiences: list[Experience]
-    """Whole groups, each experience with its group's statistics, in the order given."""
+    """Whole groups, in the order given."""
     report: Report
 
 
@@ -66,14 +75,14 @@ def verify(
     greedy: bool = False,
     step: int = 0,
 ) -> Verified:
-    """Check every group, settle missing verdicts by ``reward.on_error``, shape the scores, and attach the group statistics.
+    """Check every group, settle missing verdicts by ``reward.on_error``, and shape the scores.
 
     A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted. A greedy
     answer is checked, settled and shaped like a member.
 
     Args:
         max_response_tokens: ``rollout.max_response_tokens``, for ``reward.overlong_buffer`` alone.
-        greedy: Whether a group needs its greedy answer to be whole.
+        greedy: A group needs its greedy answer to be whole.
         step: Counted from 0, for ``reward.length.warmup_steps`` alone.
     """
     dropped: Counter[str] = Counter()
@@ -84,7 +93,7 @@ def verify(
         fault = _group_fault(group, config, vocab_size, greedy)
         if fault is None:
             settled = [shaped(_settled(e), config, max_response_tokens) for e in group]
-            kept += with_stats(length_rewarded(settled, config.length, step))
+            kept += length_rewarded(settled, config.length, step)
         else:
             dropped[fault.reason] += 1
             faults.setdefault(fault.message, []).append(fault.where)
@@ -99,12 +108,6 @@ def by_group(experiences: Sequence[Experience]) -> list[list[Experience]]:
     for experience in experiences:
         groups.setdefault(experience.group_id, []).append(experience)
     return list(groups.values())
-
-
-def with_stats(group: Sequence[Experience]) -> list[Experience]:
-    """The members of one whole group, each with the statistics of the group's scores."""
-    stats = group_stats([experience.reward.score for experience in group])
-    return [dataclasses.replace(experience, group_stats=stats) for experience in group]
 
 
 def shaped(experience: Experience, config: RewardConfig, max_response_tokens: int | None) -> Experience:
@@ -140,9 +143,9 @@ def _with_part(experience: Experience, name: str, value: float, weight: float) -
 
 
 def split_by_accuracy(groups: Sequence[list[Experience]]) -> tuple[list[list[Experience]], dict[str, int]]:
-    """Dynamic sampling: the groups that say something, and how many are ``all_right`` or ``all_wrong``.
+    """Dynamic sampling: the groups with right and wrong answers, and how many are ``all_right`` or ``all_wrong``.
 
-    By the verdicts' statuses, so that what shaping did to the scores does not count.
+    Decided by the verdicts' statuses: scores vary by shaping too.
     """
     kept: list[list[Experience]] = []
     counts = {"all_right": 0, "all_wrong": 0}
@@ -155,14 +158,34 @@ def split_by_accuracy(groups: Sequence[list[Experience]]) -> tuple[list[list[Exp
 
 
 def shuffle_rewards(experiences: Sequence[Experience], seed: int) -> list[Experience]:
-    """A control experiment: all rewards of a rollout permuted, so that they tell nothing about the responses.
+    """A control experiment: all rewards of a rollout permuted, so that they are independent of the responses.
 
-    Group statistics are those of the permuted rewards. Groups come back in the order of their first member.
+    Groups come back in the order of their first member.
     """
     order = np.random.default_rng(seed).permutation(len(experiences))
     pairs = zip(experiences, order, strict=True)
     shuffled = [dataclasses.replace(experience, reward=experiences[i].reward) for experience, i in pairs]
-    return [experience for group in by_group(shuffled) for experience in with_stats(group)]
+    return [experience for group in by_group(shuffled) for experience in group]
+
+
+def add_model_scores(experiences: Sequence[Experience], scores: Sequence[float], coef: float) -> list[Experience]:
+    """Add ``coef`` times a reward model's score of the whole answer to each reward, and the score under ``model`` to its parts."""
+    return [
+        dataclasses.replace(
+            e, reward=dataclasses.replace(e.reward, score=e.reward.score + coef * score, parts={**e.reward.parts, "model": score})
+        )
+        for e, score in zip(experiences, scores, strict=True)
+    ]
+
+
+def with_group_stats(experiences: Sequence[Experience]) -> list[Experience]:
+    """Attach to each experience the statistics of its group's scores. Groups come back in the order of their first member."""
+    return [
+        dataclasses.replace(experience, group_stats=stats)
+        for group in by_group(experiences)
+        for stats in [group_stats([experience.reward.score for experience in group])]
+        for experience in group
+    ]
 
 
 def check_experience(experience: Experience, vocab_size: int) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +16,16 @@ from hypothesis import strategies as st
 
 from megarl.config.rewards import LengthConfig, RewardConfig
 from megarl.experience import (
+    add_model_scores,
     by_group,
     part_metrics,
     shuffle_rewards,
     split_by_accuracy,
     verifier_metrics,
     verify,
+    with_group_stats,
 )
-from megarl.experience.operators import check_experience
+from megarl.experience.pipeline import check_experience
 from megarl.schema import GREEDY, Experience, Reward, Segment, WeightsVersion
 
 VERSION = WeightsVersion(0, 1)
@@ -47,6 +50,11 @@ def make(group: str = "g0", index: int = 0, score: float = 1.0, size: int = 2, *
     return replace(experience, **changes)
 
 
+def means(experiences: Sequence[Experience]) -> list[float]:
+    """The mean score of each experience's group."""
+    return [e.group_stats.mean for e in with_group_stats(experiences) if e.group_stats is not None]
+
+
 def group(name: str, *scores: float) -> list[Experience]:
     return [make(name, i, score, len(scores)) for i, score in enumerate(scores)]
 
@@ -54,7 +62,9 @@ def group(name: str, *scores: float) -> list[Experience]:
 def test_whole_groups_get_their_statistics() -> None:
     verified, report = verify([*group("a", 1.0, 0.0, 0.0), *group("b", 1.0, 1.0)], RewardConfig(), vocab_size=VOCAB)
     assert [e.group_id for e in verified] == ["a"] * 3 + ["b"] * 2
-    a, b = verified[0].group_stats, verified[-1].group_stats
+    assert all(e.group_stats is None for e in verified), "the reward model's scores are still to come"
+    scored = with_group_stats(verified)
+    a, b = scored[0].group_stats, scored[-1].group_stats
     assert a is not None and b is not None
     assert (a.mean, a.std, a.size) == (pytest.approx(1 / 3), pytest.approx(math.sqrt(1 / 3)), 3)
     assert (b.mean, b.std, b.size) == (1.0, 0.0, 2)
@@ -140,8 +150,7 @@ def test_missing_verdicts_drop_the_group_or_count_as_zero() -> None:
     assert report.messages == ("group g0[1]: no verdict within 1 s",)
     verified, report = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
     assert [e.reward.score for e in verified] == [1.0, 0.0, 0.0] and report.dropped == {}
-    assert verified[1].reward.status == "timeout" and verified[1].group_stats is not None
-    assert verified[1].group_stats.mean == 0.5
+    assert verified[1].reward.status == "timeout" and means(verified) == [0.5, 0.5, 0.0]
 
 
 def test_a_score_that_is_no_number_drops_its_group_alone() -> None:
@@ -151,7 +160,7 @@ def test_a_score_that_is_no_number_drops_its_group_alone() -> None:
     assert report.messages == ("group a[0]: its reward is inf",)
 
 
-def test_shuffling_permutes_rewards_over_the_rollout_and_redoes_statistics() -> None:
+def test_shuffling_permutes_rewards_over_the_rollout_before_the_statistics() -> None:
     raw = [e for i in range(8) for e in group(f"g{i}", *([1.0] * 4 if i < 4 else [0.0] * 4))]
     verified = verify(raw, RewardConfig(), vocab_size=VOCAB).experiences
     shuffled = shuffle_rewards(verified, seed=5)
@@ -160,9 +169,16 @@ def test_shuffling_permutes_rewards_over_the_rollout_and_redoes_statistics() -> 
     assert sorted(scores) == sorted(e.reward.score for e in verified) and scores != [e.reward.score for e in verified]
     for name in {e.group_id for e in shuffled}:
         members = [e for e in shuffled if e.group_id == name]
-        assert {e.group_stats.mean for e in members if e.group_stats} == {sum(e.reward.score for e in members) / 4}
+        assert set(means(members)) == {sum(e.reward.score for e in members) / 4}
     assert [e.reward for e in shuffle_rewards(verified, seed=5)] == [e.reward for e in shuffled]
     assert [e.reward for e in shuffle_rewards(verified, seed=6)] != [e.reward for e in shuffled]
+
+
+def test_a_reward_models_scores_are_added_before_the_statistics() -> None:
+    found = with_group_stats(add_model_scores([*group("a", 1.0, 0.0), *group("b", 1.0)], [0.5, -0.5, 2.0], 0.5))
+    assert [e.reward.score for e in found] == [1.25, -0.25, 2.0] and [e.reward.parts["model"] for e in found] == [0.5, -0.5, 2.0]
+    assert [e.group_stats.mean for e in found if e.group_stats] == [0.5, 0.5, 2.0]
+    assert [e.reward.status for e in found] == ["ok", "wrong", "ok"], "the verdict stays what it is"
 
 
 def with_greedy(members: list[Experience], **changes: Any) -> list[Experience]:
@@ -173,9 +189,8 @@ def with_greedy(members: list[Experience], **changes: Any) -> list[Experience]:
 def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
     plain, compared = group("a", 1.0, 0.0), with_greedy(group("a", 1.0, 0.0), reward=Reward(0.25, "wrong"))
     verified, report = verify(compared, RewardConfig(), vocab_size=VOCAB, greedy=True)
-    assert [e.group_stats for e in verified] == [
-        e.group_stats for e in verify(plain, RewardConfig(), vocab_size=VOCAB).experiences
-    ]
+    alone = verify(plain, RewardConfig(), vocab_size=VOCAB).experiences
+    assert [e.group_stats for e in with_group_stats(verified)] == [e.group_stats for e in with_group_stats(alone)]
     assert report.statuses == {"ok": 1, "wrong": 1} and len(verified) == 2
     assert [e.greedy.reward.score for e in verified if e.greedy] == [0.25, 0.25]
 
@@ -229,7 +244,7 @@ def test_overlong_answers_lose_reward_before_the_statistics() -> None:
     assert [e.reward.score for e in verified] == [1.0, 0.5, -0.5, -1.0, -1.0]
     assert [e.reward.parts["overlong"] for e in verified] == [0.0, -0.5, -1.5, -2.0, -2.0]
     assert {e.reward.status for e in verified} == {"ok"}, "the verdict stays what it is"
-    assert {e.group_stats.mean for e in verified if e.group_stats} == {-0.2}
+    assert set(means(verified)) == {-0.2}
     assert [e.greedy.reward.score for e in verified if e.greedy] == [0.0] * 5
     assert [e.reward.score for e in raw] == [1.0] * 5, "the raw experiences were changed"
     unshaped = verify(raw, RewardConfig(), vocab_size=VOCAB, max_response_tokens=10).experiences
@@ -277,7 +292,7 @@ def test_short_answers_among_a_group_are_rewarded_after_the_warm_up() -> None:
     found = verify(group, config, vocab_size=VOCAB, step=3).experiences
     assert [e.reward.parts["length"] for e in found] == [0.0, 0.25, 0.0, -0.25, -0.5]
     assert [e.reward.score for e in found] == pytest.approx([0.0, 1.1, 1.0, 0.9, -0.2])
-    assert found[0].group_stats is not None and found[0].group_stats.mean == pytest.approx(0.56)
+    assert means(found)[0] == pytest.approx(0.56)
     assert part_metrics(found) == {"reward/parts/length": -0.1}
 
 
