@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megarl import algorithms
 from megarl.config import Config
 from megarl.errors import ConfigError
+from megarl.jobs import ProcessKind
 from megarl.launch.allocation import Role
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
         ConfigError: the ranks or engines do not spread evenly over the nodes that may have them, or want more GPUs than a node has.
     """
     chosen, rollouts = trainer_nodes(nodes)[:trainers], engine_nodes(nodes)
-    offline = algorithms.get(config.algorithm.name).offline
+    job = algorithms.get(config.algorithm.name).job
     world = config.parallel.world_size
     if not chosen or nodes[0].role == "rollout":
         raise ConfigError("node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there")
@@ -85,7 +86,7 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
             f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change parallel.dp or the "
             "number of nodes"
         )
-    if offline:
+    if ProcessKind.ENGINE not in job.processes:
         return _with_gpus(config, nodes, Placement(_blocks(chosen, world), (), None, ()))
     span, replicas = config.rollout.nodes, config.rollout.replicas
     workers = config.rollout.tp * config.rollout.pp
@@ -123,7 +124,7 @@ def table(placement: Placement, nodes: Sequence[Place]) -> str:
     lines = []
     for node in nodes:
         parts = [_ranks([r for r, n in enumerate(placement.trainer) if n == node.rank])]
-        parts += [f"engine {i}{_part(span, node.rank)}" for i, span in enumerate(placement.engines) if node.rank in span]
+        parts += [f"{ProcessKind.ENGINE.named(i)}{_part(span, node.rank)}" for i, span in enumerate(placement.engines) if node.rank in span]
         parts += ["explorer and reward workers"] * (node.rank == placement.explorer)
         parts += ["reward workers"] * (node.rank in placement.reward_hosts)
         lines.append(f"{node}: {', '.join(part for part in parts if part) or 'nothing'}")
@@ -133,7 +134,7 @@ def table(placement: Placement, nodes: Sequence[Place]) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""
-    return f"trainer rank {ranks[0]}" if len(ranks) == 1 else f"trainer ranks {ranks[0]}-{ranks[-1]}"
+    return ProcessKind.TRAINER.named(ranks[0]) if len(ranks) == 1 else f"trainer ranks {ranks[0]}-{ranks[-1]}"
 
 
 def _part(span: Sequence[int], node: int) -> str:

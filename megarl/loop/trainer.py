@@ -11,7 +11,7 @@ import torch
 
 from megarl import algorithms, ops
 from megarl.config import load_resolved
-from megarl.errors import LastingError
+from megarl.errors import LastingError, MegarlError
 from megarl.loop.offline import OfflineTrainer
 from megarl.loop.online import OnlineTrainer
 
@@ -37,9 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with TRAINERS[algorithms.get(config.algorithm.name).offline](config) as trainer:
             trainer.train()
-    except (ValueError, RuntimeError) as error:
-        if type(error).__module__ != "megarl.errors":
-            raise
+    except MegarlError as error:
         log.error("trainer: %s", error)
         return LastingError.STATUS if isinstance(error, LastingError) else 1
     return 0
