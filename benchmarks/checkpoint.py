@@ -190,8 +190,8 @@ def main() -> None:
         lost = statistics.median(a - b for a, b in zip(first[arm], first["none"], strict=True))
         more = statistics.median(a - b for a, b in zip(first[f"processor {arm}"], first["processor none"], strict=True))
         say(f"| {arm} | {middle:.2f} ({low:.2f} to {high:.2f}) | {lost:.2f} | {lost / base:.1%} | {more:.2f} of {processor:.2f} |")
-    for name, text in (("begin", "snapshot and fork"), ("finish", "making it count"), ("at once alone", "written at once")):
-        say(f"{text}: {statistics.median(first[name]):.2f} s, {statistics.median(first[name]) / base:.1%} of a step")
+    for name, label in (("begin", "snapshot and fork"), ("finish", "making it count"), ("at once alone", "written at once")):
+        say(f"{label}: {statistics.median(first[name]):.2f} s, {statistics.median(first[name]) / base:.1%} of a step")
     say(f"the writer outlasted the step in {sum(first['late'])} of {len(first['late'])}")
     size = first["bytes"]
     say(f"SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores {size / first['verify'] / 1e9:.2f} GB/s, "

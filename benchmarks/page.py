@@ -22,10 +22,14 @@ _started = (time.strftime("%Y-%m-%d"), os.getloadavg()[0])
 def measured() -> str:
     """Command, machine, load at the start, commit and date of this process, as one line of Markdown."""
     date, load = _started
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = _git("describe", "--always") + ("-dirty" if _git("status", "--porcelain", "--", ":!docs") else "")
     script = Path(sys.argv[0]).resolve()
     command = shlex.join(["python", str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name, *sys.argv[1:]])
     return f"Measured by `{command}` at commit {commit or 'unknown'}, {date}: {machine()}; load {load:.1f} at the start."
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def machine() -> str:
