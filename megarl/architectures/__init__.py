@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.architectures import megatron_config
 from megarl.architectures.deepseek_v3 import DEEPSEEK_V3
 from megarl.architectures.ernie4_5 import ERNIE4_5
 from megarl.architectures.llama import LLAMA
@@ -43,5 +44,5 @@ def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
         )
     if head == "score":
         found = found.with_score()
-    found.check(hf_config)
+    megatron_config.check(found, hf_config)
     return found

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
+from megarl.architectures.megatron_config import check
 from megarl.architectures.table import HFConfig
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
     try:
         values = family(**copy.deepcopy(dict(hf_config))).to_dict()
     except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        ARCHITECTURES[model_type].check(hf_config)
+        check(ARCHITECTURES[model_type], hf_config)
         log.warning("config.json: transformers' %s refuses it, so nothing was filled in: %s", family.__name__, error)
         return dict(hf_config)
     own = {key: value for key, value in values.items() if key not in common and not key.startswith("_")}

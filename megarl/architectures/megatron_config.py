@@ -11,18 +11,23 @@ Sources: transformers 5.19 ``modeling_rope_utils.py`` and ``models/*/modeling_*.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megarl.architectures.table import Architecture, HFConfig, ModelSizes, needed
 from megarl.errors import ArchitectureError
-
-if TYPE_CHECKING:
-    from megarl.architectures.table import Architecture, HFConfig, ModelSizes
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron's ``RotaryEmbedding._apply_scaling``; only ``factor`` is an argument."""
 
 LATENT_NORM_EPS = 1e-6
 """transformers builds DeepSeek's latent norms with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon."""
+
+
+def check(arch: Architecture, hf_config: HFConfig) -> None:
+    """Raise ArchitectureError when the configuration asks for something that the table or Megatron does not cover."""
+    arch.check_fixed(hf_config)
+    transformer_kwargs(arch, hf_config)
+    gpt_kwargs(arch, hf_config)
 
 
 def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
@@ -54,13 +59,6 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     if sizes.experts:
         values |= _experts(arch, sizes, hf_config)
     return values | dict(arch.megatron)
-
-
-def needed(name: str, hf_config: HFConfig, key: str) -> Any:
-    """The value of a key. Raises ArchitectureError where a configuration that was not completed lacks it."""
-    if key not in hf_config:
-        raise ArchitectureError(f"the configuration of a {name} model lacks {key}; add it to config.json")
-    return hf_config[key]
 
 
 def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from megarl.architectures.megatron_config import gpt_kwargs, needed, transformer_kwargs
 from megarl.errors import ArchitectureError
 
 Shape = tuple[int, ...]
@@ -218,16 +217,14 @@ class Architecture:
             )
         return replace(self, head="score", params=(*(p for p in self.params if p.op is not Op.TIED), SCORE_HEAD))
 
-    def check(self, hf_config: HFConfig) -> None:
-        """Raise ArchitectureError when the configuration asks for something that the table does not cover."""
+    def check_fixed(self, hf_config: HFConfig) -> None:
+        """Raise ArchitectureError when a setting has another value than the one that the table covers."""
         for key, value in self.fixed.items():
             if hf_config.get(key, value) != value:
                 raise ArchitectureError(
                     f"{self.name} with {key}={hf_config[key]!r} is not supported, only {value!r}; use a checkpoint with "
                     f"{key}={value!r} or add it to megarl/architectures/{self.name}.py"
                 )
-        self.transformer_config(hf_config)
-        self.gpt(hf_config)
 
     def sizes(self, hf_config: HFConfig) -> ModelSizes:
         def get(field_name: str) -> int:
@@ -314,13 +311,12 @@ class Architecture:
         """HF name (relative to its layer) -> dtype, of the tensors that keep one of their own."""
         return {part.name: part.dtype for param in self.params for part in param.hf if part.dtype is not None}
 
-    def transformer_config(self, hf_config: HFConfig) -> dict[str, Any]:
-        """Keyword arguments for Megatron's TransformerConfig, as plain values (``activation`` is a name)."""
-        return transformer_kwargs(self, hf_config)
 
-    def gpt(self, hf_config: HFConfig) -> dict[str, Any]:
-        """Keyword arguments for GPTModel. ``vocab_size`` is the real one: ``reshard.layouts.padded_vocab_size`` pads it."""
-        return gpt_kwargs(self, hf_config)
+def needed(name: str, hf_config: HFConfig, key: str) -> Any:
+    """The value of a key. Raises ArchitectureError where a configuration that was not completed lacks it."""
+    if key not in hf_config:
+        raise ArchitectureError(f"the configuration of a {name} model lacks {key}; add it to config.json")
+    return hf_config[key]
 
 
 def hf_name(part: Logical, place: Place) -> str:

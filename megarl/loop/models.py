@@ -36,7 +36,7 @@ class Models:
         self._config = config
         self._algorithm = algorithm
         self.hf_config = hf.read_hf_config(Path(config.model.path))
-        temperature = 1.0 if algorithm.offline else config.rollout.temperature  # offline nothing is sampled
+        temperature = config.rollout.temperature if algorithm.job.rollouts else 1.0
         float32 = config.model.head_dtype == "float32"
         self.head = Head(int(self.hf_config["vocab_size"]), temperature, config.trainer.logits_bytes, float32)
         """The actor's after the warm start."""

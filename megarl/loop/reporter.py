@@ -103,8 +103,8 @@ class Reporter:
 def num_devices(config: Config) -> int:
     """Devices of a job: one for each trainer rank and each engine worker."""
     rollout = config.rollout
-    offline = algorithms.get(config.algorithm.name).offline
-    return config.parallel.world_size + (0 if offline else rollout.replicas * rollout.tp * rollout.pp)
+    engines = rollout.replicas * rollout.tp * rollout.pp if algorithms.get(config.algorithm.name).job.rollouts else 0
+    return config.parallel.world_size + engines
 
 
 def _last_steps(state: TrainState) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from megarl.loop.online import OnlineTrainer
 
 log = logging.getLogger(__name__)
 
-TRAINERS: dict[bool, type[OnlineTrainer | OfflineTrainer]] = {False: OnlineTrainer, True: OfflineTrainer}
-"""By ``Algorithm.offline``."""
+TRAINERS: dict[bool, type[OnlineTrainer | OfflineTrainer]] = {True: OnlineTrainer, False: OfflineTrainer}
+"""By ``Job.rollouts``."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
     try:
-        with TRAINERS[algorithms.get(config.algorithm.name).offline](config) as trainer:
+        with TRAINERS[algorithms.get(config.algorithm.name).job.rollouts](config) as trainer:
             trainer.train()
     except MegarlError as error:
         log.error("trainer: %s", error)

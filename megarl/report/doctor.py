@@ -125,7 +125,7 @@ def devices() -> Iterator[Check]:
 
 def sandbox() -> Iterator[Check]:
     """Whether the programs of code rewards can be run here: the sandbox's self-test."""
-    from megarl.sandbox.local import local_sandbox
+    from megarl.sandbox.proven import local_sandbox
 
     try:
         yield Check("ok", "sandbox", local_sandbox().describe())

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.errors import SandboxError
 from megarl.sandbox import wire
 from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Sandbox, Test
-from megarl.sandbox.local import local_sandbox
+from megarl.sandbox.proven import local_sandbox
 
 CONNECT_S = 10.0
 BUSY_S = 60.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import socket
 import threading
 import time
@@ -121,28 +120,3 @@ def _batch(box: Box, tests: Sequence[Test], limits: Limits, deadline: float, sto
         yield result
         if box.used or (stop and not result.ok):
             return
-
-
-_lock = threading.Lock()
-_proven: dict[str | None, LocalSandbox] = {}
-
-
-def local_sandbox(python: str | None = None) -> LocalSandbox:
-    """This machine's sandbox with that interpreter (None: one that it finds), after a self-test once per process.
-
-    Raises SandboxError when the isolation is not proven.
-    """
-    from megarl.sandbox import host, selftest
-
-    with _lock:
-        if python not in _proven:
-            found = host.find(python)
-            try:
-                sandbox = LocalSandbox(found)
-                selftest.prove(sandbox)
-            except SandboxError as error:
-                sandbox = LocalSandbox(dataclasses.replace(found, nested=False))
-                selftest.prove(sandbox)
-                logging.warning("each program is run by a bwrap of its own, which is slow, for here %s", error)
-            _proven[python] = sandbox
-        return _proven[python]

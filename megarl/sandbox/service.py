@@ -19,7 +19,7 @@ from aiohttp import web
 from megarl.errors import ConfigError, SandboxError
 from megarl.sandbox import wire
 from megarl.sandbox.interface import Sandbox
-from megarl.sandbox.local import local_sandbox
+from megarl.sandbox.proven import local_sandbox
 
 MIN_KEY = 16
 

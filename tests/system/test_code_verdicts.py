@@ -10,7 +10,7 @@ import pytest
 from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.rewards import RewardPool, Verdict, code
 from megarl.rewards.verdict import to_verdict
-from megarl.sandbox.local import local_sandbox
+from megarl.sandbox.proven import local_sandbox
 from megarl.schema import Task
 from tests.system.code_cases import ADD, CASES, SUM, block
 

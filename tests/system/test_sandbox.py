@@ -31,7 +31,8 @@ from megarl.sandbox import client, host, local, selftest
 from megarl.sandbox.client import RemoteSandbox, open_sandbox
 from megarl.sandbox.host import Host
 from megarl.sandbox.interface import MIB, Call, Checks, Limits, Sandbox, Test
-from megarl.sandbox.local import LocalSandbox, local_sandbox
+from megarl.sandbox.local import LocalSandbox
+from megarl.sandbox.proven import local_sandbox
 from megarl.sandbox.seccomp import ALLOW, RETURN
 
 pytestmark = pytest.mark.sandbox
@@ -149,7 +150,7 @@ def test_packages_of_a_named_interpreter_are_there() -> None:
 def test_killing_the_owner_kills_the_sandbox() -> None:
     """The reward pool kills its workers in the middle of anything."""
     script = (
-        "from megarl.sandbox.local import local_sandbox\nfrom megarl.sandbox.interface import Limits, Test\n"
+        "from megarl.sandbox.proven import local_sandbox\nfrom megarl.sandbox.interface import Limits, Test\n"
         "sandbox = local_sandbox()\nprint('ready', flush=True)\n"
         "sandbox.run('import time\\nwhile True: time.sleep(1)', [Test()], Limits(wall_s=100.0))"
     )

@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from megarl.architectures import ARCHITECTURES, architecture
 from megarl.architectures.complete import complete
+from megarl.architectures.megatron_config import gpt_kwargs, transformer_kwargs
 from megarl.architectures.table import Op, Stage
 from megarl.checkpoint.hf_source import read_config_json, read_hf_config
 from megarl.errors import ArchitectureError
@@ -38,7 +39,7 @@ def test_qwen3_has_exactly_the_tensors_of_transformers(tied: bool) -> None:
 def test_what_megatron_is_told() -> None:
     settings = qwen3_config()
     found = architecture(settings)
-    assert found.transformer_config(settings) == {
+    assert transformer_kwargs(found, settings) == {
         "mla": False,
         "num_layers": 4,
         "hidden_size": 8,
@@ -54,7 +55,7 @@ def test_what_megatron_is_told() -> None:
         "add_qkv_bias": False,
         "qk_layernorm": True,
     }
-    assert found.gpt(settings) == {
+    assert gpt_kwargs(found, settings) == {
         "vocab_size": 70,
         "max_sequence_length": 64,
         "rotary_base": 10000.0,
@@ -77,7 +78,7 @@ ABSENT = object()
 def told(family: str, **changes: Any) -> dict[str, Any]:
     settings = complete(family_config(family, **changes))
     found = architecture(settings)
-    return found.transformer_config(settings) | found.gpt(settings)
+    return transformer_kwargs(found, settings) | gpt_kwargs(found, settings)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_yarn_scales(mscale: float | None, all_dim: float | None, expected: tupl
 def test_rope_theta_as_transformers_5_writes_it() -> None:
     settings = qwen3_config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     del settings["rope_theta"]
-    assert architecture(settings).gpt(settings)["rotary_base"] == 5e5
+    assert gpt_kwargs(architecture(settings), settings)["rotary_base"] == 5e5
 
 
 @pytest.mark.parametrize(("family", "theta"), [("llama2", 1e4), ("mixtral", 1e6)])
@@ -158,7 +159,7 @@ def class_says(settings: dict[str, Any]) -> dict[str, Any]:
 def told_or_refused(settings: dict[str, Any]) -> Any:
     try:
         found = architecture(settings)
-        return found.transformer_config(settings), found.gpt(settings), found.sizes(settings)
+        return transformer_kwargs(found, settings), gpt_kwargs(found, settings), found.sizes(settings)
     except ArchitectureError as error:
         return str(error)
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,33 @@ def test_room_imports_only_from_rooms_above_it(room: str) -> None:
         for violation in violations(room, path.read_text(), order)
     ]
     assert not found, "\n".join(found)
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> modules of ``sources`` that it imports, also inside functions and ``if TYPE_CHECKING``."""
+    graph: dict[str, set[str]] = {name: set() for name in sources}
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                wholes = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= wholes if wholes <= sources.keys() else {str(node.module), *(wholes & sources.keys())}
+        graph[name] = (graph[name] & sources.keys()) - {name}
+    return graph
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")}
+    graph = import_graph({name: path.read_text() for name, path in files.items()})
+    assert graph["megarl.loop.trainer"] >= {"megarl.loop.online", "megarl.errors"}
+    TopologicalSorter(graph).prepare()  # CycleError names the circle
+
+
+def test_a_circle_is_seen_wherever_the_import_stands() -> None:
+    sources = {"p.a": "def f():\n    from p import b\n", "p.b": "if TYPE_CHECKING:\n    from p.a import Name\n", "p": ""}
+    with pytest.raises(CycleError):
+        TopologicalSorter(import_graph(sources)).prepare()
 
 
 def test_violations_are_seen_wherever_the_import_stands() -> None:
