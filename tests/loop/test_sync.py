@@ -15,7 +15,7 @@ from megarl.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.rollout.client import Prompt, Sampling
 from megarl.rollout.engine import UNTIL_PUBLISHED
 from megarl.schema import WeightsVersion
-from megarl.sync.publish import check_probe
+from megarl.sync.probe import check_probe
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
 from tests.loop.trainers import Breaking, Flipping, Losing, Ranks, ranks_of, refusing, versions
 from tests.loop.zygote import Zygote
