@@ -126,7 +126,7 @@ class Beside(NamedTuple):
 def beside(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Beside:
     """All of them are submitted at once."""
     folder = tmp_path_factory.mktemp("beside")
-    components = Submitted(cluster, "train_async.sh", folder / "components", *TINY, "parallel=tp2", "trainer.steps=2")
+    components = Submitted(cluster, "train_hetjob.sh", folder / "components", *TINY, "parallel=tp2", "trainer.steps=2")
     dpo = Submitted(cluster, "train_dpo.sh", folder / "whole", *DPO, options=["--nodes=1", f"--nodelist={NODES[1]}"])
     sweep = folder / "sweep"
     settings = [setting for setting in DPO if not setting.startswith(("parallel", "trainer.steps"))]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with the trainer and the engines on nodes of their own: a heterogeneous job of two components.
-#   sbatch slurm/train_async.sh experiment=quickstart rollout.replicas=2     (arguments are hydra overrides; docs/cluster.md)
-#SBATCH --job-name=megarl-async
+#   sbatch slurm/train_hetjob.sh experiment=quickstart rollout.replicas=2     (arguments are hydra overrides; docs/cluster.md)
+#SBATCH --job-name=megarl-hetjob
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=24:00:00
