@@ -114,7 +114,6 @@ class Segment:
     end: int
     version: WeightsVersion
     finish_reason: FinishReason
-    in_loss: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,7 +82,7 @@ def experience_to_row(experience: Experience) -> dict[str, Any]:
     record = {
         "group_size": experience.group_size,
         "parts": reward.parts,
-        "segments": [[s.start, s.end, str(s.version), s.finish_reason, s.in_loss] for s in experience.segments],
+        "segments": [[s.start, s.end, str(s.version), s.finish_reason] for s in experience.segments],
         "finish_reason": experience.finish_reason,
         "group_stats": None if stats is None else [stats.mean, stats.std, stats.size],
         "metadata": experience.metadata,
@@ -127,8 +127,8 @@ def experience_from_row(row: Any) -> Experience:
         **load_tensors(row.tensors),
         reward=Reward(score=math.nan if row.score is None else row.score, status=row.status, parts=record["parts"]),
         segments=tuple(
-            Segment(start, end, WeightsVersion.parse(version), finish_reason, in_loss)
-            for start, end, version, finish_reason, in_loss in record["segments"]
+            Segment(start, end, WeightsVersion.parse(version), finish_reason)
+            for start, end, version, finish_reason, *_ in record["segments"]  # rows of earlier versions have a fifth value
         ),
         finish_reason=record["finish_reason"],
         group_stats=None if stats is None else GroupStats(*stats),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +27,10 @@ from megarl.errors import ConfigError, DataError, FencedError, JobError
 from megarl.launch.postgres import without_password
 from megarl.schema import GREEDY, Experience, GroupStats, Reward, Segment, WeightsVersion
 from megarl.store import OWN_SERVER, Store, check_url, database
-from megarl.store.codec import ARRAYS, experience_from_row, experience_to_row
+from megarl.store.checksums import sealed
+from megarl.store.codec import ARRAYS, dumps, experience_from_row, experience_to_row
 from megarl.store.database import shown
+from megarl.store.tables import EXPERIENCES
 from tests.stores import VERSION, WRITES, finish, make_experience, make_task, request, rows
 
 
@@ -127,7 +131,7 @@ def test_experiences_come_back_exactly(
         response_mask=np.asarray(data.draw(bools), dtype=np.bool_),
         engine_logp=np.asarray(data.draw(floats), dtype=np.float32),
         reward=Reward(score, "error" if math.isnan(score) else "ok", {"a": 0.25}),
-        segments=(Segment(0, cut, VERSION, "abort", False), Segment(cut, length, WeightsVersion(1, 4), "length")),
+        segments=(Segment(0, cut, VERSION, "abort"), Segment(cut, length, WeightsVersion(1, 4), "length")),
         finish_reason="length",
         group_stats=GroupStats(0.1, 0.2, 2) if stats else None,
         metadata={"k": [1, None, "ü"]},
@@ -140,6 +144,19 @@ def test_experiences_come_back_exactly(
     assert after.reward.score == score or (math.isnan(score) and row.score is None and math.isnan(after.reward.score))
     for name in ("segments", "group_stats", "metadata", "finish_reason", "index", "group_size", "group_id", "task_id"):
         assert getattr(after, name) == getattr(before, name)
+
+
+def test_segments_of_earlier_versions_are_read(store: Store) -> None:
+    """Their rows have a fifth value in each segment, and a checksum of the record with it."""
+    request(store, groups=1)
+    (claim,) = store.claim_groups("a", 1)
+    experience = make_experience(claim, 0)
+    row = experience_to_row(experience)
+    record = json.loads(row["record"])
+    record["segments"] = [[*segment, True] for segment in record["segments"]]
+    earlier = sealed(EXPERIENCES, row | {"record": dumps(record)})
+    assert earlier["checksum"] != row["checksum"]
+    assert experience_from_row(SimpleNamespace(**earlier, old_logp=None)).segments == experience.segments
 
 
 def test_a_database_gives_back_what_it_was_given(store: Store) -> None:
