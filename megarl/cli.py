@@ -121,13 +121,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from megarl.errors import JobError
+    from megarl.errors import InputError, JobError
 
     try:
         return COMMANDS[arguments.command](arguments)
-    except ValueError as error:
-        if type(error).__module__ != "megarl.errors":
-            raise
+    except InputError as error:
         logging.error("megarl %s: %s", arguments.command, error)
         return 2
     except JobError as error:

@@ -1,7 +1,7 @@
-"""The errors a user can meet, and what is said of those in a user's own code. Each message names the rule, the value seen and the mend.
+"""Errors with a text for the user, and descriptions of errors in a user's own code.
 
-A user's input raises a ``ValueError`` subclass before any process is launched; what goes wrong while a job
-runs raises a ``RuntimeError`` subclass and ends the job with that text on top.
+Each text names the rule, the value and the fix. Invalid input raises an ``InputError`` before any process starts. A failure of
+a running job raises a ``RuntimeError`` subclass, whose text ends the job.
 """
 
 from __future__ import annotations
@@ -13,27 +13,35 @@ from pathlib import Path
 from typing import Any
 
 
-class ConfigError(ValueError):
+class MegarlError(Exception):
+    """Base of all errors here: the text is for the user, who needs no traceback."""
+
+
+class InputError(MegarlError, ValueError):
+    """Invalid input: a setting, a data row, a model or a checkpoint."""
+
+
+class ConfigError(InputError):
     """A setting that does not exist, has the wrong type, or does not fit the model, the grid or the machine."""
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """A data row that cannot be used; the message gives file, row number and field."""
 
 
-class ArchitectureError(ValueError):
+class ArchitectureError(InputError):
     """A model that has no table in ``megarl.architectures`` or whose configuration the table does not cover."""
 
 
-class PlanError(ValueError):
+class PlanError(InputError):
     """A reshard plan that would not write every destination element exactly once."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A checkpoint that is missing, incomplete or of another model."""
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(MegarlError, RuntimeError):
     """Weights in an engine differ from the trainer's after a sync, or the sync did not end."""
 
 
@@ -41,7 +49,7 @@ class WeightsDiffer(WeightSyncError):
     """Two sides that both live were compared after a sync, and differ: to send the weights again would hide a fault."""
 
 
-class EngineError(RuntimeError):
+class EngineError(MegarlError, RuntimeError):
     """The rollout engine refused a request or is gone."""
 
 
@@ -49,11 +57,11 @@ class RequestRefused(EngineError):
     """The rollout engine refused a request for what is in it, and would refuse it again."""
 
 
-class SandboxError(RuntimeError):
+class SandboxError(MegarlError, RuntimeError):
     """Programs cannot be isolated here, or the sandbox failed; never something that a program in it did."""
 
 
-class JobError(RuntimeError):
+class JobError(MegarlError, RuntimeError):
     """A process of the job died; the message carries its last lines."""
 
 

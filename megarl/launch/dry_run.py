@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
+from megarl.errors import InputError
 from megarl.launch.prepare import missing_data, needs_model, with_prompt_limit, write_data, write_model
 from megarl.launch.run_dir import check_writable
 
@@ -27,9 +28,7 @@ def scratch(config: Config) -> Iterator[Config]:
         real: dict[str, str] = {}
         try:
             yield with_prompt_limit(_made_in(Path(folder), config, real))
-        except ValueError as error:
-            if type(error).__module__ != "megarl.errors":
-                raise
+        except InputError as error:
             text = str(error)
             for temporary, path in real.items():
                 text = text.replace(temporary, path)

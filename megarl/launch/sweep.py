@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megarl.config import Config, compose
 from megarl.config.load import config_dirs, hydra_at
 from megarl.config.overrides import grammar_fault
-from megarl.errors import ConfigError, JobError
+from megarl.errors import ConfigError, InputError, JobError
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +128,7 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, 
         for number, slug, config in found:
             try:
                 check(config, dry=check_only)
-            except ValueError as error:
-                if type(error).__module__ != "megarl.errors":
-                    raise
+            except InputError as error:
                 raise ConfigError(f"combination {number}, {slug}: {error}") from error
             log.info("combination %d fits: %s, in %s", number, slug, config.run.dir)
     if check_only:
@@ -151,9 +149,7 @@ def _run_all(found: Sequence[Combination]) -> int:
         log.info("combination %d of %d: %s, in %s", number, len(found), slug, config.run.dir)
         try:
             code = run(config)
-        except (JobError, ValueError, OSError) as error:
-            if isinstance(error, ValueError) and type(error).__module__ != "megarl.errors":
-                raise
+        except (JobError, InputError, OSError) as error:
             log.error("%s", error)
             code = 1
         results.append({0: "finished", STOPPED: "stopped"}.get(code, "failed") + f" (status {code})")

@@ -26,7 +26,7 @@ import numpy as np
 from megarl import pulse
 from megarl.config import Config, load_resolved
 from megarl.config.rewards import RewardConfig
-from megarl.errors import EngineError, JobError, RequestRefused
+from megarl.errors import EngineError, InputError, JobError, RequestRefused
 from megarl.metrics import Timeline
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import Judging
@@ -472,9 +472,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(
             _until_signal(load_resolved(arguments.config), engines, os.environ["MEGARL_JOB_KEY"], arguments.worker)
         )
-    except (EngineError, JobError, ValueError) as error:
-        if not type(error).__module__ == "megarl.errors":
-            raise
+    except (EngineError, JobError, InputError) as error:
         log.error("explorer %s: %s", arguments.worker, error)
         return 1
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megarl import errors, pulse
-from megarl.errors import JobError, describe
+from megarl import pulse
+from megarl.errors import JobError, MegarlError, describe
 from megarl.schema import Experience
 from megarl.store import Store
 from megarl.sync.shared import machine
@@ -19,7 +19,7 @@ from megarl.sync.shared import machine
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 STOPPED = "stopped"
-Fault = str | tuple[str, str] | None
+Fault = str | tuple[type[MegarlError], str] | None
 """What ended the reading: nothing, STOPPED, or (type, text) of an error."""
 
 
@@ -82,10 +82,10 @@ class NodeReader:
         yield None, fault, True
 
     def _told(self, error: Exception) -> Fault:
-        if type(error).__module__ == errors.__name__:
-            return type(error).__name__, str(error)
+        if isinstance(error, MegarlError):
+            return type(error), str(error)
         log.exception("reading the store failed")
-        return JobError.__name__, f"trainer rank {self._reader}, which reads the store for its node, failed: {describe(error)}"
+        return JobError, f"trainer rank {self._reader}, which reads the store for its node, failed: {describe(error)}"
 
     def _hand(self, message: Any) -> Any:
         """The reader's message, on all ranks of the node."""
@@ -99,7 +99,7 @@ class NodeReader:
         dist.all_gather_object(everyone, fault)
         for each in everyone:
             if isinstance(each, tuple):
-                raise getattr(errors, each[0])(each[1])
+                raise each[0](each[1])
         return STOPPED not in everyone
 
 

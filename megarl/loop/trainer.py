@@ -15,7 +15,7 @@ import torch
 
 from megarl import algorithms, ops
 from megarl.config import Config, load_resolved
-from megarl.errors import LastingError
+from megarl.errors import LastingError, MegarlError
 from megarl.experience import Report
 from megarl.loop.engines import Stopped
 from megarl.loop.guard import RollBack, roll_back
@@ -149,9 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         run = offline.train
     try:
         run(config)
-    except (ValueError, RuntimeError) as error:
-        if type(error).__module__ != "megarl.errors":
-            raise
+    except MegarlError as error:
         log.error("trainer: %s", error)
         return LastingError.STATUS if isinstance(error, LastingError) else 1
     return 0

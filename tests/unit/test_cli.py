@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import COMMANDS, _parse, _train, build_parser
-from megarl.errors import ConfigError
+from megarl.cli import COMMANDS, _parse, _run, _train, build_parser
+from megarl.errors import ConfigError, DataError, LastingError, SandboxError
 
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "triton")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -85,6 +86,25 @@ def test_a_users_mistake_is_one_line_and_status_2() -> None:
     [line] = done.stderr.splitlines()
     assert line.startswith("megarl config: unknown setting 'trainer.stepz'")
     assert "did you mean 'trainer.steps'?" in done.stderr
+
+
+class _OfAnotherModule(ConfigError):
+    """A ConfigError that is not defined in ``megarl.errors``."""
+
+
+@pytest.mark.parametrize("error, status", [(DataError, 2), (_OfAnotherModule, 2), (LastingError, 1), (ValueError, None), (SandboxError, None)])
+def test_status_of_an_error(monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int | None) -> None:
+    """2 for invalid input, 1 for a failed job; anything else keeps its traceback."""
+
+    def command(arguments: argparse.Namespace) -> int:
+        raise error("text")
+
+    monkeypatch.setitem(COMMANDS, "doctor", command)
+    if status is not None:
+        assert _run(_parse(["doctor"])) == status
+        return
+    with pytest.raises(error, match="text"):
+        _run(_parse(["doctor"]))
 
 
 @pytest.mark.parametrize("option", [["--nodes", "2"], ["--gpus-per-node", "8"], ["--check", "-m", "--nodes", "2"]])
