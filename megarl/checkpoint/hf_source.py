@@ -43,19 +43,20 @@ _LEFT = (
 """Endings of files that are weights, or belong to a checkpoint's format."""
 
 
-def read_hf_config(path: Path) -> dict[str, Any]:
+def read_hf_config(path: Path, setting: str = "model.path") -> dict[str, Any]:
     """The config.json of a checkpoint directory; keys that it leaves out have the values that transformers takes for them.
 
-    Raises CheckpointError when there is none or it is not JSON, ArchitectureError when transformers refuses it.
+    ``setting``: the one that names the directory, for the error. Raises CheckpointError when there is no such file or it is not
+    JSON, ArchitectureError when transformers refuses it.
     """
-    return complete(read_config_json(path))
+    return complete(read_config_json(path, setting))
 
 
-def read_config_json(path: Path) -> dict[str, Any]:
-    """The parsed config.json as it is. Raises CheckpointError when there is none or it is not JSON."""
+def read_config_json(path: Path, setting: str = "model.path") -> dict[str, Any]:
+    """The parsed config.json as it is. ``setting`` and errors: as ``read_hf_config``, without ArchitectureError."""
     file = path / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{path} has no config.json; set model.path to the directory of an HF checkpoint")
+        raise CheckpointError(f"{path} has no config.json; set {setting} to the directory of an HF checkpoint")
     try:
         config = json.loads(file.read_text())
     except json.JSONDecodeError as error:

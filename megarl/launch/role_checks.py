@@ -13,7 +13,7 @@ from megarl.checkpoint.hf_source import check_hf, check_labels, open_hf, read_hf
 from megarl.config import Config, hub
 from megarl.config.lengths import context_tokens
 from megarl.config.schema import CriticConfig, RewardModelConfig
-from megarl.errors import ArchitectureError, CheckpointError, ConfigError
+from megarl.errors import CheckpointError, ConfigError
 from megarl.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
 from megarl.reshard.layouts import megatron_layout
 
@@ -111,11 +111,10 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
     for setting, (path, head) in wanted.items():
         role, grid = setting.removesuffix(".parallel"), grids[setting]
         found = hf_config if path is None else _config_of(role, Path(path))
-        try:
-            check_parallel(grid, architecture(found).sizes(found))
-            layout = megatron_layout(found, megatron_grid(grid), transformer_impl=config.model.transformer_impl, head=head)
-        except (ConfigError, ArchitectureError) as error:
-            raise type(error)(str(error).replace("parallel.", f"{setting}.")) from error
+        check_parallel(grid, architecture(found).sizes(found), setting)
+        layout = megatron_layout(
+            found, megatron_grid(grid), transformer_impl=config.model.transformer_impl, head=head, setting=setting
+        )
         if path is None:
             continue
         _check_vocabulary(role, Path(path), found["vocab_size"], Path(config.model.path), hf_config["vocab_size"])
@@ -129,11 +128,11 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
 
 def _config_of(role: str, path: Path) -> Mapping[str, Any]:
     try:
-        return read_hf_config(path)
+        return read_hf_config(path, f"{role}.path")
     except CheckpointError as error:
         if (fix := hub.advice(f"{role}.path", str(path))) is not None:
             raise CheckpointError(f"{role}.path={path} has no config.json; {fix}") from error
-        raise CheckpointError(f"{role}.path: {error}".replace("model.path", f"{role}.path")) from error
+        raise CheckpointError(f"{role}.path: {error}") from error
 
 
 def _check_vocabulary(role: str, path: Path, size: int, actor: Path, actor_size: int) -> None:

@@ -20,14 +20,15 @@ ROLES = ("reference", "critic", "reward_model")
 """Sections of the settings whose models may have a grid of their own."""
 
 
-def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None) -> None:
-    """Raise ConfigError naming setting, value and mend when the sizes make no grid, or (with ``sizes``) none to train the model on.
+def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, setting: str = "parallel") -> None:
+    """Raise ConfigError if the sizes make no grid, or (with ``sizes``) none to train the model on.
 
-    What divides the model is ``reshard.layouts.megatron_layout``'s to say.
+    ``reshard.layouts.megatron_layout`` checks that the grid divides the model. ``setting``: the section of the settings that the
+    grid comes from, for the error.
     """
-    megatron_grid(parallel).check()
+    megatron_grid(parallel).check(setting)
     if sizes is not None:
-        _check_training(parallel, sizes)
+        _check_training(parallel, sizes, setting)
 
 
 def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, ParallelConfig]:
@@ -39,15 +40,12 @@ def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, Parall
 
 
 def check_roles(config: Config, roles: Sequence[str] = ROLES) -> None:
-    """Raise ConfigError naming setting, value and mend unless all roles' grids are made of the same ranks, by the same backend.
+    """Raise ConfigError unless all roles' grids are made of the same ranks, by the same backend.
 
     Each grid by itself, and against its model, is ``check_parallel``'s to check, and ``megatron_layout``'s.
     """
     for setting, parallel in role_grids(config, roles).items():
-        try:
-            check_parallel(parallel)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("parallel.", f"{setting}.")) from error
+        check_parallel(parallel, setting=setting)
         if parallel.sequence_parallel and parallel.tp == 1:
             raise ConfigError(f"{setting}.sequence_parallel=true needs {setting}.tp above 1; leave it out")
         if parallel.backend != config.parallel.backend:
@@ -67,15 +65,15 @@ def _product(parallel: ParallelConfig) -> str:
     return f"tp*pp*dp*cp={parallel.tp}*{parallel.pp}*{parallel.dp}*{parallel.cp}"
 
 
-def _check_training(parallel: ParallelConfig, sizes: ModelSizes) -> None:
+def _check_training(parallel: ParallelConfig, sizes: ModelSizes, setting: str) -> None:
     heads = sizes.heads // parallel.tp
     if heads % parallel.cp:
         raise ConfigError(
-            f"parallel.cp={parallel.cp} does not divide the {heads} attention heads that parallel.tp={parallel.tp} leaves to a rank, "
-            f"and context-parallel ranks share them; set parallel.cp to {divisors(heads)}"
+            f"{setting}.cp={parallel.cp} does not divide the {heads} attention heads that {setting}.tp={parallel.tp} leaves to a rank, "
+            f"and context-parallel ranks share them; set {setting}.cp to {divisors(heads)}"
         )
     if sizes.experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
-            f"parallel.tp={parallel.tp} with the {sizes.experts} experts of this model needs parallel.sequence_parallel=true: "
+            f"{setting}.tp={parallel.tp} with the {sizes.experts} experts of this model needs {setting}.sequence_parallel=true: "
             "Megatron-Core's experts take their tokens from a split sequence"
         )

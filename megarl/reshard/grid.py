@@ -18,30 +18,33 @@ class MegatronGrid(GridSizes):
     Experts live on a grid of their own inside each pipeline stage: rank in stage = etp_rank + etp * (ep_rank + ep * expert_dp_rank).
     """
 
-    def check(self) -> None:
-        """Raise ConfigError naming setting, value and mend when these sizes make no grid, whatever the model."""
+    def check(self, setting: str = "parallel") -> None:
+        """Raise ConfigError if these sizes make no grid of any model.
+
+        ``setting``: the section of the settings that they come from, for the error.
+        """
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and value < 1:
                 raise ConfigError(
-                    f"parallel.{field.name}={value} is not a positive number; set parallel.{field.name} to 1 or more"
+                    f"{setting}.{field.name}={value} is not a positive number; set {setting}.{field.name} to 1 or more"
                 )
         if self.stage_size % (self.ep * self.expert_tp):
             raise ConfigError(
-                f"parallel.ep={self.ep} * parallel.etp={self.expert_tp} does not divide the {self.stage_size} ranks of a pipeline "
-                f"stage of {self}; set parallel.etp to 1 and parallel.ep to a divisor of {self.stage_size}, or change parallel.dp"
+                f"{setting}.ep={self.ep} * {setting}.etp={self.expert_tp} does not divide the {self.stage_size} ranks of a pipeline "
+                f"stage of {self}; set {setting}.etp to 1 and {setting}.ep to a divisor of {self.stage_size}, or change {setting}.dp"
             )
         ends = [key for key in ("first_stage_layers", "last_stage_layers") if getattr(self, key) is not None]
         for key in [*ends, "vpp"] if self.vpp > 1 else ends:
             if self.pp == 1:
                 raise ConfigError(
-                    f"parallel.{key}={getattr(self, key)} needs parallel.pp above 1; set parallel.pp to 2 or more, or leave "
-                    f"parallel.{key} out"
+                    f"{setting}.{key}={getattr(self, key)} needs {setting}.pp above 1; set {setting}.pp to 2 or more, or leave "
+                    f"{setting}.{key} out"
                 )
         if self.vpp > 1 and self.pp == len(ends) == 2:
             raise ConfigError(
-                f"parallel.vpp={self.vpp} with both parallel.first_stage_layers={self.first_stage_layers} and "
-                f"parallel.last_stage_layers={self.last_stage_layers} leaves parallel.pp=2 no stage between, which Megatron-Core "
+                f"{setting}.vpp={self.vpp} with both {setting}.first_stage_layers={self.first_stage_layers} and "
+                f"{setting}.last_stage_layers={self.last_stage_layers} leaves {setting}.pp=2 no stage between, which Megatron-Core "
                 "cannot interleave; give one of the two"
             )
 
@@ -107,20 +110,20 @@ class MegatronGrid(GridSizes):
 
 
 def divisors(*values: int) -> str:
-    """The sizes that divide all values, as text: the mend in a message."""
+    """The sizes that divide all values, as text for the fix that an error names."""
     fits = [str(n) for n in range(1, min(values) + 1) if all(v % n == 0 for v in values)]
     return fits[0] if len(fits) == 1 else f"{', '.join(fits[:-1])} or {fits[-1]}"
 
 
-def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
-    """Raise ConfigError naming setting, value and mend when the sizes make no grid, or one that does not divide the model."""
-    grid.check()
-    _check_tp(name, sizes, grid)
-    _check_experts(name, sizes, grid)
-    _check_pp(name, sizes.num_layers, grid)
+def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str = "parallel") -> None:
+    """Raise ConfigError if the sizes make no grid, or one that does not divide the model. ``setting``: as ``MegatronGrid.check``."""
+    grid.check(setting)
+    _check_tp(name, sizes, grid, setting)
+    _check_experts(name, sizes, grid, setting)
+    _check_pp(name, sizes.num_layers, grid, setting)
 
 
-def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
+def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
     rules = [("num_attention_heads", sizes.heads)]
     if not sizes.kv_lora:
         rules.append(("the rows of the joint query/key/value matrix", sizes.q + 2 * sizes.kv))
@@ -130,13 +133,13 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
         rules.append(("the width of the shared experts", sizes.shared_ffn))
     groups = 0 if sizes.kv_lora else sizes.kv_heads
     fits = [n for n in range(1, sizes.heads + 1) if all(v % n == 0 for _, v in rules) and shares_heads(groups, n)]
-    mend = f"set parallel.tp to one of {fits}"
+    fix = f"set {setting}.tp to one of {fits}"
     for key, value in rules:
         if value % grid.tp:
-            raise ConfigError(f"parallel.tp={grid.tp} does not divide {key}={value} of {name}; {mend}")
+            raise ConfigError(f"{setting}.tp={grid.tp} does not divide {key}={value} of {name}; {fix}")
     if not shares_heads(groups, grid.tp):
         raise ConfigError(
-            f"parallel.tp={grid.tp} neither divides nor is a multiple of num_key_value_heads={groups} of {name}; {mend}"
+            f"{setting}.tp={grid.tp} neither divides nor is a multiple of num_key_value_heads={groups} of {name}; {fix}"
         )
 
 
@@ -145,36 +148,36 @@ def shares_heads(kv_heads: int, ways: int) -> bool:
     return not kv_heads or kv_heads % ways == 0 or ways % kv_heads == 0
 
 
-def _check_experts(name: str, sizes: ModelSizes, grid: MegatronGrid) -> None:
+def _check_experts(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
     if not sizes.experts:
         if grid.ep > 1:
-            raise ConfigError(f"parallel.ep={grid.ep}, but {name} has no experts; set parallel.ep to 1")
+            raise ConfigError(f"{setting}.ep={grid.ep}, but {name} has no experts; set {setting}.ep to 1")
         return
     if sizes.experts % grid.ep:
         raise ConfigError(
-            f"parallel.ep={grid.ep} does not divide the {sizes.experts} experts of {name}; set parallel.ep to "
+            f"{setting}.ep={grid.ep} does not divide the {sizes.experts} experts of {name}; set {setting}.ep to "
             f"{divisors(sizes.experts)}"
         )
     if sizes.expert_ffn % grid.expert_tp:
         raise ConfigError(
-            f"parallel.etp={grid.expert_tp} does not divide the experts' width {sizes.expert_ffn} of {name}; set parallel.etp to "
+            f"{setting}.etp={grid.expert_tp} does not divide the experts' width {sizes.expert_ffn} of {name}; set {setting}.etp to "
             f"{divisors(sizes.expert_ffn)}"
         )
 
 
-def _check_pp(name: str, num_layers: int, grid: MegatronGrid) -> None:
+def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> None:
     stages = grid._layers_per_stage(num_layers)
     uneven = grid.first_stage_layers is not None or grid.last_stage_layers is not None
     if sum(stages) != num_layers or min(stages) < 1:
-        mend = (
-            "set parallel.first_stage_layers and parallel.last_stage_layers so that the other stages share the rest evenly"
+        fix = (
+            f"set {setting}.first_stage_layers and {setting}.last_stage_layers so that the other stages share the rest evenly"
             if uneven
-            else f"set parallel.pp to {divisors(num_layers)}, or give the first or last stage another number of layers "
-            "(parallel.first_stage_layers, parallel.last_stage_layers)"
+            else f"set {setting}.pp to {divisors(num_layers)}, or give the first or last stage another number of layers "
+            f"({setting}.first_stage_layers, {setting}.last_stage_layers)"
         )
-        raise ConfigError(f"parallel.pp={grid.pp} does not divide num_hidden_layers={num_layers} of {name}; {mend}")
+        raise ConfigError(f"{setting}.pp={grid.pp} does not divide num_hidden_layers={num_layers} of {name}; {fix}")
     if any(n % grid.vpp for n in stages):
         raise ConfigError(
-            f"parallel.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set parallel.vpp to "
+            f"{setting}.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set {setting}.vpp to "
             f"{divisors(*stages)}"
         )

@@ -68,16 +68,17 @@ def megatron_layout(
     transformer_impl: TransformerImpl = "local",
     mtp: bool = False,
     head: Head = "lm",
+    setting: str = "parallel",
 ) -> Layout:
-    """What each trainer rank holds, under the names of ``GPTModel.named_parameters()`` (and the router's bias, a buffer).
+    """Layout of each trainer rank's tensors, under the names of ``GPTModel.named_parameters()`` (and the router's bias, a buffer).
 
     With ``grid.vpp`` > 1 names are prefixed ``chunk<v>.``. ``mtp``: the model was built with its multi-token prediction layers.
-    ``head="score"``: a critic or reward model. Raises ConfigError for a grid that does not divide the model, ArchitectureError for an
-    unknown model.
+    ``head="score"``: a critic or reward model. ``setting``: the section of the settings that the grid comes from, for errors.
+    Raises ConfigError for a grid that does not divide the model, ArchitectureError for an unknown model.
     """
     arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
-    check_grid(arch.name, sizes, grid)
+    check_grid(arch.name, sizes, grid, setting)
     cutter = Cutter(sizes, padded_vocab_size(sizes.vocab, grid.tp, vocab_multiple), interleaved=True)
     return Layout(
         f"megatron {grid}" if head == "lm" else f"megatron {grid} head={head}",

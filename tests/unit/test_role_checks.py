@@ -70,6 +70,10 @@ def test_a_role_is_named_by_its_own_settings(prepared: Path, scores: Path) -> No
     with pytest.raises((ConfigError, ArchitectureError), match=r"critic\.parallel\.tp=4"):
         checks.check(config_of(prepared, "parallel=tp2pp2", *ppo, "critic.parallel={tp: 4}"))
     refused(CheckpointError, config_of(prepared, "algorithm=ppo", "critic.path=/nonexistent"), "set critic.path to")
+    missing = "reward_model.path: /nonexistent has no config.json; set reward_model.path to"
+    refused(CheckpointError, config_of(prepared, "reward_model.path=/nonexistent"), missing)
+    uneven = config_of(prepared, *ppo, "parallel.dp=3", "critic.parallel={pp: 3, dp: 2}")
+    refused(ConfigError, uneven, "critic.parallel.pp=3 does not", "set critic.parallel.pp", "(critic.parallel.first_stage_layers,")
     refused(ConfigError, config_of(prepared, "algorithm=ppo", "critic.optimizer.decay_steps=10"), "critic.optimizer.decay_steps=10")
 
 
