@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from megarl.errors import JobError
+from megarl.jobs import ProcessKind, kind_of
 from megarl.launch import devices, ports, stacks
 from megarl.launch.allocation import Role
 from megarl.launch.guard import Guard
@@ -144,12 +145,13 @@ class LocalNode:
 
     def start(self, spec: Spec) -> Child:
         """Raises JobError."""
+        is_engine = kind_of(spec.name) is ProcessKind.ENGINE
         own = {**spec.env, devices.VISIBLE: ",".join(self.visible[number] for number in spec.gpus)}
         try:
             if spec.listens and spec.listens not in self.held:
                 host, _, port = spec.listens.rpartition(":")
                 self.held[spec.listens] = ports.hold(host, int(port))
-            folder, env = own_folder(self.run_dir) if spec.name.startswith("engine") else (None, {})
+            folder, env = own_folder(self.run_dir) if is_engine else (None, {})
             try:
                 child = Child(spec.name, [sys.executable, *spec.argv], {**own, **env}, Path(spec.log), echo=spec.echo, keep=self.keep)
             except BaseException:
@@ -160,7 +162,7 @@ class LocalNode:
         child.folder = folder
         self.guard.add(child.pid, folder)
         self.children[spec.name] = child
-        if spec.name.startswith("engine"):
+        if is_engine:
             key = spec.env.get(KEY_VARIABLE) or os.environ.get(KEY_VARIABLE, "")
             child.probe = Probe(spec.listens and f"http://{spec.listens}", key, child.pid, lambda: child.poll() is None)
         return child

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megarl import algorithms
 from megarl.config import Config
 from megarl.errors import ConfigError
+from megarl.jobs import ProcessKind
 from megarl.launch.allocation import Role
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def table(placement: Placement, nodes: Sequence[Place]) -> str:
     lines = []
     for node in nodes:
         parts = [_ranks([r for r, n in enumerate(placement.trainer) if n == node.rank])]
-        parts += [f"engine {i}{_part(span, node.rank)}" for i, span in enumerate(placement.engines) if node.rank in span]
+        parts += [f"{ProcessKind.ENGINE.named(i)}{_part(span, node.rank)}" for i, span in enumerate(placement.engines) if node.rank in span]
         parts += ["explorer and reward workers"] * (node.rank == placement.explorer)
         parts += ["reward workers"] * (node.rank in placement.reward_hosts)
         lines.append(f"{node}: {', '.join(part for part in parts if part) or 'nothing'}")
@@ -133,7 +134,7 @@ def table(placement: Placement, nodes: Sequence[Place]) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""
-    return f"trainer rank {ranks[0]}" if len(ranks) == 1 else f"trainer ranks {ranks[0]}-{ranks[-1]}"
+    return ProcessKind.TRAINER.named(ranks[0]) if len(ranks) == 1 else f"trainer ranks {ranks[0]}-{ranks[-1]}"
 
 
 def _part(span: Sequence[int], node: int) -> str:

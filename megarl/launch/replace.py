@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megarl.errors import JobError
+from megarl.jobs import ProcessKind, kind_of, unit_of
 from megarl.launch.node import Process, Started
 from megarl.launch.process import ERROR
 
@@ -23,6 +24,8 @@ CONNECT_S = 0.3
 LOOK_AGAIN_S = 0.05
 CLOSED_S = 5.0
 """How long a server may live on that listens no more: vLLM's waits for ever for its last answers when a worker has died."""
+SERVERS = frozenset({ProcessKind.ENGINE, ProcessKind.REWARD_HOST})
+"""Kinds that never end by themselves."""
 FREE_S = 10.0
 """How long a port may be held by what a dead server has left, before its successor is given up."""
 
@@ -52,7 +55,7 @@ class Replacements:
         if not self._dead():
             return True
         time.sleep(SETTLE_S)
-        units = list(dict.fromkeys(_unit(s) for s in self._dead()))
+        units = list(dict.fromkeys(unit_of(s.process.name) for s in self._dead()))
         if not all(self._replaceable(unit) for unit in units):
             return False
         if len(units) > self._left:
@@ -77,15 +80,15 @@ class Replacements:
         for s in self._started:
             if s.spec is None or not s.spec.listens or s.process.poll() is not None:
                 continue
-            listens = _listens(s.spec.listens)
-            if listens and _unit(s) not in self._up:
-                self._up.add(_unit(s))
-                for member in self._members(_unit(s)):
+            listens, unit = _listens(s.spec.listens), unit_of(s.process.name)
+            if listens and unit not in self._up:
+                self._up.add(unit)
+                for member in self._members(unit):
                     member.node.note(member.process.name)
-            if listens is not False or _unit(s) not in self._up:
-                self._closed.pop(_unit(s), None)
-            elif now - self._closed.setdefault(_unit(s), now) > CLOSED_S:
-                self._closed[_unit(s)] = now
+            if listens is not False or unit not in self._up:
+                self._closed.pop(unit, None)
+            elif now - self._closed.setdefault(unit, now) > CLOSED_S:
+                self._closed[unit] = now
                 log.error("%s lives but listens at %s no more (%s); killing it", s.process.name, s.spec.listens, s.process.log)
                 s.process.signal(signal.SIGKILL)
 
@@ -93,11 +96,11 @@ class Replacements:
         return [s for s in self._started if failed(s.process)]
 
     def _members(self, unit: str) -> list[Started]:
-        return [s for s in self._started if _unit(s) == unit]
+        return [s for s in self._started if unit_of(s.process.name) == unit]
 
     def _replaceable(self, unit: str) -> bool:
         members = self._members(unit)
-        if unit.startswith("trainer") or any(s.spec is None or s.node.fault() is not None for s in members):
+        if kind_of(unit) is ProcessKind.TRAINER or any(s.spec is None or s.node.fault() is not None for s in members):
             return False
         return unit in self._up or any(_by_signal(s.process) for s in members)
 
@@ -152,18 +155,13 @@ def _until_free(name: str, address: str) -> None:
 def failed(process: Process) -> bool:
     """It has ended and should not have: an explorer ends with 0 when the trainer has closed the job, an engine or a reward host never."""
     status = process.poll()
-    return status is not None and (status != 0 or process.name.startswith(("engine", "reward host")))
+    return status is not None and (status != 0 or kind_of(process.name) in SERVERS)
 
 
 def ending(process: Process) -> str:
     status = process.poll()
     how = f"was ended by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
     return f"{process.name} {how}"
-
-
-def _unit(s: Started) -> str:
-    """What is replaced together: the parts of an engine are ``engine 0``, ``engine 0 part 2``, …"""
-    return s.process.name.partition(" part ")[0]
 
 
 def _by_signal(process: Process) -> bool:

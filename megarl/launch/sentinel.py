@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl.config import Config
 from megarl.errors import JobError
+from megarl.jobs import ProcessKind, kind_of
 from megarl.launch import stacks
 from megarl.launch.node import Process, Started, on_every_node
 from megarl.launch.stacks import STOPPED, Account, Row, Sign
@@ -65,7 +66,7 @@ class Sentinel:
         # Who was stopped together with the whole job (scontrol suspend) has seen nobody be silent meanwhile.
         passed = min(passed, 2 * self._every_s)
         signs = {s.process: s.process.sign() for s in alive}
-        trainers = [process for process in signs if process.name.startswith("trainer")]
+        trainers = [process for process in signs if kind_of(process.name) is ProcessKind.TRAINER]
         syncing = any(signs[process].patience_s for process in trainers)
         self._seen = {p: self._glance(p, sign, passed * self._pace(p, sign, syncing)) for p, sign in signs.items()}
         late = {process for process in self._seen if self._seen[process].silent_s > self._limit(process)}
@@ -84,7 +85,7 @@ class Sentinel:
 
     def _pace(self, process: Process, sign: Sign, syncing: bool) -> float:
         """How much of a process's patience a second takes: an engine may not answer while its workers take weights."""
-        if not syncing or not process.name.startswith("engine") or sign.state == STOPPED:
+        if not syncing or kind_of(process.name) is not ProcessKind.ENGINE or sign.state == STOPPED:
             return 1.0
         return self._stall_s / max(self._stall_s, self._config.sync.timeout_s)
 
@@ -109,8 +110,8 @@ class Sentinel:
 
     def _idle(self, passed: float) -> str | None:
         """What is to be said when a rollout has stood still for too long."""
-        waiting = any(s.sign.phase in WAITING for p, s in self._seen.items() if p.name == "trainer rank 0")
-        explorers = [s.sign for p, s in self._seen.items() if p.name.startswith("explorer")]
+        waiting = any(s.sign.phase in WAITING for p, s in self._seen.items() if p.name == ProcessKind.TRAINER.named(0))
+        explorers = [s.sign for p, s in self._seen.items() if kind_of(p.name) is ProcessKind.EXPLORER]
         work = sum(sign.work for sign in explorers)
         self._idle_s = self._idle_s + passed if waiting and explorers and work == self._work else 0.0
         self._work = work
@@ -134,7 +135,7 @@ class Sentinel:
     def _give_up(self, what: str, alive: Sequence[Started]) -> None:
         text = self._account(what, alive)
         for s in alive:
-            if s.process.name.startswith("trainer"):  # blocked, they would only use up the grace that others get to end
+            if kind_of(s.process.name) is ProcessKind.TRAINER:  # blocked, they would only use up the grace that others get to end
                 s.process.signal(signal.SIGKILL)
         raise JobError(text)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl import pulse
+from megarl.jobs import ProcessKind, kind_of
 from megarl.rollout.engine import group_members
 
 STOPPED = "T"
@@ -201,7 +202,7 @@ class Row(NamedTuple):
     def _doing(self) -> str:
         state, kernel = self.account.state, self.account.kernel
         if self.account.stacks and state != STOPPED:
-            return str(self.place) if self.name.startswith("trainer") else f"at {self.place.frame}"
+            return str(self.place) if kind_of(self.name) is ProcessKind.TRAINER else f"at {self.place.frame}"
         return f"{STATES.get(state, 'in a state of its own')} (state {state})" + (f" in {kernel}" if kernel else "")
 
 
@@ -217,7 +218,7 @@ def verdict(rows: Sequence[Row]) -> str:
     stopped = [row for row in rows if row.account.state == STOPPED]
     if stopped:
         return f"likely: {_names(stopped)} to blame: stopped by a signal"
-    ranks = [row for row in rows if row.name.startswith("trainer")]
+    ranks = [row for row in rows if kind_of(row.name) is ProcessKind.TRAINER]
     waiting = [row for row in ranks if row.place.waits]
     where = ", ".join(sorted({row.place.collective or "a call that waits" for row in waiting}))
     deaf = [row for row in ranks if not row.account.stacks]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megarl.config import Config, save_resolved
 from megarl.errors import FencedError, JobError, LastingError
+from megarl.jobs import ProcessKind, kind_of
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Node, Process, Spec, Started, on_every_node
 from megarl.launch.placement import Place, Placement, place, table
@@ -141,10 +142,9 @@ def _specs(
             argv, engine_env = engine_process(
                 config.model.path, config.rollout, config.model, host, int(port), "cuda" if on_gpus else "cpu", group
             )
-            suffix = "" if part == 0 else f"_part_{part + 1}"
-            name, listens = f"engine {i}{suffix.replace('_', ' ')}", addresses.engines[i] if part == 0 else ""
+            name, log_name = ProcessKind.ENGINE.named(i, part), ProcessKind.ENGINE.log(i, part)
             more, gpus = {**engine_env, UNTIL_PUBLISHED: "1"}, placement.engine_gpus(i, rank)
-            add(rank, name, argv[1:], more, f"engine_{i}{suffix}.log", listens=listens, gpus=gpus)
+            add(rank, name, argv[1:], more, log_name, listens=addresses.engines[i] if part == 0 else "", gpus=gpus)
     host, _, port = addresses.rendezvous.rpartition(":")
     for rank, node in enumerate(placement.trainer):
         rank_env = {
@@ -157,15 +157,18 @@ def _specs(
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
         argv = ["-m", "megarl.loop", "trainer", "--config", str(resolved)]
-        add(node, f"trainer rank {rank}", argv, rank_env, f"trainer_{rank}.log", echo=rank == 0, gpus=placement.trainer_gpus(node))
+        name, log_name = ProcessKind.TRAINER.named(rank), ProcessKind.TRAINER.log(rank)
+        add(node, name, argv, rank_env, log_name, echo=rank == 0, gpus=placement.trainer_gpus(node))
     for node, address in zip(placement.reward_hosts, addresses.reward_hosts, strict=True):
         host, _, port = address.rpartition(":")
         argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port, "--workers", str(config.reward.workers)]
         argv += ["--output", str(logs / f"reward_output_{node}.log")]
-        add(node, f"reward host {node}", argv, {"OMP_NUM_THREADS": "1"}, f"reward_host_{node}.log", listens=address)
+        name, log_name = ProcessKind.REWARD_HOST.named(node), ProcessKind.REWARD_HOST.log(node)
+        add(node, name, argv, {"OMP_NUM_THREADS": "1"}, log_name, listens=address)
     if placement.explorer is not None:
         argv = ["-m", "megarl.loop", "explorer", "--config", str(resolved)]
-        add(placement.explorer, "explorer", argv, {"OMP_NUM_THREADS": "1"}, "explorer.log")
+        kind = ProcessKind.EXPLORER
+        add(placement.explorer, kind.label, argv, {"OMP_NUM_THREADS": "1"}, f"{kind.stem}.log")
     return found
 
 
@@ -191,7 +194,7 @@ def watch(
     """
     started = list(started)
     replacements = Replacements(started, config.cluster.replacements)
-    trainers = [s.process for s in started if s.process.name.startswith("trainer")]
+    trainers = [s.process for s in started if kind_of(s.process.name) is ProcessKind.TRAINER]
     engines: list[Process] = []
     asked_at: float | None = None
     looked_at = 0.0
@@ -206,7 +209,7 @@ def watch(
                 server.start()
             if stop_request.count and asked_at is None:
                 asked_at = time.monotonic()
-                engines = [s.process for s in started if s.process.name.startswith("engine")]
+                engines = [s.process for s in started if kind_of(s.process.name) is ProcessKind.ENGINE]
                 log.warning("stopping: saving a checkpoint (interrupt twice more to end at once)")
                 for process in trainers:
                     process.signal(signal.SIGTERM)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.durable import whole, write_text
+from megarl.jobs import ProcessKind, kind_of
 from megarl.report import offline, svg
 from megarl.report.data import Answer, Run, changed_settings, load
 from megarl.report.png import reward_png, share_axis
@@ -218,7 +219,7 @@ def _phase_table(run: Run) -> str:
         label = f"{name} (waiting)" if name in WAITING else name
         body.append((label, *(f"{p[name]:.1f}" if name in p else "" for p in seconds), f"{longest / wall:.1%}", bar))
     idle = [
-        wall - sum(p.values()) if n.startswith("trainer") else None for n, p in zip(processes, seconds, strict=True)
+        wall - sum(p.values()) if kind_of(n) is ProcessKind.TRAINER else None for n, p in zip(processes, seconds, strict=True)
     ]
     body.append(("in no phase", *("" if rest is None else f"{max(rest, 0.0):.1f}" for rest in idle), "", ""))
     numeric = range(1, len(processes) + 2)
@@ -329,7 +330,7 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 def _process_order(name: str) -> tuple[bool, str, int]:
     stem, _, rank = name.rpartition("_")
-    return (not name.startswith("trainer"), stem, int(rank)) if rank.isascii() and rank.isdecimal() else (True, name, 0)
+    return (kind_of(name) is not ProcessKind.TRAINER, stem, int(rank)) if rank.isascii() and rank.isdecimal() else (True, name, 0)
 
 
 def _answer(answer: Answer | None) -> _Html:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from zlib import crc32
 
+from megarl.jobs import ProcessKind, kind_of
 from megarl.report.timeline import WAITING, Phase
 
 Series = Sequence[tuple[int, float]]
@@ -233,7 +234,7 @@ def lanes_chart(
         for i, phases in enumerate(rows):
             for phase in phases:
                 if phase.end > start and phase.start < end:
-                    waits = name.startswith("trainer") and phase.name in WAITING
+                    waits = kind_of(name) is ProcessKind.TRAINER and phase.name in WAITING
                     body.append(_bar(phase, x(phase.start), x(phase.end), y + i * row, row, waits))
         y += lane + gap
     for number_, moment in steps.items():

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from megarl.jobs import ProcessKind, kind_of
+
 WAITING = frozenset({"rollout", "evaluation", "wait_for_engine"})
 """Phases in which a trainer rank waits for explorer and engines."""
 CONTAINER = "step"
@@ -71,7 +73,7 @@ def union(phases: Iterable[Phase], *, bridge_s: float = 0.0) -> list[tuple[float
 def rows(process: str, phases: Sequence[Phase]) -> list[list[Phase]]:
     """A process's phases as rows without overlap: one row for a trainer rank, which does one thing at a time; one a
     kind of phase for a process that does several at once."""
-    if process.startswith("trainer"):
+    if kind_of(process) is ProcessKind.TRAINER:
         return [exclusive(phases)]
     kinds: dict[str, list[Phase]] = defaultdict(list)
     for phase in sorted(phases, key=lambda p: p.start):

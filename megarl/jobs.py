@@ -1,0 +1,36 @@
+"""Kinds of processes with their names, and jobs as a table of them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ProcessKind(Enum):
+    """Kind of a process that a supervisor starts: how the names of its processes begin, and those of their files."""
+
+    ENGINE = ("engine", "engine")
+    TRAINER = ("trainer rank", "trainer")
+    REWARD_HOST = ("reward host", "reward_host")
+    EXPLORER = ("explorer", "explorer")
+
+    def __init__(self, label: str, stem: str) -> None:
+        self.label = label
+        self.stem = stem
+
+    def named(self, number: int, part: int = 0) -> str:
+        """Name of process ``number`` of this kind. ``part`` counts the processes of an engine that spans nodes, from 0."""
+        return f"{self.label} {number}" + (f" part {part + 1}" if part else "")
+
+    def log(self, number: int, part: int = 0) -> str:
+        """File name of the log of that process."""
+        return f"{self.stem}_{number}" + (f"_part_{part + 1}" if part else "") + ".log"
+
+
+def kind_of(name: str) -> ProcessKind | None:
+    """Kind of a process by its name (``trainer rank 0``) or the stem of its files (``trainer_0``); None for other processes."""
+    return next((kind for kind in ProcessKind if name.startswith((kind.label, kind.stem))), None)
+
+
+def unit_of(name: str) -> str:
+    """Name under which a process is replaced: all parts of ``engine 0`` together."""
+    return name.partition(" part ")[0]
