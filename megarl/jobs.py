@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 
 class ProcessKind(Enum):
@@ -34,3 +37,22 @@ def kind_of(name: str) -> ProcessKind | None:
 def unit_of(name: str) -> str:
     """Name under which a process is replaced: all parts of ``engine 0`` together."""
     return name.partition(" part ")[0]
+
+
+Mode = Literal["both", "offline"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row of ``JOBS``."""
+
+    processes: tuple[ProcessKind, ...]
+    """In the order in which they start: the slowest to start first."""
+    rollouts: bool
+    """Whether the trainer's rows are rollouts; else they are read from a file."""
+
+
+JOBS: Mapping[Mode, Job] = {
+    "both": Job((ProcessKind.ENGINE, ProcessKind.TRAINER, ProcessKind.REWARD_HOST, ProcessKind.EXPLORER), rollouts=True),
+    "offline": Job((ProcessKind.TRAINER,), rollouts=False),
+}

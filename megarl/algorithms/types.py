@@ -15,6 +15,7 @@ import torch
 from megarl.algorithms.parts import counts, doubles, repeated
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import ConfigError
+from megarl.jobs import JOBS, Job
 from megarl.schema import GroupStats
 
 NEEDS = frozenset({"old_logp", "ref_logp", "kl", "advantages", "group", "values", "pairs", "greedy", "expert"})
@@ -166,6 +167,11 @@ class Algorithm:
     """Trains on rows of a file, without rollouts."""
     choose_pairs: Callable[[Sequence[float], AlgorithmConfig], list[tuple[int, int]]] | None = None
     """With ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected) positions within the group."""
+
+    @property
+    def job(self) -> Job:
+        """Processes of a job with this algorithm, and where its rows come from."""
+        return JOBS["offline" if self.offline else "both"]
 
     def has_reference(self, config: AlgorithmConfig) -> bool:
         """Whether the trainer computes ``ref_logp``, and has a model for it."""

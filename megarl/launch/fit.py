@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megarl import algorithms
 from megarl.config import Config
 from megarl.errors import ArchitectureError, ConfigError, JobError, PlanError
+from megarl.jobs import ProcessKind
 from megarl.launch.placement import Place, engine_nodes, place, table, trainer_nodes
 from megarl.parallel.grid import ROLES
 
@@ -54,7 +55,9 @@ def fit(config: Config, allocated: Sequence[Place], left: Sequence[Place], usabl
     place(config, _working(allocated, whole))
     nodes = _working(left, whole)
     there = len(trainer_nodes(nodes))
-    engines = config.rollout.replicas if algorithms.get(config.algorithm.name).offline else _engines(config, _working(allocated, whole), nodes)
+    engines = config.rollout.replicas
+    if ProcessKind.ENGINE in algorithms.get(config.algorithm.name).job.processes:
+        engines = _engines(config, _working(allocated, whole), nodes)
     if (there == whole and engines == config.rollout.replicas) or not config.cluster.shrink:
         return Fit(config, nodes, there)
     each = config.parallel.world_size // whole

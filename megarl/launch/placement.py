@@ -77,7 +77,7 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
         ConfigError: the ranks or engines do not spread evenly over the nodes that may have them, or want more GPUs than a node has.
     """
     chosen, rollouts = trainer_nodes(nodes)[:trainers], engine_nodes(nodes)
-    offline = algorithms.get(config.algorithm.name).offline
+    job = algorithms.get(config.algorithm.name).job
     world = config.parallel.world_size
     if not chosen or nodes[0].role == "rollout":
         raise ConfigError("node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there")
@@ -86,7 +86,7 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
             f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change parallel.dp or the "
             "number of nodes"
         )
-    if offline:
+    if ProcessKind.ENGINE not in job.processes:
         return _with_gpus(config, nodes, Placement(_blocks(chosen, world), (), None, ()))
     span, replicas = config.rollout.nodes, config.rollout.replicas
     workers = config.rollout.tp * config.rollout.pp

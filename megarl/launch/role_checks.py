@@ -52,7 +52,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
     for role in sorted(unused.keys() - set(roles_of(config, algorithm))):
         if getattr(config, role) != unused[role]:
             log.warning("%s.*: this job has no %s; these settings do nothing", role, role.replace("_", " "))
-    if algorithm.offline:
+    if not algorithm.job.rollouts:
         return
     rollout, buffer = config.rollout, config.reward.overlong_buffer
     if buffer is not None and buffer > rollout.max_response_tokens:
@@ -69,7 +69,7 @@ def check_budget(config: Config, algorithm: Algorithm) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if algorithm.offline:
+    if not algorithm.job.rollouts:
         return
     longest = context_tokens(config.rollout)
     budget = config.trainer.max_tokens_per_micro_batch
@@ -87,7 +87,7 @@ def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
     there = {
         "reference": algorithm.has_reference(config.algorithm),
         "critic": "critic" in algorithm.roles,
-        "reward_model": config.reward_model.path is not None and not algorithm.offline,
+        "reward_model": config.reward_model.path is not None and algorithm.job.rollouts,
     }
     return [role for role, is_there in there.items() if is_there]
 

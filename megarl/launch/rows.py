@@ -33,7 +33,7 @@ def kind_of_rows(config: Config) -> Kind:
     from megarl import algorithms  # imports torch
 
     algorithm = algorithms.get(config.algorithm.name)
-    if not algorithm.offline:
+    if algorithm.job.rollouts:
         return "tasks"
     return "preferences" if "pairs" in algorithm.needs else "demonstrations"
 

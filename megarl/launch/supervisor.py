@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megarl.config import Config, save_resolved
 from megarl.errors import FencedError, JobError, LastingError
 from megarl.jobs import ProcessKind, kind_of
 from megarl.launch.interrupt import StopRequest
-from megarl.launch.node import Node, Process, Spec, Started, on_every_node
+from megarl.launch.node import Node, Process, Started, on_every_node
 from megarl.launch.placement import Place, Placement, place, table
 from megarl.launch.postgres import Server
 from megarl.launch.replace import SETTLE_S, Replacements, ending, failed
 from megarl.launch.run_dir import check_fence
 from megarl.launch.sentinel import Sentinel
+from megarl.launch.specs import Addresses, resolved, specs
 from megarl.rollout.auth import KEY_VARIABLE
-from megarl.rollout.engine import UNTIL_PUBLISHED, engine_process
-from megarl.store import VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +31,6 @@ ENGINES_SHARE = 0.25
 """Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save then."""
 STOP_S = 10.0
 """How long processes get to end after SIGTERM once one of them has died."""
-
-
-class Addresses(NamedTuple):
-    """What processes of a job reach each other at: HOST:PORT."""
-
-    rendezvous: str
-    link: str
-    engines: tuple[str, ...]
-    engine_groups: tuple[str, ...]
-    """Where the parts of an engine meet that spans nodes; as many as engines, "" for the others."""
-    reward_hosts: tuple[str, ...]
 
 
 def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str, *, trainers: int | None = None) -> list[Started]:
@@ -62,11 +48,12 @@ def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str,
     if len(nodes) > 1:
         log.info("%s", table(placement, places))
     addresses = _addresses(config, placement, by_rank)
-    resolved = Path(config.run.dir) / "resolved.json"
-    save_resolved(config, resolved)
+    logs = _logs(config, attempt)
+    environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), "MEGARL_TTY": "1" if sys.stderr.isatty() else "0"}
+    save_resolved(config, resolved(config))
     started: list[Started] = []
     try:
-        for rank, spec in _specs(config, placement, addresses, attempt, key, resolved):
+        for rank, spec in specs(config, placement, addresses, environment, logs):
             node = by_rank[rank]
             spec.env.update(_node_environment(node))
             started.append(Started(node.start(spec), node, spec))
@@ -74,7 +61,7 @@ def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str,
         stop(started, STOP_S)
         raise
     names = ", ".join(s.process.name + (f" on {s.node.name}" if len(nodes) > 1 else "") for s in started)
-    log.info("started %s; logs in %s", names, _logs(config, attempt))
+    log.info("started %s; logs in %s", names, logs)
     return started
 
 
@@ -108,68 +95,6 @@ def _node_environment(node: Node) -> dict[str, str]:
         return {}
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), node.interface)
     return {"MEGARL_NODE_ADDRESS": node.address, "VLLM_HOST_IP": node.address, **interfaces}
-
-
-def _specs(
-    config: Config, placement: Placement, addresses: Addresses, attempt: int, key: str, resolved: Path
-) -> list[tuple[int, Spec]]:
-    """(node rank, process) in the order in which they are started: what takes longest first."""
-    logs = _logs(config, attempt)
-    env = {
-        KEY_VARIABLE: key,
-        "MEGARL_ATTEMPT": str(attempt),
-        "MEGARL_ENGINES": ",".join(f"http://{address}" for address in addresses.engines),
-        "MEGARL_LINK": addresses.link,
-        "MEGARL_REWARD_HOSTS": ",".join(f"{address}*{config.reward.workers}" for address in addresses.reward_hosts),
-        "MEGARL_TTY": "1" if sys.stderr.isatty() else "0",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if VARIABLE in os.environ:  # other nodes do not inherit it
-        env[VARIABLE] = os.environ[VARIABLE]
-    found: list[tuple[int, Spec]] = []
-    on_gpus = config.parallel.backend == "nccl"
-
-    def add(
-        rank: int, name: str, argv: Sequence[str], more: dict[str, str], log_name: str, *, echo: bool = False, listens: str = "",
-        gpus: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
-        found.append((rank, Spec(name, tuple(argv), {**env, **more}, str(logs / log_name), echo, listens, gpus if on_gpus else ())))
-
-    for i, span in enumerate(placement.engines):
-        host, _, port = addresses.engines[i].rpartition(":")
-        for part, rank in enumerate(span):
-            group = (part, addresses.engine_groups[i]) if len(span) > 1 else None
-            argv, engine_env = engine_process(
-                config.model.path, config.rollout, config.model, host, int(port), "cuda" if on_gpus else "cpu", group
-            )
-            name, log_name = ProcessKind.ENGINE.named(i, part), ProcessKind.ENGINE.log(i, part)
-            more, gpus = {**engine_env, UNTIL_PUBLISHED: "1"}, placement.engine_gpus(i, rank)
-            add(rank, name, argv[1:], more, log_name, listens=addresses.engines[i] if part == 0 else "", gpus=gpus)
-    host, _, port = addresses.rendezvous.rpartition(":")
-    for rank, node in enumerate(placement.trainer):
-        rank_env = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(placement.local_rank(rank)),
-            "WORLD_SIZE": str(config.parallel.world_size),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": str(config.trainer.num_threads),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        }
-        argv = ["-m", "megarl.loop", "trainer", "--config", str(resolved)]
-        name, log_name = ProcessKind.TRAINER.named(rank), ProcessKind.TRAINER.log(rank)
-        add(node, name, argv, rank_env, log_name, echo=rank == 0, gpus=placement.trainer_gpus(node))
-    for node, address in zip(placement.reward_hosts, addresses.reward_hosts, strict=True):
-        host, _, port = address.rpartition(":")
-        argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port, "--workers", str(config.reward.workers)]
-        argv += ["--output", str(logs / f"reward_output_{node}.log")]
-        name, log_name = ProcessKind.REWARD_HOST.named(node), ProcessKind.REWARD_HOST.log(node)
-        add(node, name, argv, {"OMP_NUM_THREADS": "1"}, log_name, listens=address)
-    if placement.explorer is not None:
-        argv = ["-m", "megarl.loop", "explorer", "--config", str(resolved)]
-        kind = ProcessKind.EXPLORER
-        add(placement.explorer, kind.label, argv, {"OMP_NUM_THREADS": "1"}, f"{kind.stem}.log")
-    return found
 
 
 def stop(started: Sequence[Started], grace_s: float) -> None:

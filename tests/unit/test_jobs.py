@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megarl.jobs import ProcessKind, kind_of, unit_of
+from megarl import algorithms
+from megarl.config import compose
+from megarl.jobs import JOBS, Mode, ProcessKind, kind_of, unit_of
+from megarl.launch.placement import Place, place
+from megarl.launch.specs import Addresses, specs
 
 
 @pytest.mark.parametrize("kind", ProcessKind)
@@ -27,3 +33,19 @@ def test_names_are_those_of_the_documents() -> None:
 def test_parts_of_an_engine_are_one_unit() -> None:
     parts = {unit_of(ProcessKind.ENGINE.named(2, part)) for part in range(3)}
     assert parts == {ProcessKind.ENGINE.named(2)} != {ProcessKind.ENGINE.named(1)}
+
+
+@pytest.mark.parametrize(("mode", "algorithm"), [("both", "grpo"), ("offline", "sft")])
+def test_a_job_has_the_processes_of_its_row(mode: Mode, algorithm: str) -> None:
+    """On two nodes, of which the second has reward workers too; in the order of the row."""
+    overrides = ["parallel=tp2", "rollout.replicas=2", f"algorithm={algorithm}"]
+    config = compose(["experiment=quickstart" if mode == "both" else "experiment=sft", *overrides])
+    placement = place(config, [Place(0, "a", "all"), Place(1, "b", "all")])
+    ports = iter(f"127.0.0.1:{port}" for port in range(1000, 2000))
+    engines, hosts = tuple(next(ports) for _ in placement.engines), tuple(next(ports) for _ in placement.reward_hosts)
+    addresses = Addresses(next(ports), next(ports), engines, ("",) * len(engines), hosts)
+    job = algorithms.get(config.algorithm.name).job
+    assert job == JOBS[mode]
+    kinds = [kind_of(spec.name) for _, spec in specs(config, placement, addresses, {}, Path("logs"))]
+    assert tuple(dict.fromkeys(kinds)) == job.processes
+    assert kinds.count(ProcessKind.TRAINER) == 2 and kinds.count(ProcessKind.ENGINE) == (2 if mode == "both" else 0)

@@ -19,6 +19,7 @@ from megarl.checkpoint.hf import read_hf_config
 from megarl.config import Config, compose, config_dir
 from megarl.config.schema import ParallelConfig
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError
+from megarl.jobs import JOBS
 from megarl.launch import checks
 from megarl.launch.model_checks import check_router
 from megarl.launch.prepare import MODEL_RECIPE
@@ -297,6 +298,6 @@ def test_what_is_installed_is_built_for_where_the_job_computes(
     config = Config(parallel=ParallelConfig(backend=backend))
     if words:
         with pytest.raises(ConfigError, match=words):
-            checks._check_builds(config, offline=False)
+            checks._check_builds(config, JOBS["both"])
     else:
-        checks._check_builds(config, offline=False)
+        checks._check_builds(config, JOBS["both"])
