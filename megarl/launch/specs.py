@@ -100,7 +100,7 @@ def _trainers(attempt: _Attempt) -> Iterator[Placed]:
             "OMP_NUM_THREADS": str(config.trainer.num_threads),
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
-        argv = ["-m", "megarl.loop", "trainer", "--config", str(resolved(config))]
+        argv = ["-m", "megarl.loop", kind.stem, "--config", str(resolved(config))]
         yield node, attempt.spec(kind.named(rank), argv, env, kind.log(rank), echo=rank == 0, gpus=placement.trainer_gpus(node))
 
 
@@ -115,7 +115,8 @@ def _reward_hosts(attempt: _Attempt) -> Iterator[Placed]:
 
 def _explorers(attempt: _Attempt) -> Iterator[Placed]:
     assert attempt.placement.explorer is not None
-    kind, argv = ProcessKind.EXPLORER, ["-m", "megarl.loop", "explorer", "--config", str(resolved(attempt.config))]
+    kind = ProcessKind.EXPLORER
+    argv = ["-m", "megarl.loop", kind.stem, "--config", str(resolved(attempt.config))]
     yield attempt.placement.explorer, attempt.spec(kind.label, argv, {"OMP_NUM_THREADS": "1"}, f"{kind.stem}.log")
 
 
