@@ -1,7 +1,7 @@
 """Errors with a text for the user, and descriptions of errors in a user's own code.
 
-Each text names the rule, the value and the fix. Invalid input raises an ``InputError`` before any process starts. A failure of
-a running job raises a ``RuntimeError`` subclass, whose text ends the job.
+Each text names the rule, the value and the fix. Invalid input raises an ``InputError`` before any process starts. A
+failure of a running job raises a ``RuntimeError`` subclass, whose text ends the job.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class ProcessKind(Enum):
         self.stem = stem
 
     def named(self, number: int, part: int = 0) -> str:
-        """Name of process ``number`` of this kind. ``part`` counts the processes of an engine that spans nodes, from 0."""
+        """Name of process ``number``. ``part`` counts the processes of an engine that spans nodes, from 0."""
         return f"{self.label} {number}" + (f" part {part + 1}" if part else "")
 
     def log(self, number: int, part: int = 0) -> str:
@@ -30,7 +30,7 @@ class ProcessKind(Enum):
 
 
 def kind_of(name: str) -> ProcessKind | None:
-    """Kind of a process by its name (``trainer rank 0``) or the stem of its files (``trainer_0``); None for other processes."""
+    """Kind of a process by its name (``trainer rank 0``) or a file's stem (``trainer_0``); None for other processes."""
     return next((kind for kind in ProcessKind if name.startswith((kind.label, kind.stem))), None)
 
 
@@ -53,6 +53,9 @@ class Job:
 
 
 JOBS: Mapping[Mode, Job] = {
-    "both": Job((ProcessKind.ENGINE, ProcessKind.TRAINER, ProcessKind.REWARD_HOST, ProcessKind.EXPLORER), rollouts=True),
-    "offline": Job((ProcessKind.TRAINER,), rollouts=False),
+    "both": Job(
+        processes=(ProcessKind.ENGINE, ProcessKind.TRAINER, ProcessKind.REWARD_HOST, ProcessKind.EXPLORER),
+        rollouts=True,
+    ),
+    "offline": Job(processes=(ProcessKind.TRAINER,), rollouts=False),
 }

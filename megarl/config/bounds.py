@@ -1,6 +1,6 @@
 """Which values each number of ``schema`` may take, in one table, and the few rules for texts. Told before anything is written.
 
-Rules that need a model, a grid or a machine are not here: ``launch/checks.py``, ``launch/model_checks.py`` and ``parallel/grid.py`` check those.
+Rules that need a model, a grid or a machine are not here: ``launch/checks.py`` calls the checks of those.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ def table(placement: Placement, nodes: Sequence[Place]) -> str:
     lines = []
     for node in nodes:
         parts = [_ranks([r for r, n in enumerate(placement.trainer) if n == node.rank])]
-        parts += [f"{ProcessKind.ENGINE.named(i)}{_part(span, node.rank)}" for i, span in enumerate(placement.engines) if node.rank in span]
+        engines = [(i, span) for i, span in enumerate(placement.engines) if node.rank in span]
+        parts += [f"{ProcessKind.ENGINE.named(i)}{_part(span, node.rank)}" for i, span in engines]
         parts += ["explorer and reward workers"] * (node.rank == placement.explorer)
         parts += ["reward workers"] * (node.rank in placement.reward_hosts)
         lines.append(f"{node}: {', '.join(part for part in parts if part) or 'nothing'}")

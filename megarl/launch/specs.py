@@ -45,11 +45,18 @@ class _Attempt:
         return "cuda" if self.config.parallel.backend == "nccl" else "cpu"
 
     def spec(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], log: str, *, echo: bool = False, listens: str = "",
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: str,
+        *,
+        echo: bool = False,
+        listens: str = "",
         gpus: tuple[int, ...] = (),
-    ) -> Spec:  # fmt: skip
-        on_gpus = self.device == "cuda"
-        return Spec(name, tuple(argv), {**self.env, **env}, str(self.logs / log), echo, listens, gpus if on_gpus else ())
+    ) -> Spec:
+        gpus = gpus if self.device == "cuda" else ()
+        return Spec(name, tuple(argv), {**self.env, **env}, str(self.logs / log), echo, listens, gpus)
 
 
 def resolved(config: Config) -> Path:
@@ -60,7 +67,10 @@ def resolved(config: Config) -> Path:
 def specs(
     config: Config, placement: Placement, addresses: Addresses, environment: Mapping[str, str], logs: Path
 ) -> list[Placed]:
-    """The processes of a job in the order in which they are started. ``environment``: of the attempt, for all of them."""
+    """The processes of a job in the order in which they are started.
+
+    ``environment``: variables of the attempt, for all processes.
+    """
     env = {
         **environment,
         "MEGARL_ENGINES": ",".join(f"http://{address}" for address in addresses.engines),
@@ -80,7 +90,9 @@ def _engines(attempt: _Attempt) -> Iterator[Placed]:
         host, _, port = addresses.engines[i].rpartition(":")
         for part, node in enumerate(span):
             group = (part, addresses.engine_groups[i]) if len(span) > 1 else None
-            argv, env = engine_process(config.model.path, config.rollout, config.model, host, int(port), attempt.device, group)
+            argv, env = engine_process(
+                config.model.path, config.rollout, config.model, host, int(port), attempt.device, group
+            )
             yield node, attempt.spec(
                 kind.named(i, part), argv[1:], {**env, UNTIL_PUBLISHED: "1"}, kind.log(i, part),
                 listens=addresses.engines[i] if part == 0 else "", gpus=attempt.placement.engine_gpus(i, node),
@@ -100,22 +112,25 @@ def _trainers(attempt: _Attempt) -> Iterator[Placed]:
             "OMP_NUM_THREADS": str(config.trainer.num_threads),
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
-        argv = ["-m", "megarl.loop", "trainer", "--config", str(resolved(config))]
-        yield node, attempt.spec(kind.named(rank), argv, env, kind.log(rank), echo=rank == 0, gpus=placement.trainer_gpus(node))
+        argv = ["-m", "megarl.loop", kind.stem, "--config", str(resolved(config))]
+        gpus = placement.trainer_gpus(node)
+        yield node, attempt.spec(kind.named(rank), argv, env, kind.log(rank), echo=rank == 0, gpus=gpus)
 
 
 def _reward_hosts(attempt: _Attempt) -> Iterator[Placed]:
     kind = ProcessKind.REWARD_HOST
     for node, address in zip(attempt.placement.reward_hosts, attempt.addresses.reward_hosts, strict=True):
         host, _, port = address.rpartition(":")
-        workers, output = str(attempt.config.reward.workers), str(attempt.logs / f"reward_output_{node}.log")
-        argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port, "--workers", workers, "--output", output]
+        argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port]
+        argv += ["--workers", str(attempt.config.reward.workers)]
+        argv += ["--output", str(attempt.logs / f"reward_output_{node}.log")]
         yield node, attempt.spec(kind.named(node), argv, {"OMP_NUM_THREADS": "1"}, kind.log(node), listens=address)
 
 
 def _explorers(attempt: _Attempt) -> Iterator[Placed]:
     assert attempt.placement.explorer is not None
-    kind, argv = ProcessKind.EXPLORER, ["-m", "megarl.loop", "explorer", "--config", str(resolved(attempt.config))]
+    kind = ProcessKind.EXPLORER
+    argv = ["-m", "megarl.loop", kind.stem, "--config", str(resolved(attempt.config))]
     yield attempt.placement.explorer, attempt.spec(kind.label, argv, {"OMP_NUM_THREADS": "1"}, f"{kind.stem}.log")
 
 

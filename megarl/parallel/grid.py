@@ -23,8 +23,8 @@ ROLES = ("reference", "critic", "reward_model")
 def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, setting: str = "parallel") -> None:
     """Raise ConfigError if the sizes make no grid, or (with ``sizes``) none to train the model on.
 
-    ``reshard.layouts.megatron_layout`` checks that the grid divides the model. ``setting``: the section of the settings that the
-    grid comes from, for the error.
+    ``reshard.layouts.megatron_layout`` checks that the grid divides the model. ``setting``: the section of the settings
+    that the grid comes from, for the error.
     """
     megatron_grid(parallel).check(setting)
     if sizes is not None:
@@ -50,14 +50,14 @@ def check_roles(config: Config, roles: Sequence[str] = ROLES) -> None:
             raise ConfigError(f"{setting}.sequence_parallel=true needs {setting}.tp above 1; leave it out")
         if parallel.backend != config.parallel.backend:
             raise ConfigError(
-                f"{setting}.backend={parallel.backend}, but parallel.backend={config.parallel.backend}: all roles are on the same ranks; "
-                "set both to the same"
+                f"{setting}.backend={parallel.backend}, but parallel.backend={config.parallel.backend}: all roles are "
+                "on the same ranks; set both to the same"
             )
         if parallel.world_size != config.parallel.world_size:
             raise ConfigError(
-                f"{setting} {_product(parallel)} has {parallel.world_size} ranks, but parallel {_product(config.parallel)} has "
-                f"{config.parallel.world_size}: all roles are on the same ranks; change {setting}.dp, or leave {setting} out to take "
-                "the actor's grid"
+                f"{setting} {_product(parallel)} has {parallel.world_size} ranks, but parallel "
+                f"{_product(config.parallel)} has {config.parallel.world_size}: all roles are on the same ranks; "
+                f"change {setting}.dp, or leave {setting} out to take the actor's grid"
             )
 
 
@@ -69,11 +69,11 @@ def _check_training(parallel: ParallelConfig, sizes: ModelSizes, setting: str) -
     heads = sizes.heads // parallel.tp
     if heads % parallel.cp:
         raise ConfigError(
-            f"{setting}.cp={parallel.cp} does not divide the {heads} attention heads that {setting}.tp={parallel.tp} leaves to a rank, "
-            f"and context-parallel ranks share them; set {setting}.cp to {divisors(heads)}"
+            f"{setting}.cp={parallel.cp} does not divide the {heads} attention heads that {setting}.tp={parallel.tp} "
+            f"leaves to a rank, and context-parallel ranks share them; set {setting}.cp to {divisors(heads)}"
         )
     if sizes.experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
-            f"{setting}.tp={parallel.tp} with the {sizes.experts} experts of this model needs {setting}.sequence_parallel=true: "
-            "Megatron-Core's experts take their tokens from a split sequence"
+            f"{setting}.tp={parallel.tp} with the {sizes.experts} experts of this model needs "
+            f"{setting}.sequence_parallel=true: Megatron-Core's experts take their tokens from a split sequence"
         )

@@ -31,21 +31,22 @@ class MegatronGrid(GridSizes):
                 )
         if self.stage_size % (self.ep * self.expert_tp):
             raise ConfigError(
-                f"{setting}.ep={self.ep} * {setting}.etp={self.expert_tp} does not divide the {self.stage_size} ranks of a pipeline "
-                f"stage of {self}; set {setting}.etp to 1 and {setting}.ep to a divisor of {self.stage_size}, or change {setting}.dp"
+                f"{setting}.ep={self.ep} * {setting}.etp={self.expert_tp} does not divide the {self.stage_size} ranks "
+                f"of a pipeline stage of {self}; set {setting}.etp to 1 and {setting}.ep to a divisor of "
+                f"{self.stage_size}, or change {setting}.dp"
             )
         ends = [key for key in ("first_stage_layers", "last_stage_layers") if getattr(self, key) is not None]
         for key in [*ends, "vpp"] if self.vpp > 1 else ends:
             if self.pp == 1:
                 raise ConfigError(
-                    f"{setting}.{key}={getattr(self, key)} needs {setting}.pp above 1; set {setting}.pp to 2 or more, or leave "
-                    f"{setting}.{key} out"
+                    f"{setting}.{key}={getattr(self, key)} needs {setting}.pp above 1; set {setting}.pp to 2 or more, "
+                    f"or leave {setting}.{key} out"
                 )
         if self.vpp > 1 and self.pp == len(ends) == 2:
             raise ConfigError(
                 f"{setting}.vpp={self.vpp} with both {setting}.first_stage_layers={self.first_stage_layers} and "
-                f"{setting}.last_stage_layers={self.last_stage_layers} leaves {setting}.pp=2 no stage between, which Megatron-Core "
-                "cannot interleave; give one of the two"
+                f"{setting}.last_stage_layers={self.last_stage_layers} leaves {setting}.pp=2 no stage between, which "
+                "Megatron-Core cannot interleave; give one of the two"
             )
 
     def __str__(self) -> str:
@@ -116,7 +117,10 @@ def divisors(*values: int) -> str:
 
 
 def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str = "parallel") -> None:
-    """Raise ConfigError if the sizes make no grid, or one that does not divide the model. ``setting``: as ``MegatronGrid.check``."""
+    """Raise ConfigError if the sizes make no grid, or one that does not divide the model.
+
+    ``setting``: as ``MegatronGrid.check``.
+    """
     grid.check(setting)
     _check_tp(name, sizes, grid, setting)
     _check_experts(name, sizes, grid, setting)
@@ -160,8 +164,8 @@ def _check_experts(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: st
         )
     if sizes.expert_ffn % grid.expert_tp:
         raise ConfigError(
-            f"{setting}.etp={grid.expert_tp} does not divide the experts' width {sizes.expert_ffn} of {name}; set {setting}.etp to "
-            f"{divisors(sizes.expert_ffn)}"
+            f"{setting}.etp={grid.expert_tp} does not divide the experts' width {sizes.expert_ffn} of {name}; set "
+            f"{setting}.etp to {divisors(sizes.expert_ffn)}"
         )
 
 
@@ -170,7 +174,8 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> N
     uneven = grid.first_stage_layers is not None or grid.last_stage_layers is not None
     if sum(stages) != num_layers or min(stages) < 1:
         fix = (
-            f"set {setting}.first_stage_layers and {setting}.last_stage_layers so that the other stages share the rest evenly"
+            f"set {setting}.first_stage_layers and {setting}.last_stage_layers so that the other stages share the rest "
+            "evenly"
             if uneven
             else f"set {setting}.pp to {divisors(num_layers)}, or give the first or last stage another number of layers "
             f"({setting}.first_stage_layers, {setting}.last_stage_layers)"
@@ -178,6 +183,6 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> N
         raise ConfigError(f"{setting}.pp={grid.pp} does not divide num_hidden_layers={num_layers} of {name}; {fix}")
     if any(n % grid.vpp for n in stages):
         raise ConfigError(
-            f"{setting}.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set {setting}.vpp to "
-            f"{divisors(*stages)}"
+            f"{setting}.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set {setting}.vpp "
+            f"to {divisors(*stages)}"
         )

@@ -106,11 +106,11 @@ def choices() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("chosen", choices(), ids=" ".join)
 def test_every_choice_composes_with_the_quickstart(chosen: list[str]) -> None:
-    from megarl.launch.checks import _check_algorithm
+    from megarl.launch.setting_checks import check_algorithm
 
     config = compose(["experiment=quickstart", *chosen])
     check_parallel(config.parallel)
-    _check_algorithm(config)
+    check_algorithm(config)
 
 
 @pytest.mark.parametrize("name", ["cispo", "grpo_r1", "ppo"])
@@ -332,10 +332,10 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
 @pytest.fixture
 def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """There, on a machine with as much memory as the job's nodes have."""
-    from megarl.launch import checks
+    from megarl.launch import setting_checks
 
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(checks, "available_memory", lambda: 2**50)
+    monkeypatch.setattr(setting_checks, "available_memory", lambda: 2**50)
     return workplace
 
 
@@ -352,13 +352,12 @@ def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) 
 def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from them."""
     from megarl.checkpoint.hf_source import check_hf, open_hf
-    from megarl.launch import checks, model_checks
-    from megarl.launch.role_checks import check_role_settings
+    from megarl.launch import model_checks
+    from megarl.launch.setting_checks import check_settings
 
     config = compose([f"experiment={name}", *CPU])
     hf = hf_config(config.model.path)
-    checks._check_settings(config, algorithms.get(config.algorithm.name), NODES[name])
-    check_role_settings(config, algorithms.get(config.algorithm.name))
+    check_settings(config, algorithms.get(config.algorithm.name), NODES[name])
     check_parallel(config.parallel, architecture(hf).sizes(hf))
     model_checks.check_engine(config.model.path, hf)
     source = trainer_layout(config.model.path, megatron_grid(config.parallel))

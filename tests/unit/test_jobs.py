@@ -26,7 +26,8 @@ def test_names_of_other_processes_have_no_kind() -> None:
 
 def test_names_are_those_of_the_documents() -> None:
     assert ProcessKind.TRAINER.named(3) == "trainer rank 3" and ProcessKind.TRAINER.log(3) == "trainer_3.log"
-    assert ProcessKind.ENGINE.named(2, part=1) == "engine 2 part 2" and ProcessKind.ENGINE.log(2, part=1) == "engine_2_part_2.log"
+    assert ProcessKind.ENGINE.named(2, part=1) == "engine 2 part 2"
+    assert ProcessKind.ENGINE.log(2, part=1) == "engine_2_part_2.log"
     assert ProcessKind.REWARD_HOST.named(1) == "reward host 1" and ProcessKind.REWARD_HOST.log(1) == "reward_host_1.log"
 
 

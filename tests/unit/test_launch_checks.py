@@ -20,7 +20,7 @@ from megarl.config import Config, compose, config_dir
 from megarl.config.schema import ParallelConfig
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError
 from megarl.jobs import JOBS
-from megarl.launch import checks
+from megarl.launch import checks, setting_checks
 from megarl.launch.model_checks import check_router
 from megarl.launch.prepare import MODEL_RECIPE
 from tests.parallel.families import save
@@ -292,12 +292,30 @@ def test_weights_cut_short(prepared: Path, tmp_path: Path, left: int) -> None:
 def test_what_is_installed_is_built_for_where_the_job_computes(
     monkeypatch: pytest.MonkeyPatch, backend: Literal["gloo", "nccl"], versions: dict[str, str], cuda: str | None, kernels: bool, words: str
 ) -> None:
-    monkeypatch.setattr(checks, "installed_version", versions.get)
+    monkeypatch.setattr(setting_checks, "installed_version", versions.get)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(ops, "has_cuda_kernels", lambda: kernels)
     config = Config(parallel=ParallelConfig(backend=backend))
     if words:
         with pytest.raises(ConfigError, match=words):
-            checks._check_builds(config, JOBS["both"])
+            setting_checks.check_builds(config, JOBS["both"])
     else:
-        checks._check_builds(config, JOBS["both"])
+        setting_checks.check_builds(config, JOBS["both"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reward.routes.gsm8k=riddles", "reward.routes.gsm8k=riddles is no family of verifiers"),
+        ("reward.hosts=[127.0.0.1:9*1]", "MEGARL_JOB_KEY is not"),
+        ("reward.path=/nonexistent.py", "reward.path=/nonexistent.py: no such file"),
+        ("store.url=mysql://host/db", "store.url"),
+        ("parallel.dp=4000", "trainer ranks take at least"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    monkeypatch.delenv("MEGARL_JOB_KEY", raising=False)
+    refused(ConfigError, config_of(tmp_path / "run", override), words)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "rows or a model were made first"
