@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tell(status: int) -> None:
-    """How the head's command ended, where slurm/common.sh asks: ``srun`` ends with the largest status of all nodes, lost ones too."""
+    """Write the exit status of the head's command to the file that slurm/common.sh reads: ``srun`` ends with the largest status of all nodes, lost ones too."""
     if (path := os.environ.get("MEGARL_STATUS")) and os.environ.get("SLURM_PROCID") == "0":
         with open(path, "w") as file:
             file.write(str(status))

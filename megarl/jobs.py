@@ -49,7 +49,7 @@ class Job:
     processes: tuple[ProcessKind, ...]
     """In the order in which they start: the slowest to start first."""
     rollouts: bool
-    """Whether the trainer's rows are rollouts; else they are read from a file."""
+    """True if the trainer's rows are rollouts; else they are read from a file."""
 
 
 JOBS: Mapping[Mode, Job] = {

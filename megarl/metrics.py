@@ -161,7 +161,7 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
 
 
 class Timeline:
-    """What one process did when: phases with wall-clock start and end (unix seconds), for the report.
+    """Timeline of one process: phases with wall-clock start and end (unix seconds), for the report.
 
     Shown to the supervisor while it lasts (``pulse``), and written to ``<folder>/<process>.jsonl``, one phase a line; ``seconds`` sums the phases since ``reset``.
     """

@@ -11,7 +11,7 @@ import time
 log = logging.getLogger(__name__)
 
 ALONE_S = 20.0
-"""How long processes may outlive their supervisor: they may be saving a checkpoint."""
+"""Seconds that processes may outlive their supervisor: they may be saving a checkpoint."""
 LOOK_S = 1.0
 """Seconds between two looks at the parent."""
 _PR_SET_PDEATHSIG = 1
@@ -26,7 +26,7 @@ def die_with(parent: int, number: int) -> None:
 
 
 _watched: list[float] = []
-"""How long this process outlives its parent, where it is watched."""
+"""Seconds that this process outlives its parent, where it is watched."""
 
 
 def end_after_parent(after_s: float = ALONE_S) -> None:

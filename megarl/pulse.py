@@ -41,12 +41,12 @@ class Pulse(NamedTuple):
     marks: int = 0
     """Marks so far; one that stays the same for long is a stall."""
     work: int = 0
-    """Of an explorer: answers that ended and were scored, heartbeats of engines that had generated tokens, and its waits for the store.
+    """Count of an explorer's work: answers that ended and were scored, heartbeats of engines that had generated tokens, and its waits for the store.
     It marks time without any as well."""
     step: int = 0
-    """Of the loop, from 1; 0 outside of steps."""
+    """Step of the loop, from 1; 0 outside of steps."""
     patience_s: float = 0.0
-    """How long its phase may well be silent, where that is more than usual."""
+    """Seconds that its phase may be silent, where that is more than usual."""
     phase: str = START
 
 
@@ -85,7 +85,7 @@ class Memory:
         return os.fstat(self.descriptor).st_size
 
     def stacks(self, start: int) -> str:
-        """What was written from ``start`` on, a ``size`` of before."""
+        """Text written from ``start`` on, a ``size`` of before."""
         return os.pread(self.descriptor, self.size() - start, start).decode(errors="replace")
 
 

@@ -55,7 +55,7 @@ class Task:
     images: tuple[bytes, ...] = field(default=(), repr=False)
     """Files of the images that the prompt's ``<image>`` stand for, in order."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """What the chat template is given beside the messages: ``tools``, ``enable_thinking``, …."""
+    """Arguments of the chat template beside the messages: ``tools``, ``enable_thinking``, …."""
     answer: Message | None = None
     """The demonstration as the assistant's message, rendered by the chat template; None where ``response`` is its exact text."""
 

@@ -32,11 +32,11 @@ IDS = "trackers.json"
 WAITING = 10_000
 """Records that may wait for a service; further ones are dropped."""
 CLOSE_S = 30.0
-"""How long the end of a job waits for a tracker to send the rest."""
+"""Seconds that the end of a job waits for a tracker to send the rest."""
 
 
 class Run(NamedTuple):
-    """What a tracker is told of the run."""
+    """Facts of the run for a tracker."""
 
     name: str
     folder: Path

@@ -1,4 +1,4 @@
-"""What DAPO (2503.14476) adds to GRPO beside its loss: groups that say nothing are replaced, overlong answers lose reward."""
+"""Helpers of DAPO (2503.14476) beside its loss: zero-variance groups are replaced, overlong answers lose reward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.schema import RewardStatus
 
 
 def says_nothing(statuses: Sequence[RewardStatus]) -> bool:
-    """Whether a group's accuracy is 0 or 1 (dynamic sampling: it is then replaced before training).
+    """Return True if a group's accuracy is 0 or 1 (dynamic sampling: it is then replaced before training).
 
     The accuracy, not the score: length and format shaping vary scores among answers that are all right or all wrong.
     Verdicts that are missing (error, timeout) count as not right.
@@ -18,7 +18,7 @@ def says_nothing(statuses: Sequence[RewardStatus]) -> bool:
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
-    """What is added to the reward of a response of ``length`` tokens: never above 0 (equation 13).
+    """Penalty added to the reward of a response of ``length`` tokens: never above 0 (equation 13).
 
     0 up to ``limit − buffer``, from there linearly down to ``−penalty`` at ``limit``, and ``−penalty`` beyond.
 

@@ -12,7 +12,7 @@ from megarl.config.schema import KLConfig
 from megarl.errors import ConfigError
 
 LARGEST_ERROR = 0.2
-"""Of KL / target − 1 (Ziegler et al., 1909.08593)."""
+"""Bound of KL / target − 1 (Ziegler et al., 1909.08593)."""
 
 
 def estimates(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> torch.Tensor:

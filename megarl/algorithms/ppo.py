@@ -41,7 +41,7 @@ def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """Of the actor: see the file's head."""
+    """Loss of the actor: see the file's head."""
     return surrogate.clipped("ppo", batch, config)
 
 

@@ -1,4 +1,4 @@
-"""What the losses of sampled tokens share: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), and its metrics.
+"""Common part of the losses of sampled tokens: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), and its metrics.
 
 w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``correction.py``), KL and entropy by ``ops/policy.py``.
 """

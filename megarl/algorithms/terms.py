@@ -1,4 +1,4 @@
-"""How tokens are added up into losses.
+"""Sums of tokens that make losses.
 
 Shape legend: T tokens of a micro-batch, flat.
 """

@@ -22,7 +22,7 @@ VARIANCE_EPSILON = 1e-8
 
 
 class TokenRewards(NamedTuple):
-    """Of kept tokens alone, one sequence behind the other."""
+    """Values of kept tokens alone, one sequence after the other."""
 
     rewards: torch.Tensor
     """[M], float32, or the type of the step's log-probs and values."""

@@ -1,4 +1,4 @@
-"""What an algorithm is: one value made of pure functions. The trainer computes what ``needs`` lists, nothing else.
+"""An algorithm: one value made of pure functions. The trainer computes what ``needs`` lists, nothing else.
 
 Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) says which sequence each belongs to, so
 padded and packed batches look the same. N sequences of a step. K parts of a loss with a global denominator each.
@@ -119,7 +119,7 @@ class StepInput:
 
 
 class Estimate(NamedTuple):
-    """What a step is trained with. 0 where the mask is False."""
+    """Advantages and returns of a step. 0 where the mask is False."""
 
     advantages: torch.Tensor
     """float32 [T]"""
@@ -145,9 +145,9 @@ class Algorithm:
     source: str
     """Paper."""
     roles: frozenset[str]
-    """Of ``ROLES``."""
+    """Members of ``ROLES``."""
     needs: frozenset[str]
-    """Of ``NEEDS``. old_logp, ref_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is not 0; ``group``: at least two
+    """Members of ``NEEDS``. old_logp, ref_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is not 0; ``group``: at least two
     answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch are (chosen, rejected) in turn;
     ``greedy``: the reward of each prompt's greedy answer; ``expert``: demonstrated rows beside the sampled ones."""
     advantage: Callable[[float, GroupStats, AlgorithmConfig], float] | None
@@ -160,7 +160,7 @@ class Algorithm:
     """(advantages of all responses of a step, their numbers of tokens in the loss, settings) -> what is trained with. Every
     rank knows the whole step, so nothing depends on how rows are split."""
     restarts_optimizer: bool = False
-    """Whether the optimizer's moments are forgotten at the start of each step, before its first update."""
+    """True if the optimizer's moments are forgotten at the start of each step, before its first update."""
     estimate: Callable[[StepInput, AlgorithmConfig], Estimate] | None = None
     """In the place of ``advantage`` where tokens of a response differ, or need more than its reward."""
     offline: bool = False
@@ -174,7 +174,7 @@ class Algorithm:
         return JOBS["offline" if self.offline else "both"]
 
     def has_reference(self, config: AlgorithmConfig) -> bool:
-        """Whether the trainer computes ``ref_logp``, and has a model for it."""
+        """Return True if the trainer computes ``ref_logp``, and has a model for it."""
         return "ref_logp" in self.needs_with(config)
 
     def needs_with(self, config: AlgorithmConfig) -> frozenset[str]:
@@ -184,13 +184,13 @@ class Algorithm:
     def advantages(
         self, rewards: Sequence[tuple[float, GroupStats]], tokens: Sequence[int], config: AlgorithmConfig
     ) -> list[float]:
-        """Of all responses of a step: their rewards with the statistics of their groups, their numbers of tokens in the loss."""
+        """Return the advantages of all responses of a step, from their rewards with the statistics of their groups, their numbers of tokens in the loss."""
         assert self.advantage is not None, f"algorithm {self.name} has no advantages of whole responses"
         values = [self.advantage(reward, stats, config) for reward, stats in rewards]
         return values if self.finish_advantages is None else self.finish_advantages(values, tokens, config)
 
     def step_advantages(self, step: StepInput, config: AlgorithmConfig) -> Estimate:
-        """Of every token of a step, by ``estimate`` or by ``advantage`` and ``finish_advantages``.
+        """Return the advantages of every token of a step, by ``estimate`` or by ``advantage`` and ``finish_advantages``.
 
         Raises:
             ConfigError: ``kl.place=reward`` with advantages of whole responses, which know no token's reward.

@@ -1,4 +1,4 @@
-"""What Megatron-Core must be told so that it computes the same function as ``transformers`` does from a config.json.
+"""Arguments for Megatron-Core with which it computes the same function as ``transformers`` does from a config.json.
 
 Plain values only: nothing here imports Megatron. A setting that Megatron cannot express is refused, never dropped. No default of a
 family stands here: ``complete.complete`` takes what a config.json leaves out from transformers.

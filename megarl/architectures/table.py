@@ -1,4 +1,4 @@
-"""What a row of an architecture table says, and the model sizes that give a row its shapes.
+"""Rows of an architecture table, and the model sizes that give a row its shapes.
 
 A family file is data: rows of :class:`Param` plus the few facts that differ between families. What an op or a
 shard *means* for Megatron-Core and for vLLM is written once, in ``megarl.reshard``.
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 HFConfig = Mapping[str, Any]
 
 Head = Literal["lm", "score"]
-"""What stands behind the last norm: the vocabulary's logits, or one number for each token (critic, reward model)."""
+"""Output after the last norm: the vocabulary's logits, or one number for each token (critic, reward model)."""
 
 HF_LAYER = "model.layers.{}."
 VLLM_LAYER = "model.layers.{}."
@@ -25,7 +25,7 @@ EXPERT = "{expert}"
 
 
 class Op(Enum):
-    """How the logical (HF) tensors of a row lie together in one fused tensor."""
+    """Arrangement of the logical (HF) tensors of a row in one fused tensor."""
 
     SAME = "one logical tensor, as it is"
     QKV = "query, key and value heads; Megatron interleaves them per query group, vLLM keeps three blocks"
@@ -130,7 +130,7 @@ class ModelSizes:
     topk: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
-    """Of all shared experts together."""
+    """Sum over all shared experts."""
     moe_layers: tuple[int, ...] = ()
     mtp_layers: int = 0
     q_lora: int = 0
@@ -192,7 +192,7 @@ class Architecture:
     fixed: HFConfig = field(default_factory=dict)
     """Settings that must have this value when config.json has them: the table covers no other."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    """What Megatron's TransformerConfig must be told besides what sizes and rows say."""
+    """Arguments of Megatron's TransformerConfig besides those that follow from sizes and rows."""
     vllm_ends_everywhere: bool = False
     """vLLM keeps embedding, last norm and output weight on every pipeline stage."""
     has_score_class: bool = True

@@ -18,7 +18,7 @@ Chunk = list[int]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model wants its micro-batches."""
+    """Limits of a model's micro-batches."""
 
     dp: int = 1
     cp: int = 1

@@ -38,7 +38,7 @@ from megarl.reshard.plan import build_plan
 @dataclass(frozen=True)
 class Settings:
     dtype: torch.dtype | None = None
-    """Of the target; None: each tensor's own."""
+    """Dtype of the target; None: each tensor's own."""
     head: Head = "auto"
     mtp: bool = False
     """Keep multi-token prediction layers."""
@@ -61,7 +61,7 @@ class Report:
     tensors: int
     files: int
     bytes: int
-    """Of elements in the target."""
+    """Bytes of elements in the target."""
     kept_files: int
     """Finished by an earlier run and found unchanged."""
     seconds: float
@@ -225,7 +225,7 @@ class _Work:
 
 
 def _fingerprint(opened: Opened, target: Target) -> str:
-    """What a conversion's result depends on: source files as they are now, files and dtypes of the target."""
+    """Everything that a conversion's result depends on: source files as they are now, files and dtypes of the target."""
     digest = hashlib.sha256(FORMAT.encode())
     for path in opened.source.paths():
         stat = path.stat()

@@ -47,7 +47,7 @@ NOT_MODEL = re.compile(r"^(optimizer\.|chained_\d+\.|optim|rng_state|rerun_state
 
 
 _DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""What reading a pickle with wrong bytes in it may raise."""
+"""Errors that reading a pickle with wrong bytes may raise."""
 
 
 class Chunk(NamedTuple):
@@ -220,7 +220,7 @@ class Part(io.RawIOBase):
 
 
 class _Saved(NamedTuple):
-    """What ``torch.save`` says of a tensor: elements of record ``data/<key>`` from ``start`` on."""
+    """A tensor in the pickle of ``torch.save``: elements of record ``data/<key>`` from ``start`` on."""
 
     dtype: torch.dtype
     key: str

@@ -62,7 +62,7 @@ def adapt(stored: Mapping[str, Stored], wanted: Mapping[str, Shape]) -> dict[str
 
 
 def is_known(key: str, wanted: Mapping[str, Shape]) -> bool:
-    """Whether a stored key is one of the names of a wanted tensor."""
+    """Return True if a stored key is one of the names of a wanted tensor."""
     names = [key, *(name for name, _, _ in _joined(key))]
     return any(name in wanted or other_name(name) in wanted for name in names)
 

@@ -36,7 +36,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_LIMIT = 100_000_000
-"""What the safetensors library accepts."""
+"""Largest header that the safetensors library accepts."""
 
 
 class Entry(NamedTuple):

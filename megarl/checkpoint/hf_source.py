@@ -31,7 +31,7 @@ CAUSAL = "ForCausalLM"
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files have although the model computes them."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Of a prediction layer: the model's own embedding and output weights once more."""
+"""Copies in a prediction layer: the model's own embedding and output weights once more."""
 _COMPARED = 1 << 22
 HF_FOLDER = "huggingface"
 """Directory of config.json and tokenizer in or beside a Megatron checkpoint."""
@@ -83,7 +83,7 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
 
 
 def has_score(path: Path) -> bool:
-    """Whether an HF checkpoint has a score head. Raises CheckpointError for a file that is missing or cut short."""
+    """Return True if an HF checkpoint has a score head. Raises CheckpointError for a file that is missing or cut short."""
     files = open_hf(path)
     try:
         return SCORE in files.shapes
@@ -127,7 +127,7 @@ def check_hf(
 
 
 def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool:
-    """Whether a tensor that the layout leaves out may be there."""
+    """Return True if a tensor that the layout leaves out may be there."""
     if name.endswith(_DERIVED) or (name == LM_HEAD and EMBEDDING in layout.tensors):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint of either format: tensors, what its table misses or does not know, and digests."""
+"""Contents of a checkpoint of either format: tensors, what its table misses or does not know, and digests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Inspection:
     beside: list[str] = field(default_factory=list)
     """No part of the model: optimizer state, prediction layers."""
     changed: list[str] = field(default_factory=list)
-    """How files and tensors differ from the manifest."""
+    """Differences of files and tensors from the manifest."""
     digests: dict[str, str] = field(default_factory=dict)
     """Logical (HF) tensor -> digest: computed, or as the manifest has it."""
     digests_from: str = ""

@@ -33,11 +33,11 @@ PIECE = 1 << 22
 _UNFINISHED = re.compile(rf"{PREFIX}[0-9]+\.attempt_([0-9]+)")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _BESIDE_STATE = ("made", "files")
-"""What a manifest holds beside the state that a job goes on from: who made it, and its files."""
+"""Entries of a manifest beside the state that a job goes on from: who made it, and its files."""
 
 
 class Fingerprint(NamedTuple):
-    """What a file is known by again."""
+    """Size and digest by which a file is recognized."""
 
     size: int
     """Bytes."""
@@ -45,7 +45,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, over: Callable[[], bool] = lambda: False) -> Fingerprint:
-        """Of a file. Raises JobError once ``over``, which is called before each piece, returns True."""
+        """Compute the fingerprint of a file. Raises JobError once ``over``, which is called before each piece, returns True."""
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while piece := file.read(PIECE):
@@ -69,7 +69,7 @@ def current_attempt(run_dir: Path) -> int:
 
 
 def unfinished_name(step: int, attempt: int) -> str:
-    """Of a checkpoint that is being written: another for every attempt, so that none writes into another's files."""
+    """Name of a checkpoint that is being written: another for every attempt, so that none writes into another's files."""
     return f"{PREFIX}{step}.attempt_{attempt}"
 
 
@@ -145,7 +145,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a job goes on from: step, phase, and what else it saved with them. Raises CheckpointError for a damaged file."""
+    """Read the state that a job goes on from: step, phase, and what else it saved with them. Raises CheckpointError for a damaged file."""
     return {name: value for name, value in read_manifest(checkpoint).items() if name not in _BESIDE_STATE}
 
 

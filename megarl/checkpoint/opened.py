@@ -66,7 +66,7 @@ class Opened:
         return "score" if self.is_value else "lm"
 
     def is_expected(self, name: str) -> bool:
-        """Whether a stored tensor that the layout leaves out may be there."""
+        """Return True if a stored tensor that the layout leaves out may be there."""
         if self.kind == "hf":
             return is_expected(name, self.layout, self.hf_config)
         return _beside(name, self.mtp) or (name == OUTPUT and _is_tied(self.hf_config, self.is_value))
@@ -165,7 +165,7 @@ def _is_tied(hf_config: dict[str, Any], is_value: bool) -> bool:
 
 
 def _beside(key: str, mtp: bool) -> bool:
-    """Whether a stored tensor is no part of the model that is asked for."""
+    """Return True if a stored tensor is no part of the model that is asked for."""
     return NOT_MODEL.match(key) is not None or (not mtp and key.startswith("mtp."))
 
 

@@ -165,7 +165,7 @@ def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, 
 
 
 def _other_files(target: Path, known: Iterable[str] = ()) -> str | None:
-    """How the directory is more, or other, than a converted checkpoint; None where it is one, or empty."""
+    """Reason why the directory is more, or other, than a converted checkpoint; None where it is one, or empty."""
     if target.exists() and not target.is_dir():
         return "is a file"
     found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}

@@ -12,7 +12,7 @@ import torch
 
 
 def of_process() -> dict[str, Any]:
-    """What a process has once: Python's and numpy's."""
+    """Generators that a process has once: Python's and numpy's."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -29,7 +29,7 @@ def put_process(states: Mapping[str, Any]) -> None:
 
 
 def of_grid() -> dict[str, Any]:
-    """What the grid in place has: torch's, the GPU's, and the tracker's of what tensor parallelism cuts; with this rank's place."""
+    """Generators of the grid in place: torch's, the GPU's, and the tracker's of what tensor parallelism cuts; with this rank's place."""
     from megatron.core.tensor_parallel import random as megatron
 
     found = {

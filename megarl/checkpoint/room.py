@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = tuple(os.strerror(number) for number in FULL)
-"""What libraries that raise errors of their own say (safetensors, torch)."""
+"""Words in errors of libraries that raise their own (safetensors, torch)."""
 RESERVE_BYTES = 2**16
 _RESERVE = "reserve"
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether it says that a disk or a quota is full."""
+    """Return True if it says that a disk or a quota is full."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return True
     return any(word in str(error) for word in _WORDS)
@@ -40,7 +40,7 @@ def cause(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the disk refuses is named with what was being written. Raises DiskFullError where it is full, else JobError."""
+    """Name what was being written in errors of the disk. Raises DiskFullError where it is full, else JobError."""
     try:
         yield
     except JobError:

@@ -48,10 +48,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself beside its files."""
+    """Facts of a checkpoint beside its files."""
 
     state: Mapping[str, Any]
-    """What a job goes on from, as JSON."""
+    """State that a job goes on from, as JSON."""
     attempt: int = 0
     made: Mapping[str, Any] = field(default_factory=dict)
     """By whom and how; nothing that is needed to go on."""
@@ -62,11 +62,11 @@ def rng_file(rank: int) -> str:
 
 
 class _Request(NamedTuple):
-    """What Megatron-Core hands out for one part: files to write, and what remains to be done when all ranks have written theirs."""
+    """Work that Megatron-Core hands out for one part: files to write, and what remains to be done when all ranks have written theirs."""
 
     files: list[_File]
     tensors: list[torch.Tensor]
-    """Of all files in turn."""
+    """Tensors of all files in turn."""
     transforms: list[Any]
     results: queue.SimpleQueue[Any]
     finalize: list[Callable[[], None]]
@@ -83,7 +83,7 @@ class _File(NamedTuple):
 
 
 class _End(NamedTuple):
-    """What a ``_Request`` leaves to do, without its tensors: their copies take the memory of a snapshot."""
+    """Rest of a ``_Request``, without its tensors: their copies take the memory of a snapshot."""
 
     wrote: bool
     results: queue.SimpleQueue[Any]
@@ -98,7 +98,7 @@ class _Fault(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """Of one rank: what Megatron-Core wants to know of each part's files, and what they are known by again."""
+    """Result of one rank: Megatron-Core's metadata of each part's files, and their fingerprints."""
 
     results: list[dict[int, Any]]
     files: dict[str, Fingerprint]
@@ -239,7 +239,7 @@ class Save:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's files are there, or will never be: ``finish`` then waits only for other ranks."""
+        """True if this rank's files are there, or will never be: ``finish`` then waits only for other ranks."""
         return self._task.done
 
     def finish(self, keep: int) -> Path:
@@ -383,7 +383,7 @@ def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
 
 
 def sharded_state(part: Part, *, is_loading: bool) -> dict[str, Any]:
-    """What dist_checkpointing saves or loads of a part; its grid is in place."""
+    """State dict that dist_checkpointing saves or loads for a part; its grid is in place."""
     from megatron.core import parallel_state
 
     metadata = {

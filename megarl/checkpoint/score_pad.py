@@ -19,7 +19,7 @@ _MADE_FOR_IT = ("pad", "reserved", "unused")
 
 
 def is_classifier(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is a score model's, and not that of the language model that it starts from."""
+    """Return True if a config.json is a score model's, and not that of the language model that it starts from."""
     return any(name.endswith(CLASSIFIER) for name in hf_config.get("architectures") or ())
 
 

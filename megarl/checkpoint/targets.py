@@ -1,4 +1,4 @@
-"""What the files of a checkpoint of either format are to hold, and how they and what belongs beside them are written."""
+"""Contents of the files of a checkpoint of either format, and the writing of them and of the files beside them."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def compute_digests(
 
 
 def header_faults(opened: Opened, manifest: TargetManifest) -> Iterator[str]:
-    """How sizes of files, shapes and dtypes differ from the manifest."""
+    """Differences of file sizes, shapes and dtypes from the manifest."""
     there = [name for name, rows in opened.layout.rows_with.items() if all(row.local in opened.source.dtypes for row in rows)]
     dtypes = {name: text_of(opened.dtype_of(name)) for name in there}
     return manifest.faults_of_headers({name: opened.layout.tensors[name] for name in there}, dtypes)

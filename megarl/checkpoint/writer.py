@@ -25,15 +25,15 @@ T = TypeVar("T")
 NICENESS = 10
 """The writer has until the next checkpoint, the trainer waits for nobody."""
 SEND_S = 60.0
-"""How long the writer may take to read what it is to do; one that does not is killed."""
+"""Seconds that the writer may take to read a request; one that takes longer is killed."""
 KILLED_S = 10.0
-"""How long a killed writer is waited for: one that the kernel holds, in the middle of a write, ends later."""
+"""Seconds for which a killed writer is waited for: one that the kernel holds, in the middle of a write, ends later."""
 ALIGNMENT = 64
 """Bytes between the beginnings of tensors."""
 
 
 class _Place(NamedTuple):
-    """Of one tensor in the shared memory."""
+    """Place of one tensor in the shared memory."""
 
     start: int
     shape: tuple[int, ...]
@@ -59,11 +59,11 @@ class Task(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether ``result`` will not wait."""
+        """True if ``result`` will not wait."""
         return self._failed is not None or self._writer.answered
 
     def result(self) -> T:
-        """What the work returned; waits for it.
+        """Return the result of the work; waits for it.
 
         Raises:
             OSError, RuntimeError: what the work raised, or that the writer died or had no memory.
@@ -141,11 +141,11 @@ class Writer:
 
     @property
     def answered(self) -> bool:
-        """Whether there is an answer, or will never be one."""
+        """True if there is an answer, or will never be one."""
         return self._pipe.poll() or not self.alive
 
     def answer(self) -> Any:
-        """What the child's work returned, or raised. Raises RuntimeError where it died."""
+        """Return the result of the child's work, or raise its error. Raises RuntimeError where it died."""
         self._busy = False
         written = self._written()
         while not self._pipe.poll(1.0) and self.alive:

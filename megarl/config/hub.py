@@ -17,7 +17,7 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_name(path: str) -> bool:
-    """Whether ``path`` reads as ORGANISATION/MODEL and neither it nor a folder for it is here; ``./a/b`` is always a path."""
+    """Return True if ``path`` reads as ORGANISATION/MODEL and neither it nor a folder for it is here; ``./a/b`` is always a path."""
     return bool(_NAME.fullmatch(path)) and not Path(path).parent.exists()
 
 

@@ -27,7 +27,7 @@ class StoreConfig:
     poll_s: float = 0.02
     """Pause between two looks into the database while waiting."""
     outage_s: float = 300.0
-    """How long a database that does not answer is waited for, by each process, before the job ends."""
+    """Seconds for which each process waits for a database that does not answer, before the job ends."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,15 @@ class ClusterConfig:
     """Several machines (docs/cluster.md). Which they are is the launcher's to say: Slurm, torchrun."""
 
     connect_timeout_s: float = 300.0
-    """How long the head waits for the other nodes, and they for it."""
+    """Seconds for which the head waits for the other nodes, and they for it."""
     heartbeat_s: float = 30.0
     """Silence after which a node counts as lost."""
     stall_s: float = 300.0
-    """How long trainer ranks, the explorer or an engine may live without any sign of progress before the job says who is where, and ends
-    what the others wait for. What starts has ``rollout.start_timeout_s``."""
+    """Seconds for which trainer ranks, the explorer or an engine may show no progress. Then the job reports where each process is, and ends the one that the others wait for. A process that starts has ``rollout.start_timeout_s``."""
     restarts: int = 0
-    """How often a job starts again from its newest checkpoint, in the same allocation, after a process or a node has died."""
+    """Number of times that a job starts again from its newest checkpoint, in the same allocation, after a process or a node has died."""
     replacements: int = 3
-    """How many engines, explorers and reward hosts that have died are started again in an attempt while the trainer waits; 0 for
+    """Number of dead engines, explorers and reward hosts that are started again in an attempt while the trainer waits; 0 for
     none: their death ends the attempt."""
     spare_nodes: int = 0
     """Nodes of the allocation that stand by: one takes the place of a node that is lost, or not well at the start."""

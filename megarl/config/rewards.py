@@ -17,13 +17,13 @@ class CodeConfig:
     score: Literal["all", "fraction"] = "all"
     """1 when every test passes and 0 at the first that fails; or all tests run, and their share that passes."""
     cpu_s: int = 4
-    """Of one test; assertions share a process, which has this times their number."""
+    """Processor seconds of one test; assertions share a process, which has this times their number."""
     wall_s: float = 6.0
-    """Of one test; also of each assertion, and of the program's import before them."""
+    """Seconds of one test; also of each assertion, and of the program's import before them."""
     item_s: float = 8.0
-    """Of all tests of an answer; below ``reward.timeout_s``, so that a slow program is judged and not only its worker killed."""
+    """Seconds of all tests of an answer; below ``reward.timeout_s``, so that a slow program is judged and not only its worker killed."""
     memory_mib: int = 1024
-    """Of one test; of all assertions of an answer together."""
+    """Memory of one test; of all assertions of an answer together."""
 
 
 JUDGE_IS_ROLLOUT = "rollout"
@@ -43,15 +43,15 @@ class JudgeConfig:
     votes: int = 1
     """Judgements of an answer, each with a seed of its own; the majority decides, a tie is wrong. More than one needs a temperature."""
     temperature: float = 0.0
-    """Of its judgements; 0 is greedy."""
+    """Temperature of the judge; 0 is greedy."""
     max_tokens: int = 1024
     """Longest judgement."""
     concurrency: int = 32
     """Requests under way at once."""
     timeout_s: float = 120.0
-    """Of one request."""
+    """Seconds for one request to the judge."""
     retries: int = 3
-    """Of a request that failed."""
+    """Times that a failed request is repeated."""
     cache: str | None = None
     """SQLite file of judgements already made (configs/train.yaml: in the run's directory); None keeps none."""
 
@@ -61,7 +61,7 @@ class FormatConfig:
     """1 for an answer of the wanted form, else 0 (DeepSeek-R1, 2501.12948 §2.2.2)."""
 
     weight: float = 0.0
-    """Of this part in the reward; 0 leaves it out."""
+    """Weight of this part in the reward; 0 leaves it out."""
     form: Literal["think", "think_answer"] = "think_answer"
     """<think>…</think> and then text, or then <answer>…</answer>; each tag once, in order, nothing outside."""
 
@@ -71,7 +71,7 @@ class LengthConfig:
     """k1.5's reward for being short among the answers of a group (2501.12599 §2.3.3)."""
 
     weight: float = 0.0
-    """Of this part in the reward; 0 leaves it out."""
+    """Weight of this part in the reward; 0 leaves it out."""
     warmup_steps: int = 0
     """Steps without it at the start."""
 
@@ -81,7 +81,7 @@ class RepetitionConfig:
     """The share of an answer's n-grams of words that it said before, as a number from -1 to 0 (Open-R1)."""
 
     weight: float = 0.0
-    """Of this part in the reward; 0 leaves it out."""
+    """Weight of this part in the reward; 0 leaves it out."""
     ngram: int = 4
     """Words of an n-gram."""
 
@@ -91,7 +91,7 @@ class LanguageConfig:
     """The share of an answer's words that are of one language (DeepSeek-R1, 2501.12948 §2.3.2)."""
 
     weight: float = 0.0
-    """Of this part in the reward; 0 leaves it out."""
+    """Weight of this part in the reward; 0 leaves it out."""
     language: Literal["prompt", "en", "zh"] = "prompt"
     """``prompt``: that of the question."""
 
@@ -104,27 +104,27 @@ class RewardConfig:
     """Prefix of ``data_source`` -> family of verifiers, or family/subtype, before megarl's own (``megarl.rewards.router``), e.g.
     {my_set: math, my_images: vision/count}."""
     weight: float = 1.0
-    """Of the verifier's score in the sum of all parts."""
+    """Weight of the verifier's score in the sum of all parts."""
     workers: int = 1
     """Processes that verify beside the explorer."""
     hosts: list[str] = field(default_factory=list)
     """HOST:PORT*N: N further processes, at a ``megarl rewards serve`` on another node."""
     timeout_s: float = 10.0
-    """Of one answer; then its worker is killed."""
+    """Seconds for the verdict of one answer; then its worker is killed."""
     retries: int = 1
-    """How often an answer without a verdict (error, timeout) is tried again. The death of its worker is no try."""
+    """Times that an answer without a verdict (error, timeout) is tried again. The death of its worker is no try."""
     max_kills: int = 3
     """An answer whose worker has died or hung so often is tried no more, and is an error wherever it comes again."""
     backlog: int = 8192
     """Answers that may wait for their score; when there are more, no further group is begun."""
     on_error: Literal["drop", "zero"] = "drop"
-    """What becomes of a group with an error or timeout: dropped from training, or its score counted as 0. Always reported."""
+    """Treatment of a group with an error or timeout: dropped from training, or its score counted as 0. Always reported."""
     shuffle: bool = False
     """Control experiment: rewards permuted within each rollout, so that they carry no information."""
     overlong_buffer: int | None = None
     """Tokens before ``rollout.max_response_tokens`` over which DAPO's length penalty grows to ``overlong_penalty``; None for none."""
     overlong_penalty: float = 1.0
-    """What DAPO's length penalty takes off an answer of full length."""
+    """Penalty of DAPO's length reward for an answer of full length."""
     format: FormatConfig = field(default_factory=FormatConfig)
     """Reward for the form of an answer."""
     length: LengthConfig = field(default_factory=LengthConfig)
@@ -134,6 +134,6 @@ class RewardConfig:
     language: LanguageConfig = field(default_factory=LanguageConfig)
     """Reward for one language throughout."""
     code: CodeConfig = field(default_factory=CodeConfig)
-    """How programs are run."""
+    """Limits of programs in code rewards."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """A language model as verifier."""

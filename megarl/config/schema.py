@@ -36,21 +36,21 @@ class FromScratchConfig:
     max_position_embeddings: int = 256
     """Longest sequence in tokens."""
     tie_word_embeddings: bool = False
-    """Whether the LM head shares its weights with the embedding."""
+    """True if the LM head shares its weights with the embedding."""
     initializer_range: float = 0.05
     """Standard deviation of the initial weights."""
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How the experts of trained models are kept in balance (docs/algorithms.md); all 0 leaves routers to the loss alone."""
+    """Balance of the experts of trained models (docs/algorithms.md); all 0 leaves routers to the loss alone."""
 
     aux_loss_coef: float = 0.0
-    """Of the balance loss of each sequence (DeepSeek-V3), as a mean over an update's sequences; added for every layer."""
+    """Coefficient of the balance loss of each sequence (DeepSeek-V3), as a mean over an update's sequences; added for every layer."""
     z_loss_coef: float = 0.0
-    """Of the mean over an update's tokens of the squared logsumexp of the router's logits (ST-MoE); added for every layer."""
+    """Coefficient of the mean over an update's tokens of the squared logsumexp of the router's logits (ST-MoE); added for every layer."""
     bias_update_rate: float = 0.0
-    """What an update moves the bias of each expert by, towards an even load; for models whose routers have biases (DeepSeek-V3)."""
+    """Step by which an update moves the bias of each expert towards an even load; for models whose routers have biases (DeepSeek-V3)."""
 
     @property
     def is_used(self) -> bool:
@@ -147,7 +147,7 @@ class AlgorithmConfig:
     group_size: int = 8
     """Answers sampled for each task."""
     importance: Literal["token", "sequence_mean", "sequence_product"] = "token"
-    """What the ratio of new to old policy is taken of: each token, or the mean or sum of a response's log-ratios."""
+    """Unit of the ratio of new to old policy: each token, or the mean or sum of a response's log-ratios."""
     clip_low: float = 0.2
     """The ratio's lower bound is 1 - clip_low; above 1 there is none."""
     clip_high: float = 0.2
@@ -157,7 +157,7 @@ class AlgorithmConfig:
     normalize_by_std: bool = True
     """Divide advantages by the standard deviation of their group (GRPO); False only subtracts the mean (Dr. GRPO)."""
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = "token_mean"
-    """How token losses become one number: a mean over all tokens of the update, or per answer first
+    """Reduction of token losses to one number: a mean over all tokens of the update, or per answer first
     (docs/algorithms.md)."""
     aggregation_length: int = 1024
     """L of ``seq_mean_token_sum_norm``."""
@@ -166,20 +166,20 @@ class AlgorithmConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the reference model."""
     tau: float = 1.0
-    """How strongly opmd and kimi_mirror_descent hold on to the policy that they start from."""
+    """Strength with which opmd and kimi_mirror_descent hold on to the policy that they start from."""
     opmd: Literal["mean", "pairwise"] = "mean"
-    """What opmd compares an answer with: the mean of its group, or each other answer of it."""
+    """Baseline of opmd for an answer: the mean of its group, or each other answer of it."""
     gamma: float = 1.0
     """Discount of a token's reward."""
     lam: float = 1.0
     """λ of generalised advantage estimation."""
     bootstrap_cut: bool = False
-    """What ppo has behind an answer that reached ``rollout.max_response_tokens``: 0 as behind a finished one, because the limit is
+    """Value that ppo takes after an answer that reached ``rollout.max_response_tokens``: 0 as behind a finished one, because the limit is
     where episodes end; or, where True, the critic's value of the state there, as if the answer went on."""
     whiten_advantages: bool = False
     """ppo and remax: advantages of a step to mean 0 and variance 1 over its tokens."""
     value_clip: float | None = 0.5
-    """How far the critic's value may move from the one that the step started with; None for no bound."""
+    """Distance that the critic's value may move from the one that the step started with; None for no bound."""
     beta: float = 0.1
     """β of preference losses."""
     preference: Literal["sigmoid", "ipo"] = "sigmoid"
@@ -197,7 +197,7 @@ class AlgorithmConfig:
     max_extra_rollouts: int = 10
     """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """What the engine's log-probs do to a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times min(r, C);
+    """Effect of the engine's log-probs on a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times min(r, C);
     times r, and 0 where r is outside [1/C, C]."""
     correction_cap: float = 2.0
     """C of ``correction``."""
@@ -238,12 +238,12 @@ class WarmStartConfig:
     checkpoint_interval: int = 100
     """Steps between two checkpoints; those of the warm start are removed once a later one counts."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Of the warm start alone; its moments are forgotten afterwards."""
+    """Optimizer of the warm start alone; its moments are forgotten afterwards."""
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What becomes of an optimizer update that would do harm, of actor or critic (docs/algorithms.md)."""
+    """Treatment of harmful optimizer updates of actor or critic (docs/algorithms.md)."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
     """When its loss or the norm of its gradient is NaN or infinite: the job ends; the update is left out; or the run goes back to its
@@ -253,7 +253,7 @@ class GuardConfig:
     spike_window: int = 50
     """Updates over which the median is taken."""
     on_spike: Literal["stop", "skip", "rollback"] = "skip"
-    """What becomes of an update with a spike."""
+    """Treatment of an update with a spike."""
     max_bad_steps: int = 5
     """The job ends at so many steps in a row with such an update."""
 
@@ -289,7 +289,7 @@ class TrainerConfig:
     eval_interval: int = 0
     """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
     seed: int = 1
-    """Of task order, of sampling and of torch's generators."""
+    """Seed of task order, of sampling and of torch's generators."""
     num_threads: int = 1
     """CPU threads of one trainer rank."""
     logits_bytes: int | None = None
@@ -304,7 +304,7 @@ class TrainerConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     """Supervised steps before the first rollout."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """What becomes of harmful updates."""
+    """Treatment of harmful updates."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class RolloutConfig:
     max_response_tokens: int = 64
     """Longest answer; longer ones are cut and have finish reason ``length``."""
     temperature: float = 1.0
-    """Of sampling, and of the log-probs on both sides."""
+    """Temperature of sampling, and of the log-probs on both sides."""
     max_num_seqs: int = 512
     """Most sequences that an engine computes at once (vLLM's)."""
     block_size: int = 32
@@ -370,7 +370,7 @@ class TasksetConfig:
     generate: str | None = None
     """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file (docs/own_experiments.md)."""
     seed: int = 7
-    """Of generated rows."""
+    """Seed of generated rows."""
     train_size: int = 20000
     """Generated training rows."""
     eval_size: int = 500
@@ -382,10 +382,10 @@ class TasksetConfig:
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
     unjudgeable: Literal["refuse", "drop"] = "refuse"
-    """What becomes of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused with the
+    """Treatment of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused with the
     first of them, or they are left out and counted."""
     multiple_choice: Literal["keep", "drop"] = "keep"
-    """Whether tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops them)."""
+    """True if tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops them)."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the model's chat template for every row, e.g. {enable_thinking: false}; a row's own go before them."""
     date: str | None = None

@@ -31,12 +31,12 @@ from megarl.schema import Experience, WeightsVersion
 
 MESSAGES = 5
 LARGEST_SCORE = 1e30
-"""Of a verdict: advantages are float32, whose largest number is 3.4e38."""
+"""Bound of a verdict's score: advantages are float32, whose largest number is 3.4e38."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What became of a rollout's groups. A group is dropped whole: the others' statistics stay what they are."""
+    """Counts of a rollout's groups, kept and dropped. A group is dropped whole: the others' statistics stay what they are."""
 
     groups: int
     dropped: dict[str, int]
@@ -44,14 +44,14 @@ class Report:
     statuses: dict[str, int]
     """Verdict status -> number of samples, before anything is dropped. Greedy answers are not counted."""
     messages: tuple[str, ...]
-    """What went wrong: the first few different texts, each with its first group and how many groups more it befell."""
+    """Reasons: the first few different texts, each with its first group and how many groups more it befell."""
 
     @property
     def kept(self) -> int:
         return self.groups - sum(self.dropped.values())
 
     def __add__(self, other: Report) -> Report:
-        """Of two rollouts together."""
+        """Add the counts of two rollouts."""
         return Report(
             self.groups + other.groups,
             dict(Counter(self.dropped) + Counter(other.dropped)),

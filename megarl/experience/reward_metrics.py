@@ -1,4 +1,4 @@
-"""What a step's rewards were made of, and what each verifier took for them."""
+"""Metrics of a step's rewards: their parts, and the time of each verifier."""
 
 from __future__ import annotations
 

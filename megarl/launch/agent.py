@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 CONNECT_EVERY_S = 0.5
 WATCH_S = 0.1
 LOST_GRACE_S = 5.0
-"""How long processes get to end when the head is gone: their job cannot go on without it."""
+"""Seconds that processes get to end when the head is gone: their job cannot go on without it."""
 
 
 def serve(allocation: Allocation, config: Config, key: str) -> int:
@@ -57,7 +57,7 @@ def serve(allocation: Allocation, config: Config, key: str) -> int:
 
 
 def _beat_s(config: Config) -> float:
-    """How often the head hears of this node, and of how its processes move."""
+    """Seconds between two heartbeats of this node and its processes to the head."""
     return min(config.cluster.heartbeat_s / 4, max(1.0, config.cluster.stall_s / 5))
 
 

@@ -15,10 +15,10 @@ from megarl.rewards.host import MIN_KEY
 from megarl.rollout.auth import KEY_VARIABLE
 
 Role = Literal["all", "trainer", "rollout"]
-"""What may run on a node; ``all`` unless the job has parts (a heterogeneous Slurm job)."""
+"""Processes that may run on a node; ``all`` unless the job has parts (a heterogeneous Slurm job)."""
 
 LOWEST_PORT, PORTS = 20000, 12000
-"""Of the head, where MEGARL_HEAD_PORT does not say it: below the ports of outgoing connections."""
+"""Ports of the head, where MEGARL_HEAD_PORT is not set: below the ports of outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Allocation:
     """The job's nodes as one of its supervisors sees them."""
 
     rank: int = 0
-    """Of this node; 0 is the head."""
+    """Rank of this node; 0 is the head."""
     nodes: int = 1
     head: str = "127.0.0.1"
     """Address of node 0, where its supervisor listens for the others."""
     port: int = 0
     name: str = ""
-    """What the launcher calls this node."""
+    """Name that the launcher gives this node."""
     role: Role = "all"
     launcher: Literal["local", "slurm", "torchrun"] = "local"
 

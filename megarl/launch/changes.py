@@ -40,7 +40,7 @@ class Change(NamedTuple):
     new: Any
 
     def trains(self) -> bool:
-        """Whether it may change what a run learns, verdicts included, so that it must be confirmed."""
+        """Return True if it may change what a run learns, verdicts included, so that it must be confirmed."""
         if self.setting == "reward.judge.url":
             return not {None, JUDGE_IS_ROLLOUT}.isdisjoint((self.old, self.new))  # else the same judge at another address
         return not is_in(self.setting, FREE)
@@ -79,7 +79,7 @@ def is_in(setting: str, names: Iterable[str]) -> bool:
 
 
 def changes_since_last_start(config: Config, run_dir: Path) -> list[Change]:
-    """What differs from the settings of the run's last start and matters; [] when it never started.
+    """Differences that matter from the settings of the run's last start; [] when it never started.
 
     Raises:
         ConfigError: ``resolved.json`` cannot be read.
@@ -92,5 +92,5 @@ def changes_since_last_start(config: Config, run_dir: Path) -> list[Change]:
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Whether a run in this directory has anything to lose: a finished checkpoint, of its warm start too."""
+    """Return True if a run in this directory has anything to lose: a finished checkpoint, of its warm start too."""
     return any((run_dir / "checkpoints").rglob("state.json"))

@@ -13,7 +13,7 @@ from megarl.errors import JobError
 
 MAX_LINE_BYTES = 2**24
 GREETING_BYTES = 2**12
-"""Of a line of the greeting: an unauthenticated peer can make this process keep no more."""
+"""Limit of a line of the greeting: an unauthenticated peer can make this process keep no more."""
 GREETING_S = 10.0
 
 
@@ -39,7 +39,7 @@ class Channel:
 
     @property
     def own_address(self) -> str:
-        """Of this machine, as the other side sees it."""
+        """Address of this machine, as the other side sees it."""
         return str(self._socket.getsockname()[0])
 
     def send(self, **message: Any) -> None:

@@ -106,7 +106,7 @@ def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]
 
 
 def check_sizes(config: Config) -> None:
-    """What ``check`` says of the sizes of grids and engines, where all else has been checked before. Raises as it does."""
+    """Check the sizes of grids and engines, where all else has been checked before. Raises as it does."""
     check_roles(config, roles_of(config, algorithms.get(config.algorithm.name)))
     _check_models(config, read_hf_config(Path(config.model.path)))
 

@@ -1,4 +1,4 @@
-"""What a node's GPUs and fabric say of themselves (nvidia-smi, /sys/class/infiniband), and what of it is a fault.
+"""State of a node's GPUs and fabric (nvidia-smi, /sys/class/infiniband), and the faults in it.
 
 Written from documentation; never run on a machine that has them.
 """
@@ -22,7 +22,7 @@ QUERY = (
 )  # fmt: skip
 """Fields of ``nvidia-smi --help-query-gpu``; those that a driver does not know are left out."""
 SAME = {"name": "", "memory.total": " MiB", "clocks.max.sm": " MHz"}
-"""What GPUs of a job have in common -> its unit."""
+"""Properties that GPUs of a job share -> their units."""
 HARDWARE_SLOWDOWN = {0x8: "HW slowdown", 0x40: "HW thermal slowdown", 0x80: "HW power brake"}
 """Bits of nvml.h's nvmlClocksThrottleReason… that halve the clocks or worse. Idle, power caps and set clocks are everyday matters."""
 UNKNOWN_FIELD = re.compile(r'Field "([\w.]+)" is not a valid field')
@@ -80,7 +80,7 @@ def fabric(folder: Path = INFINIBAND) -> dict[str, str]:
 
 
 def faults(devices: Sequence[Mapping[str, str]]) -> list[str]:
-    """What is wrong with a node's GPUs by themselves."""
+    """Faults of a node's GPUs by themselves."""
     found = []
     for number, gpu in enumerate(devices):
         errors = gpu.get("ecc.errors.uncorrected.volatile.total", "0")
@@ -107,7 +107,7 @@ Devices = tuple[Sequence[Mapping[str, str]], Mapping[str, str]]
 
 
 def differences(head: str, first: Devices, other: Devices) -> list[str]:
-    """How a node's GPUs and ports differ from the head's; where their numbers do, that is said elsewhere."""
+    """Differences of a node's GPUs and ports from the head's; different numbers of them are reported elsewhere."""
     found = []
     for (number, mine), theirs in zip(enumerate(first[0]), other[0], strict=False):
         found += [

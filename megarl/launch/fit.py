@@ -1,4 +1,4 @@
-"""What of a job fits on the nodes that are left. Spares take the places of lost nodes; where there is none, the job goes on with
+"""Reduction of a job to the nodes that are left. Spares take the places of lost nodes; where there is none, the job goes on with
 fewer data-parallel ranks and engines, on what the nodes had room for from the start. A pure function.
 """
 
@@ -24,7 +24,7 @@ class Fit(NamedTuple):
     nodes: tuple[Place, ...]
     """That get something to do; spares stand by."""
     trainers: int
-    """How many of them have trainer ranks: the first ones that may."""
+    """Number of nodes that have trainer ranks: the first ones that may."""
 
 
 class Change(NamedTuple):
@@ -79,7 +79,7 @@ def fit(config: Config, allocated: Sequence[Place], left: Sequence[Place], usabl
 
 
 def planned(config: Config, nodes: Sequence[Place]) -> str:
-    """What would run where, a line for each node. Raises ConfigError where the whole job does not fit them."""
+    """Describe what would run where, a line for each node. Raises ConfigError where the whole job does not fit them."""
     fitted = fit(config, nodes, nodes, lambda smaller: None)
     return table(place(fitted.config, fitted.nodes, trainers=fitted.trainers), nodes)
 

@@ -24,9 +24,9 @@ from megarl.rollout.engine import group_members, kill_group, shared_memory
 log = logging.getLogger(__name__)
 
 END_S = 10.0
-"""How long a guard may take to end that has nothing to wait for."""
+"""Seconds that a guard with nothing to wait for may take to end."""
 AGAIN_S = 5.0
-"""How often another one is started at most."""
+"""Least seconds between two starts of a guard."""
 
 
 class Guard:
@@ -42,7 +42,7 @@ class Guard:
         self._lock = lock
         self._alone_s = alone_s
         self._groups: dict[int, Path | None] = {}
-        """What is to be ended, and the folder to be removed with it."""
+        """Process groups to end, and the folder to remove with each."""
         self._telling = threading.Lock()
         self._leaving = threading.Event()
         self._process = self._start()

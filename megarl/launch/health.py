@@ -1,4 +1,4 @@
-"""What every node says of itself before a job starts, and whether the nodes fit together. No process is launched on a bad one."""
+"""Health of every node before a job starts, and agreement between nodes. No process is launched on a bad one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Facts:
     clock: float
     """Unix seconds, when this was sent."""
     devices: list[dict[str, str]] = field(default_factory=list)
-    """Of each GPU what ``devices.gpus`` says."""
+    """Properties of each GPU (``devices.gpus``)."""
     fabric: dict[str, str] = field(default_factory=dict)
     """Port of the fabric -> its state and rate, as ``devices.fabric`` says."""
 
@@ -73,7 +73,7 @@ def _versions() -> dict[str, str]:
 
 
 def faults(head: Facts, others: Sequence[tuple[Facts, float]], config: Config) -> dict[str, list[str]]:
-    """What is wrong with each node: name -> reasons; nodes that are well are left out.
+    """Faults of each node: name -> reasons; nodes that are well are left out.
 
     Args:
         others: Facts, and the head's clock when they arrived.

@@ -35,7 +35,7 @@ class Interrupt:
 
 
 INTERRUPT = Interrupt()
-"""Of this process."""
+"""The interrupt of this process."""
 
 
 class StopRequest:

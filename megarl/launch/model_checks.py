@@ -25,9 +25,9 @@ ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 ENGINE_LATENT = (512, 64)
 """kv_lora_rank and qk_rope_head_dim that v1/attention/backends/mla/cpu_mla.py has a kernel for."""
 ENGINE_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""What DeepSeek-V3 does and vLLM's models/deepseek_v2.py does only when it is told to."""
+"""Settings of DeepSeek-V3 that vLLM's models/deepseek_v2.py follows only when they are written down."""
 ENGINE_EXPERT_UNIT = 32
-"""Of layers/fused_moe/experts/cpu_moe.py."""
+"""Unit of experts in layers/fused_moe/experts/cpu_moe.py."""
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, head: Head = "lm") -> None:
@@ -66,7 +66,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
 
 
 def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """What ``model.router`` sets, the model has. Raises ConfigError."""
+    """Check that the model has what ``model.router`` sets. Raises ConfigError."""
     arch, router = architecture(hf_config), config.model.router
     for name, value in asdict(router).items():
         if value and not arch.sizes(hf_config).experts:

@@ -27,7 +27,7 @@ from megarl.rollout.engine import group_members, own_folder, shared_memory
 
 T = TypeVar("T")
 GONE_S = 20.0
-"""How long a killed process is waited for: it gives back all its memory first."""
+"""Seconds for which a killed process is waited for: it gives back all its memory first."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Node(Protocol):
 
     @property
     def gpus(self) -> int:
-        """How many it has for the job."""
+        """Number of GPUs that it has for the job."""
 
     def start(self, spec: Spec) -> Process:
         """Raises JobError. An engine gets a temporary folder of its own, which ends with it."""
@@ -97,7 +97,7 @@ class Node(Protocol):
         """Why nothing more can be started here; None while it can."""
 
     def accounts(self, names: Sequence[str]) -> dict[str, Account]:
-        """What processes do now, by name, with their stacks; takes seconds. Those of a lost node are left out."""
+        """State of the processes now, by name, with their stacks; takes seconds. Those of a lost node are left out."""
 
 
 class Started(NamedTuple):
@@ -106,7 +106,7 @@ class Started(NamedTuple):
     process: Process
     node: Node
     spec: Spec | None = None
-    """What it is started again by; without one it cannot be."""
+    """Command and environment for another start; without one there is none."""
 
 
 def on_every_node(started: Sequence[Started], action: Callable[[Node, list[str]], T]) -> list[T]:
@@ -130,7 +130,7 @@ class LocalNode:
     interface: str = ""
     role: Role = "all"
     run_dir: Path | None = None
-    """What temporary folders are marked with."""
+    """Run directory with which temporary folders are marked."""
     first_port: int | None = None
     """Ports from here on, where the setting gives one."""
     visible: Sequence[str] = field(default_factory=devices.visible)

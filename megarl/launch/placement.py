@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """What a placement knows of a node."""
+    """A node as a placement sees it."""
 
     rank: int
     name: str
@@ -42,10 +42,10 @@ class Placement:
     reward_hosts: tuple[int, ...]
     """Nodes that have reward workers beside those of the explorer's."""
     workers: int = 0
-    """Of an engine on each of its nodes."""
+    """Workers of an engine on each of its nodes."""
 
     def local_rank(self, rank: int) -> int:
-        """Of a trainer rank among those of its node."""
+        """Number of a trainer rank among those of its node."""
         return self.trainer[:rank].count(self.trainer[rank])
 
     def trainer_gpus(self, node: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ LOWEST, LARGEST = 20000, 32000
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now; port 0 asks whether it could on any port."""
+    """Return True if a server could listen there now; port 0 asks whether it could on any port."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -47,7 +47,7 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def needed(replicas: int) -> int:
-    """How many ports a job takes: the trainer ranks' rendezvous, the weight link, one for each engine."""
+    """Number of ports of a job: the trainer ranks' rendezvous, the weight link, one for each engine."""
     return 2 + replicas
 
 

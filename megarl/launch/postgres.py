@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 DEBIAN = Path("/usr/lib/postgresql")
 NAME = "megarl"
-"""Of role and database."""
+"""Name of role and database."""
 ADDRESS = "address"
 """File with HOST:PORT of the server that was started last."""
 SETTINGS = {
@@ -50,7 +50,7 @@ SETTINGS = {
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
 """Variables that PostgreSQL's processes inherit."""
 START_S = 300.0
-"""How long a server may take to recover what a killed one left, and each program that prepares its data."""
+"""Seconds that a server may take to recover after a killed one, and each program that prepares its data."""
 LOCK_S = 60.0
 STOP_S = 60.0
 TAIL_LINES = 15
@@ -344,7 +344,7 @@ def _version(folder: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What PostgreSQL needs of ours: no key of the job or of its user."""
+    """Part of our environment that PostgreSQL needs: no key of the job or of its user."""
     return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | {"LC_ALL": "C"}
 
 

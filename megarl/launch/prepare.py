@@ -108,7 +108,7 @@ def prepare_model(config: Config) -> None:
 
 
 def needs_model(config: Config) -> bool:
-    """Whether ``model.path`` is to be made: it is missing, or was made with other settings.
+    """Return True if ``model.path`` is to be made: it is missing, or was made with other settings.
 
     Raises ConfigError as ``prepare_model``.
     """
@@ -211,7 +211,7 @@ def _model_recipe(config: Config, corpus: list[str]) -> dict[str, Any]:
 
 
 def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> None:
-    """What was made with other settings may be made anew while nothing depends on it.
+    """Refuse to replace generated files on which a run depends.
 
     Raises:
         ConfigError: a run has begun with it, or it lies outside the run's directory.

@@ -1,4 +1,4 @@
-"""Whether an engine lives, asked by its node's supervisor: its core answers between two steps, and none of its processes is stopped.
+"""Liveness probe of an engine, by its node's supervisor: its core answers between two steps, and none of its processes is stopped.
 
 vLLM's ``/health`` is answered by the server alone, also when the core waits for ever for a worker. The core's answer may take as long as
 a step of it does.
@@ -31,7 +31,7 @@ class Probe:
 
     def __init__(self, url: str, key: str, group: int, alive: Callable[[], bool]) -> None:
         self.count = 0
-        """How often all was well."""
+        """Number of probes that found all well."""
         self._url = url
         self._engine = EngineControl(url, key) if url else None
         self._group = group

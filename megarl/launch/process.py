@@ -51,7 +51,7 @@ class Child:
         """Its temporary one, to be removed when it is gone."""
         self.memory = pulse.Memory()
         self.probe: Probe | None = None
-        """Of an engine, which marks nothing by itself."""
+        """Probe of an engine, which has no heartbeat of its own."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._start = output.tell()

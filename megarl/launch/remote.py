@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.5
 """Seconds between two looks at a request to stop, while nodes are awaited."""
 LATE_S = 20.0
-"""How long a head that ends early waits for the other supervisors, to tell them."""
+"""Seconds that a head that ends early waits for the other supervisors, to tell them."""
 END_S = 10.0
-"""How long the head waits for the other supervisors to be gone."""
+"""Seconds that the head waits for the other supervisors to be gone."""
 ACCOUNTS_S = 10.0
-"""How long a node may take to tell what its processes do, beyond what they take to say it."""
+"""Seconds that a node may take to report the state of its processes, beyond the time of the processes."""
 ACCEPT_AGAIN_S = 1.0
 """Pause after a connection that could not be accepted."""
 STARTED_S = 60.0
-"""How long a node may take to start a process, or to find free ports."""
+"""Seconds that a node may take to start a process, or to find free ports."""
 
 
 class RemoteProcess:
@@ -171,7 +171,7 @@ class RemoteNode:
         return fault
 
     def is_there(self) -> bool:
-        """Whether it answers; a node that is cut off is silent for ``cluster.heartbeat_s`` before it counts as lost."""
+        """Return True if it answers; a node that is cut off is silent for ``cluster.heartbeat_s`` before it counts as lost."""
         with suppress(JobError):
             self._ask(2 * self._channel.silence_s, do="ports", count=0)
         return self.fault() is None

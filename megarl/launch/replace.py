@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 SETTLE_S = 0.5
 """A peer often fails because another died first: the first cause gets a moment to show."""
 LOOK_S = 1.0
-"""How often it is looked whether servers listen."""
+"""Seconds between two checks that servers listen."""
 CONNECT_S = 0.3
 LOOK_AGAIN_S = 0.05
 CLOSED_S = 5.0
-"""How long a server may live on that listens no more: vLLM's waits for ever for its last answers when a worker has died."""
+"""Seconds that a server may live on that listens no more: vLLM's waits forever for its last answers when a worker has died."""
 SERVERS = frozenset({ProcessKind.ENGINE, ProcessKind.REWARD_HOST})
 """Kinds that never end by themselves."""
 FREE_S = 10.0
-"""How long a port may be held by what a dead server has left, before its successor is given up."""
+"""Seconds that children of a dead server may hold its port, before its successor is given up."""
 
 
 class Replacements:
@@ -50,7 +50,7 @@ class Replacements:
         """Why what is dead was not replaced, where it could have been."""
 
     def replace_dead(self) -> bool:
-        """Whether all that had died was replaced, what dies meanwhile left to the next call. Raises JobError when one cannot be started again."""
+        """Return True if all that had died was replaced, what dies meanwhile left to the next call. Raises JobError when one cannot be started again."""
         self._look()
         if not self._dead():
             return True

@@ -1,4 +1,4 @@
-"""What a run directory holds when a job starts in it again: is it sound, finished, and of these settings?"""
+"""Checks of a run directory in which a job starts again: sound, finished, and of these settings."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from megarl.store.database import is_pending, shown
 log = logging.getLogger(__name__)
 
 SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in ROLES))
-"""What an attempt on fewer nodes has less of (``launch/fit.py``): no other settings."""
+"""Settings that an attempt on fewer nodes may lower (``launch/fit.py``)."""
 FIXED = ("model", "taskset")
 """Groups of settings that a run keeps; see also ``_needs_another_past``."""
 
 
 def is_finished(config: Config, run_dir: Path) -> bool:
-    """Whether all that these settings ask for is done."""
+    """Return True if all that these settings ask for is done."""
     found = latest(run_dir / "checkpoints")
     if found is None or not (run_dir / "hf" / "config.json").is_file():
         return False
@@ -96,7 +96,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
 
 
 def _needs_another_past(change: Change) -> bool:
-    """Whether the run's checkpoints lack what the new value would go on from."""
+    """Return True if the run's checkpoints lack what the new value would go on from."""
     if change.setting == "reference.refresh":
         # The reference of the last refresh is in the checkpoints only where a number of steps was set; that of step 0 is out of date.
         return change.new != "every_iteration" and not (isinstance(change.old, int) and isinstance(change.new, int))

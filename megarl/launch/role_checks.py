@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def check_role_settings(config: Config, algorithm: Algorithm) -> None:
-    """What can be said before there is a model: a setting that would do nothing here, or cannot.
+    """Check role settings that need no model: refuse one that would have no effect, or cannot work.
 
     Raises:
         ConfigError: naming setting, value and mend.

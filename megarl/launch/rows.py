@@ -14,7 +14,7 @@ SPLITS = ("train", "eval")
 
 
 def needs_expert_rows(config: Config) -> bool:
-    """Whether the algorithm trains on ``taskset.expert``.
+    """Return True if the algorithm trains on ``taskset.expert``.
 
     Raises:
         ConfigError: there is no such algorithm.
@@ -25,7 +25,7 @@ def needs_expert_rows(config: Config) -> bool:
 
 
 def kind_of_rows(config: Config) -> Kind:
-    """Of train and eval. Rows of warm_start and expert are demonstrations whatever the algorithm.
+    """Kind of the rows of train and eval. Rows of warm_start and expert are demonstrations whatever the algorithm.
 
     Raises:
         ConfigError: there is no such algorithm.

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 WAIT_S = 0.1
 ORPHANS_S = 40.0
-"""How long a start waits for the processes of a supervisor that was killed: longer than they take to end."""
+"""Seconds that a start waits for the processes of a supervisor that was killed: longer than they take to end."""
 DEAD = "0"
 """Number in /proc of a process that took a lock and is dead, as some pid namespaces show it."""
 
@@ -152,7 +152,7 @@ def _holder(text: str) -> tuple[str, str, str, str]:
 
 
 def _is_alive(pid: str, started: str) -> bool:
-    """Whether the process lives, and is no later one of the same number. ``started`` is empty in a lock of an older version."""
+    """Return True if the process lives, and is no later one of the same number. ``started`` is empty in a lock of an older version."""
     if not (pid.isascii() and pid.isdecimal()) or (started and str(start_ticks(int(pid))) != started):
         return False
     try:

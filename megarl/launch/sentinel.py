@@ -35,7 +35,7 @@ class _Seen:
 
 
 class Sentinel:
-    """Of one attempt. ``logs`` is where stacks are written: ``stall_<k>.txt``.
+    """Watchdog of one attempt. ``logs`` is where stacks are written: ``stall_<k>.txt``.
 
     Trainer ranks wait for each other, so they stall together: while any of them moves, all are left alone, unless one is stopped by a
     signal. A process of another kind is ended when it is silent by itself.
@@ -50,7 +50,7 @@ class Sentinel:
         self._seen: dict[Process, _Seen] = {}
         self._work = -1
         self._idle_s = 0.0
-        """How long the trainer has waited for an explorer that had no sample end, and whose engines generated nothing."""
+        """Seconds that the trainer has waited for an explorer without a finished sample, whose engines generated nothing."""
 
     def look(self, started: Sequence[Started]) -> None:
         """Call often; at most once a second it costs something.
@@ -84,7 +84,7 @@ class Sentinel:
             self._give_up(idle, alive)
 
     def _pace(self, process: Process, sign: Sign, syncing: bool) -> float:
-        """How much of a process's patience a second takes: an engine may not answer while its workers take weights."""
+        """Share of a process's timeout that a second uses up: an engine may not answer while its workers take weights."""
         if not syncing or kind_of(process.name) is not ProcessKind.ENGINE or sign.state == STOPPED:
             return 1.0
         return self._stall_s / max(self._stall_s, self._config.sync.timeout_s)
@@ -109,7 +109,7 @@ class Sentinel:
         return bool(trainers) and (late.issuperset(trainers) or any(p in late and self._is_stopped(p) for p in trainers))
 
     def _idle(self, passed: float) -> str | None:
-        """What is to be said when a rollout has stood still for too long."""
+        """Report of a rollout that has stood still for too long."""
         waiting = any(s.sign.phase in WAITING for p, s in self._seen.items() if p.name == ProcessKind.TRAINER.named(0))
         explorers = [s.sign for p, s in self._seen.items() if kind_of(p.name) is ProcessKind.EXPLORER]
         work = sum(sign.work for sign in explorers)
@@ -166,6 +166,6 @@ class Sentinel:
 
 
 def _accounts(alive: Sequence[Started]) -> dict[str, Account]:
-    """Of all processes, by name; on every node at once."""
+    """Accounts of all processes, by name; on every node at once."""
     found = on_every_node(alive, lambda node, names: node.accounts(names))
     return {name: account for node in found for name, account in node.items()}

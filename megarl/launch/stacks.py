@@ -1,4 +1,4 @@
-"""What a process does that does not move: its state, its stacks, and which collective of torch.distributed it is in."""
+"""State of a process that makes no progress: its stacks, and the collective of torch.distributed it is in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATES = {
 }  # fmt: skip
 """Linux' letters."""
 ANSWER_S = 2.0
-"""How long processes get to write their stacks."""
+"""Seconds that processes get to write their stacks."""
 _QUIET_S = 0.2
 """Stacks that have not grown for so long are whole."""
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -36,23 +36,23 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 
 class Sign(NamedTuple):
-    """What a process shows of itself; travels between supervisors as a list."""
+    """Heartbeat of a process; travels between supervisors as a list."""
 
     marks: int
-    """Of progress so far."""
+    """Marks of progress so far."""
     work: int
     """Samples that ended or were scored so far, of an explorer."""
     step: int
     """From 1; 0 outside of steps."""
     patience_s: float
-    """How long its phase may well be silent."""
+    """Seconds that its phase may be silent."""
     phase: str
     state: str
     """Linux' letter of its state."""
 
 
 class Account(NamedTuple):
-    """Of one process, by its node; travels between supervisors as a list."""
+    """Account of one process, by its node; travels between supervisors as a list."""
 
     state: str
     """Linux' letter; that of a stopped member of its group before its own."""
@@ -112,7 +112,7 @@ def group_state(pid: int) -> str:
 
 
 def ask(processes: Mapping[str, tuple[int, pulse.Memory]], patience_s: float = ANSWER_S) -> dict[str, Account]:
-    """What each of them does now: (process id, memory) by name. Takes up to ``patience_s``."""
+    """Ask each process for its state now: (process id, memory) by name. Takes up to ``patience_s``."""
     before = {name: memory.size() for name, (_, memory) in processes.items()}
     asked = set()
     for name, (pid, _) in processes.items():
@@ -135,7 +135,7 @@ def ask(processes: Mapping[str, tuple[int, pulse.Memory]], patience_s: float = A
 
 
 def _listens(pid: int) -> bool:
-    """Whether it has a handler: without one the signal would end it."""
+    """Return True if it has a handler: without one the signal would end it."""
     with suppress(OSError):
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return caught is not None and bool(int(caught[1], 16) >> (pulse.ASK - 1) & 1)
@@ -161,7 +161,7 @@ def threads(text: str) -> dict[int, list[Frame]]:
 
 
 def place_of(account: Account) -> Place:
-    """Of the main thread; of another one that is in a collective where the main thread is not, as autograd's threads of a GPU are."""
+    """Place of the main thread; or of another one that is in a collective where the main thread is not, as autograd's threads of a GPU are."""
     found = threads(account.stacks)
     main = account.thread if account.thread in found else next(reversed(found), 0)  # the oldest is written last
     places = [_place(found.pop(main, [])), *(_place(frames) for frames in found.values())]

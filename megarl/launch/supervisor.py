@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 FENCE_S = 1.0
-"""How often an attempt looks whether a later one has begun."""
+"""Seconds between two checks for a later attempt."""
 ENGINES_SHARE = 0.25
 """Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save then."""
 STOP_S = 10.0
-"""How long processes get to end after SIGTERM once one of them has died."""
+"""Seconds that processes get to end after SIGTERM once one of them has died."""
 
 
 def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str, *, trainers: int | None = None) -> list[Started]:

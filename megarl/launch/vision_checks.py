@@ -12,11 +12,11 @@ from megarl.schema import Task
 from megarl.tasksets import place_of
 
 VISION_KEYS = ("vision_config", "vision_tower", "mm_vision_tower")
-"""Of config.json; a model that takes images has one of them."""
+"""Keys of config.json; a model that takes images has one of them."""
 
 
 def is_vision_model(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a model takes images, by its config.json."""
+    """Return True if a model takes images, by its config.json."""
     return any(hf_config.get(key) for key in VISION_KEYS)
 
 

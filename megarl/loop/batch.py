@@ -24,7 +24,7 @@ class StepBatch:
     experiences: list[Sample]
     """Without their arrays, which ``sequences`` holds."""
     sequences: Sequences
-    """Of the experiences, and of demonstrations after them."""
+    """Sequences of the experiences, then of demonstrations."""
     updates: list[list[list[int]]]
     """For each optimizer update the units that it trains on: numbers of sequences that go through the model together."""
 

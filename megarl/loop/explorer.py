@@ -45,20 +45,20 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 4.0
 """Waits before asking again for samples that an engine failed to give, each twice as long as the one before: it may be replaced meanwhile."""
 
 NEWS_S = 1.0
-"""How often it is looked whether scoring is worth a line on the terminal."""
+"""Seconds between two checks for a line about scoring on the terminal."""
 
 STOPPED = 128 + signal.SIGTERM
 """Exit status of an explorer that was told to stop before the job was closed."""
 
 
 class Engine(Protocol):
-    """What the explorer asks of ``rollout.client.EngineClient``."""
+    """Part of ``rollout.client.EngineClient``."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncGenerator[Completion, None]: ...
 
 
 class Scorer(Protocol):
-    """What the explorer asks of ``rewards.RewardPool``."""
+    """Part of ``rewards.RewardPool``."""
 
     async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict: ...
 

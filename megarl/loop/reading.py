@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 STOPPED = "stopped"
 Fault = str | tuple[type[MegarlError], str] | None
-"""What ended the reading: nothing, STOPPED, or (type, text) of an error."""
+"""Reason why reading ended: nothing, STOPPED, or (type, text) of an error."""
 
 
 class NodeReader:
@@ -46,7 +46,7 @@ class NodeReader:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank is its node's reader."""
+        """True if this rank is its node's reader."""
         return self._world == 1 or dist.get_rank() == self._reader
 
     def read(self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool] = lambda: False) -> list[T] | None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines, progress bars, metrics and the timeline."""
+"""Output of a run for people: lines, progress bars, metrics and the timeline."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ Wait = Callable[[str, str], bool]
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step is trained with, the same on every rank."""
+    """Groups that a step trains with, the same on every rank."""
 
     experiences: list[Experience]
     """Whole groups; their statistics come with the reward model's scores."""
     rollout_ids: tuple[str, ...]
     """All that the step asked for. A step belongs to its checkpoint with all of them: they carry its number in the store."""
     report: Report
-    """What became of the groups of all these rollouts, dynamic sampling aside."""
+    """Counts of the groups of all these rollouts, dynamic sampling aside."""
     metrics: dict[str, float]
 
 

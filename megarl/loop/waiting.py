@@ -16,9 +16,9 @@ from megarl.rollout.watch import EngineWatch
 from megarl.store import Store
 
 MEET_S = 30.0
-"""How often ranks meet while they wait: a rollout may take longer than a collective waits for its ranks."""
+"""Seconds between two collectives while ranks wait: a rollout may take longer than a collective waits for its ranks."""
 NEWS_S = 1.0
-"""How often the store is asked for news of the explorer."""
+"""Seconds between two reads of the explorer's news from the store."""
 SETTLE_S = 1.0
 """The same while a checkpoint is being written, which counts only when they have met."""
 

@@ -21,7 +21,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-"""What ``model.recompute`` says in Megatron's words."""
+"""Megatron's settings for each ``model.recompute``."""
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
 

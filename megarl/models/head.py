@@ -22,7 +22,7 @@ from megarl import ops
 
 @dataclass(frozen=True)
 class Request:
-    """What the head needs for the log-probs of one micro-batch."""
+    """Input of the head for the log-probs of one micro-batch."""
 
     targets: torch.Tensor
     """int64 [b, s]: the token that each position predicts; -100 leaves a position out (log-prob and entropy 0)."""

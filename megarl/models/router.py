@@ -33,12 +33,12 @@ from megarl.metrics import Sums
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """What an update's balance is averaged over."""
+    """Counts over which an update's balance is averaged."""
 
     sequences: int
-    """Of all data-parallel ranks."""
+    """Sum over all data-parallel ranks."""
     tokens: int
-    """Of all data-parallel ranks, without padding."""
+    """Sum over all data-parallel ranks, without padding."""
     most: int
     """Sequences of this rank's largest micro-batch."""
 

@@ -60,7 +60,7 @@ def discounted_returns(
 def discounted_returns_reference(
     rewards: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float, bootstrap: torch.Tensor
 ) -> torch.Tensor:
-    """What :func:`discounted_returns` computes, as a plain loop; float32 or float64."""
+    """Reference for :func:`discounted_returns`, a plain loop; float32 or float64."""
     _check_reference(rewards, rewards, cu_seqlens, bootstrap, gamma, 1.0)
     returns = torch.zeros_like(rewards, dtype=torch.float64)
     for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
@@ -111,7 +111,7 @@ def gae_reference(
     lam: float,
     bootstrap: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`gae` computes, as a plain loop; float32 or float64, as the result then is."""
+    """Reference for :func:`gae`, a plain loop; float32 or float64, as the result then is."""
     _check_reference(rewards, values, cu_seqlens, bootstrap, gamma, lam)
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     r, v = rewards.double(), values.double()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 REFERENCE = (torch.float32, torch.float64)
-"""What plain-torch twins take: float64 for exact values and gradient checks."""
+"""Dtypes of the plain-torch references: float64 for exact values and gradient checks."""
 
 def tensor(
     name: str,

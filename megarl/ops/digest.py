@@ -64,7 +64,7 @@ def digest(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch
 
 
 def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> int:
-    """What :func:`slice_digest` computes, in numpy, element by element."""
+    """Reference for :func:`slice_digest`, in numpy, element by element."""
     _check(x, start, shape)
     size = x.element_size()
     as_integers = x.detach().cpu().contiguous().view(_INTEGERS[size]).numpy()
@@ -83,7 +83,7 @@ def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequ
 
 
 def _row_major_steps(shape: Sequence[int]) -> list[int]:
-    """How far apart in the flat index neighbours along each dimension are."""
+    """Distance in the flat index of neighbours along each dimension."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 

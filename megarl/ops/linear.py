@@ -255,7 +255,7 @@ def linear_logprob_reference(
     temperature: float = 1.0,
     logits_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`linear_logprob` computes, in plain torch; ``logits_bytes`` is accepted and has no effect."""
+    """Reference for :func:`linear_logprob` in plain torch; ``logits_bytes`` is accepted and has no effect."""
     return logprob.vocab_parallel_logprob_reference(
         F.linear(hidden, weight), targets,
         group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature,

@@ -215,7 +215,7 @@ def vocab_parallel_logprob_reference(
     temperature: float = 1.0,
     inplace_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`vocab_parallel_logprob` computes, in plain torch, in float64 for float64 logits, else float32.
+    """Reference for :func:`vocab_parallel_logprob` in plain torch, in float64 for float64 logits, else float32.
 
     With a group the full logits are gathered; every rank must hold equally many columns. ``vocab_start`` must then be
     rank * V. ``inplace_backward`` is accepted and has no effect.
@@ -244,7 +244,7 @@ def _check_logits(logits: torch.Tensor) -> None:
 
 
 def _check_rows(logits: torch.Tensor, dtype: torch.dtype, *, targets: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """What the kernels read beside logits has as many rows, lies in one piece, and has the type that they take it for."""
+    """Check the kernels' inputs beside logits: number of rows, contiguity, dtype."""
     rows = logits.shape[0]
     checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(rows,), like=logits)
     for name, x in others.items():
@@ -309,7 +309,7 @@ def _check_shards(
 
 
 def check_targets(like: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float) -> None:
-    """What the rows of ``like`` [T, any] are asked: raises TypeError or ValueError naming the argument."""
+    """Check the targets for rows of ``like`` [T, any]: raises TypeError or ValueError naming the argument."""
     checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(like.shape[0],), like=like)
     if not isinstance(temperature, int | float | torch.SymFloat):
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")

@@ -40,11 +40,11 @@ class PolicySums(NamedTuple):
     entropy: torch.Tensor
     """0 without ``entropy``."""
     tokens: torch.Tensor
-    """How many were kept."""
+    """Number of tokens that were kept."""
     clipped: torch.Tensor
-    """How many have a surrogate that a clip bound decides."""
+    """Number of tokens whose surrogate a clip bound decides."""
     dual_clipped: torch.Tensor
-    """How many have one that ``dual_clip`` decides."""
+    """Number of tokens whose surrogate ``dual_clip`` decides."""
     old_minus_new: torch.Tensor
     """Σ(old_logp − logp): k1 of KL(old ‖ new)."""
     ratio: torch.Tensor
@@ -131,7 +131,7 @@ def policy_loss_reference(
     aggregation: Literal["sum", "seq_mean"] = "sum",
     scale: float = 1.0,
 ) -> PolicyLoss:
-    """What :func:`policy_loss` computes, from plain torch operations and autograd; float32 or float64."""
+    """Reference for :func:`policy_loss`, from plain torch operations and autograd; float32 or float64."""
     offsets = _check(
         logp, entropy, old_logp, advantages, cu_seqlens, mask, ref_logp, is_weight, importance, objective, kl, aggregation,
         clip_low, clip_high, dual_clip, kl_coef, entropy_coef, scale, dtypes=checks.REFERENCE,

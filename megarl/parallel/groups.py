@@ -46,7 +46,7 @@ class Position:
 
 
 def patience_s(stall_s: float) -> float:
-    """How long collectives wait for a rank: torch's usual time, and longer than the supervisor, who can say for which (``cluster.stall_s``)."""
+    """Seconds that collectives wait for a rank: torch's usual time, and longer than the supervisor, who can say for which (``cluster.stall_s``)."""
     return max(USUAL_S, 2 * stall_s)
 
 
@@ -160,7 +160,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class _State:
-    """What Megatron-Core keeps of one grid outside of objects."""
+    """Module state of Megatron-Core for one grid."""
 
     groups: dict[str, Any]
     """Globals of parallel_state."""
@@ -200,7 +200,7 @@ _HYBRID = "_HYBRID_DP_CP_GROUPS"
 _TRACKER = {"_CUDA_RNG_STATE_TRACKER": None, "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False}
 """Globals of tensor_parallel.random -> as they start."""
 _SHARED = {"_global_process_group_list"}
-"""What is not one grid's: the list of all groups that were ever made."""
+"""Attributes that belong to no single grid: the list of all groups that were ever made."""
 
 
 def _group_names() -> list[str]:

@@ -1,1 +1,1 @@
-"""What a person sees of a run: the report of a run directory, and what this machine has (``megarl doctor``)."""
+"""Report of a run directory, and of this machine (``megarl doctor``)."""

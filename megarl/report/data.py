@@ -1,4 +1,4 @@
-"""What a run directory holds, read into plain values for the report. What is missing is left empty and noted.
+"""Contents of a run directory, read into plain values for the report. Missing parts are left empty and noted.
 
 Reads ``resolved.json``, the store, ``timeline/*.jsonl`` and ``metrics.jsonl``; starts nothing, imports no torch.
 """
@@ -41,7 +41,7 @@ class Evaluation:
     mean_length: float | None
     """Tokens of a response."""
     loss: float | None = None
-    """Of an offline job, on the held-out rows."""
+    """Loss of an offline job on the held-out rows."""
     standard_error: float | None = None
     """Standard error of the accuracy, clustered by task."""
     samples: int = 1
@@ -88,7 +88,7 @@ class Run:
     samples: tuple[Sample, ...]
     timelines: Mapping[str, tuple[Phase, ...]]
     notes: tuple[str, ...]
-    """What could not be read, for the reader of the report."""
+    """Parts that could not be read."""
 
     def series(self, name: str) -> Series:
         """(step, value) of a metric, where it was recorded."""
@@ -111,7 +111,7 @@ class Run:
 
     @property
     def offline(self) -> bool:
-        """Whether it trains on rows of a file: then it has losses, no answers."""
+        """True if it trains on rows of a file: then it has losses, no answers."""
         return bool(self.losses)
 
     @property
@@ -244,7 +244,7 @@ def _store_url(config: Config, run_dir: Path) -> str | None:
 
 
 def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Experience]:
-    """Of an evaluation; none, and a note, where one is damaged: a start of the run does not look at answers of steps that are done."""
+    """Read the answers of an evaluation; none, and a note, where one is damaged: a start of the run does not look at answers of steps that are done."""
     try:
         return store.experiences(rollout_id)
     except StoreDamagedError as error:

@@ -21,10 +21,10 @@ GIB = 2**30
 MIN_MEMORY = 4 * GIB
 MIN_DISK = 2 * GIB
 MIN_SHM = 64 * 2**20
-"""What Docker gives a container; NCCL and vLLM's workers with tp > 1 exchange through /dev/shm."""
+"""Docker's default for a container; NCCL and vLLM's workers with tp > 1 exchange through /dev/shm."""
 ANSWER_S = 2.0
 CGROUP = Path("/sys/fs/cgroup")
-"""Of this process: a container sees its own here."""
+"""Control group of this process: a container sees its own here."""
 
 State = Literal["ok", "warn", "fail"]
 
@@ -34,7 +34,7 @@ class Check(NamedTuple):
     name: str
     found: str
     mend: str = ""
-    """What to do about it; empty when all is well."""
+    """Advice; empty when all is well."""
 
 
 def examine(host: str) -> tuple[str, bool]:
@@ -124,7 +124,7 @@ def devices() -> Iterator[Check]:
 
 
 def sandbox() -> Iterator[Check]:
-    """Whether the programs of code rewards can be run here: the sandbox's self-test."""
+    """Return True if the programs of code rewards can be run here: the sandbox's self-test."""
     from megarl.sandbox.proven import local_sandbox
 
     try:
@@ -206,7 +206,7 @@ def _enough(name: str, value: float, least: float, found: str, mend: str) -> Che
 
 
 def installed_version(name: str) -> str | None:
-    """Of a distribution; None where it is not installed."""
+    """Version of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -235,7 +235,7 @@ def _phase_table(run: Run) -> str:
 
 
 def _verifiers(run: Run) -> str:
-    """What each verifier was asked and took, over all steps, and the parts of the rewards."""
+    """Table of the calls and seconds of each verifier over all steps, and the parts of the rewards."""
     names = sorted({name for _, metrics in run.steps for name in metrics if name.startswith("reward/")})
     body: list[tuple[Any, ...]] = []
     for verifier in [name.split("/")[1] for name in names if name.endswith("/answers")]:

@@ -1,4 +1,4 @@
-"""What the report shows of a job without rollouts: loss, and how often the chosen answer is preferred, on held-out rows."""
+"""Report of a job without rollouts: loss, and how often the chosen answer is preferred, on held-out rows."""
 
 from __future__ import annotations
 

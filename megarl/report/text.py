@@ -72,7 +72,7 @@ def _with_error(share: float, error: float | None) -> str:
 
 
 def sampling(config: EvaluationConfig) -> str:
-    """How held-out tasks are answered, e.g. ``8 answers at temperature 0.6, top-p 0.95``."""
+    """Sampling of held-out tasks, e.g. ``8 answers at temperature 0.6, top-p 0.95``."""
     if not config.temperature:
         return "greedy"
     kept = (f", top-p {config.top_p:g}" if config.top_p < 1 else "") + (f", top-k {config.top_k}" if config.top_k else "")

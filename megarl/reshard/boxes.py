@@ -53,7 +53,7 @@ def at(start: Shape, extents: Shape) -> Box:
 
 
 def index_of(start: Shape, extents: Shape) -> tuple[int | slice, ...]:
-    """What to index a tensor with to get the view of shape ``extents`` at ``start``; leading single indices are dropped."""
+    """Index of a tensor that gives the view of shape ``extents`` at ``start``; leading single indices are dropped."""
     lead = len(start) - len(extents)
     return (*start[:lead], *(slice(s, s + n) for s, n in zip(start[lead:], extents, strict=True)))
 

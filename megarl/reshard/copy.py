@@ -19,7 +19,7 @@ from megarl.reshard.plan import ReshardPlan, build_plan
 from megarl.reshard.transport import GroupTransport
 
 HEADS = ("lm_head.weight", "score.weight")
-"""What a critic and an actor do not have in common."""
+"""Tensors that a critic and an actor do not share."""
 
 _FAILURE = "weights differ from those that they were copied from; do not use this model, start again from the newest checkpoint"
 

@@ -1,4 +1,4 @@
-"""How a fused tensor is cut into shares: what the ops and shards of ``megarl.architectures`` mean for each engine.
+"""Cuts of a fused tensor into shares: what the ops and shards of ``megarl.architectures`` mean for each engine.
 
 A share is described along the one axis that tensor parallelism cuts; everything else is whole.
 

@@ -98,13 +98,13 @@ class Bucket(NamedTuple):
 
 
 def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
-    """What a logical tensor travels and is digested in: its own dtype, or ``dtype``."""
+    """Dtype in which a logical tensor travels and is digested: its own dtype, or ``dtype``."""
     own = layout.dtype_of(tensor)
     return dtype if own is None else getattr(torch, own)  # type: ignore[no-any-return]
 
 
 def bytes_of(layout: Layout, dtype: torch.dtype) -> int:
-    """What all ranks of a layout hold together, each tensor in what it travels in."""
+    """Bytes of all ranks of a layout together, each tensor in the dtype in which it travels."""
     return sum(
         boxes.volume(piece.box) * len(ranks) * wire_dtype(layout, piece.tensor, dtype).itemsize
         for row in layout.rows
@@ -382,7 +382,7 @@ class _Incoming:
         arrival.release()
 
     def _message(self, bucket: Bucket, arrival: Arrival) -> torch.Tensor:
-        """Of the bucket and no other. Raises WeightSyncError."""
+        """Return the message of the bucket. Raises WeightSyncError."""
         try:
             message = arrival.wait()
         except RuntimeError as error:

@@ -148,7 +148,7 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) ->
 
 
 def shares_heads(kv_heads: int, ways: int) -> bool:
-    """Whether key/value heads (0: there are none of their own) can be dealt to ``ways`` ranks, or each to several of them."""
+    """Return True if key/value heads (0: there are none of their own) can be dealt to ``ways`` ranks, or each to several of them."""
     return not kv_heads or kv_heads % ways == 0 or ways % kv_heads == 0
 
 

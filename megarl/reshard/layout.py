@@ -85,11 +85,11 @@ class Row(NamedTuple):
     parts: tuple[str, ...]
     """Logical tensors, all of the same shape but for the cut axis."""
     shape: Shape
-    """Of the first part."""
+    """Shape of the first part."""
     axis: int
     """The cut one."""
     splits: tuple[Split, ...]
-    """Of each share."""
+    """Splits of each share."""
     owners: Owners
     stack: Shape = ()
     """Extents of leading axes of the local tensor (layers, experts) on every rank that holds it ..."""

@@ -202,7 +202,7 @@ def _dist_name(param: Param, transformer_impl: TransformerImpl, latent: bool) ->
 def vllm_layout(
     hf_config: HFConfig, tp: int, replicas: int = 1, *, pp: int = 1, expert_parallel: bool = False
 ) -> Layout:
-    """What each engine worker holds, under vLLM's parameter names; rank = tp_rank + tp * (pp_rank + pp * replica).
+    """Layout of the engines' workers, under vLLM's parameter names; rank = tp_rank + tp * (pp_rank + pp * replica).
 
     A tied model has ``lm_head.weight`` as a tensor of its own: on CPU it computes from its own packed copy.
     ``expert_parallel``: whole experts on each rank instead of a share of each. Raises ConfigError for a grid that does not

@@ -56,7 +56,7 @@ class _Want(NamedTuple):
 
 
 class _Wants(NamedTuple):
-    """What one kind of destination rank needs, in the order of its pieces."""
+    """Pieces that one kind of destination rank needs, in the order of its pieces."""
 
     wants: list[_Want]
     sets: list[tuple[int, ...]]
@@ -86,11 +86,11 @@ class ReshardPlan:
     # ------------------------------------------------------------------ moves
 
     def moves_to(self, dst: int) -> Iterator[Move]:
-        """What destination rank ``dst`` needs, in the order of its pieces."""
+        """Pieces that destination rank ``dst`` needs, in the order of its pieces."""
         yield from (_move(want, src, dst) for want, src in self._senders(dst, self._wants_of_kind(dst)))
 
     def moves_from(self, src: int) -> Iterator[Move]:
-        """What source rank ``src`` sends, by destination rank."""
+        """Pieces that source rank ``src`` sends, by destination rank."""
         mine = {piece.tensor for piece in self.source.pieces(src)}
         wants: dict[Kind, _Wants] = {}
         for dst in range(self.destination.num_ranks):

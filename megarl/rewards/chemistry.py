@@ -21,7 +21,7 @@ WORDS = frozenset(("He", "In", "As", "No", "Be", "At", "I", "Os", "La", "Po", "H
 SINGLE_CAPITALS = frozenset(["CO", "NO", "HF", "HI", "KI", "KF", "KOH", "CN", "OH", "HCN", "KCN", "CS", "BN", "HCO", "KBH", "NOF"])
 """Formulas of nothing but one-letter elements; other capitals are points, or abbreviations."""
 MOLECULES = frozenset(["H2", "N2", "O2", "F2", "I2", "O3", "S8", "P4", "C60"])
-"""Of one one-letter element; any other such is an indexed name."""
+"""Molecules of one one-letter element; any other such is an indexed name."""
 MAX_LENGTH = 200
 
 _SUPER = {sign: plain for sign, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True)}
@@ -167,7 +167,7 @@ def _term(match: re.Match[str], sign: str) -> Term | None:
 
 
 def _plain_charge(body: str, sign: str) -> tuple[str, str]:
-    """Of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is the charge of a single atom, or behind another digit."""
+    """Read the charge of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is the charge of a single atom, or behind another digit."""
     digits = re.search(r"\d*$", body)
     count = digits.group() if digits else ""
     single = re.fullmatch(r"[A-Z][a-z]?\d", body)
@@ -181,7 +181,7 @@ def _ordered(isotope: str) -> str:
 
 
 def _atoms(body: str) -> Counter[str] | None:
-    """How many of each element; None for what is none, counts of 0 or 1, and brackets that do not match."""
+    """Count each element; None for text that is no formula, counts of 0 or 1, and brackets that do not match."""
     stack: list[Counter[str]] = [Counter()]
     factor, at = 1, 0
     for match in _ATOM.finditer(body):

@@ -23,7 +23,7 @@ STDERR = 2
 END_S = 10.0
 """Longest wait for a killed process; one inside a system call of a broken disk or driver ends later, or never."""
 DRAIN_S = 0.1
-"""How long the last output of an ended process is read: what it forked may keep its socket open."""
+"""Seconds for which the last output of an ended process is read: what it forked may keep its socket open."""
 
 
 class RewardProcess:

@@ -32,7 +32,7 @@ NAMES = {
     "math": ("ceil", "comb", "floor", "gcd", "inf", "isqrt", "lcm", "sqrt"),
 }
 MODULES = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "sys")
-"""What LiveCodeBench's and verl's checkers import for a program. Here only what it seems to use, as each costs time."""
+"""Modules that LiveCodeBench's and verl's checkers import for a program. Here only those it seems to use, as each costs time."""
 WORD = re.compile(r"\b[A-Za-z_]\w*\b", re.ASCII)
 
 

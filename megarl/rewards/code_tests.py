@@ -39,7 +39,7 @@ class Cases:
 class Asserts:
     checks: Checks
     prompt: str = ""
-    """What HumanEval's completions go on from; empty where it is no Python."""
+    """Text that HumanEval's completions continue; empty where it is no Python."""
 
 
 def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases | Asserts:
@@ -167,7 +167,7 @@ READERS = {
 
 
 def _json(value: Any) -> Any:
-    """What a string says, if it is JSON."""
+    """Parse a string, if it is JSON."""
     if not isinstance(value, str):
         return value
     try:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MIN_KEY = 16
 GREETING_BYTES = 2**14
-"""Of the line with the proof: what an unauthenticated client can make this process keep."""
+"""Limit of the line with the proof: bytes that an unauthenticated client can make this process keep."""
 
 
 class RewardHost:

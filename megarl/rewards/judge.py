@@ -31,7 +31,7 @@ from megarl.rewards.math_extract import after_thinking
 
 KEY_VARIABLE = "MEGARL_JUDGE_KEY"
 ROLLOUT_MODEL = "policy"
-"""What ``rollout.engine`` serves its model as."""
+"""Name under which ``rollout.engine`` serves its model."""
 
 BACKOFF_S = 0.5
 """Before the first repetition, doubled for each further one, times 0.5 to 1.5 by chance."""
@@ -59,7 +59,7 @@ class _RequestFailed(RuntimeError):
         super().__init__(message)
         self.status = status
         self.wait_s = wait_s
-        """How long the server wants us to stay away; None where a repetition is useless."""
+        """Seconds until the server may be asked again; None where a repetition is useless."""
         self.away = away
         """One of the job's own engines is gone or has no weights yet: it is being replaced."""
 
@@ -298,7 +298,7 @@ def _check_settings(config: JudgeConfig) -> None:
 
 
 def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
-    """What can be known before launch, when rows go to the judge. Asks the server for its models; not the job's own engines.
+    """Check the judge before launch, when rows go to it. Asks the server for its models; not the job's own engines.
 
     Args:
         context_tokens: Longest prompt and response together of these engines.

@@ -67,6 +67,6 @@ class JudgementCache:
             log.warning("reward.judge.cache=%s cannot be written: %s", self._path, error)
 
     def close(self) -> None:
-        """What is under way is finished."""
+        """Finish the writes that are under way, then close."""
         self._thread.shutdown()
         self._connection.close()

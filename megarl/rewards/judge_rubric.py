@@ -1,4 +1,4 @@
-"""What a judge is told, and what its reply means. The answer that it judges is untrusted: it may try to give the verdict itself.
+"""Prompt of a judge, and the meaning of its reply. The answer that it judges is untrusted: it may try to give the verdict itself.
 
 Only the judge's own reply is read. What an answer can still do is to talk the judge round, or to be quoted by it; so it stands
 between two lines with a code that it cannot know, its control tokens are broken up, and its lines that look like a

@@ -62,7 +62,7 @@ def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 
 
 def is_multiple_choice(row: Mapping[str, Any]) -> bool:
-    """Whether a verl row asks for one or more of given options. For filters: Kimi k1.5 left such items out, R1 kept them.
+    """Return True if a verl row asks for one or more of given options. For filters: Kimi k1.5 left such items out, R1 kept them.
 
     By ``extra_info.type`` or ``options`` where a row has them, for any data source; otherwise by a ground truth that is
     a letter, or a prompt that lists options A, B and C. Never raises: a row that says nothing is none.
@@ -207,7 +207,7 @@ def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -
 
 
 def _judgement(response: str, pred: str) -> bool | None:
-    """Of the last line of a response without box or "answer is", or of a first word with its reason; else of the answer."""
+    """Read a judgement from the last line of a response without box or "answer is", or of a first word with its reason; else of the answer."""
     text = unmarked(response)
     for part in (text.rsplit("\n", 1)[-1], text) if text else ():
         said = k12_truth.truth(part)
@@ -243,7 +243,7 @@ def _any_short(golds: list[str], pred: str, convert: bool) -> bool:
 
 
 def _units_open(info: Mapping[str, Any]) -> bool:
-    """Whether an answer may be in another unit than the ground truth: the question, if the row has it, names none for it."""
+    """Return True if an answer may be in another unit than the ground truth: the question, if the row has it, names none for it."""
     question = info.get("question") or info.get("problem")
     return not (isinstance(question, str) and measures.asks_for_unit(question))
 

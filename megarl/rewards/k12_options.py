@@ -53,7 +53,7 @@ def _matching(text: str, options: Mapping[str, str]) -> set[str]:
 
 
 def _other_noun(option: str, text: str) -> bool:
-    """Whether two counts are of different things: ``two birds`` and ``two cats``."""
+    """Return True if two counts are of different things: ``two birds`` and ``two cats``."""
     found = _COUNTED.fullmatch(option.strip()), _COUNTED.fullmatch(_plain(text).rstrip("."))
     if not (found[0] and found[1]):
         return False
@@ -124,7 +124,7 @@ def _items(text: str, at: int, texts: Mapping[str, str]) -> Sequence[tuple[str, 
 
 
 def same_circled(wanted: Sequence[int], pred: str, options: Mapping[str, str]) -> bool:
-    """Whether a prediction names the circled numbers, by ``②``, ``2``, ``(2)`` or what they stand before."""
+    """Return True if a prediction names the circled numbers, by ``②``, ``2``, ``(2)`` or what they stand before."""
     if sequences.numbers(pred) is not None:
         return sequences.same_selection(wanted, pred)
     if options:

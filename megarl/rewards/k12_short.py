@@ -1,4 +1,4 @@
-"""Whether two short school answers are the same: words, formulas of chemistry, orders, relations, dates, measures, mathematics."""
+"""Comparison of two short school answers: words, formulas of chemistry, orders, relations, dates, measures, mathematics."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _CARRIED = re.compile(
     rf"(?:^|[,.;:(\"'。√×✓✗✔✘]|\s[-–—]+|\b(?:is|are|was|be|as|say|holds?|remains?|answer|hence|thus|therefore|so|statement|claim)\b|['’]s\b)\s*(?:{_SURE}\s+)*$"
     r"|(?:说法|结论|命题|题目?|话|句子?|推理|观点|表述|语句|叙述|描述|判断|[等式]式|定理|答案|计算|解法|论述|陈述|想法|看法|理解|选项|[这那此它其者都均全也就]|显然|当然|确实|的确|必然|一定|完全|绝对|肯定|十分|非常|[是为应选填算能]|认为|觉得|所以|因此|故|说|正确|对|错误?)\s*$"
 )
-"""What stands before a judgement, and its negations, of a sentence that makes one: "is", 说法; not "rarely", 部分."""
+"""Text before a judgement and its negations, in a sentence that makes one: "is", 说法; not "rarely", 部分."""
 _SETTLED = re.compile(
     r"\s*(?:$|[,.;:!)(\"'。\\√×✓✗✔✘—–]|-(?!ish|like)|(?:because|since|as|that|to\s+say|at\s+all|for\s+(?:all|any|every)|in\s+(?:all|every)|by|and|so|here|statement|claim|sentence|proposition|assertion|conclusion|judge?ment)\b"
     r"|[正错对]|了?的?(?:说法|表述|判断|命题|结论)?(?:的|了)?(?:$|[,.;:!。(]|因为|由于|理由))"
@@ -86,7 +86,7 @@ def truth(text: str) -> bool | None:
 
 
 def _predicates(text: str, strict: bool = False) -> set[bool | None]:
-    """What each "true" or "wrong" of a text says behind its negations; None for "not always wrong".
+    """Value of each "true" or "wrong" of a text after its negations; None for "not always wrong".
 
     ``strict``: None also for one that is hedged, or that no carrier of a judgement stands before.
     """
@@ -105,13 +105,13 @@ def _predicates(text: str, strict: bool = False) -> set[bool | None]:
 
 
 def _judges(before: str, at: int, after: str) -> bool:
-    """Whether a predicate between ``before`` and ``after``, with negations from ``at`` on, is a plain judgement."""
+    """Return True if a predicate between ``before`` and ``after``, with negations from ``at`` on, is a plain judgement."""
     carried = at < len(before) or _CARRIED.search(before)
     return bool(carried and _SETTLED.match(after)) and not _HEDGED.search(before)
 
 
 def _taken_back(reason: str, said: bool) -> bool:
-    """Whether what follows a judgement says the opposite of it; a reason may well speak of other things that are true or false."""
+    """Return True if what follows a judgement says the opposite of it; a reason may well speak of other things that are true or false."""
     if _opposite_clause(reason, said):
         return True
     claims = [match.group() for match in _CLAIM.finditer(reason) if not _CONDITION.search(reason[max(0, match.start() - 12) : match.end()])]

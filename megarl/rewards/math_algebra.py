@@ -28,11 +28,11 @@ _DERIVATIVE = re.compile(r"\\partial|\\d+ot(?![a-z])|\\prime|'|\\frac\s*\{\s*d\s
 """SymPy takes dx/dt for 0 where x is a symbol; differential equations are compared as text."""
 _POINTS = 4
 FAULTS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
-"""What SymPy raises on expressions that make no sense to it (SympifyError is a ValueError). They equal nothing."""
+"""Errors that SymPy raises on expressions that make no sense to it (SympifyError is a ValueError). They equal nothing."""
 
 
 def tractable(text: str) -> bool:
-    """Whether algebra on it stays small: no towers of powers, huge factorials, endless digits or deep nesting."""
+    """Return True if algebra on it stays small: no towers of powers, huge factorials, endless digits or deep nesting."""
     if len(text) > MAX_LENGTH or ":" in text or re.search(r"\d{60}", text):
         return False
     depth = deepest = 0
@@ -68,7 +68,7 @@ def unevaluated(gold: str, pred: str) -> bool:
 
 
 def has_angle(text: str) -> bool:
-    """Whether degrees in it are an angle of sin or cos, not a unit behind it."""
+    """Return True if degrees in it are an angle of sin or cos, not a unit behind it."""
     return bool(_TRIGONOMETRY.search(text))
 
 
@@ -106,7 +106,7 @@ def _with_constants(value: Any) -> Any:
 
 
 def same(gold: str, pred: str) -> bool:
-    """Whether two expressions are equal wherever they are tried, or math-verify proves that they are."""
+    """Return True if two expressions are equal wherever they are tried, or math-verify proves that they are."""
     if not (tractable(gold) and tractable(pred)) or _DERIVATIVE.search(gold + pred):
         return False
     try:
@@ -117,7 +117,7 @@ def same(gold: str, pred: str) -> bool:
 
 
 def same_number(number: Quantity, text: str) -> bool:
-    """Whether an expression has the value of a written number, which may be a decimal that rounds it."""
+    """Return True if an expression has the value of a written number, which may be a decimal that rounds it."""
     if not tractable(text):
         return False
     try:
@@ -184,7 +184,7 @@ def _number_at(expr: Any, point: dict[Any, Any]) -> Any:
 
 
 def _same_values(first: Any, second: Any) -> bool | None:
-    """Whether two expressions agree at every point where both have a value; None when too few points have one."""
+    """Return True if two expressions agree at every point where both have a value; None when too few points have one."""
     import sympy  # type: ignore[import-untyped]
 
     if not first.free_symbols and not second.free_symbols:
@@ -205,7 +205,7 @@ def _same_values(first: Any, second: Any) -> bool | None:
 
 
 def _proportional(left: Any, right: Any) -> bool:
-    """Whether two sides minus sides differ by a constant factor, so that the equations are the same."""
+    """Return True if two sides minus sides differ by a constant factor, so that the equations are the same."""
     if left.free_symbols != right.free_symbols:
         return False
     ratios = []

@@ -1,4 +1,4 @@
-"""Whether a predicted answer is the right one: structure first, then atoms as words, numbers, equations, expressions."""
+"""Comparison of a predicted answer with the right one: structure first, then atoms as words, numbers, equations, expressions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LETTERS = re.compile(r"\W*(?:[A-J]{1,4}\b\W*)+")
 
 
 def equal(gold: str, pred: str, question: str = "") -> bool:
-    """Whether ``pred`` is the answer ``gold``. Both as they were written; ``question`` is where an echo is looked for."""
+    """Return True if ``pred`` is the answer ``gold``. Both as they were written; ``question`` is where an echo is looked for."""
     if len(pred) > MAX_ANSWER and len(pred) > 2 * len(gold):
         return False
     first, second = clean(gold), clean(pred)
@@ -124,7 +124,7 @@ def _named(items: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _right_side(node: Node) -> Node:
-    """What ``(x, y) = (1, 2)`` or ``A = [0, 1]`` defines; any other node as it is."""
+    """Value that ``(x, y) = (1, 2)`` or ``A = [0, 1]`` defines; any other node as it is."""
     parts = _outer(node.text, _EQUALS) if node.kind in ("atom", "union") else []
     if len(parts) != 2 or not _TUPLE_NAME.fullmatch(parts[0]):
         return node
@@ -216,7 +216,7 @@ def _is_lhs(text: str) -> bool:
 
 
 def _agree(first: str, last: str, strict: bool = False) -> bool:
-    """Whether a chain's member is a constant of the same value, so that "3 = 5" hedges nothing. ``strict``: formulas too."""
+    """Return True if a chain's member is a constant of the same value, so that "3 = 5" hedges nothing. ``strict``: formulas too."""
     if squash(first) == squash(last):
         return True
     number, value = quantity(first), quantity(last)
@@ -245,7 +245,7 @@ def _close(exact: object, decimal: Quantity) -> bool:
 
 
 def _identity(chain: list[str]) -> bool:
-    """Whether ``(x+1)^2 = x^2+2x+1`` holds, so that its last member is its value."""
+    """Return True if ``(x+1)^2 = x^2+2x+1`` holds, so that its last member is its value."""
     return all(math_algebra.same(part, chain[-1]) for part in chain[:-1])
 
 

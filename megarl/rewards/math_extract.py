@@ -46,7 +46,7 @@ _AFFIRMED_QUESTION = re.compile(r"吗?\s*[?？]\s*(?:是的?|对的?|没错|正�
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last ``</think>``, up to a further thought; nothing when one was opened and none was closed."""
+    """Text after the last ``</think>``, up to a further thought; nothing when one was opened and none was closed."""
     _, closed, tail = text.rpartition("</think>")
     answer, opened, _ = tail.partition("<think>")
     return "" if opened and not closed else answer[-MAX_RESPONSE:]
@@ -143,7 +143,7 @@ def _loose(text: str) -> str:
 
 
 def _after_phrase(text: str) -> str | None:
-    """What follows "answer is" in the last sentence that says so; after its first, if the sentence says it twice."""
+    """Text after "answer is" in the last sentence that has it; after its first, if the sentence says it twice."""
     matches = list(_PHRASE.finditer(text))
     if not matches:
         return None
@@ -163,7 +163,7 @@ def _after_phrase(text: str) -> str | None:
 
 
 def _states(line: str, formula: str) -> bool:
-    """Whether a line states its one formula."""
+    """Return True if a line states its one formula."""
     before, _, after = _INLINE.sub("\0", line).partition("\0")
     return not _UNSURE.search(f"{before} {after}") and stated(before, after, equation="=" in formula)
 

@@ -1,4 +1,4 @@
-"""Whether a constant has been worked out, or is the task that gives it: ``17^1+23`` for 40, ``2 \\cdot 12\\pi`` for ``24\\pi``."""
+"""Test that a constant has been worked out, and is not the task that gives it: ``17^1+23`` for 40, ``2 \\cdot 12\\pi`` for ``24\\pi``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _coprime(bases: list[int]) -> bool:
 
 
 def stands_for(number: Quantity, text: str) -> bool:
-    """Whether an expression may stand for a written number: a closed form of it, or, for a decimal, an irrational that is worked out."""
+    """Return True if an expression may stand for a written number: a closed form of it, or, for a decimal, an irrational that is worked out."""
     if closed_number(text):
         return True
     if number.places is None or not worked_out(text):
@@ -70,7 +70,7 @@ def stands_for(number: Quantity, text: str) -> bool:
 
 
 def worked_out(text: str) -> bool:
-    """Whether nothing in a constant is left to add, multiply or evaluate. True of everything with variables, and of what is none."""
+    """Return True if nothing in a constant is left to add, multiply or evaluate. True of everything with variables, and of what is none."""
     if not math_algebra.tractable(text):
         return True
     if _BINOMIAL.search(text):
@@ -105,7 +105,7 @@ def _worked(value: Any) -> bool:
 
 
 def _terms(value: Any) -> Iterator[Any]:
-    """Of sums in sums, and in -(…) and 2(…)."""
+    """Terms of sums in sums, and in -(…) and 2(…)."""
     if value.is_Add:
         for term in value.args:
             yield from _terms(term)
@@ -116,7 +116,7 @@ def _terms(value: Any) -> Iterator[Any]:
 
 
 def _factors(value: Any) -> Iterator[Any]:
-    """Of products in products, and below a fraction's line (each to the power of -1)."""
+    """Factors of products in products, and below a fraction's line (each to the power of -1)."""
     if value.is_Mul:
         for factor in value.args:
             yield from _factors(factor)
@@ -147,7 +147,7 @@ def _rational(value: Any) -> bool:
 
 
 def _closed(factors: list[Any]) -> bool:
-    """Whether rational factors are one number or fraction, with powers that are coprime to it and to each other, and factorials."""
+    """Return True if rational factors are one number or fraction, with powers that are coprime to it and to each other, and factorials."""
     import sympy
 
     above, below, bases, powers = 0, 0, [], False

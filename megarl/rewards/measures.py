@@ -105,7 +105,7 @@ def _unit_value(measure: Measure) -> Fraction:
 
 
 def same(gold: str, pred: str, convert: bool) -> bool | None:
-    """Whether two measures are equal; None where either is none, or values in the same unit differ, which is for others to compare.
+    """Return True if two measures are equal; None where either is none, or values in the same unit differ, which is for others to compare.
 
     ``convert``: whether the question leaves the unit open.
     """
@@ -126,5 +126,5 @@ _ASKED = re.compile(
 
 
 def asks_for_unit(question: str) -> bool:
-    """Whether a question wants its answer in a unit that it names: ``in cm``, "how many minutes", 多少厘米, ``5 m = ____ cm``."""
+    """Return True if a question wants its answer in a unit that it names: ``in cm``, "how many minutes", 多少厘米, ``5 m = ____ cm``."""
     return bool(_ASKED.search(question[-2000:]))

@@ -217,7 +217,7 @@ def _small(*numbers: str) -> bool:
 
 
 def rounds_to(decimal: Quantity, value: Fraction) -> bool:
-    """Whether ``decimal`` is ``value`` written with all its places and enough of them."""
+    """Return True if ``decimal`` is ``value`` written with all its places and enough of them."""
     if decimal.places is None or decimal.digits < MIN_ROUNDED_DIGITS:
         return False
     return abs(decimal.value - value) * 2 * 10**decimal.places <= 1

@@ -21,7 +21,7 @@ _COUNTS = {
     "half a dozen": 6, "half dozen": 6, "a half dozen": 6, "a dozen": 12, "dozen": 12, "one dozen": 12, "a single one": 1, "a single": 1, "only one": 1,
     "just one": 1, "a pair of": 2, "a pair": 2, "one pair": 2, "a couple of": 2, "a couple": 2, "a trio of": 3, "a trio": 3,
 }  # fmt: skip
-"""What they count may follow: ``a dozen eggs``."""
+"""Counts, after which the things counted may follow: ``a dozen eggs``."""
 _ALONE = {"single": Fraction(1), "half": Fraction(1, 2), "a half": Fraction(1, 2), "hundred": Fraction(100), "一半": Fraction(1, 2), "单个": Fraction(1)}
 
 _UNIT = f"(?:{'|'.join(NUMERALS[1:10])})"

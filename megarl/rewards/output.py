@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
 KEPT_BYTES = 2**16
-"""Of a file that would grow beyond MAX_BYTES: its end."""
+"""Bytes kept of a file that would grow beyond MAX_BYTES: its end."""
 EVERY_S = 60.0
 """Seconds between two warnings that the file cannot be written."""
 PIPE_BYTES = 2**20

@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What the experience keeps beside the reward, for the metrics of each verifier."""
+        """Entry of the experience beside the reward, for the metrics of each verifier."""
         return {
             "verifier": self.verifier,
             "seconds": round(self.seconds, 5),
@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
 
 
 class Judging(Protocol):
-    """What the pool asks of ``judge.Judge``."""
+    """Part of ``judge.Judge`` that the pool uses."""
 
     async def score(
         self, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, question: str | None = None
@@ -96,7 +96,7 @@ class RewardPool:
         self._judge = judge
         self._output = None if output is None else Output(output)
         self.tally = Tally()
-        """How scoring goes, failed tries included."""
+        """Counts of scoring, failed tries included."""
         self._workers: list[Worker] = [LocalWorker(config, self._output) for _ in range(config.workers)]
         self._workers += [RemoteWorker(config, address, key) for address in addresses(config.hosts)]
         self._idle: asyncio.Queue[Worker | None] = asyncio.Queue()
@@ -125,7 +125,7 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the worker processes that run on this machine."""
+        """Process ids of the workers that run on this machine."""
         return [w.pid for w in self._workers if isinstance(w, LocalWorker) and w.pid is not None]
 
     async def close(self) -> None:

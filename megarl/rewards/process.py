@@ -39,7 +39,7 @@ class WorkerDied(WorkerError):
 
 
 class Worker:
-    """What has been imported in a process, and the lines to and from it. ``ready`` brings it up again, whatever became of it."""
+    """A process's imports, and the lines to and from it. ``ready`` brings it up again, whatever became of it."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -57,7 +57,7 @@ class Worker:
         raise NotImplementedError
 
     async def _ending(self) -> str:
-        """What is left of it is gone; says how it ended."""
+        """Remove what is left of the process; return how it ended."""
         raise NotImplementedError
 
     async def ready(self) -> None:

@@ -57,7 +57,7 @@ def formula(text: str) -> str:
 
 
 def compare(gold: str, pred: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Whether ``pred`` is the sign or the comparison ``gold``, turned round or in words; None where neither has words or only a sign."""
+    """Return True if ``pred`` is the sign or the comparison ``gold``, turned round or in words; None where neither has words or only a sign."""
     if len(gold) > 80 or len(pred) > 160:
         return None
     ours = _signed(gold)

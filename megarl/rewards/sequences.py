@@ -68,13 +68,13 @@ def label(name: str) -> int | None:
 
 
 def same_selection(gold: Sequence[int], pred: str) -> bool:
-    """Whether ``pred`` names the same numbers, in any order."""
+    """Return True if ``pred`` names the same numbers, in any order."""
     found = numbers(pred)
     return found is not None and len(found) == len(set(found)) and set(found) == set(gold)
 
 
 def compare(gold: str, pred: str, same: Same) -> bool | None:
-    """Whether ``pred`` is the order or selection ``gold``; None for a gold that is neither. ``same`` compares items."""
+    """Return True if ``pred`` is the order or selection ``gold``; None for a gold that is neither. ``same`` compares items."""
     gold, pred = _forward(gold.strip(" $")), _forward(pred.strip(" $"))
     if not re.search(rf"{_ARROW}|{_SIGN}|[<>＜＞≤≥]|\\[lg][et]|[A-JＡ-Ｊ]\W*[A-JＡ-Ｊ]|\d\D{{0,3}}\d", gold):
         return None

@@ -55,7 +55,7 @@ def shape_parts(text: str, question: str, config: RewardConfig, *, opened: bool 
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Whether a prompt, as the chat template wrote it, ends inside a thought that the answer only has to close."""
+    """Return True if a prompt, as the chat template wrote it, ends inside a thought that the answer only has to close."""
     return prompt.rstrip().endswith("<think>")
 
 

@@ -68,7 +68,7 @@ _CLAUSE = re.compile(r"[,;，；:：(（。!！—]")
 
 
 def stated(before: str, after: str, equation: bool = False) -> bool:
-    """Whether a sentence states what stands between ``before`` and ``after`` unchanged; an equation needs no carrier."""
+    """Return True if a sentence states what stands between ``before`` and ``after`` unchanged; an equation needs no carrier."""
     if _DENIED.search(f"{before}\0{after}") or _CHANGED.search(after):
         return False
     carried = equation or (bool(_CARRIER.search(before.lower())) and not _SIGNED.search(before))
@@ -76,7 +76,7 @@ def stated(before: str, after: str, equation: bool = False) -> bool:
 
 
 def _counted(text: str) -> bool:
-    """Whether the words behind a number are a unit, what is counted or where: ``apples in the box``, 个苹果, "is the answer"."""
+    """Return True if the words behind a number are a unit, what is counted or where: ``apples in the box``, 个苹果, "is the answer"."""
     if re.match("[一-鿿]", text):
         return not _HAN_BEHIND.search(text[:4])
     nouns: list[str] = []

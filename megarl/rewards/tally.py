@@ -1,4 +1,4 @@
-"""How scoring goes, in one line for a person: what has failed of late, and what has waited for long."""
+"""Progress of scoring in one line for a person: recent failures and long waits."""
 
 from __future__ import annotations
 

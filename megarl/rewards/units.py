@@ -52,7 +52,7 @@ _WORD = re.compile(r"\\?[A-Za-zΩ$€£¥₹¢]+(?:\.[a-z]\.?)?|[一-鿿]+")
 
 
 def stops(word: str) -> bool:
-    """Whether a word behind a number changes it or joins it to something else, so that it is no unit and no noun."""
+    """Return True if a word behind a number changes it or joins it to something else, so that it is no unit and no noun."""
     return word.lower() in _STOP
 
 

@@ -37,7 +37,7 @@ def _error(reason: str) -> dict[str, Any]:
 
 
 def _setting(info: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Of a row; parquet gives every row the keys of all, with None where a row has none."""
+    """Read a setting of a row; parquet gives every row the keys of all, with None where a row has none."""
     value = info.get(name)
     return default if value is None else value
 

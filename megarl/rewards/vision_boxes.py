@@ -140,7 +140,7 @@ def rescaled(numbers: Numbers, source: str, target: str, width: float | None, he
 
 
 def is_box(numbers: Numbers) -> bool:
-    """Whether the corners are in order and the box has an area."""
+    """Return True if the corners are in order and the box has an area."""
     return len(numbers) == 4 and numbers[0] < numbers[2] and numbers[1] < numbers[3] and math.isfinite(_area(numbers))
 
 

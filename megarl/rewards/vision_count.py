@@ -20,7 +20,7 @@ _GROUPS = re.compile(
 )
 """Counts of several words: ``two dozen``, ``a pair of``."""
 _LOOSE = re.compile(r"\b(?:dozens?|couples?|hundreds|thousands|trios?|pairs?(?!\s+of\s+(?:\w+\s+)?(?:glasses|sunglasses|goggles|scissors|pants|trousers|jeans|shorts|pliers|tweezers)\b))\b|几|[对双打](?=$|[一-鿿])", re.IGNORECASE)
-"""What is left of another count: ``two pairs``, ``dozens``."""
+"""Rest of another count: ``two pairs``, ``dozens``."""
 _COUNT = re.compile(
     rf"(?P<digits>(?<![A-Za-z0-9_.,])[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?![\d,.]*[\dA-Za-z_])(?P<behind>\s*(?:[%/^*×:=+-]|\\)\s*[\d{{]?|\s*%)?)"
     rf"|\b(?P<words>(?:(?:minus|negative)\s+)?{_WORDS}(?:(?:\s+and\s+|[\s-]+){_WORDS})*)\b"

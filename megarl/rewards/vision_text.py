@@ -8,7 +8,7 @@ import unicodedata
 from megarl.rewards.math_extract import after_thinking, last_tag, unmarked
 
 THRESHOLD = 0.5
-"""Of ANLS (ST-VQA, 1905.13648) and of IoU, where a row gives none."""
+"""Threshold of ANLS (ST-VQA, 1905.13648) and of IoU, where a row gives none."""
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|emph)\s*\{([^{}]*)\}")
 _PLAIN = str.maketrans({sign: plain for signs, plain in (("‐‑‒–—−﹣", "-"), ("“”„«»", '"'), ("‘’‚", "'")) for sign in signs})

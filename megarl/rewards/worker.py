@@ -25,7 +25,7 @@ from megarl.rewards.verdict import weighed, with_question
 from megarl.user_file import import_file
 
 ADDRESS_SPACE_BYTES = 8 * 2**30
-"""Of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not the machine's."""
+"""Limit of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not the machine's."""
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -40,7 +40,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 class Function:
-    """What the settings name: a user's function, or megarl's verifiers, each made once."""
+    """Reward function of the settings: a user's function, or megarl's verifiers, each made once."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -69,7 +69,7 @@ class Function:
         return weighed(result, solution_str, question, opened, self._config)
 
     def describe(self, error: Exception) -> str:
-        """Of an error in either; with the line of the user's file where that is his."""
+        """Describe an error in either; with the line of the user's file where that is his."""
         return describe(error, self._config.path, self._user)
 
 

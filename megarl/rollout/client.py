@@ -18,7 +18,7 @@ from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Hear
 HEARTBEAT_S = 5.0
 """Longest time between two frames of an engine; less where ``timeout_s`` is short."""
 LEFT_OUT_S = 5.0
-"""How long an engine that failed is asked nothing while others live: one that is dead has the fewest unfinished samples of all."""
+"""Seconds for which an engine that failed gets no request while others live: one that is dead has the fewest unfinished samples of all."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How all prompts of a request are answered; temperature 0 is greedy. The end-of-sequence token always stops."""
+    """Sampling of all prompts of a request; temperature 0 is greedy. The end-of-sequence token always stops."""
 
     max_tokens: int
     temperature: float = 1.0

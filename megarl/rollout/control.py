@@ -184,7 +184,7 @@ class EngineControl:
 
 
 def failures(answers: Sequence[Any]) -> str:
-    """What workers say that went wrong, by rank; empty when nothing did."""
+    """Errors of workers, by rank; empty when there are none."""
     return "; ".join(
         f"worker {rank}: {answer[FAILURE]}"
         for rank, answer in enumerate(answers)

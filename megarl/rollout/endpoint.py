@@ -70,7 +70,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
 @dataclass
 class Progress:
-    """What the heartbeats of all calls report."""
+    """Progress that the heartbeats of all calls report."""
 
     engine: AsyncLLM
     ended: int = 0
@@ -283,7 +283,7 @@ def _record(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Compl
 
 
 async def _with_images(engine: EngineClient, prompt: PromptBody) -> EngineInput:
-    """What vLLM computes of a prompt with images, once for all its samples: images' vectors, and placeholders repeated for them.
+    """Compute a prompt with images by vLLM, once for all its samples: images' vectors, and placeholders repeated for them.
 
     Raises ValueError when an image cannot be decoded or the ids have fewer placeholders than there are images.
     """

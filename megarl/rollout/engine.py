@@ -34,7 +34,7 @@ _SEGMENT = re.compile(
     r"|__KMP_REGISTERED_LIB_[0-9]+_[0-9]+)"  # LLVM's OpenMP
 )
 CLOCK_SLACK_S = 2.0
-"""What a process' start, counted from the boot, may be off from a file system's clock."""
+"""Seconds by which a process's start, counted from the boot, may differ from a file system's clock."""
 FOLDER_PREFIX = "megarl-"
 OWNER = "megarl_owner.json"
 """In an engine's temporary folder: its run, and the supervisor that made it."""
@@ -158,7 +158,7 @@ def _used(folder: Path) -> bool:
 
 
 def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
-    """What vLLM 0.32.0's CPU build needs to be told to compute the right thing."""
+    """Options with which vLLM 0.32.0's CPU build computes correctly."""
     compilation: dict[str, Any] = {}
     options: list[str] = []
     if rollout.pp == 1:

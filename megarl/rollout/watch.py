@@ -1,4 +1,4 @@
-"""Whether a job's engines still have the weights that they were given, looked at while their answers are awaited. Standard library only."""
+"""Watch over a job's engines: they still have the weights that they were given while their answers are awaited. Standard library only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EngineWatch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine watch")
         self.lost: str | None = None
-        """Of an engine that is up and has other weights than ``version``, or refuses: how it is. Then it is watched no more."""
+        """State of an engine that is up and has other weights than ``version``, or refuses. Then it is watched no more."""
 
     def __enter__(self) -> Self:
         if self._engines:

@@ -16,7 +16,7 @@ from megarl.sandbox.proven import local_sandbox
 
 CONNECT_S = 10.0
 BUSY_S = 60.0
-"""How long a request waits for a place in the service's queue, or for a service that is being restarted."""
+"""Seconds that a request waits for a place in the service's queue, or for a service that is being restarted."""
 REPLY_S = 90.0
 """Beyond the limits' own time: waiting for a worker, and starts on a busy host."""
 PAUSE_S = 0.2

@@ -1,4 +1,4 @@
-"""What this machine has for a sandbox, and the ``bwrap`` command that comes of it. Found once per process."""
+"""This machine's means for a sandbox, and the ``bwrap`` command made from them. Found once per process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Host:
     binds: tuple[str, ...]
     """Arguments of bwrap that show it, read-only, as /python."""
     code: bytes
-    """What runs inside, compiled by that interpreter."""
+    """Code that runs inside, compiled by that interpreter."""
     filter: bytes
     user: int | None
     """Whom bwrap is started as; None: as who we are. Root's processes are not counted by RLIMIT_NPROC, nobody's are."""
@@ -114,7 +114,7 @@ def sources() -> dict[str, str]:
 
 
 def ask(python: str, user: int | None, code: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
-    """What an interpreter says of itself, with our code compiled by it; or why it cannot be used."""
+    """Ask an interpreter for its version and paths, with our code compiled by it; or the reason why it cannot be used."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", PREPARE], input=json.dumps(code), capture_output=True, text=True, timeout=ASK_S,

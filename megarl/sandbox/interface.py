@@ -1,4 +1,4 @@
-"""What a sandbox is asked and what it answers: plain values, the same on this machine and over HTTP."""
+"""Requests to a sandbox and its results: plain values, the same on this machine and over HTTP."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """What one test may use. All are positive; of bytes, the address space is per process and memory that of all together."""
+    """Limits of one test. All are positive; of bytes, the address space is per process and memory that of all together."""
 
     cpu_s: int = 4
     wall_s: float = 8.0
     total_s: float = 60.0
-    """Of all tests of one request together, their starts included; tests that no time is left for have no result."""
+    """Seconds of all tests of one request together, their starts included; tests that no time is left for have no result."""
     address_space_bytes: int = 1024 * MIB
     memory_bytes: int = 1024 * MIB
-    """Of all processes of the test; looked at every 50 ms."""
+    """Memory of all processes of the test; looked at every 50 ms."""
     processes: int = 16
     """Threads count too."""
     output_bytes: int = 4 * MIB
-    """Of stdout, and of a returned value."""
+    """Bytes of stdout, and of a returned value."""
     file_bytes: int = 16 * MIB
     tmp_bytes: int = 64 * MIB
     open_files: int = 64
@@ -60,7 +60,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Result:
-    """How one start of the program ended."""
+    """Result of one start of the program."""
 
     exit_code: int
     """Negative: minus the signal that ended it."""
@@ -69,7 +69,7 @@ class Result:
     stderr: str
     """The last 4 KiB."""
     value: str | None
-    """What the call returned, as ``inside.values`` encodes it, in JSON; None without a call, or when it did not return.
+    """Return value of the call, as ``inside.values`` encodes it, in JSON; None without a call, or when it did not return.
     Written by the program's own process: believe nothing about it."""
     seconds: float
     cpu_s: float
@@ -111,7 +111,7 @@ class CheckResult:
     """The tests themselves are broken (do not parse, import what is not there): nobody's answer is judged by them."""
     limit: Limit | None = None
     stderr: str = ""
-    """Of the program."""
+    """Error output of the program."""
     seconds: float = field(default=0.0, compare=False)
 
 

@@ -21,7 +21,7 @@ from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Test
 from megarl.sandbox.names import owners
 
 SLACK_S = 0.5
-"""What is left to the tests' own process to say that the time of all is over, and to the program's to outlive it."""
+"""Seconds left to the tests' own process to report that the time of all is over, and to the program's to outlive it."""
 
 
 class LocalSandbox:

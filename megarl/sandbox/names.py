@@ -21,7 +21,7 @@ LIBRARY = {
     "deque": "collections",
     "isclose": "math",
 }
-"""What tests use without importing it, for the programs that they were written with did. Not functions whose names tasks have (gcd)."""
+"""Names that tests use without importing them, because the programs that they were written with did. Not functions whose names tasks have (gcd)."""
 
 
 @functools.lru_cache(maxsize=64)  # the answers of a group have the same tests
@@ -54,7 +54,7 @@ def undefined(source: str) -> list[str]:
 
 
 def library(source: str, free: list[str]) -> dict[str, list[str]]:
-    """Of these names, those that are Python's: modules used as ``name.attribute``, and what ``LIBRARY`` lists."""
+    """Select the names that are Python's: modules used as ``name.attribute``, and what ``LIBRARY`` lists."""
     attributes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     bases = {node.id for node in attributes if isinstance(node, ast.Name)} & set(free)
     found = {name: [ALIASES.get(name, name), ""] for name in bases if name in sys.stdlib_module_names or name in ALIASES}

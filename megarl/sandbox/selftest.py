@@ -183,7 +183,7 @@ def _probe(sandbox: LocalSandbox) -> Iterator[str]:
 
 
 def _next(sandbox: LocalSandbox) -> Iterator[str]:
-    """What one program leaves is not there for the next."""
+    """Check that files of one program are gone for the next."""
     for _ in range(2):
         result = sandbox.run(LEAVE_PROBE, [Test()], LIMITS)[0]
         if result.stdout != "[] [] []\n":

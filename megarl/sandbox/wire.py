@@ -18,7 +18,7 @@ def key() -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Of any dataclass of the interface but ``Test``."""
+    """Convert any dataclass of the interface but ``Test``."""
     return dataclasses.asdict(value)
 
 

@@ -42,7 +42,7 @@ def sealed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(table: Table, row: Mapping[Any, Any], *, unsealed: bool = False) -> bool:
-    """Whether a row, with all columns of its table, is as it was written. ``unsealed`` takes one that has no checksum yet."""
+    """Return True if a row, with all columns of its table, is as it was written. ``unsealed`` takes one that has no checksum yet."""
     if (covered := _COVERED.get(table.name)) is None:
         return True
     checksum = row.get(CHECKSUM)

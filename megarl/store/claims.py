@@ -34,13 +34,13 @@ class Claim:
     task: Task
     worker: str
     token: str
-    """Of the call that claimed the group."""
+    """Token of the call that claimed the group."""
     attempt: int
-    """How often this group has been claimed, this time included."""
+    """Number of claims of this group, this one included."""
 
     @property
     def indices(self) -> list[int]:
-        """Of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for one."""
+        """Indices of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for one."""
         return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
 
 

@@ -21,9 +21,9 @@ from sqlalchemy.pool import NullPool
 from megarl.errors import ConfigError, masked_text
 
 BUSY_TIMEOUT_S = 60.0
-"""How long at least another process's transaction is waited for, also by who waits for no outage."""
+"""Least seconds for which another process's transaction is waited for, also by who waits for no outage."""
 LOCK_S = 0.2
-"""How long SQLite itself waits for a lock: nobody sees a process move meanwhile, so ``Transactions`` repeats it."""
+"""Seconds that SQLite itself waits for a lock: nobody sees a process move meanwhile, so ``Transactions`` repeats it."""
 PROGRESS_STEPS = 100_000
 """Instructions of SQLite's virtual machine, some milliseconds of them, between two looks at a stop request."""
 CONNECT_TIMEOUT_S = 10
@@ -38,7 +38,7 @@ _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count
 
 
 def is_pending(url: str) -> bool:
-    """Whether ``url`` is a server of the job's own that is not up."""
+    """Return True if ``url`` is a server of the job's own that is not up."""
     return url == OWN_SERVER and VARIABLE not in os.environ
 
 

@@ -63,7 +63,7 @@ def _damaged_row(connection: Connection) -> str | None:
 
 
 def _is_unsealed(execute: Callable[[str], Any]) -> bool:
-    """Whether the store is of an earlier schema, whose rows may have no checksum."""
+    """Return True if the store is of an earlier schema, whose rows may have no checksum."""
     try:
         row = execute("SELECT value FROM job WHERE key = 'schema'").fetchone()
     except (DBAPIError, sqlite3.DatabaseError):

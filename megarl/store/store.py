@@ -47,7 +47,7 @@ from megarl.store.tables import (
 from megarl.store.transactions import Transactions, put
 
 SPAN_BYTES = 64 * 2**20
-"""Of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by side."""
+"""Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by side."""
 LEASE_S = 3600.0
 """Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
 
@@ -223,7 +223,7 @@ class Store:
         return int(row[0] or 0), int(row[1])
 
     def rollout_metrics(self, rollout_id: str) -> dict[str, float]:
-        """What explorers measured for a rollout, summed over them (seconds, tokens, samples)."""
+        """Metrics of the explorers for a rollout, summed over them (seconds, tokens, samples)."""
         query = select(ROLLOUT_METRICS).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
         total: dict[str, float] = {}
         for metrics in self._read(lambda connection: [_metrics(ROLLOUT_METRICS, row) for row in connection.execute(query)]):

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 QUIET_S = 10.0
-"""How long a locked file is no news."""
+"""Seconds for which a locked file is not reported."""
 _INSERT: dict[str, Callable[[Table], Any]] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _PASSING = ("08", "40", "53", "57")
 """Classes of PostgreSQL's error codes that pass by themselves: connection, serialization (deadlock), resources, shutdown."""
@@ -313,7 +313,7 @@ def is_damage(error: DBAPIError) -> bool:
 
 
 def passes(error: DBAPIError) -> bool:
-    """Whether the same transaction may well succeed later: the connection broke or could not be made, SQLite's file is
+    """Return True if the same transaction may well succeed later: the connection broke or could not be made, SQLite's file is
     locked, or the disk is full."""
     if error.connection_invalidated:
         return True

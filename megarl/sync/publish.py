@@ -39,12 +39,12 @@ from megarl.training.written import check_written
 P = ParamSpec("P")
 T = TypeVar("T")
 _FAILURE_S = 5.0
-"""How long ranks wait for each other's account of a failure."""
+"""Seconds that ranks wait for each other's account of a failure."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a publication took; the same on every rank."""
+    """Seconds and bytes of a publication; the same on every rank."""
 
     seconds: float
     """From the first request to pause until every engine generates again."""
@@ -61,7 +61,7 @@ class SyncReport:
 
 
 def _patient(seconds: Callable[[Config], float]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Of a method in which all ranks may wait for the engines, and so be silent, for as long as that."""
+    """Decorate a method in which all ranks may wait for the engines, and so be silent, for so many seconds."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)

@@ -27,7 +27,7 @@ def may_be_packed(module: nn.Module) -> bool:
 
 
 def is_packed_linear(module: Any, *, plain_head: bool = False) -> bool:
-    """Whether it computes from a packed copy; lm_head keeps its weight beside that, and computes from the weight where its logits
+    """Return True if it computes from a packed copy; lm_head keeps its weight beside that, and computes from the weight where its logits
     have another type than the model (``plain_head``)."""
     alone = (isinstance(module, ParallelLMHead) and not plain_head) or (isinstance(module, LinearBase) and module.weight.numel() == 0)
     return alone and hasattr(module, "cpu_linear")

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What a worker needs to build the trainer's plan by itself and to join the link. Plain values: it travels as JSON."""
+    """Data with which a worker builds the trainer's plan by itself and joins the link. Plain values: it travels as JSON."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class InitInfo(WeightTransferInitInfo):
     grid: dict[str, int | None]
     """Fields of the trainer's MegatronGrid."""
     transformer_impl: Literal["local", "transformer_engine"]
-    """Of the trainer's model: its local names and cuts depend on it."""
+    """Implementation of the trainer's model: its local names and cuts depend on it."""
     vocab_multiple: int
     kernels: Literal["megarl", "torch"]
     """``trainer.kernels``: what computes digests."""
@@ -52,7 +52,7 @@ class InitInfo(WeightTransferInitInfo):
     dtype: str
     bucket_bytes: int
     fingerprint: str
-    """Of the trainer's plan."""
+    """Fingerprint of the trainer's plan."""
     places: dict[str, Any]
     """Fields of ``megarl.sync.shared.Places``."""
 
@@ -102,7 +102,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     _link: Link | None = None
     _borrower: Borrower | None = None
     failure: str | None = None
-    """Of the last step, until it has been asked for."""
+    """Failure of the last step, until it has been asked for."""
     _store: TCPStore | None = None
 
     def agree(self, info: InitInfo) -> None:
@@ -227,7 +227,7 @@ class WorkerExtension:
 
     @_answered
     def megarl_outcome(self) -> dict[str, Any]:
-        """How the last step of vLLM's own (init, start, update, finish) went."""
+        """Outcome of the last step of vLLM's own (init, start, update, finish)."""
         failure, self.weight_transfer_engine.failure = self.weight_transfer_engine.failure, None
         if failure is not None:
             raise WeightSyncError(failure)

@@ -21,7 +21,7 @@ from megarl.reshard.execute import Arrival, Transport, Work
 
 
 class MemoryFile(NamedTuple):
-    """What a process on the same machine opens a memory file by."""
+    """Address by which a process on the same machine opens a memory file."""
 
     pid: int
     descriptor: int

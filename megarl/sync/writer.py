@@ -25,7 +25,7 @@ from megarl.sync import readback
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """What the layout says of a local tensor; ``dtype`` is that of the logical tensors in it."""
+    """A local tensor as the layout describes it; ``dtype`` is that of the logical tensors in it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What a generator yields: questions with their answers, and how a careless teacher answers them. reasoning-gym's own are here."""
+"""Entries of a generator: questions with their answers, and the answers of a careless teacher. reasoning-gym's own are here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 class Entry:
     question: str
     answer: str
-    """What the verifier compares with, or its tests."""
+    """Answer that the verifier compares with, or its tests."""
     response: str
     """A right answer as a teacher writes it."""
     slip: str
@@ -24,7 +24,7 @@ class Entry:
     data_source: str
     ability: str = "math"
     info: dict[str, Any] = field(default_factory=dict)
-    """What the verifier reads of ``extra_info``, beside the question: JSON values, the same fields in every entry of a generator."""
+    """Entries of ``extra_info`` that the verifier reads, beside the question: JSON values, the same fields in every entry of a generator."""
 
 
 Entries = Iterator[Entry | None]
@@ -34,7 +34,7 @@ Entries = Iterator[Entry | None]
 @dataclass(frozen=True)
 class Generator:
     entries: Callable[[int, Mapping[str, int]], Entries]
-    """Of a seed and the options."""
+    """Entries for a seed and the options."""
     options: Mapping[str, int]
     """Its options and their defaults."""
 

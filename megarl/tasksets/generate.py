@@ -27,7 +27,7 @@ MAX_DRY_DRAWS = 50_000
 """Draws in a row without a new question after which a file counts as unreachable (half a second)."""
 SPLITS = ("train", "eval", "warm_start", "expert")
 Kind = Literal["tasks", "demonstrations", "preferences"]
-"""What rows of train and eval are, those of warm_start and expert are demonstrations in either case."""
+"""Kind of the rows of train and eval; those of warm_start and expert are always demonstrations."""
 DEMONSTRATIONS = ("warm_start", "expert")
 SLIPS = 0.5
 """Share of rejected answers that are the careless teacher's; the others have another digit wrong."""

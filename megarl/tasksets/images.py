@@ -17,10 +17,10 @@ from megarl.tasksets.files import Place
 
 PLACEHOLDER = "<image>"
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-"""What Pillow may read; other decoders are not tried on a stranger's bytes."""
+"""Formats that Pillow may read; other decoders are not tried on a stranger's bytes."""
 MAX_IMAGES = 16
 MAX_ROW_BYTES = 32 * 2**20
-"""Of a row's images together, as files. The store and each call to an engine carry them (there a third more, as base64)."""
+"""Limit of a row's images together, as files. The store and each call to an engine carry them (there a third more, as base64)."""
 MAX_PIXELS = 50_000_000
 
 

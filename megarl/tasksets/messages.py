@@ -77,7 +77,7 @@ def answer_of(place: Place, field: str, value: Any) -> tuple[str, Message | None
 
 
 def template_kwargs_of(place: Place, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row gives to the chat template: ``chat_template_kwargs``, ``tools``, ``enable_thinking``. Structs may be JSON texts.
+    """Arguments that a row gives to the chat template: ``chat_template_kwargs``, ``tools``, ``enable_thinking``. Structs may be JSON texts.
 
     Raises DataError otherwise."""
     found: dict[str, Any] = _parsed(place, "chat_template_kwargs", row.get("chat_template_kwargs"), dict) or {}

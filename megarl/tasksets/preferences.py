@@ -89,7 +89,7 @@ def _preference(place: Place, task_id: str, row: Mapping[str, Any]) -> Preferenc
 
 
 def _others(message: Message | None) -> dict[str, Any]:
-    """What an answer has beside its text."""
+    """Fields of an answer beside its text."""
     return {name: value for name, value in (message or {}).items() if name not in ("role", "content")}
 
 

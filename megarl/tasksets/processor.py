@@ -1,4 +1,4 @@
-"""How long prompts with images really are: by the model's own processor. Imports torch and transformers; nothing else needs it."""
+"""Lengths of prompts with images, by the model's own processor. Imports torch and transformers; nothing else needs it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LETTERS = "ABCD"
 NAMES = "abcde"
 """Arguments of a program, one for each term of the sum."""
 TESTS = 4
-"""Of a program. Two that differ in a coefficient rarely agree on one, as no argument is 0."""
+"""Tests of a program. Two that differ in a coefficient rarely agree on one, as no argument is 0."""
 
 
 def math(seed: int, settings: Mapping[str, int]) -> Entries:

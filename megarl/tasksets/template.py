@@ -24,7 +24,7 @@ RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "chat
 """Arguments of transformers' ``apply_chat_template`` that are no options of a row."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 _ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What the code of a template raises."""
+"""Errors that the code of a template raises."""
 
 
 class ChatTemplate:
@@ -129,7 +129,7 @@ def read_template(folder: Path, config: Mapping[str, Any], variables: Mapping[st
 
 
 def writes_date(folder: Path) -> bool:
-    """Whether a template of this checkpoint asks for the time. Raises CheckpointError for a file that cannot be read."""
+    """Return True if a template of this checkpoint asks for the time. Raises CheckpointError for a file that cannot be read."""
     return any("strftime_now" in source for source in _sources(folder, read_json(folder / "tokenizer_config.json")).values())
 
 

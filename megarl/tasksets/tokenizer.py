@@ -51,14 +51,14 @@ class ChatTokenizer:
         self.eos_ids = eos_ids
         """Tokens that end a response: generation_config.json's, else the tokenizer's own."""
         self.multimodal = multimodal
-        """Whether the model has a processor. Some of its templates then pass over a content that is a plain text."""
+        """True if the model has a processor. Some of its templates then pass over a content that is a plain text."""
         self._behind = self._after_answers()
         written = next((i for i in self._encode(self._behind).ids if i in eos_ids), None)
         self.end_id: int = next(i for i in (written, own_eos, eos_ids[0]) if i in eos_ids)
         """Token that ends demonstrations: the one with which the template ends an answer, where sampling ends with it; else the
         tokenizer's own eos_token, else the first of ``eos_ids``."""
         self.ends_otherwise: str | None = self._behind.strip() or None if written is None else None
-        """What the template writes after an answer, where sampling does not end with it."""
+        """Text that the template writes after an answer, where sampling does not end with it."""
 
     @classmethod
     def of(cls, config: Config) -> ChatTokenizer:
@@ -141,7 +141,7 @@ class ChatTokenizer:
         return prompt, whole
 
     def cut_answer(self, answer: Message, rendered: tuple[str, str], encodings: Sequence[Encoding]) -> np.ndarray:
-        """What follows the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as :meth:`answer_ids`."""
+        """Tokens after the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as :meth:`answer_ids`."""
         (prompt, whole), (start, encoding) = rendered, encodings
         text = whole[len(prompt) :]
         ids, ends = self._following(prompt, whole, start, encoding)
@@ -197,7 +197,7 @@ class ChatTokenizer:
         return encoding.ids, [end for _, end in encoding.offsets]
 
     def _after_answers(self) -> str:
-        """What the template writes after an answer; nothing where it refuses the shortest of conversations."""
+        """Text that the template writes after an answer; nothing where it refuses the shortest of conversations."""
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
         try:
             return self._render(chat, None, answered=True).rpartition(PROBE)[2]

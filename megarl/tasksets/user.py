@@ -15,7 +15,7 @@ TEXTS = ("question", "answer", "response", "slip", "data_source", "ability")
 
 
 def is_file(name: str) -> bool:
-    """Whether ``taskset.generate`` names a file instead of one of megarl's generators."""
+    """Return True if ``taskset.generate`` names a file instead of one of megarl's generators."""
     return name.endswith(".py")
 
 

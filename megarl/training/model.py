@@ -30,7 +30,7 @@ from megarl.training.written import check_written, digests_written
 
 
 def cut_for(parallel: ParallelConfig, trainer: TrainerConfig) -> Cut:
-    """How a model on this grid wants its micro-batches."""
+    """Limits of the micro-batches of a model on this grid."""
     return Cut(
         dp=parallel.dp,
         cp=parallel.cp,
@@ -245,7 +245,7 @@ class TrainedModel(FrozenModel):
         return {**sums, **of_routers}
 
     def gradient_norm(self) -> float:
-        """Of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a step starts from."""
+        """Norm of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a step starts from."""
         with self.grid():
             return self.optimizer.gradient_norm()
 

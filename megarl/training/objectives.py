@@ -1,4 +1,4 @@
-"""What a model is trained for: algorithms from ``megarl.algorithms``, given the tokens of a micro-batch.
+"""Objectives of training: algorithms from ``megarl.algorithms``, given the tokens of a micro-batch.
 
 A step lies on the host; of a micro-batch's tokens what a loss needs goes to where the answers are.
 

@@ -73,7 +73,7 @@ class Optimizer:
         self.inner.config.clip_grad = config.clip_grad
 
     def gradient_norm(self) -> float:
-        """Of the gradients in the model's buffers, over the whole grid, before clipping; weights, masters and moments stay."""
+        """Norm of the gradients in the model's buffers, over the whole grid, before clipping; weights, masters and moments stay."""
         overflowed = self.inner.prepare_grads()  # not in the assertion: python -O leaves assertions out, with what they call
         assert not overflowed, "there is no loss scaler"
         return float(self.inner.get_grad_norm())

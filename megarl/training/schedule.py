@@ -19,7 +19,7 @@ LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class Head:
-    """What a model is asked for: log-prob and entropy of the next tokens (k = 2), or a score (k = 1)."""
+    """Output of a model: log-prob and entropy of the next tokens (k = 2), or a score (k = 1)."""
 
     vocab_size: int
     """Real vocabulary, without padding."""

@@ -145,7 +145,7 @@ def run_program(source: str, name: str) -> dict[str, Any]:
 
 
 def work(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any]) -> None:
-    """What a test's process does."""
+    """Run in a test's process: the program, then the test."""
     if job["kind"] == "check":
         values = module("values", ready)
         checks = {name: job[name] for name in ("tests", "setup", "entry", "asked", "library")}
@@ -164,7 +164,7 @@ def work(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any]) -> No
 
 
 def end(error: BaseException | None) -> int:
-    """What the interpreter does at its end, and the exit code; without taking the whole interpreter apart, which takes time."""
+    """End as the interpreter does and return the exit code; without taking the whole interpreter apart, which takes time."""
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
@@ -191,7 +191,7 @@ def end(error: BaseException | None) -> int:
 
 
 def flush(stream: Any) -> bool:
-    """Whether it failed. A program may have closed its streams, or put something else in their place."""
+    """Return True if it failed. A program may have closed its streams, or put something else in their place."""
     try:
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()

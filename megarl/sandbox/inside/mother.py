@@ -95,7 +95,7 @@ def map_user() -> None:
 
 
 def furnish(tmp_bytes: int) -> None:
-    """What is new in the new mount and network namespaces; the rest is our own sandbox's, read-only, and cannot be unmounted."""
+    """Set up the new mount and network namespaces; the rest is our own sandbox's, read-only, and cannot be unmounted."""
     must("mount", b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None)
     for path, size in ((b"/dev/shm", SHM_BYTES), (b"/tmp", tmp_bytes)):
         must("mount", b"tmpfs", path, b"tmpfs", NOSUID | NODEV, b"size=%d,mode=0755" % size)
@@ -136,7 +136,7 @@ def child(launcher: dict[str, Any], ready: dict[str, Any], refused: Any, tmp_byt
 
 
 def end_all() -> None:
-    """Of every sandbox in ours. When its process 1 can be waited for, the kernel has ended all others of its pid namespace."""
+    """End every sandbox in ours. When its process 1 can be waited for, the kernel has ended all others of its pid namespace."""
     try:  # noqa: SIM105
         os.kill(-1, signal.SIGKILL)
     except ProcessLookupError:

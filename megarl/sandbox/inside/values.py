@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_ITEMS = 1_000_000
-"""Of an iterator that has to be read out."""
+"""Limit of an iterator that has to be read out."""
 SMALL = 2**63
 
 
@@ -95,7 +95,7 @@ def decode(data: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 class _Format:
-    """What ``json.loads`` sets by default."""
+    """Settings that ``json.loads`` has by default."""
 
     strict = True
     object_hook = object_pairs_hook = None
