@@ -81,7 +81,7 @@ class StoreDamagedError(JobError):
 
 
 class FencedError(JobError):
-    """This attempt of a run is over, because a later one has begun: nothing that it still does may count."""
+    """A later attempt of the run has begun: nothing that this one still does may count."""
 
 
 def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:

@@ -47,7 +47,7 @@ class Job:
     """A row of ``JOBS``."""
 
     processes: tuple[ProcessKind, ...]
-    """In the order in which they start: the slowest to start first."""
+    """Kinds in the order in which they start: the slowest to start first."""
     rollouts: bool
     """True if the trainer's rows are rollouts; else they are read from a file."""
 

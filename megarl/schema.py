@@ -79,10 +79,10 @@ class Preference:
     chosen: str
     rejected: str
     margin: float = 0.0
-    """By how much the chosen answer's score should be above the other's at least, for reward models that ask."""
+    """Least difference by which the chosen answer's score should be above the other's, for reward models that ask."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """As of a task."""
+    """Arguments of the chat template, as for a task."""
     answers: tuple[Message | None, Message | None] = (None, None)
     """The chosen and the rejected answer where they are messages, as ``Task.answer``."""
 

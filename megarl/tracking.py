@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 """Tracker -> the package that is imported for it; mlflow-skinny has mlflow too."""
 IDS = "trackers.json"
-"""In the run's directory: under which ids its trackers go on when the job is resumed."""
+"""File in the run's directory with the ids under which its trackers go on when the job is resumed."""
 WAITING = 10_000
 """Records that may wait for a service; further ones are dropped."""
 CLOSE_S = 30.0
@@ -63,7 +63,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], run: Run) -> list[Tracker]:
-    """Those of ``names`` that ``SERVICES`` has; TensorBoard is ``metrics.MetricWriter``'s own."""
+    """Open those of ``names`` that ``SERVICES`` has; TensorBoard is ``metrics.MetricWriter``'s own."""
     return [Tracker(name, lambda make=SERVICES[name]: make(run)) for name in names if name in SERVICES]  # type: ignore[misc]
 
 

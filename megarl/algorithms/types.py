@@ -67,7 +67,7 @@ class Loss(NamedTuple):
     """Sums, never divided: only the trainer divides, by the global count."""
 
     total: torch.Tensor
-    """With gradient: a scalar, or [K] for a loss of K parts. What is trained with is Σ_k total_k / global count_k."""
+    """Loss with gradient: a scalar, or [K] for a loss of K parts. The trainer minimizes Σ_k total_k / global count_k."""
     metrics: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """verl's name -> (sum, count), scalars without gradient."""
 
@@ -162,11 +162,11 @@ class Algorithm:
     restarts_optimizer: bool = False
     """True if the optimizer's moments are forgotten at the start of each step, before its first update."""
     estimate: Callable[[StepInput, AlgorithmConfig], Estimate] | None = None
-    """In the place of ``advantage`` where tokens of a response differ, or need more than its reward."""
+    """Replacement of ``advantage`` where tokens of a response differ, or need more than its reward."""
     offline: bool = False
     """Trains on rows of a file, without rollouts."""
     choose_pairs: Callable[[Sequence[float], AlgorithmConfig], list[tuple[int, int]]] | None = None
-    """With ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected) positions within the group."""
+    """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected) positions within the group."""
 
     @property
     def job(self) -> Job:

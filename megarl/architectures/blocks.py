@@ -131,9 +131,9 @@ def mlp_norm(stage: Stage) -> tuple[Param, ...]:
 
 _MLP = gated("mlp", "ffn")
 MLP = (*mlp_norm(Stage.LAYER), *gated_rows(_MLP, Stage.LAYER, "mlp"))
-"""In every layer."""
+"""MLP of every layer."""
 DENSE_MLP = (*mlp_norm(Stage.DENSE), *gated_rows(_MLP, Stage.DENSE, "mlp"))
-"""In the layers without experts."""
+"""MLP of the layers without experts."""
 VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
 
 # ---------------------------------------------------------------- experts

@@ -34,7 +34,7 @@ class Op(Enum):
 
 
 class Shard(Enum):
-    """Which axis tensor parallelism splits."""
+    """Axis that tensor parallelism splits."""
 
     COLUMN = "output features, axis 0"
     ROW = "input features, the last axis"
@@ -43,7 +43,7 @@ class Shard(Enum):
 
 
 class Stage(Enum):
-    """Which layers, and so which pipeline stage, hold the row. Names of the middle four are relative to the layer."""
+    """Layers, and so the pipeline stage, that hold the row. Names of the middle four are relative to the layer."""
 
     FIRST = "beside the first layer"
     LAYER = "every layer"

@@ -1,4 +1,4 @@
-"""Which sequences go through a model together: equal numbers of chunks on every data-parallel rank. Pure functions of lengths.
+"""Choice of the sequences that go through a model together: equal numbers of chunks on every data-parallel rank. Pure functions of lengths.
 
 Packed (DeepSeek-R1's way, 2501.12948): sequences are sorted by length and put by best fit into chunks of at most so many tokens;
 chunks are dealt to the ranks so that attention, which grows with the square of a length, takes each about as long. Where ranks

@@ -104,7 +104,7 @@ def of_experiences(experiences: Sequence[Experience]) -> Sequences:
 
 
 def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
-    """One behind the other, the second marked as ``expert``; what only the first knows is 0 for the second."""
+    """Join two batches, the second marked as ``expert``; values that only the first has are 0 for the second."""
 
     def together(name: str) -> torch.Tensor | None:
         value = getattr(sampled, name)

@@ -1,4 +1,4 @@
-"""Where the tokens of packed sequences lie among the shares of context-parallel ranks. Plain tensors of integers."""
+"""Places of the tokens of packed sequences in the shares of context-parallel ranks. Plain tensors of integers."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def load_into(
 
 
 def _load(source: Source, piece: Piece, into: torch.Tensor, tied: bool) -> None:
-    """One piece in bounded blocks; of a tied model's embedding its copy in the file is compared on the way."""
+    """Load one piece in bounded blocks; of a tied model's embedding its copy in the file is compared on the way."""
     for box in boxes.split(piece.box, _READ_ELEMENTS):
         pulse.mark()
         values = source.read(piece.tensor, box)

@@ -34,11 +34,11 @@ class Inspection:
     kind: str
     """``hf`` or ``megatron``."""
     tensors: dict[str, Found]
-    """By stored name; in a Megatron checkpoint its key."""
+    """Tensors by stored name; in a Megatron checkpoint its key."""
     family: str | None = None
     head: str | None = None
     problem: str | None = None
-    """Why it could not be held against a table."""
+    """Reason why it could not be compared with a table."""
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)

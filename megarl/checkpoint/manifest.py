@@ -96,7 +96,7 @@ def in_order(folder: Path) -> list[Path]:
 
 
 def unfounded_latest(folder: Path) -> str | None:
-    """Why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is missing."""
+    """Reason why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is missing."""
     path = folder / LATEST
     if not path.is_file():
         return None

@@ -62,7 +62,7 @@ class Opened:
 
     @property
     def table(self) -> TableHead:
-        """Which head the architecture tables are asked for."""
+        """Head for which the architecture tables are asked."""
         return "score" if self.is_value else "lm"
 
     def is_expected(self, name: str) -> bool:

@@ -185,7 +185,7 @@ def copied_files(partial: Path) -> set[str]:
 
 
 def partial_path(target: Path) -> Path:
-    """Where a target is written before it is renamed."""
+    """Path at which a target is written before it is renamed."""
     return target.with_name(f".{target.name}.partial")
 
 

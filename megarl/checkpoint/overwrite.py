@@ -1,4 +1,4 @@
-"""Which existing directories a conversion or an export may replace: those that it wrote itself, with no other files in them."""
+"""Existing directories that a conversion or an export may replace: those that it wrote itself, with no other files in them."""
 
 from __future__ import annotations
 

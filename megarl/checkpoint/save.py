@@ -54,7 +54,7 @@ class Manifest:
     """State that a job goes on from, as JSON."""
     attempt: int = 0
     made: Mapping[str, Any] = field(default_factory=dict)
-    """By whom and how; nothing that is needed to go on."""
+    """Origin of the checkpoint; nothing that is needed to go on."""
 
 
 def rng_file(rank: int) -> str:
@@ -73,7 +73,7 @@ class _Request(NamedTuple):
 
 
 class _File(NamedTuple):
-    """To write: torch's names for it, and what it holds."""
+    """File to write: torch's names for it, and its contents."""
 
     path: str
     key: str
@@ -91,7 +91,7 @@ class _End(NamedTuple):
 
 
 class _Fault(NamedTuple):
-    """Why a rank could not write."""
+    """Reason why a rank could not write."""
 
     text: str
     full: bool

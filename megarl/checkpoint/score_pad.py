@@ -1,4 +1,4 @@
-"""Where a score model's score is read: transformers takes the last token that is not config.json's ``pad_token_id``.
+"""Position at which a score model's score is read: transformers takes the last token that is not config.json's ``pad_token_id``.
 
 Source: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification.forward``).
 """

@@ -134,7 +134,7 @@ class _Room:
 
 
 def _offset(common: Box, move: Move) -> tuple[int, ...]:
-    """Where a part of the move's destination box begins, counted from that box, along the logical tensor's axes."""
+    """Start of a part of the move's destination box, counted from that box, along the logical tensor's axes."""
     lead = len(move.dst_at) - len(move.box)
     return tuple(lo - at for (lo, _), at in zip(common[lead:], move.dst_at[lead:], strict=True))
 

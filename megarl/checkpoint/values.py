@@ -1,4 +1,4 @@
-"""Which dtypes and values the tensors of a checkpoint may have."""
+"""Dtypes and values that the tensors of a checkpoint may have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def text_of(dtype: torch.dtype) -> str:
 
 
 def dtype_fault(name: str, where: Path, dtype: torch.dtype) -> str | None:
-    """Why a tensor of the model cannot have this dtype; None where it can."""
+    """Reason why a tensor of the model cannot have this dtype; None where it can."""
     if dtype in WEIGHTS:
         return None
     return f"{name} in {where} is {text_of(dtype)}, which is no weight's dtype; use the checkpoint before quantisation"

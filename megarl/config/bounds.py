@@ -1,4 +1,4 @@
-"""Which values each number of ``schema`` may take, in one table, and the few rules for texts. Told before anything is written.
+"""Bounds of each number of ``schema`` in one table, and the few rules for texts. Checked before anything is written.
 
 Rules that need a model, a grid or a machine are not here: ``launch/checks.py`` calls the checks of those.
 """

@@ -55,7 +55,7 @@ class ClusterConfig:
     max_clock_skew_s: float = 5.0
     """Largest difference between two nodes' clocks at the start."""
     min_free_disk_bytes: int = 1073741824
-    """For temporary files, on every node."""
+    """Free disk for temporary files, on every node."""
 
 
 @dataclass(frozen=True)
@@ -72,5 +72,5 @@ class RunConfig:
     """Settings, or groups of them such as trainer.optimizer, that change the training and may differ from the run's
     last start (docs/checkpoints.md)."""
     shutdown_grace_s: float = 20.0
-    """From a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take. The scripts of
+    """Seconds from a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take. The scripts of
     slurm/ set 150; their signal comes 180 s before the time limit."""

@@ -25,7 +25,7 @@ Written by `megarl config --reference`; do not edit. Set them as overrides (`tra
 
 
 SHARED: dict[type, str] = {OptimizerConfig: "trainer.optimizer", ParallelConfig: "parallel"}
-"""Where a dataclass of several groups has its rows."""
+"""Group under which a dataclass of several groups has its rows."""
 
 
 class Setting(NamedTuple):

@@ -143,7 +143,7 @@ class KLConfig:
 @dataclass(frozen=True)
 class AlgorithmConfig:
     name: str = "grpo"
-    """One of megarl's, or the path of a Python file with your own (ends in .py; docs/algorithms.md)."""
+    """Algorithm of megarl, or the path of a Python file with your own (ends in .py; docs/algorithms.md)."""
     group_size: int = 8
     """Answers sampled for each task."""
     importance: Literal["token", "sequence_mean", "sequence_product"] = "token"
@@ -246,7 +246,7 @@ class GuardConfig:
     """Treatment of harmful optimizer updates of actor or critic (docs/algorithms.md)."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
-    """When its loss or the norm of its gradient is NaN or infinite: the job ends; the update is left out; or the run goes back to its
+    """Treatment of an update whose loss or gradient norm is NaN or infinite: the job ends; the update is left out; or the run goes back to its
     newest checkpoint and on with other tasks."""
     spike_factor: float | None = None
     """A norm above so many times the median of the last ``spike_window`` updates of that model is a spike; None looks for none."""
@@ -298,7 +298,7 @@ class TrainerConfig:
     kernels: Literal["megarl", "torch"] = "megarl"
     """Kernels for log-probs, advantages and losses: megarl's, or their plain-torch twins (slower, larger, for comparison)."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
-    """Where metrics go beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the environment."""
+    """Trackers that get metrics beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the environment."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and learning-rate schedule of the actor."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -395,7 +395,7 @@ class TasksetConfig:
 @dataclass(frozen=True)
 class ReferenceConfig:
     refresh: Literal["never", "every_iteration"] | int = "never"
-    """When the reference takes the actor's weights: never, at the start of every step, or of every N-th."""
+    """Moments at which the reference takes the actor's weights: never, at the start of every step, or of every N-th."""
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None

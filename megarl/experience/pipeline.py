@@ -111,7 +111,7 @@ def by_group(experiences: Sequence[Experience]) -> list[list[Experience]]:
 
 
 def shaped(experience: Experience, config: RewardConfig, max_response_tokens: int | None) -> Experience:
-    """With DAPO's penalty for its length in the score, and under ``overlong`` in its parts; the status stays what it is.
+    """Add DAPO's penalty for its length to the score, and under ``overlong`` in its parts; the status stays what it is.
 
     What has no verdict keeps the 0 of ``on_error=zero``.
     """
@@ -125,7 +125,7 @@ def shaped(experience: Experience, config: RewardConfig, max_response_tokens: in
 
 
 def length_rewarded(group: Sequence[Experience], config: LengthConfig, step: int) -> list[Experience]:
-    """One whole group with k1.5's reward for being short among its members, under ``length`` in their parts; from
+    """Add k1.5's reward for being short among the members of one whole group, under ``length`` in their parts; from
     ``warmup_steps`` on. A greedy answer is left as it is: it is no member. So is what has no verdict, and it is compared with nobody."""
     if not config.weight or step < config.warmup_steps:
         return list(group)
@@ -189,7 +189,7 @@ def with_group_stats(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def check_experience(experience: Experience, vocab_size: int) -> str | None:
-    """Why an experience cannot be trained on, or None. Lengths [R] agree, values are finite, ids within the vocabulary,
+    """Reason why an experience cannot be trained on, or None. Lengths [R] agree, values are finite, ids within the vocabulary,
     and the segments tile the response with versions that never decrease."""
     response, mask, logp = experience.response_ids, experience.response_mask, experience.engine_logp
     if not len(response) == len(mask) == len(logp):

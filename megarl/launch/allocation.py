@@ -1,4 +1,4 @@
-"""Which machines a launcher gave to this job, read from what it put into the environment: Slurm, torchrun, or none of them.
+"""Machines that a launcher gave to this job, read from the environment: Slurm, torchrun, or none of them.
 
 Every machine runs one supervisor. That of node 0, the head, decides; the others (``launch/agent.py``) run what it tells them.
 """

@@ -47,7 +47,7 @@ class Change(NamedTuple):
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> Iterator[Change]:
-    """Where two trees of settings differ."""
+    """Differences of two trees of settings."""
     for key in dict.fromkeys([*old, *new]):
         before, after, name = old.get(key), new.get(key), f"{where}.{key}" if where else key
         if isinstance(before, Mapping) and isinstance(after, Mapping):

@@ -125,7 +125,7 @@ def _model_paths(config: Config) -> dict[str, Path]:
 
 
 def _check_exports(config: Config) -> None:
-    """Nothing but an older export lies where the job will write its HF checkpoints."""
+    """Check that only an older export lies where the job will write its HF checkpoints."""
     for name in EXPORTS:
         try:
             check_export_target(Path(config.run.dir) / name, _model_paths(config).values())

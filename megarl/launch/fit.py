@@ -20,9 +20,9 @@ class Fit(NamedTuple):
     """A job that its nodes have room for."""
 
     config: Config
-    """As given, or with a smaller ``dp`` in every grid and fewer ``rollout.replicas``."""
+    """Settings as given, or with a smaller ``dp`` in every grid and fewer ``rollout.replicas``."""
     nodes: tuple[Place, ...]
-    """That get something to do; spares stand by."""
+    """Nodes that get something to do; spares stand by."""
     trainers: int
     """Number of nodes that have trainer ranks: the first ones that may."""
 
@@ -103,7 +103,7 @@ def _working(nodes: Sequence[Place], trainers: int) -> tuple[Place, ...]:
 
 
 def _engines(config: Config, whole: Sequence[Place], nodes: Sequence[Place]) -> int:
-    """As many as ``nodes`` have room for: no group of ``rollout.nodes`` gets more than one has of the whole job."""
+    """Number of engines that ``nodes`` have room for: no group of ``rollout.nodes`` gets more than one has of the whole job."""
     had, has = (len(engine_nodes(some)) // config.rollout.nodes for some in (whole, nodes))
     return min(config.rollout.replicas, has * -(-config.rollout.replicas // had))
 

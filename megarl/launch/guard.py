@@ -89,7 +89,7 @@ class Guard:
             self._tell("add", group, folder)
 
     def forget(self, group: int) -> None:
-        """It is gone: its number may be another's soon."""
+        """Forget a process that is gone: its number may be another's soon."""
         with self._telling:
             self._tell("forget", group, self._groups.pop(group, None))
 

@@ -32,7 +32,7 @@ class Facts:
     versions: dict[str, str]
     """Python's and those of PACKAGES that are installed."""
     gpus: int
-    """That the job may use."""
+    """GPUs that the job may use."""
     memory_bytes: int
     """Available."""
     disk_bytes: int
@@ -117,7 +117,7 @@ def write_token(run_dir: Path, token: str) -> None:
 
 
 def run_dir_fault(run_dir: Path, token: str) -> str | None:
-    """Why ``run_dir`` here is not that of the head, which wrote ``token``."""
+    """Reason why ``run_dir`` here is not that of the head, which wrote ``token``."""
     try:
         seen = (run_dir / "shared").read_text()
     except OSError as error:

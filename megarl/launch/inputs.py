@@ -72,7 +72,7 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
 
 
 def _try_reward(config: Config, task: Task) -> None:
-    """In a process of its own, as in the job: a file that hangs or ends its process is seen here."""
+    """Try the reward in a process of its own, as in the job: a file that hangs or ends its process is seen here."""
 
     async def trial() -> Verdict:
         async with RewardPool(replace(config.reward, workers=1, hosts=[], retries=0)) as pool:

@@ -44,7 +44,7 @@ class Spec:
     listens: str = ""
     """HOST:PORT of a server, whose socket has SO_REUSEPORT: the node holds the port. It is up once somebody listens there."""
     gpus: tuple[int, ...] = ()
-    """Which of the node's it may use, and no others."""
+    """GPUs of the node that it may use, and no others."""
 
 
 class Process(Protocol):
@@ -62,14 +62,14 @@ class Process(Protocol):
     def signal(self, number: int) -> None: ...
 
     def last_words_at(self) -> float:
-        """When it last printed; tells which of several died first."""
+        """Time of its last output; shows which of several died first."""
 
     def sign(self) -> Sign:
-        """Where it is now; of a process elsewhere, when its node last told."""
+        """Heartbeat of now; for a process elsewhere, that of its node's last report."""
 
 
 class Node(Protocol):
-    """Where processes are started."""
+    """Place where processes are started."""
 
     rank: int
     name: str
@@ -94,7 +94,7 @@ class Node(Protocol):
         """Remember a process' shared memory: when it dies nobody knows any more which was its."""
 
     def fault(self) -> str | None:
-        """Why nothing more can be started here; None while it can."""
+        """Reason why nothing more can be started here; None while it can."""
 
     def accounts(self, names: Sequence[str]) -> dict[str, Account]:
         """State of the processes now, by name, with their stacks; takes seconds. Those of a lost node are left out."""

@@ -1,4 +1,4 @@
-"""Which process of a job runs on which node: a pure function of settings and nodes, printed before anything starts."""
+"""Placement of a job's processes on nodes: a pure function of settings and nodes, printed before anything starts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Placement:
         return tuple(range(self.trainer.count(node)))
 
     def engine_gpus(self, engine: int, node: int) -> tuple[int, ...]:
-        """Those of an engine's workers on a node, behind the trainer's and the engines' before it."""
+        """GPUs of an engine's workers on a node, after the trainer's and the engines' before it."""
         first = self.trainer.count(node) + self.workers * sum(node in span for span in self.engines[:engine])
         return tuple(range(first, first + self.workers))
 

@@ -66,14 +66,14 @@ class Identity(NamedTuple):
     uid: int
     """Owner of its files."""
     options: dict[str, Any]
-    """For ``subprocess``."""
+    """Options for ``subprocess``."""
 
 
 @contextmanager
 def job_store(
     url: str, run_dir: Path, key: str, *, host: str, port: int | None = None, connections: int = 100, held: Sequence[int] = ()
 ) -> Iterator[Server | None]:
-    """Where ``url`` asks for a server of the job's own: have it up, with its URL in the environment of this process and of those
+    """Start a server of the job's own, where ``url`` asks for one, with its URL in the environment of this process and of those
     that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
 
     Args:
@@ -191,7 +191,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """For ``Store``, with the password: for environments, not for files."""
+        """URL for ``Store``, with the password: for environments, not for files."""
         return _url(self._key, self.host, self.port)
 
     @property
@@ -417,7 +417,7 @@ def pwd_name(uid: int) -> str:
 
 
 def _rename_root() -> None:
-    """In the child: become uid 65534 of a new user namespace, with root's files and none of its powers."""
+    """Become, in the child, uid 65534 of a new user namespace, with root's files and none of its powers."""
     if _LIBC.unshare(_CLONE_NEWUSER) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} 0 1"), ("gid_map", f"{_NOBODY} 0 1")):

@@ -103,14 +103,14 @@ class Child:
         return "\n".join([*cause, *lines[-TAIL_LINES:]]) or "(it printed nothing)"
 
     def last_words_at(self) -> float:
-        """When it last printed, in Unix seconds; now, if its log is gone."""
+        """Time of its last output, in Unix seconds; now, if its log is gone."""
         try:
             return self.log.stat().st_mtime
         except OSError:
             return time.time()
 
     def sign(self) -> Sign:
-        """Where it is now."""
+        """Heartbeat of now."""
         if self.probe is not None:
             return Sign(self.probe.count, 0, 0, 0.0, "serving" if self.probe.count else pulse.START, self.probe.state)
         found = self.memory.read()

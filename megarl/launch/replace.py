@@ -47,7 +47,7 @@ class Replacements:
         """Since when they do not any more."""
         self._looked_at = 0.0
         self.used_up = ""
-        """Why what is dead was not replaced, where it could have been."""
+        """Reason why a dead process was not replaced, where it could have been."""
 
     def replace_dead(self) -> bool:
         """Return True if all that had died was replaced, what dies meanwhile left to the next call. Raises JobError when one cannot be started again."""
@@ -153,7 +153,7 @@ def _until_free(name: str, address: str) -> None:
 
 
 def failed(process: Process) -> bool:
-    """It has ended and should not have: an explorer ends with 0 when the trainer has closed the job, an engine or a reward host never."""
+    """True if it has ended and should not have: an explorer ends with 0 when the trainer has closed the job, an engine or a reward host never."""
     status = process.poll()
     return status is not None and (status != 0 or kind_of(process.name) in SERVERS)
 

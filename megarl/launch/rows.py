@@ -1,4 +1,4 @@
-"""Which rows the files of a job hold: the algorithm decides, the generator writes what it needs."""
+"""Kinds of rows in the files of a job: the algorithm decides, the generator writes what it needs."""
 
 from __future__ import annotations
 

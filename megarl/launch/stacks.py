@@ -43,7 +43,7 @@ class Sign(NamedTuple):
     work: int
     """Samples that ended or were scored so far, of an explorer."""
     step: int
-    """From 1; 0 outside of steps."""
+    """Step from 1 on; 0 outside of steps."""
     patience_s: float
     """Seconds that its phase may be silent."""
     phase: str
@@ -57,7 +57,7 @@ class Account(NamedTuple):
     state: str
     """Linux' letter; that of a stopped member of its group before its own."""
     kernel: str
-    """Where in the kernel it waits (``/proc/<pid>/wchan``); "" where that is not told."""
+    """Kernel function in which it waits (``/proc/<pid>/wchan``); "" where it is unknown."""
     thread: int
     """Its main thread; 0 of one that does not say."""
     stacks: str
@@ -75,7 +75,7 @@ class Frame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a process is."""
+    """Place in the code at which a process is."""
 
     collective: str
     """all_reduce, barrier, ...; "" in none."""
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """For somebody else, be it in a collective or not."""
+        """True if it waits for another process, in a collective or not."""
         return bool(self.collective) or (self.frame is not None and bool(_WAITS.search(self.source)))
 
     @property
@@ -207,7 +207,7 @@ class Row(NamedTuple):
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line a process: what, phase and step, since when silent, where."""
+    """Table with one line a process: name, phase and step, seconds of silence, place."""
     cells = [("process", "phase", "silent", "where"), *(row.cells() for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
     return "\n".join(" | ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in cells)

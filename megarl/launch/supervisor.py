@@ -90,7 +90,7 @@ def _logs(config: Config, attempt: int) -> Path:
 
 
 def _node_environment(node: Node) -> dict[str, str]:
-    """On which of its networks a node's processes listen; the machine of a job without others has loopback, and no interface."""
+    """Environment that names the network on which a node's processes listen; the machine of a job without others has loopback, and no interface."""
     if not node.interface:
         return {}
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), node.interface)

@@ -100,7 +100,7 @@ def _slug(swept: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As a value in hydra's grammar."""
+    """Quote a value in hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

@@ -21,7 +21,7 @@ def is_vision_model(hf_config: Mapping[str, Any]) -> bool:
 
 
 def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str, Rows]) -> None:
-    """Nothing of a training job has to do with images. ``rows``: of every split that the job reads.
+    """Check that nothing of a training job has to do with images. ``rows``: of every split that the job reads.
 
     To be called before the model's own checks, which would name only a missing table.
 

@@ -26,7 +26,7 @@ class StepBatch:
     sequences: Sequences
     """Sequences of the experiences, then of demonstrations."""
     updates: list[list[list[int]]]
-    """For each optimizer update the units that it trains on: numbers of sequences that go through the model together."""
+    """Units that each optimizer update trains on: numbers of sequences that go through the model together."""
 
     @property
     def outside(self) -> list[list[int]]:

@@ -163,7 +163,7 @@ class Checkpointer:
         )
 
     def _made(self, state: TrainState, version: WeightsVersion | None) -> dict[str, Any]:
-        """Who made a checkpoint, and with what: for people, and for the lines of a resumed job."""
+        """Origin of a checkpoint: for people, and for the lines of a resumed job."""
         attempt = self._context.attempt
         return {
             "attempt": attempt,

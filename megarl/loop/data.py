@@ -61,7 +61,7 @@ def extra_tasks(task_ids: Sequence[str], step: int, extra: int, count: int, seed
 
 
 def data_cursor(num_tasks: int, step: int, count: int, seed: int) -> dict[str, int] | None:
-    """Where in the order of the training tasks a step begins. None where rows of a file are counted instead."""
+    """Position in the order of the training tasks at which a step begins. None where rows of a file are counted instead."""
     if not num_tasks:
         return None
     epoch, offset = divmod(step * count, num_tasks)

@@ -264,7 +264,7 @@ class Explorer:
                     delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))
 
     async def _generate(self, groups: Sequence[_Group], scoring: asyncio.TaskGroup) -> None:
-        """One call for all that is missing; each answer is scored from the moment it ends."""
+        """Make one call for all that is missing; each answer is scored from the moment it ends."""
         asks = [ask for group in groups for ask in _asks(group)]
         clock, outstanding = groups[0].clock, sum(ask.prompt.n for ask in asks)
         sampling = _sampling(groups[0].claim.sampling)
@@ -345,7 +345,7 @@ def experience(
 
 
 def _segments(completion: Completion, asked: WeightsVersion) -> tuple[Segment, ...]:
-    """One for each set of weights; an engine that names none ran with those that the rollout was asked for."""
+    """Segments, one for each set of weights; an engine that names none ran with those that the rollout was asked for."""
     spans = completion.versions or [("default", 0, len(completion.token_ids))]
     last = len(spans) - 1
     return tuple(

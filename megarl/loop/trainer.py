@@ -18,7 +18,7 @@ from megarl.loop.online import OnlineTrainer
 log = logging.getLogger(__name__)
 
 TRAINERS: dict[bool, type[OnlineTrainer | OfflineTrainer]] = {True: OnlineTrainer, False: OfflineTrainer}
-"""By ``Job.rollouts``."""
+"""Trainers by ``Job.rollouts``."""
 
 
 def main(argv: list[str] | None = None) -> int:

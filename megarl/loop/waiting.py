@@ -66,7 +66,7 @@ class RolloutWaiter:
                 self._weights.publish_again(watch.lost)
 
     def _wait(self, rollout_id: str, bar: Any, watch: EngineWatch) -> bool | None:
-        """As ``wait``; None, on every rank, when a new engine needs the weights that another had in its place."""
+        """Wait as ``wait``; None, on every rank, when a new engine needs the weights that another had in its place."""
         while True:
             done = self._context.rank != 0 or self._follow(rollout_id, bar, watch)
             self._checkpoints.settle()

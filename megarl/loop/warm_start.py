@@ -78,7 +78,7 @@ class WarmStart:
                     self._reporter.say(f"warm start {state.step}/{config.steps} | loss {loss:.3f}")
 
     def _step(self, state: TrainState, pairs: list[Demonstration]) -> tuple[TrainState, float]:
-        """One update; return the state after it and its loss, NaN where it was left out."""
+        """Make one update; return the state after it and its loss, NaN where it was left out."""
         config, actor = self._config.trainer.warm_start, self._models.actor
         chosen = numbers_of_step(len(pairs), state.step, config.batch_size, data_seed(self._config.trainer.seed, state))
         batch = of_demonstrations([pairs[i] for i in chosen])

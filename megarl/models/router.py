@@ -109,7 +109,7 @@ def _number(layer: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dic
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
-    """Those that measure their balance, in the order of the layers."""
+    """Routers that measure their balance, in the order of the layers."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 

@@ -1,4 +1,4 @@
-"""Which modules a stage is made of: Megatron's local spec with what it lacks, or TransformerEngine's."""
+"""Modules of a stage: Megatron's local spec with what it lacks, or TransformerEngine's."""
 
 from __future__ import annotations
 

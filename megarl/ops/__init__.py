@@ -39,7 +39,7 @@ def has_cuda_kernels() -> bool:
 
 
 def backend() -> dict[str, str]:
-    """Which code the ops run on CPU tensors and on CUDA tensors, and the extension's file."""
+    """Code that the ops run on CPU tensors and on CUDA tensors, and the extension's file."""
     extension = native.library
     if native.twin():
         return {"CPU and CUDA tensors": "plain torch (trainer.kernels=torch)", "extension": str(extension.__file__)}

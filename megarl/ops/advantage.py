@@ -150,6 +150,6 @@ def _check_reference(
     gamma: float,
     lam: float,
 ) -> None:
-    """For the twins, which take float64 too: gradient checks and exact values come from them."""
+    """Check the input of the references, which take float64 too: gradient checks and exact values come from them."""
     offsets = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam, dtypes=checks.REFERENCE)
     checks.rising("cu_seqlens", offsets, rewards.shape[0])

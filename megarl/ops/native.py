@@ -1,4 +1,4 @@
-"""From a tensor to the kernels that run where it lies, and the registry of ops that ``torch.compile`` sees."""
+"""Calls of the kernels that run where a tensor lies, and the registry of ops that ``torch.compile`` sees."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def real() -> torch.dtype:
 
 
 def address(x: torch.Tensor | None) -> int:
-    """Where ``x`` begins; 0 for None. The caller keeps ``x`` alive until the kernel has been called."""
+    """Address of ``x``; 0 for None. The caller keeps ``x`` alive until the kernel has been called."""
     return 0 if x is None else x.data_ptr()
 
 

@@ -208,7 +208,7 @@ def _product(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(d: torch.Tensor, estimator: str) -> torch.Tensor:
-    """From d = ref − logp. expm1 keeps k3 at least 0 and exact near 0, where exp(d) − d − 1 cancels."""
+    """KL from d = ref − logp. expm1 keeps k3 at least 0 and exact near 0, where exp(d) − d − 1 cancels."""
     return {"k1": lambda: -d, "k2": lambda: 0.5 * d.square(), "k3": lambda: torch.expm1(d) - d}[estimator]()
 
 

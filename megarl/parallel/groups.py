@@ -29,7 +29,7 @@ USUAL_S = 600.0
 
 @dataclass(frozen=True)
 class Position:
-    """Where this rank stands in the grid. Global rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)), Megatron's order.
+    """Place of this rank in the grid. Global rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)), Megatron's order.
 
     Within a stage the same ranks, counted as etp_rank + etp * (ep_rank + ep * k), hold the experts.
     """
@@ -179,7 +179,7 @@ class _State:
 
     @classmethod
     def blank(cls) -> _State:
-        """As before the first grid. The generator stays as it is: the next seed sets it."""
+        """State before the first grid. The generator stays as it is: the next seed sets it."""
         from megatron.core.tensor_parallel import random
 
         groups: dict[str, Any] = dict.fromkeys(_group_names())

@@ -226,7 +226,7 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _located(config: Config, run_dir: Path, path: str) -> Path:
-    """Where a file of the run lies now, should the directory have been moved since."""
+    """Path of a file of the run now, should the directory have been moved since."""
     inside = Path(path)
     if inside.is_relative_to(config.run.dir):
         moved = run_dir / inside.relative_to(config.run.dir)

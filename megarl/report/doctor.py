@@ -134,7 +134,7 @@ def sandbox() -> Iterator[Check]:
 
 
 def kernels() -> Iterator[Check]:
-    """Which code the ops run."""
+    """Code that the ops run."""
     try:
         import torch
 

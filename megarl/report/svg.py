@@ -72,7 +72,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def thinned(points: Series, limit: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """At most ``limit`` points: means over equal stretches."""
+    """Thin to at most ``limit`` points: means over equal stretches."""
     if len(points) <= limit:
         return list(points)
     parts = [points[i * len(points) // limit : (i + 1) * len(points) // limit] for i in range(limit)]

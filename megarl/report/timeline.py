@@ -1,4 +1,4 @@
-"""Who did what when: the phases that processes wrote to ``timeline/*.jsonl``, cut and summed for the report."""
+"""Timeline of a run: the phases that processes wrote to ``timeline/*.jsonl``, cut and summed for the report."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype)
 
 
 class _Windows:
-    """Which window of its rank a destination tensor belongs to; the same for ranks that hold the same."""
+    """Window of its rank to which a destination tensor belongs; the same for ranks that hold the same."""
 
     def __init__(self, plan: ReshardPlan, capacity: int, dtype: torch.dtype) -> None:
         self.plan = plan

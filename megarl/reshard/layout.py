@@ -51,7 +51,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Owners:
-    """Who holds the shares of a row: ``ranks[k]`` (ascending) all hold share k. Rows of one stage have one Owners."""
+    """Owners of the shares of a row: ``ranks[k]`` (ascending) all hold share k. Rows of one stage have one Owners."""
 
     ranks: tuple[tuple[int, ...], ...]
 

@@ -50,7 +50,7 @@ class _Want(NamedTuple):
     """Number of the set of ranks that have it (``_Wants.sets``)."""
     start: int
     size: int
-    """In elements; it follows ``start`` elements of other wants from the same ranks."""
+    """Size in elements; it follows ``start`` elements of other wants from the same ranks."""
     src_at: Shape
     dst_at: Shape
 

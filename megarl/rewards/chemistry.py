@@ -17,7 +17,7 @@ Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu 
 Pa U Np Pu"""
 ELEMENTS = frozenset(_ELEMENTS.split())
 WORDS = frozenset(("He", "In", "As", "No", "Be", "At", "I", "Os", "La", "Po", "Ho", "Pa", "Am", "Re"))
-"""Also words, names or units: alone they are no formula."""
+"""Symbols that are also words, names or units: alone they are no formula."""
 SINGLE_CAPITALS = frozenset(["CO", "NO", "HF", "HI", "KI", "KF", "KOH", "CN", "OH", "HCN", "KCN", "CS", "BN", "HCO", "KBH", "NOF"])
 """Formulas of nothing but one-letter elements; other capitals are points, or abbreviations."""
 MOLECULES = frozenset(["H2", "N2", "O2", "F2", "I2", "O3", "S8", "P4", "C60"])
@@ -57,7 +57,7 @@ _ATOM = re.compile(r"([A-Z][a-z]?)(\d*)|([(\[])|[)\]](\d*)|(·)(\d*)")
 @dataclass(frozen=True)
 class Term:
     name: str
-    """In one way of writing: ``SO4^2-``."""
+    """Name in one way of writing: ``SO4^2-``."""
     coefficient: str
     mark: str = ""
     """↑ or ↓."""

@@ -44,7 +44,7 @@ def scorer(rest: str, config: CodeConfig) -> Callable[[str, Any, dict[str, Any] 
 
 
 def check_code(config: RewardConfig) -> str:
-    """For a job whose rows go to the family ``code``, before it starts: where its programs run, in one line.
+    """Check, before a job whose rows go to the family ``code``; return in one line where its programs run.
 
     Raises:
         ConfigError: settings that do not fit together.
@@ -116,7 +116,7 @@ def _batches(row: Cases) -> Iterator[tuple[Sequence[Test], Sequence[Any]]]:
 
 
 def _wrong(stdout: str, value: str | None, test: Test, expected: Any) -> str:
-    """Why it is not the right answer; empty when it is."""
+    """Reason why it is not the right answer; empty when it is."""
     if test.call is None:
         return "" if same_output(stdout, expected) else "other output"
     if value is None:

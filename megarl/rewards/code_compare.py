@@ -11,9 +11,9 @@ import re
 from typing import Any
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""For floats, as ``numpy.allclose`` in APPS' own checker."""
+"""Tolerances of floats, as ``numpy.allclose`` in APPS' own checker."""
 INTEGER_ABSOLUTE = 1e-6
-"""For a float where an integer is expected: 1.9999999999 is 2, 333333.3333 is not 333333 (which it is in APPS)."""
+"""Tolerance of a float where an integer is expected: 1.9999999999 is 2, 333333.3333 is not 333333 (which it is in APPS)."""
 INTEGER = re.compile(r"[+-]?\d+\Z", re.ASCII)
 FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\Z", re.ASCII)
 

@@ -59,7 +59,7 @@ def _in_scope(body: list[ast.stmt], made: set[str], theirs: set[str | None]) -> 
 
 
 def _simple(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """In order, with compound statements taken apart: their heads, then what they hold. Not into functions and classes."""
+    """Statements in order, with compound ones taken apart: their heads, then what they hold. Not into functions and classes."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue

@@ -67,7 +67,7 @@ def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases 
 
 
 def check_row(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> None:
-    """For a job's rows before it starts: raises DataError where every answer would be an ``error``. Only reads; nothing is run."""
+    """Check a job's rows before it starts: raises DataError where every answer would be an ``error``. Only reads; nothing is run."""
     parse(ground_truth, extra_info)
 
 

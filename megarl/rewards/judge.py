@@ -37,7 +37,7 @@ BACKOFF_S = 0.5
 """Before the first repetition, doubled for each further one, times 0.5 to 1.5 by chance."""
 MAX_WAIT_S = 60.0
 SECOND_TEMPERATURE = 0.7
-"""At least, when a reply without a verdict is asked for again: what the judge said greedily it would say again."""
+"""Least temperature when a reply without a verdict is asked for again: a greedy judge would repeat it."""
 CACHE_FORMAT = 1
 """Raised when the prompt or the reading of replies changes."""
 
@@ -61,7 +61,7 @@ class _RequestFailed(RuntimeError):
         self.wait_s = wait_s
         """Seconds until the server may be asked again; None where a repetition is useless."""
         self.away = away
-        """One of the job's own engines is gone or has no weights yet: it is being replaced."""
+        """True if one of the job's own engines is gone or has no weights yet: it is being replaced."""
 
 
 class Judge:

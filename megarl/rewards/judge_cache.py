@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BUSY_S = 60.0
-"""For writers that take turns; each needs milliseconds."""
+"""Timeout of writers that take turns; each needs milliseconds."""
 
 
 class JudgementCache:

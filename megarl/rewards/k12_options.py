@@ -1,4 +1,4 @@
-"""Which of given options an answer names: by letters, by circled numbers, by the options' own texts."""
+"""Options that an answer names: by letters, by circled numbers, by the options' own texts."""
 
 from __future__ import annotations
 

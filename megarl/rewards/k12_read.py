@@ -62,7 +62,7 @@ def after_letter(text: str) -> str:
 
 
 def half_width_letters(text: str) -> str:
-    """As ``_stripped``; brackets around a letter stay in place of being torn."""
+    """Strip as ``_stripped`` does; brackets around a letter stay in place of being torn."""
     text = half_width(text).translate(_CIRCLED_LETTERS).strip().replace("**", "").replace("`", "")
     text = re.sub(r"^\{\s*([A-H])\s*\}$", r"\1", text)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Where an answer stands in a response: a box, an ``<answer>`` tag, a ``####`` line, an "answer is", the last line."""
+"""Place of the answer in a response: a box, an ``<answer>`` tag, a ``####`` line, an "answer is", the last line."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MathScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
 
 class OutOfTime(BaseException):
-    """Not an Exception, which SymPy and math-verify would swallow."""
+    """Timeout of a verification. No Exception, which SymPy and math-verify would swallow."""
 
 
 @contextmanager
@@ -157,12 +157,12 @@ def named(rest: str) -> MathScorer:
 
 
 def boxed(rest: str) -> MathScorer:
-    """As ``named``; only a box counts, as with verl for MATH."""
+    """Score as ``named`` does; only a box counts, as with verl for MATH."""
     return _scorer("box")
 
 
 def gsm8k(rest: str) -> MathScorer:
-    """As ``named``; only ``#### answer`` counts, as with verl for GSM8K."""
+    """Score as ``named`` does; only ``#### answer`` counts, as with verl for GSM8K."""
     return _scorer("hashes")
 
 

@@ -18,7 +18,7 @@ _FACTOR = r"\d+(?:\s*\^\s*(?:\d|\{\s*\d+\s*\}))?"
 _PRODUCT = rf"{_FACTOR}(?:\s*(?:\\cdot|\\times)\s*{_FACTOR})*"
 _QUOTIENT = re.compile(rf"[+-]?\s*(?:\\frac\s*\{{\s*(?P<top>{_PRODUCT})\s*\}}\s*\{{\s*(?P<bottom>{_PRODUCT})\s*\}}|(?P<top2>{_PRODUCT})(?:\s*/\s*(?P<bottom2>{_FACTOR}))?)")
 _BINOMIAL = re.compile(r"\\[dt]?binom(?!\s*(?:\{\s*\w+\s*\}|\d)\s*(?:\{\s*\w+\s*\}|\d))")
-"""With anything but numbers or letters in it; math-verify evaluates binomials as it parses."""
+"""Binomial with anything but numbers or letters in it; math-verify evaluates binomials as it parses."""
 
 
 def closed_number(text: str) -> bool:

@@ -45,10 +45,10 @@ _JOINED = re.compile(r"(?<=\d)([mgLlhstNJWVA])(?=\b|\^)")
 @dataclass(frozen=True)
 class Measure:
     value: Fraction
-    """In the dimension's base unit."""
+    """Value in the dimension's base unit."""
     dimension: str
     unit: str
-    """As it was written; several, joined by +, in "1 h 30 min"."""
+    """Unit as it was written; several, joined by +, in "1 h 30 min"."""
 
 
 def _factor(symbol: str) -> tuple[Fraction, str] | None:

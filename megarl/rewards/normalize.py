@@ -113,12 +113,12 @@ def _one_group(text: str) -> bool:
 
 
 def squash(text: str) -> str:
-    """For comparison as text: no white space but between digits, no braces around one sign."""
+    """Normalize for comparison as text: no white space but between digits, no braces around one sign."""
     return re.sub(r"\{(\w)\}", r"\1", re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text))
 
 
 def words(text: str) -> str:
-    """For comparison of words: small letters, no articles, quotation marks, brackets or stops, single spaces."""
+    """Normalize for comparison of words: small letters, no articles, quotation marks, brackets or stops, single spaces."""
     text = re.sub(r"[\"'`*_.,;:!?(){}\[\]$\\]|\b(?:the|an|a)\b(?=\s+\w)", " ", half_width(text).casefold())
     return " ".join(re.sub(r"(?<=\w)-(?=\w)", " ", text).split())
 

@@ -53,9 +53,9 @@ class Verdict(NamedTuple):
     verifier: str = ""
     """Its family."""
     seconds: float = 0.0
-    """In the verifier, over all tries."""
+    """Seconds in the verifier, over all tries."""
     waited_s: float = 0.0
-    """For a free worker, over all tries."""
+    """Seconds of waiting for a free worker, over all tries."""
     tries: int = 1
     kills: int = 0
     """Workers that died or hung over it."""
@@ -102,7 +102,7 @@ class RewardPool:
         self._idle: asyncio.Queue[Worker | None] = asyncio.Queue()
         """None for good when every worker has been given up, or the pool is closed."""
         self._freed_at = time.monotonic()
-        """When a worker was last put there or taken from there."""
+        """Time at which a worker was last put there or taken from there."""
         self._left = len(self._workers)
         self._why = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,7 +183,7 @@ class RewardPool:
             log.warning("task %s: reward %s: %s; trying again", task.task_id, verdict.reward.status, verdict.message)
 
     async def _judged(self, judge: Judging, request: dict[str, Any], verdict: Verdict) -> Verdict:
-        """It has its own limits and tries."""
+        """Ask the judge, which has its own limits and tries."""
         began = time.monotonic()
         text, question = request["solution_str"], request["question"]
         answer = as_written(text, request["opened"])
@@ -199,7 +199,7 @@ class RewardPool:
         return ""
 
     async def _try(self, request: dict[str, Any], before: Verdict) -> Verdict:
-        """One try on the next free worker; counts and times are added to those of the tries ``before``."""
+        """Make one try on the next free worker; counts and times are added to those of the tries ``before``."""
         asked = time.monotonic()
         worker = await self._free_worker()
         began, limit = time.monotonic(), START_TIMEOUT_S

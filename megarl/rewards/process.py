@@ -17,7 +17,7 @@ from megarl.rewards.child import RewardProcess
 from megarl.rewards.output import Output
 
 START_TIMEOUT_S = 120.0
-"""For starting Python and importing a verifier on a loaded machine; the task's own limit is ``reward.timeout_s``."""
+"""Seconds for starting Python and importing a verifier on a loaded machine; the task's own limit is ``reward.timeout_s``."""
 CONNECT_S = 10.0
 MAX_LINE_BYTES = 2**24
 CALLER, HOST = "reward caller", "reward host"
@@ -31,7 +31,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerUnfit(WorkerError):
-    """It cannot have a verifier, and that is no fault of the row: no sandbox where it runs, a package that is missing."""
+    """The worker cannot have a verifier, through no fault of the row: no sandbox where it runs, a package that is missing."""
 
 
 class WorkerDied(WorkerError):
@@ -49,7 +49,7 @@ class Worker:
 
     @property
     def up(self) -> bool:
-        """As far as is known, it can be asked at once."""
+        """True if, as far as is known, it can be asked at once."""
         return self._reader is not None and not self._reader.at_eof() and self._reader.exception() is None
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -120,7 +120,7 @@ class Worker:
         return reply
 
     async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One request and its reply. A worker that does not answer in time, or whose caller gives up, is killed."""
+        """Send one request and return its reply. A worker that does not answer in time, or whose caller gives up, is killed."""
         assert self._reader is not None and self._writer is not None
         try:
             async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation

@@ -33,7 +33,7 @@ _FORMULA = re.compile(r"[^一-鿿]*")
 
 
 def _signed(text: str) -> str:
-    """With signs for words; nothing else is changed but spaces."""
+    """Replace words by signs; nothing else is changed but spaces."""
     text = re.sub(r"\$|\\[()\[\],;! ]|\*\*|`|[\"']|\\(?:text|mathrm|mbox)\s*(?=\{)", " ", half_width(text)).strip().rstrip(".").strip()
     for pattern, sign in _WRITTEN:
         text = pattern.sub(sign, text)

@@ -1,4 +1,4 @@
-"""Which verifier a data source has. A new family of rewards is one file, one row of ``FAMILIES`` and its rows of ``ROUTES``."""
+"""Verifiers of the data sources. A new family of rewards is one file, one row of ``FAMILIES`` and its rows of ``ROUTES``."""
 
 from __future__ import annotations
 

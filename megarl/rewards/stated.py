@@ -40,7 +40,7 @@ _CARRIER = re.compile(
     r"|[\w)'’\]}]\s*=\s*$|[:：,，。(（]\s*$"
     r"|(?:[是为有得共了需要花用卖买走跑行飞剩即则出给付第余下做种看见到距差打]|[今明去]年|每(?:[人天年月周时分次]|小时|分钟)|等于|总[数计]|合计|答案|结果|比[^，,。]{1,12}[多少])\s*[:：]?\s*$"
 )
-"""For text in lower case: to ignore case costs several times as much."""
+"""Pattern for text in lower case: to ignore case costs several times as much."""
 _SIGNED = re.compile(r"[-−–±∓<>≤≥≈~～≠√∛+*/^|]\s*$|(?:^|[\s,:：])[-−–√|][^=]*=\s*$|[²³<>!~≈≠]\s*=\s*$")
 _DENIED = re.compile(
     r"\b(?:or|not?|never|neither|nor|none|nothing|without|except|excluding|but|unless|if|whether|wrong|false|incorrect|inaccurate|invalid|impossible|unlikely|doubt\w*|mistake\w*"

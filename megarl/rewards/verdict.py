@@ -1,4 +1,4 @@
-"""From what a reward function returned to a verdict that is plain JSON, and the weighted sum of its parts."""
+"""Conversion of a reward function's result to a verdict in plain JSON, and the weighted sum of its parts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _check_names(parts: Mapping[str, float]) -> None:
 
 
 def _valid(text: str) -> str:
-    """With ? for surrogate characters, which no file or database takes."""
+    """Replace by ? surrogate characters, which no file or database takes."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -62,7 +62,7 @@ def _reasoned(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def score_math(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """As ``math``."""
+    """Score as ``math`` does."""
     return _reasoned(math_verifier.score(solution_str, ground_truth, extra_info))
 
 
@@ -77,7 +77,7 @@ def _choice_info(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dic
 
 
 def score_choice(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """As ``k12`` with one or more of given options. Error for a ground truth that is none of them."""
+    """Score as ``k12`` does with one or more of given options. Error for a ground truth that is none of them."""
     ground_truth = math_verifier.listed(ground_truth)
     try:
         info = _choice_info(ground_truth, extra_info)

@@ -37,7 +37,7 @@ _CORNERS = {4: ("x1", "y1", "x2", "y2"), 2: ("x", "y")}
 
 
 def answer_text(response: str) -> str:
-    """Where an answer of coordinates stands: as in mathematics, but with all lines of an ``<answer>`` tag, and without box or
+    """Text of an answer of coordinates: as in mathematics, but with all lines of an ``<answer>`` tag, and without box or
     tag also the last code block, or the JSON that a response is."""
     text = after_thinking(response).strip()
     if text.endswith("</answer>") and (tag := text[:-9].rpartition("<answer>"))[1] and not _MARKED.search(tag[2]):

@@ -79,7 +79,7 @@ def bare(text: str) -> str:
 
 
 def legible(text: str) -> str:
-    """As ``bare``, on one line, in composed characters and plain dashes and quotation marks, without LaTeX's escapes."""
+    """Normalize as ``bare`` does, on one line, in composed characters and plain dashes and quotation marks, without LaTeX's escapes."""
     text = _ACCENT.sub(lambda match: match[2] + _ACCENTS[match[1]], _BREAKS.sub(" ", text))
     text = re.sub(r"\\([$%&_#{}])|\\[,;: ]", lambda match: match[1] or " ", _WRAPPED.sub(r"\1", text))
     text = unicodedata.normalize("NFKC", text).translate(_PLAIN)

@@ -1,4 +1,4 @@
-"""Where a job's engines and its weight link are: what the supervisor tells every process of the job."""
+"""Addresses of a job's engines and its weight link, which the supervisor gives to every process of the job."""
 
 from __future__ import annotations
 

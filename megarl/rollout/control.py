@@ -18,7 +18,7 @@ from megarl.rollout.engine import last_lines
 
 _POLL_S = 0.1
 _REPORT_S = 5.0
-"""From a worker's timeout until its reason is here."""
+"""Seconds from a worker's timeout until its reason arrives."""
 FAILURE = "failure"
 """Key of a worker's answer that says what went wrong there."""
 

@@ -76,7 +76,7 @@ class Progress:
     ended: int = 0
     """Tokens of the samples that have ended."""
     paused: bool = False
-    """From a request to pause, which may wait for running samples, until generation was resumed."""
+    """True from a request to pause, which may wait for running samples, until generation was resumed."""
 
     def heartbeat(self) -> bytes:
         """The tokens of running samples are counted now, where vLLM collects them: no token costs anything."""
@@ -182,7 +182,7 @@ async def _state(request: Request) -> JSONResponse:
 
 
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:
-    """Those of one sample. vLLM keeps its log-probs until it ends: flat ones as numbers in lists, others as two objects a token."""
+    """Sampling parameters of one sample. vLLM keeps its log-probs until it ends: flat ones as numbers in lists, others as two objects a token."""
     return SamplingParams(
         **settings, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
     )

@@ -37,7 +37,7 @@ CLOCK_SLACK_S = 2.0
 """Seconds by which a process's start, counted from the boot, may differ from a file system's clock."""
 FOLDER_PREFIX = "megarl-"
 OWNER = "megarl_owner.json"
-"""In an engine's temporary folder: its run, and the supervisor that made it."""
+"""File in an engine's temporary folder: its run, and the supervisor that made it."""
 LONGEST_SOCKET = 107
 """Bytes that the path of a Unix socket may have."""
 _SOCKET = len("/megarl-01234567/01234567-0123-0123-0123-0123456789ab")
@@ -219,14 +219,14 @@ def _made_since(path: str, since: float) -> bool:
 
 
 def _started_at(pid: int) -> float | None:
-    """When a process was started, in Unix seconds; None when it is gone."""
+    """Start of a process, in Unix seconds; None when it is gone."""
     booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
     ticks = start_ticks(pid)
     return None if booted is None or ticks is None else int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process was started, in clock ticks since the boot, which with ``pid`` names it; None when it is gone."""
+    """Start of a process, in clock ticks since the boot, which with ``pid`` names it; None when it is gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return None

@@ -23,17 +23,17 @@ from megarl.sandbox.inside.values import encode
 from megarl.sandbox.interface import Limit, Limits, Result, Test
 
 START_S = 60.0
-"""For bwrap and Python to come up on a machine that is very busy."""
+"""Seconds for bwrap and Python to start on a machine that is very busy."""
 GRACE_S = 5.0
 """Beyond ``wall_s``, which the launcher inside watches, before the whole sandbox is killed from outside."""
 GONE_S = 20.0
-"""For the kernel to take a killed sandbox apart on such a machine."""
+"""Seconds for the kernel to take a killed sandbox apart on such a machine."""
 HEAD = struct.Struct("<iBBddIII")
 STDERR_BYTES = 4096
 LIMITS: tuple[Limit | None, ...] = (None, "wall", "cpu", "memory", "output", "processes", "file")
 """All as in inside/launcher.py."""
 REQUEST = struct.Struct("<cQ")
-"""As in inside/mother.py."""
+"""Format of a request, as in inside/mother.py."""
 MOTHER_TMP_BYTES = 2**20
 MARSHAL = 2
 """A format that every Python reads, whichever runs inside."""
@@ -216,7 +216,7 @@ class Box:
 
 
 def read(link: socket.socket, size: int, deadline: float) -> bytes | None:
-    """So many bytes; None when the other side has ended or is late."""
+    """Read so many bytes; None when the other side has ended or is late."""
     data = bytearray()
     while len(data) < size:
         link.settimeout(max(0.001, deadline - time.monotonic()))
@@ -231,5 +231,5 @@ def read(link: socket.socket, size: int, deadline: float) -> bytes | None:
 
 
 def without_surrogates(text: str) -> str:
-    """Which marshal does not write."""
+    """Replace surrogates, which marshal does not write."""
     return text.encode("utf-8", "replace").decode()

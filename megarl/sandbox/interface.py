@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Limit = Literal["wall", "cpu", "memory", "output", "processes", "file"]
-"""Which limit struck. ``processes`` and ``file`` are told from the program's own last words, the others are seen."""
+"""The limit that was exceeded. ``processes`` and ``file`` are told from the program's own last words, the others are seen."""
 
 MIB = 2**20
 
@@ -81,7 +81,7 @@ class Result:
 
     @property
     def reason(self) -> str:
-        """Why it is not ``ok``, in a few words."""
+        """Reason why it is not ``ok``, in a few words."""
         if self.limit is not None:
             return f"limit: {self.limit}"
         if self.exit_code < 0:
@@ -106,7 +106,7 @@ class CheckResult:
     passed: tuple[bool, ...]
     """One for each test; fewer when ``limits.total_s`` was over before a test's own time was."""
     reasons: tuple[str, ...]
-    """As many: why each test failed; empty where it passed."""
+    """Reasons, as many: why each test failed; empty where it passed."""
     row_error: str | None = None
     """The tests themselves are broken (do not parse, import what is not there): nobody's answer is judged by them."""
     limit: Limit | None = None

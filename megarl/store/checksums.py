@@ -29,7 +29,7 @@ class _Covered(NamedTuple):
 
     names: list[str]
     to_bytes: list[Callable[[Any], bytes]]
-    """One for each."""
+    """Conversions, one for each."""
     of_row: Callable[[Any], Sequence[Any]]
     """Their values in a row of a query."""
 

@@ -1,4 +1,4 @@
-"""From ``store.url`` to a database: SQLite in WAL mode, or PostgreSQL through psycopg.
+"""Databases for ``store.url``: SQLite in WAL mode, or PostgreSQL through psycopg.
 
 A URL is either the database's own, or says where that is found, so that no password is ever written down:
 ``env://NAME`` is in the environment variable NAME; ``job://postgres`` is a server of the job's own

@@ -28,7 +28,7 @@ _FILES = ("", "-wal", "-shm")
 
 
 def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | None:
-    """Why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows of all small tables.
+    """Reason why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows of all small tables.
 
     Raises JobError when ``stopping`` returned True before that.
     """

@@ -103,7 +103,7 @@ def join(store: Store, address: LinkAddress, rank: int, peers: int) -> Link:
 
 
 def _device(host: str) -> Any:
-    """On one machine gloo must not listen outside it; across machines it does on the job's network."""
+    """Network device of gloo: on one machine it must not listen outside it; across machines it does on the job's network."""
     own = os.environ.get("MEGARL_NODE_ADDRESS")
     if own:
         return ProcessGroupGloo.create_device(hostname=own)

@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def _fork_on_cpu() -> None:
-    """On CPU vLLM starts its engine core and workers in fresh interpreters, to set their OpenMP environment. ``engine_process`` has
+    """Let workers be forked on CPU: vLLM starts its engine core and workers in fresh interpreters, to set their OpenMP environment. ``engine_process`` has
     set it for all of them; forked, as vLLM does it elsewhere, each saves the 8 s that importing vLLM takes, and its memory."""
     from vllm.platforms import current_platform
 

@@ -47,7 +47,7 @@ class SyncReport:
     """Seconds and bytes of a publication; the same on every rank."""
 
     seconds: float
-    """From the first request to pause until every engine generates again."""
+    """Seconds from the first request to pause until every engine generates again."""
     pause_seconds: float
     transfer_seconds: float
     digest_seconds: float

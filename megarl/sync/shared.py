@@ -43,7 +43,7 @@ def memory_file() -> MemoryFile:
 
 @dataclass(frozen=True)
 class Places:
-    """Where everybody is; empty: nobody shares memory. Plain values: it travels as JSON."""
+    """Machines of all processes; empty: nobody shares memory. Plain values: it travels as JSON."""
 
     workers: Sequence[str] = ()
     """Machine of each engine worker, by destination rank."""
@@ -63,7 +63,7 @@ class Places:
         }
 
     def nearness(self) -> Callable[[int, int], int] | None:
-        """For ``build_plan``; None where all are alike."""
+        """Nearness of ranks for ``build_plan``; None where all are alike."""
         if len({*self.workers, *(where for where, *_ in self.lenders)}) < 2:
             return None
         return lambda src, dst: int(self.lenders[src][0] != self.workers[dst])

@@ -75,7 +75,7 @@ def basic_arithmetic(seed: int, settings: Mapping[str, int]) -> Entries:
 
 
 def _arithmetic(family: str, seed: int, settings: Mapping[str, int]) -> Entries:
-    """With all that reasoning-gym's scorer asks for: question, answer, metadata."""
+    """Entry with all that reasoning-gym's scorer asks for: question, answer, metadata."""
     for found in gym_entries(family, seed, settings):
         if found is None:
             yield None

@@ -21,7 +21,7 @@ RECIPE = b"megarl.recipe"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value stands, for messages about it."""
+    """Position of a value, for messages about it."""
 
     path: Path
     row: int

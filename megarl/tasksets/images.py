@@ -82,7 +82,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _parts(content: str | None) -> list[dict[str, Any]]:
-    """As verl does: the text around the placeholders as it stands, none that is empty."""
+    """Split as verl does: the text around the placeholders as it stands, none that is empty."""
     parts: list[dict[str, Any]] = []
     for i, text in enumerate((content or "").split(PLACEHOLDER)):
         parts += [{"type": "image"}] if i else []

@@ -26,7 +26,7 @@ from megarl.tasksets.template import IDENTIFIERS, ChatTemplate, Messages, read_j
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 """Files of a model that takes more than text."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Those that transformers gives to a template."""
+"""Special tokens that transformers gives to a template."""
 AT_ONCE = 1024
 """Texts that are encoded together."""
 PROBE = "0f1e2d3c"
@@ -62,7 +62,7 @@ class ChatTokenizer:
 
     @classmethod
     def of(cls, config: Config) -> ChatTokenizer:
-        """That of ``model.path``, with the template options of ``taskset``. Raises as :meth:`open`, and ConfigError."""
+        """Open the tokenizer of ``model.path``, with the template options of ``taskset``. Raises as :meth:`open`, and ConfigError."""
         taskset = config.taskset
         try:
             day = None if taskset.date is None else date.fromisoformat(taskset.date)

@@ -145,7 +145,7 @@ class FrozenModel:
         return result
 
     def _speaks(self) -> bool:
-        """One rank of each data-parallel replica has the answers, where all ranks of its last stage have the same."""
+        """True on one rank of each data-parallel replica, where all ranks of its last stage have the same outputs."""
         from megatron.core import parallel_state
 
         tp, cp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
@@ -250,7 +250,7 @@ class TrainedModel(FrozenModel):
             return self.optimizer.gradient_norm()
 
     def step(self, lr: float) -> float:
-        """One optimizer step on the gradients in the buffers, whatever they are (``loop/guard.py`` has looked); their norm."""
+        """Make one optimizer step on the gradients in the buffers, whatever they are (``loop/updates.py`` has checked them); return their norm."""
         from megarl.models.router import move_biases
 
         with self.grid():

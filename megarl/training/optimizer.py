@@ -79,7 +79,7 @@ class Optimizer:
         return float(self.inner.get_grad_norm())
 
     def step(self, lr: float) -> float:
-        """One step on the gradients in the model's buffers; their norm before clipping."""
+        """Make one step on the gradients in the model's buffers; return their norm before clipping."""
         for inner in inner_optimizers(self.inner):
             for group in inner.param_groups:
                 group["lr"] = lr * group.get("lr_mult", 1.0)

@@ -1,4 +1,4 @@
-"""One way through the model for everything: micro-batches, Megatron's schedule, answers of the head."""
+"""The one path through the model for everything: micro-batches, Megatron's schedule, outputs of the head."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Link:
         self._requests = os.fdopen(os.dup(descriptor), "wb")
         self._replies = os.fdopen(descriptor, "rb")
         self.lost: str | None = None
-        """Why there is no more program to ask. From then on no test passes, whatever it catches."""
+        """Reason why there is no more program to ask. From then on no test passes, whatever it catches."""
 
     def ask(self, do: str, on: int = -1, args: Any = (), named: Any = None, **more: Any) -> Any:
         if self.lost is not None:

@@ -111,7 +111,7 @@ def limit_myself(limits: dict[str, Any]) -> None:
 
 
 def first_to_go() -> None:
-    """Where the machine's memory runs out, this process is killed before any other."""
+    """Let this process be killed before any other where the machine's memory runs out."""
     try:  # noqa: SIM105
         with open("/proc/self/oom_score_adj", "wb", 0) as file:
             file.write(b"1000")

@@ -44,7 +44,7 @@ REQUEST = struct.Struct("<cQ")
 NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET. The names of the host and of the cgroup nobody here can change."""
 UID = 1000
-"""As in host.py: who programs are, and who this process is in its own namespace."""
+"""User id, as in host.py, of programs, and of this process in its own namespace."""
 NOSUID, NODEV, NOEXEC = 2, 4, 8
 SHM_BYTES = 16 * 2**20
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
