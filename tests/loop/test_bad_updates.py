@@ -71,12 +71,13 @@ def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attem
     os.environ.update(environment, MEGARL_ATTEMPT=str(attempt))
     from megarl import ops
     from megarl.errors import JobError
-    from megarl.loop import offline
+    from megarl.loop.offline import OfflineTrainer
 
     config = compose(settings)
     ops.use(config.trainer.kernels)
     try:
-        offline.train(config)
+        with OfflineTrainer(config) as trainer:
+            trainer.train()
     except JobError as error:
         return f"{type(error).__name__}: {error}"
     return ""
