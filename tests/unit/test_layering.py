@@ -1,4 +1,4 @@
-"""The rooms of ARCHITECTURE.md against the import graph, and what each process may leave unimported."""
+"""The packages of ARCHITECTURE.md against the import graph, and what each process may leave unimported."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ ROOT = PACKAGE.parent
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "matplotlib", "tensorboard")
 
 
-def rooms_in_order() -> list[str]:
-    """Rooms as the table of ARCHITECTURE.md names them: from top to bottom, within a row from left to right."""
+def packages_in_order() -> list[str]:
+    """Packages as the table of ARCHITECTURE.md names them: from top to bottom, within a row from left to right."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    table = text.split("## Rooms")[1].split("\n## ")[0]
+    table = text.split("## Packages")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")][2:]
     names = [name for cell in cells for name in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
     return [name for name in names if name != "csrc"]
 
 
 def modules() -> dict[str, list[Path]]:
-    """Room -> its Python files; ``__init__`` and ``__main__`` of the package are no rooms."""
+    """Package -> its Python files; ``__init__`` and ``__main__`` of the package are no packages."""
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if not room.startswith("__"):
-            found.setdefault(room, []).append(path)
+        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if not package.startswith("__"):
+            found.setdefault(package, []).append(path)
     return found
 
 
-def imported_rooms(source: str) -> Iterator[tuple[str, int]]:
-    """(room, line) of every import of megarl in a file, also those inside functions and ``if TYPE_CHECKING``."""
+def imported_packages(source: str) -> Iterator[tuple[str, int]]:
+    """(package, line) of every import of megarl in a file, also those inside functions and ``if TYPE_CHECKING``."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -53,25 +53,25 @@ def imported_rooms(source: str) -> Iterator[tuple[str, int]]:
                 yield rest.partition(".")[0], node.lineno
 
 
-def violations(room: str, source: str, order: list[str]) -> list[str]:
-    above = set(order[: order.index(room)]) | {room, "_C"}
-    found = dict.fromkeys((other, line) for other, line in imported_rooms(source) if other not in above)
-    return [f"line {line}: {room} imports {other}" for other, line in found]
+def violations(package: str, source: str, order: list[str]) -> list[str]:
+    above = set(order[: order.index(package)]) | {package, "_C"}
+    found = dict.fromkeys((other, line) for other, line in imported_packages(source) if other not in above)
+    return [f"line {line}: {package} imports {other}" for other, line in found]
 
 
-def test_architecture_names_every_room_once() -> None:
-    order = rooms_in_order()
+def test_architecture_names_every_package_once() -> None:
+    order = packages_in_order()
     assert len(order) == len(set(order))
     assert set(order) == set(modules())
 
 
-@pytest.mark.parametrize("room", rooms_in_order())
-def test_room_imports_only_from_rooms_above_it(room: str) -> None:
-    order = rooms_in_order()
+@pytest.mark.parametrize("package", packages_in_order())
+def test_a_package_imports_only_from_packages_above_it(package: str) -> None:
+    order = packages_in_order()
     found = [
         f"{path.relative_to(ROOT)} {violation}"
-        for path in modules()[room]
-        for violation in violations(room, path.read_text(), order)
+        for path in modules()[package]
+        for violation in violations(package, path.read_text(), order)
     ]
     assert not found, "\n".join(found)
 
@@ -111,14 +111,14 @@ def test_violations_are_seen_wherever_the_import_stands() -> None:
     assert violations("store", source, order) == ["line 1: store imports loop", "line 3: store imports loop"]
 
 
-@pytest.mark.parametrize("room", [room for room in rooms_in_order() if room != "sync"])  # sync holds the plugin
-def test_only_the_engines_side_names_vllm(room: str) -> None:
+@pytest.mark.parametrize("package", [package for package in packages_in_order() if package != "sync"])  # sync holds the plugin
+def test_only_the_engines_side_names_vllm(package: str) -> None:
     """The trainer's and the explorer's processes never import vLLM: it costs 13 s and takes over the process."""
-    for path in modules()[room]:
+    for path in modules()[package]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            allowed = path.name in ("endpoint.py", "part.py", "server.py") and room == "rollout"  # what runs inside vLLM's processes
+            allowed = path.name in ("endpoint.py", "part.py", "server.py") and package == "rollout"  # what runs inside vLLM's processes
             assert allowed or not any(name.split(".")[0] == "vllm" for name in names), f"{path}:{node.lineno}"
 
 
