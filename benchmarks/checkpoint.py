@@ -1,6 +1,6 @@
 """What a checkpoint costs a step: none, written at once, written in the background, in turns within one run of trainer ranks.
 
-The larger configuration of the quickstart: the same tasks' shapes (64 x 8 answers of 8 tokens behind 16 of a prompt) and updates, a
+The larger configuration of the quickstart: the same tasks' shapes (64 x 8 answers of 8 tokens after 16 of a prompt) and updates, a
 Qwen3 of hidden size 512 and 8 layers (27 M parameters, 0.33 GB of training state), TP2 on two ranks. A step is what the trainer
 does of one: log-probs of actor and reference, two updates. No engine runs, so a job's step, which samples too, is longer and the share
 lower. Every arm takes the time from the snapshot's begin up to the end of the step in which the checkpoint counts.

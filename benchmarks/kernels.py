@@ -301,7 +301,7 @@ def keep_freed_memory(keep: bool) -> None:
 
 def seconds(step: Step) -> float:
     if GPU:
-        torch.cuda._sleep(2_000_000)  # the launches queue up behind it: the device's time is measured, not the host's
+        torch.cuda._sleep(2_000_000)  # the launches queue up after it: the device's time is measured, not the host's
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         step()

@@ -94,7 +94,7 @@ LONG = Workload(
 
 
 def overlap(steps: int, folder: Path, work: Workload) -> list[str]:
-    """A table of medians over the steps behind the first two."""
+    """A table of medians over the steps after the first two."""
     lines = [
         f"| a verdict takes | generation alone | scoring alone, {WORKERS} workers | rollout, wall | / the longer one | scored while generating |",
         "|---|---|---|---|---|---|",

@@ -110,7 +110,7 @@ def _tell(status: int) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Overrides may stand before and behind an option, which argparse does not let them."""
+    """Overrides may stand before and after an option, which argparse does not let them."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):

@@ -56,7 +56,7 @@ class Tracker(Protocol):
 class MetricWriter:
     """Writes a step's metrics to ``metrics.jsonl`` (one record a line, appended), to TensorBoard and to ``trackers``.
 
-    What an earlier attempt wrote behind the step that a job resumes from is dropped. The warm start counts its own steps
+    What an earlier attempt wrote after the step that a job resumes from is dropped. The warm start counts its own steps
     (``sft/...``): in TensorBoard it is a run of its own, since what is dropped there is dropped by step alone.
 
     Args:
@@ -87,7 +87,7 @@ class MetricWriter:
         self._lines = Lines(path)
 
     def rewind(self, warm_start_step: int, step: int) -> None:
-        """Drop what was written behind these steps, as at the start of a job. Trackers keep it."""
+        """Drop what was written after these steps, as at the start of a job. Trackers keep it."""
         self._close()
         self._open(warm_start_step, step)
 

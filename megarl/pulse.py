@@ -1,7 +1,7 @@
 """Signs of life: where a process is now, in a page of memory that it shares with its supervisor.
 
 A process that waits in C for a peer cannot be asked. So its main thread marks its progress here (half a µs a mark), and on
-SIGUSR2 the stacks of all its threads are written behind the page, even while it is blocked. Without a supervisor nothing happens.
+SIGUSR2 the stacks of all its threads are written after the page, even while it is blocked. Without a supervisor nothing happens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows that many families share. A family's table joins them; only what is its own stands in its file.
 
-Names of Megatron-Core 0.16.1 (local spec, and TransformerEngine's where it fuses a norm into the linear behind it) and
+Names of Megatron-Core 0.16.1 (local spec, and TransformerEngine's where it fuses a norm into the linear after it) and
 vLLM 0.32.0.
 """
 

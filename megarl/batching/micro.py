@@ -1,7 +1,7 @@
 """Micro-batches as a model takes them: where in a step's ``Sequences`` each of its positions comes from.
 
 Shape legend: b rows, S positions of a row (all ranks of a context-parallel group together), n sequences in the micro-batch.
-A packed micro-batch has b = 1 and its sequences one behind the other; the padding at its end makes short sequences of its own, because
+A packed micro-batch has b = 1 and its sequences one after the other; the padding at its end makes short sequences of its own, because
 attention takes the square of a length.
 """
 

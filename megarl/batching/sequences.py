@@ -1,4 +1,4 @@
-"""The sequences of a step, one behind the other: token ids and what is known of every token.
+"""The sequences of a step, one after the other: token ids and what is known of every token.
 
 Position i holds the log-prob, mask and advantage of the token at i + 1, because the model's output at i predicts it.
 Shape legend: N sequences, T their tokens together, P prompt tokens, R response tokens.

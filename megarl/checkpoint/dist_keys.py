@@ -1,6 +1,6 @@
 """The names that one tensor can have in a dist_checkpointing file, and the objects that Megatron's loader asks for beside tensors.
 
-Megatron-Core 0.16.1 names things by spec and by settings: a norm under its own name or as part of the linear behind it
+Megatron-Core 0.16.1 names things by spec and by settings: a norm under its own name or as part of the linear after it
 (``models/gpt/gpt_layer_specs.py``), layers and experts stacked or numbered, gate and up together or apart as ``_w`` and ``_v``
 (``non_homogeneous_layers`` and ``singleton_local_shards`` in ``transformer/transformer_block.py``, ``moe/experts.py``, ``mlp.py``).
 """

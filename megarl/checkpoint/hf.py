@@ -112,7 +112,7 @@ def export_hf(
     ``...ForSequenceClassification`` with one label). ``tensors``: the rank's local tensors. ``dtype``: of the files (None: that
     of the tensors). config.json, tokenizer and other small files come from ``source``. Rank 0 holds one file of at most
     ``file_bytes`` (or one tensor) at a time. ``target`` appears whole or not at all; an older one is replaced. Other ranks
-    return once they have sent: put a barrier behind if they are to read the result. Raises CheckpointError on rank 0 where
+    return once they have sent: put a barrier after if they are to read the result. Raises CheckpointError on rank 0 where
     something else than an HF checkpoint is at ``target``, or the source is.
     """
     assert plan.destination.num_ranks == 1, "an HF checkpoint is written by one rank"

@@ -32,7 +32,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def cause(error: BaseException | None) -> OSError | None:
-    """The OSError behind an error, if any: on a full disk torch closes its archive, and reports its position as wrong."""
+    """The OSError after an error, if any: on a full disk torch closes its archive, and reports its position as wrong."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -80,7 +80,7 @@ def size(count: int) -> str:
 
 def reserve(folder: Path) -> None:
     """Take the room of a checkpoint's small files, which rank 0 writes between collectives of all ranks: were the disk full there,
-    the others would wait for ever. Raises OSError here instead.
+    the others would wait forever. Raises OSError here instead.
     """
     newest = next(reversed(finished(folder.parent)), None)
     small = [] if newest is None else [*newest.glob("*/.metadata"), *newest.glob("*/common.pt")]

@@ -174,7 +174,7 @@ class AlgorithmConfig:
     lam: float = 1.0
     """λ of generalised advantage estimation."""
     bootstrap_cut: bool = False
-    """Value that ppo takes after an answer that reached ``rollout.max_response_tokens``: 0 as behind a finished one, because the limit is
+    """Value that ppo takes after an answer that reached ``rollout.max_response_tokens``: 0 as after a finished one, because the limit is
     where episodes end; or, where True, the critic's value of the state there, as if the answer went on."""
     whiten_advantages: bool = False
     """ppo and remax: advantages of a step to mean 0 and variance 1 over its tokens."""
@@ -212,7 +212,7 @@ class OptimizerConfig:
     min_lr: float | None = None
     """End of the decay; None keeps ``lr``."""
     warmup_steps: int = 0
-    """Trainer steps, all updates of which have one learning rate; the actor's begin behind ``critic.warmup_steps``."""
+    """Trainer steps, all updates of which have one learning rate; the actor's begin after ``critic.warmup_steps``."""
     decay_steps: int | None = None
     """Trainer step, counted from the start, at which a linear decay ends at ``min_lr``; null keeps ``lr``."""
     weight_decay: float = 0.01
@@ -269,7 +269,7 @@ class TrainerConfig:
     ppo_epochs: int = 1
     """Passes over a rollout, each of the same ``updates_per_step`` updates in the same order."""
     packing: bool = True
-    """Sequences one behind the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the longest."""
+    """Sequences one after the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the longest."""
     max_tokens_per_micro_batch: int = 8192
     """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""
     micro_batch_size: int = 128

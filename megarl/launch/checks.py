@@ -43,7 +43,7 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = Fal
     """Check everything that can be checked before a process is launched; make missing data and a missing model.
 
     Args:
-        mend: Set damaged checkpoints aside, and rebuild a damaged store.
+        fix: Set damaged checkpoints aside, and rebuild a damaged store.
         nodes: Machines of the job.
         dry: Make what is missing in a temporary folder, which is removed.
 

@@ -27,7 +27,7 @@ HARDWARE_SLOWDOWN = {0x8: "HW slowdown", 0x40: "HW thermal slowdown", 0x80: "HW 
 """Bits of nvml.h's nvmlClocksThrottleReason… that halve the clocks or worse. Idle, power caps and set clocks are everyday matters."""
 UNKNOWN_FIELD = re.compile(r'Field "([\w.]+)" is not a valid field')
 ANSWER_S = 60.0
-"""nvidia-smi takes seconds on a node whose driver is not kept loaded, and for ever where a GPU hangs."""
+"""nvidia-smi takes seconds on a node whose driver is not kept loaded, and forever where a GPU hangs."""
 INFINIBAND = Path("/sys/class/infiniband")
 DRIVER = Path("/proc/driver/nvidia/gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"

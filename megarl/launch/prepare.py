@@ -1,6 +1,6 @@
 """Makes what a run needs and does not have yet: its tasks, and a model from scratch.
 
-Both carry the settings that they were made with. Other settings make them anew, unless a run is based on them.
+Both carry the settings that they were made with. Other settings make them again, unless a run is based on them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def prepare_model(config: Config) -> None:
 
     Raises:
         ConfigError: there is no checkpoint and ``model.from_scratch`` is not set, or one cannot be made here; one that is to
-            be made anew has other files beside it.
+            be made again has other files beside it.
     """
     if needs_model(config):
         write_model(config, Path(config.model.path))

@@ -1,6 +1,6 @@
 """Liveness probe of an engine, by its node's supervisor: its core answers between two steps, and none of its processes is stopped.
 
-vLLM's ``/health`` is answered by the server alone, also when the core waits for ever for a worker. The core's answer may take as long as
+vLLM's ``/health`` is answered by the server alone, also when the core waits forever for a worker. The core's answer may take as long as
 a step of it does.
 """
 

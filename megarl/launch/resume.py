@@ -151,7 +151,7 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Call
 
 
 def _set_aside(checkpoint: Path, why: str) -> None:
-    """Rename to ``<why>_<name>``, with a number behind it where an earlier one of that name is kept."""
+    """Rename to ``<why>_<name>``, with a number after it where an earlier one of that name is kept."""
     names = (f"{why}_{checkpoint.name}{f'.{number}' if number > 1 else ''}" for number in itertools.count(1))
     checkpoint.rename(next(path for name in names if not exists(path := checkpoint.with_name(name))))
 

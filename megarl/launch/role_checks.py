@@ -24,7 +24,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
     """Check role settings that need no model: refuse one that would have no effect, or cannot work.
 
     Raises:
-        ConfigError: naming setting, value and mend.
+        ConfigError: naming setting, value and fix.
     """
     check_roles(config, roles_of(config, algorithm))
     name, refresh, kl_config = algorithm.name, config.reference.refresh, config.algorithm.kl

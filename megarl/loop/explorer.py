@@ -442,7 +442,7 @@ async def _judge(config: Config, engines: Sequence[str], key: str, patience_s: f
 async def _until_signal(config: Config, engines: Sequence[str], key: str, worker: str) -> int:
     """:func:`explore`, ended in order by SIGTERM or SIGINT; returns the exit status.
 
-    The supervisor reads in it whether the job is closed: without an explorer the trainer would wait for ever.
+    The supervisor reads in it whether the job is closed: without an explorer the trainer would wait forever.
     """
     work = asyncio.ensure_future(explore(config, engines, key, worker))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -161,7 +161,7 @@ def layout_of(params: Any, cp: int) -> PackedLayout:
 
 
 class _Spread(torch.autograd.Function):
-    """Rows to the places of their buckets. What lies behind a sequence's end is read by nobody, so it has no gradient."""
+    """Rows to the places of their buckets. What lies after a sequence's end is read by nobody, so it has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

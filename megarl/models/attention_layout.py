@@ -22,7 +22,7 @@ class Buckets:
     shapes: tuple[tuple[int, int], ...]
     """(sequences, width) of each bucket, narrowest first."""
     source: torch.Tensor
-    """int64 [P], P = sum of sequences * width: the token at each place; behind a sequence's end its own last token."""
+    """int64 [P], P = sum of sequences * width: the token at each place; after a sequence's end its own last token."""
     place: torch.Tensor
     """int64 [T]: the place of each token. ``source[place] == arange(T)``."""
 

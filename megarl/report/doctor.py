@@ -1,4 +1,4 @@
-"""``megarl doctor``: what this machine has for a job, line by line, with the mend where something lacks.
+"""``megarl doctor``: what this machine has for a job, line by line, with the fix where something lacks.
 
 Imports neither vllm nor transformer_engine: their versions are read from the installed metadata.
 """

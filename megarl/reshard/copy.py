@@ -51,7 +51,7 @@ def copy_weights(
     """Write the destination model's weights from the source model's, and prove that they are the same. Every rank calls it.
 
     Extra memory is four buckets at most, on the host: NCCL has one queue for both directions between two ranks, in which one that
-    expects a message before it sends its own would wait for ever.
+    expects a message before it sends its own would wait forever.
 
     The elements are cast to the destination's dtype on the way and compared as they are there afterwards: the digests that the
     senders made of what they sent against digests of what is in the tensors now. A model with an optimizer must be told

@@ -136,7 +136,7 @@ def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: t
 
 
 def _numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Each with its number, and behind all of them the end of each link."""
+    """Each with its number, and after all of them the end of each link."""
     counts: dict[Link, int] = defaultdict(int)
     found = []
     for bucket in buckets:
@@ -244,7 +244,7 @@ def receive(
 ) -> None:
     """Receive everything that destination rank ``rank`` needs, and zero its padding.
 
-    ``write(local)`` gives the local tensor to write into (asked for anew for every chunk); ``wrote(local, numel)`` is called
+    ``write(local)`` gives the local tensor to write into (asked for again for every chunk); ``wrote(local, numel)`` is called
     after each write: the numbers of one local tensor add up to its size.
     """
     buckets = _buckets_to(plan, rank, bucket_bytes, dtype)

@@ -167,7 +167,7 @@ def _term(match: re.Match[str], sign: str) -> Term | None:
 
 
 def _plain_charge(body: str, sign: str) -> tuple[str, str]:
-    """Read the charge of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is the charge of a single atom, or behind another digit."""
+    """Read the charge of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is the charge of a single atom, or after another digit."""
     digits = re.search(r"\d*$", body)
     count = digits.group() if digits else ""
     single = re.fullmatch(r"[A-Z][a-z]?\d", body)

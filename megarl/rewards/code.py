@@ -156,7 +156,7 @@ def _method_as_function(program: str, entry: str | None) -> str:
 
 
 def with_imports(program: str) -> str:
-    """The program behind imports of what it seems to use and perhaps forgets to import."""
+    """The program after imports of what it seems to use and perhaps forgets to import."""
     if "__future__" in program:
         return program  # must stand first
     words = set(WORD.findall(program))

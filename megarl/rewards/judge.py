@@ -137,7 +137,7 @@ class Judge:
         """The verdict over one answer, what it thought before ``</think>`` left out. Never raises for what the server does.
 
         ``question`` is that of ``extra_info`` where it is not given. Returns ``score``, ``status``, ``acc``, ``votes_for``,
-        ``votes_against``, ``cached``; ``reason`` of an error or timeout. An answer with nothing behind its thoughts is wrong, unasked.
+        ``votes_against``, ``cached``; ``reason`` of an error or timeout. An answer with nothing after its thoughts is wrong, unasked.
         """
         question = question or str((extra_info or {}).get("question") or "")
         answer, reference = after_thinking(solution_str).strip(), reference_text(ground_truth)
@@ -175,7 +175,7 @@ class Judge:
                 return _failure("timeout" if late else "error", str(failed[0]))
             return _failure("error", f"no verdict: the judge's last reply ends with {replies[-1][-200:]!r}")
         result = tally(votes)
-        if self._cache is not None and not failed:  # fewer votes than wanted are good enough for now, not for ever
+        if self._cache is not None and not failed:  # fewer votes than wanted are good enough for now, not forever
             await self._cache.put(key, result, replies)
         return result | {"cached": False}
 

@@ -110,7 +110,7 @@ def fill(rubric: str, question: str, answer: str, reference: str) -> str:
 def read_vote(reply: str, finish_reason: str | None = "stop") -> Vote | None:
     """The last ``Verdict: correct``, ``Verdict: wrong``, ``Score: 0.7`` or ``Score: 7/10`` that is a line of its own.
 
-    None without such a line behind the judge's thinking, in a reply that was cut short (its last line may be a quotation), and for a
+    None without such a line after the judge's thinking, in a reply that was cut short (its last line may be a quotation), and for a
     score that is not between 0 and its top (1 where none is given: "Score: 7" says nothing).
     """
     if finish_reason in ("length", "content_filter"):

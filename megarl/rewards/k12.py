@@ -87,7 +87,7 @@ def is_multiple_choice(row: Mapping[str, Any]) -> bool:
 
 
 def _lists_options(prompt: str) -> bool:
-    """Options A, B, C … in order, each on a line of its own, or on one line behind the question. The vertices "A: (0,0), B: (1,0)" are none."""
+    """Options A, B, C … in order, each on a line of its own, or on one line after the question. The vertices "A: (0,0), B: (1,0)" are none."""
     text = _LABEL_DRESS.sub(lambda match: f" {match[1] or ''} ", prompt)
     lines = list(_LINE_OPTION.finditer(text))
     if _in_order([match[1] for match in lines]):

@@ -80,7 +80,7 @@ def _standing(text: str) -> set[str]:
 
 
 def by_texts(text: str, options: Mapping[str, str]) -> set[str] | None:
-    """``A. cat and the dog``: nothing but texts of options, each perhaps behind its letter; None for anything else."""
+    """``A. cat and the dog``: nothing but texts of options, each perhaps after its letter; None for anything else."""
     text = _bare(text)
     texts = {letter: _bare(option) for letter, option in options.items() if _bare(option)}
     if len(text) > 1000 or not any(option in text for option in texts.values()):

@@ -68,7 +68,7 @@ def unevaluated(gold: str, pred: str) -> bool:
 
 
 def has_angle(text: str) -> bool:
-    """Return True if degrees in it are an angle of sin or cos, not a unit behind it."""
+    """Return True if degrees in it are an angle of sin or cos, not a unit after it."""
     return bool(_TRIGONOMETRY.search(text))
 
 

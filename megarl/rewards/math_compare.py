@@ -20,7 +20,7 @@ _TUPLE_NAME = re.compile(r"[A-Za-z]\w{0,3}(?:\([a-z]\))?|\([A-Za-z_0-9{}, \\]+\)
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?\s*(?:[.:)]\s*\S.*|\([^()]*\))?", re.DOTALL)
 
 _LETTERS = re.compile(r"\W*(?:[A-J]{1,4}\b\W*)+")
-"""``A C D`` behind a letter and a stop."""
+"""``A C D`` after a letter and a stop."""
 
 
 def equal(gold: str, pred: str, question: str = "") -> bool:
@@ -284,7 +284,7 @@ _TRAILING_UNIT = re.compile(r"(?P<value>.*[\d})!]|.*\\(?:pi|infty))\s+(?P<unit>[
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    """An expression and the known unit behind it: ``12\\pi cm`` -> (``12\\pi``, ``cm``)."""
+    """An expression and the known unit after it: ``12\\pi cm`` -> (``12\\pi``, ``cm``)."""
     match = _TRAILING_UNIT.fullmatch(text)
     if match is None:
         return text, ""

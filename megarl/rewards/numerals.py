@@ -54,7 +54,7 @@ _HAN_DOZEN = re.compile(f"({_NUMERAL})打(?=$|[一-鿿]{{1,3}}$)")
 
 
 def with_digits(text: str) -> str:
-    """A numeral in Chinese or English words, with at most a short unit behind it, in digits; other texts unchanged."""
+    """A numeral in Chinese or English words, with at most a short unit after it, in digits; other texts unchanged."""
     cleaned = clean(text)
     if (alone := _ALONE.get(cleaned.lower())) is not None:
         return str(alone)

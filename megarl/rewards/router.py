@@ -63,7 +63,7 @@ def route(data_source: str, routes: Mapping[str, str]) -> tuple[str, str]:
     """(family, what follows the prefix) by the longest matching prefix, of ``routes`` (``reward.routes``) before megarl's own.
 
     What follows a prefix of the user's is the subtype that ``routes`` names (``vision/count``), since only megarl's own names mean
-    something behind their prefix.
+    something after their prefix.
 
     Raises:
         DataError: there is none.

@@ -68,7 +68,7 @@ def format_reward(text: str, form: Form, *, opened: bool = False) -> float:
     """1.0 for the wanted form, else 0.0 (DeepSeek-R1, 2501.12948 §2.2.2).
 
     Each tag once, in order, nothing but white space outside, the answer not blank; a thought may be, as it is where a model
-    has thinking switched off. The answer of ``think`` is all that is behind ``</think>``.
+    has thinking switched off. The answer of ``think`` is all that is after ``</think>``.
 
     Args:
         opened: The prompt ended with ``<think>`` (``opens_thinking``): the answer begins inside.
@@ -78,7 +78,7 @@ def format_reward(text: str, form: Form, *, opened: bool = False) -> float:
     if tuple(tag for tag in _TAG.findall(text) if tag in tags) != tags:
         return 0.0
     pieces = _TAG.split(text) if form == "think_answer" else re.split(r"</?think>", text)
-    before, _, *rest = pieces  # think: [answer]; think_answer: [between, answer, behind]
+    before, _, *rest = pieces  # think: [answer]; think_answer: [between, answer, after]
     answer, outside = (rest[0], before) if form == "think" else (rest[1], before + rest[0] + rest[2])
     return float(not outside.strip() and bool(answer.strip()))
 

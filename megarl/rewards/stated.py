@@ -1,7 +1,7 @@
 """Sentences that state the one number or formula in them as it is: "she has 12 left" does, "half of 12" does not.
 
-A whitelist: before it stands a carrier phrase ("there are", ``x =``, 一共有), behind it a unit, what is counted, or nothing.
-Besides, the whole sentence has no negation or doubt, and no operation behind the number.
+A whitelist: before it stands a carrier phrase ("there are", ``x =``, 一共有), after it a unit, what is counted, or nothing.
+Besides, the whole sentence has no negation or doubt, and no operation after the number.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def stated(before: str, after: str, equation: bool = False) -> bool:
 
 
 def _counted(text: str) -> bool:
-    """Return True if the words behind a number are a unit, what is counted or where: ``apples in the box``, 个苹果, "is the answer"."""
+    """Return True if the words after a number are a unit, what is counted or where: ``apples in the box``, 个苹果, "is the answer"."""
     if re.match("[一-鿿]", text):
         return not _HAN_BEHIND.search(text[:4])
     nouns: list[str] = []

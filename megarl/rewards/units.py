@@ -1,4 +1,4 @@
-"""Names of units, English and Chinese, and what may stand behind a number without changing it."""
+"""Names of units, English and Chinese, and what may stand after a number without changing it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _WORD = re.compile(r"\\?[A-Za-zΩ$€£¥₹¢]+(?:\.[a-z]\.?)?|[一-鿿]+")
 
 
 def stops(word: str) -> bool:
-    """Return True if a word behind a number changes it or joins it to something else, so that it is no unit and no noun."""
+    """Return True if a word after a number changes it or joins it to something else, so that it is no unit and no noun."""
     return word.lower() in _STOP
 
 
@@ -104,7 +104,7 @@ def unit_of(text: str) -> str | None:
 
 
 def _separate(text: str) -> bool:
-    """A single Latin letter right behind the number is a variable, not a unit."""
+    """A single Latin letter right after the number is a variable, not a unit."""
     return not re.match(r"[A-Za-z](?![A-Za-z])", text)
 
 

@@ -84,7 +84,7 @@ def popen_user(user: int | None) -> dict[str, Any]:
 
 @functools.cache
 def find(named: str | None = None) -> Host:
-    """``named``: the interpreter that programs are to have (``reward.code.python``). Raises SandboxError that names what is missing and the mend."""
+    """``named``: the interpreter that programs are to have (``reward.code.python``). Raises SandboxError that names what is missing and the fix."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(

@@ -171,7 +171,7 @@ def _batches(old: sqlite3.Connection, table: Table) -> Iterator[list[dict[str, A
 
 
 def _readable(old: sqlite3.Connection, table: Table) -> Iterator[dict[str, Any]]:
-    """Rows up to the first page that cannot be read, then those behind the last one."""
+    """Rows up to the first page that cannot be read, then those after the last one."""
     last = -1
     for order in ("ASC", "DESC"):
         try:

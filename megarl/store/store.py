@@ -89,7 +89,7 @@ class Store:
     # ------------------------------------------------------------------ tasks
 
     def add_tasks(self, split: str, tasks: Sequence[Task]) -> None:
-        """Make ``tasks`` the whole of ``split``, in this order. Safe to repeat: the split is written anew.
+        """Make ``tasks`` the whole of ``split``, in this order. Safe to repeat: the split is written again.
 
         Raises DataError when a task id occurs twice or belongs to another split, or a text holds a NUL character.
         """

@@ -73,7 +73,7 @@ class RankMessages:
         return json.loads(self.store.get(key))
 
     def read_by_all(self) -> list[str]:
-        """Keys so far, to ``remove`` once every rank has read them; later ones are counted anew."""
+        """Keys so far, to ``remove`` once every rank has read them; later ones are counted again."""
         keys, self._keys = self._keys, []
         return keys
 

@@ -189,7 +189,7 @@ class ChatTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _following(self, prompt: str, whole: str, start: Encoding, encoding: Encoding) -> tuple[list[int], list[int]]:
-        """(ids that follow the prompt's own, where each ends behind the prompt); ``whole`` begins with ``prompt``."""
+        """(ids that follow the prompt's own, where each ends after the prompt); ``whole`` begins with ``prompt``."""
         count = len(start.ids)
         if encoding.ids[:count] == start.ids:
             return encoding.ids[count:], [end - len(prompt) for _, end in encoding.offsets[count:]]

@@ -21,7 +21,7 @@ class FaultyWorker(WorkerExtension):
             writer._repack_experts = _REPACK
 
     def fault_stale_absorbed_weights(self) -> None:
-        """Latent attention goes on with another matrix than its projection's, as if it had not been made anew."""
+        """Latent attention goes on with another matrix than its projection's, as if it had not been made again."""
         attention = self.model_runner.model.model.layers[0].self_attn.mla_attn.mla_attn
         stale = attention.W_UV.data.clone()  # it shares memory with the projection
         stale[1, 2, 3] += 1

@@ -1,4 +1,4 @@
-"""A judge on an engine of ours: vLLM's chat endpoint behind the job's key."""
+"""A judge on an engine of ours: vLLM's chat endpoint after the job's key."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def random_numbers() -> list[list[float]]:
 
 
 def save_beside_training(rank: int, model: str, folder: str) -> dict[str, Any]:
-    """Runs in each rank: a snapshot behind two steps, three more steps before it counts, and the same steps again from it."""
+    """Runs in each rank: a snapshot after two steps, three more steps before it counts, and the same steps again from it."""
     from megarl.checkpoint import state
 
     actor = make_actor(model, SAVING)

@@ -366,7 +366,7 @@ def test_the_attention_alone_under_context_parallelism() -> None:
 
 
 def passes(rank: int, path: str) -> dict[str, tuple[int, int]]:
-    """model.recompute -> how often attention and the linear behind it run per layer in one forward and backward."""
+    """model.recompute -> how often attention and the linear after it run per layer in one forward and backward."""
     from megarl.checkpoint import hf
     from megarl.models.gpt import build_chunks
     from megarl.parallel import groups

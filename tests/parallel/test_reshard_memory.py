@@ -71,7 +71,7 @@ def transfer(rank: int, shared: bool) -> tuple[int, int, int]:
     worst = 0
     for _ in range(2):  # the first time pages of libraries come in
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
         before = resident("VmRSS")
         if rank == 0:
             send(plan, 0, tensors, link, dtype=torch.float32, bucket_bytes=BUCKET)

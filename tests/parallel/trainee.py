@@ -47,7 +47,7 @@ class Trainee:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Asked for anew: DDP moves parameters into its buffer."""
+        """Asked for again: DDP moves parameters into its buffer."""
         from megarl.models.gpt import named_tensors
 
         return named_tensors(self.stage)

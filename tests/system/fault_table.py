@@ -2,7 +2,7 @@
 
     python -m tests.system.fault_table [--dir runs/faults] [--only WORD]… [--steps N] [hydra overrides]    # writes the table to <dir>/table.md
 
-One job trains while every fault is done to it, each two or more steps behind the one before; where a fault ends the command, the same command
+One job trains while every fault is done to it, each two or more steps after the one before; where a fault ends the command, the same command
 is given again. At its end its checkpoints, metrics, tasks, answers, log-probs and rewards are compared with those of a job that was left
 alone. Weight syncs and PostgreSQL have a job of their own, and so has each fault that changes the result by intent (an update left
 out, a step taken back). As root the job's directory is a file system of its own, which one fault fills.

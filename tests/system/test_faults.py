@@ -166,7 +166,7 @@ def test_a_stop_of_all_processes_in_a_sync_is_saved(start: Start, run_dir: Path)
 
 
 def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) -> None:
-    """At the beginning of a sync: an engine that is told to end then waits for ever for the call that it never answered."""
+    """At the beginning of a sync: an engine that is told to end then waits forever for the call that it never answered."""
     job = training(start(*ENDLESS))
     until_a_sync(job)
     segments = job.shared_memory()

@@ -287,7 +287,7 @@ def set_at_end(event: threading.Event) -> Iterator[None]:
 
 
 def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> None:
-    """And those that come behind it see it: nothing of the old attempt is written after it has begun."""
+    """And those that come after it see it: nothing of the old attempt is written after it has begun."""
     first = Store(url)
     first.begin_attempt(1)
     old, new = Store(url, attempt=1), Store(url)

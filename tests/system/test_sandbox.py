@@ -271,7 +271,7 @@ def refusal(change: dict[str, Any]) -> str:
                 ({"filter": OPEN_FILTER}, "a netlink socket is opened"),
             )
         ),
-        # what is made anew inside a mother cannot be missing in her
+        # what is made again inside a mother cannot be missing in her
         ({"user": None, "nested": False}, "more processes are started than the limit"),
         ({"more": ("--share-net",), "nested": False}, "a port of the host is reached"),
         ({"more": ("--share-net",), "nested": False}, "the net namespace is the host's"),

@@ -235,7 +235,7 @@ def megatron_rank(
 def megatron_layer(c: Config, hf: Tensors, layer: int, grid: Grid, t: int, et: int, e: int, te: bool) -> Tensors:
     p = f"model.layers.{layer}."
     mla, moe = c["model_type"] == "deepseek_v3", is_moe(c, layer)
-    # TransformerEngine fuses a norm into the linear layer behind it; neither MLA's two down projections nor a router do that.
+    # TransformerEngine fuses a norm into the linear layer after it; neither MLA's two down projections nor a router do that.
     norm = "self_attention.linear_qkv.layer_norm_weight" if te and not mla else "input_layernorm.weight"
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if te and not moe else "pre_mlp_layernorm.weight"
     attention = (

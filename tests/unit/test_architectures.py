@@ -306,7 +306,7 @@ def test_a_family_file_is_data() -> None:
 def test_a_family_is_named_in_its_file_and_its_row_only() -> None:
     """Everything else follows from the table: a new family needs no line in any other file of the package."""
     package = Path(__file__).parents[2] / "megarl"
-    choices = {package / "models" / "from_scratch.py", package / "config" / "schema.py"}  # which models can be made anew
+    choices = {package / "models" / "from_scratch.py", package / "config" / "schema.py"}  # which models can be made again
     own = {package / "architectures" / f"{name}.py" for name in (*ARCHITECTURES, "__init__")}
     for path in set(package.rglob("*.py")) - choices - own:
         for node in ast.walk(ast.parse(path.read_text())):

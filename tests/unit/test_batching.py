@@ -98,7 +98,7 @@ def test_best_fit_puts_each_item_into_one_chunk_with_room(sizes: list[int], capa
 
 
 def test_best_fit_by_hand() -> None:
-    # 6 and 5 open chunks; 4 fits best behind 6, 3 behind 5, and 2 only there as well.
+    # 6 and 5 open chunks; 4 fits best after 6, 3 after 5, and 2 only there as well.
     assert best_fit([2, 5, 4, 6, 3], 10) == [[3, 2], [1, 4, 0]]
     with pytest.raises(ValueError, match="11 does not fit into a chunk of 10"):
         best_fit([11], 10)

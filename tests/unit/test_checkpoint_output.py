@@ -33,7 +33,7 @@ class Killed(BaseException):
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, after: int, settings: Settings = SMALL) -> None:
-    """Convert, but die in the middle of the file behind ``after`` finished ones."""
+    """Convert, but die in the middle of the file after ``after`` finished ones."""
     write, count = targets.DistTarget.write, 0
 
     def dying(self: Any, path: Path, file: Any, blocks: Any) -> Any:
@@ -166,7 +166,7 @@ def test_a_full_disk_is_told_before_anything_is_written(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["megatron", "hf"])
 def test_verify_reads_what_is_on_the_disk(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, kind: str) -> None:
-    """A bit that changes behind the writer's back: without --verify it goes unseen, with it it is named."""
+    """A bit that changes after the writer's back: without --verify it goes unseen, with it it is named."""
     convert_hf_to_megatron(source, tmp_path / "meg", SMALL)
     target = targets.DistTarget if kind == "megatron" else targets.HFTarget
     write = target.write

@@ -1,6 +1,6 @@
 """Every file of configs/ through the schema, and every experiment for a real model against that model's published config.json.
 
-Settings and plans only: the weights files are headers with holes behind them. What is changed for the check is named in ``CPU``.
+Settings and plans only: the weights files are headers with holes after them. What is changed for the check is named in ``CPU``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``megarl doctor``: every line with its state; each fault is found, named with its mend, and decides the verdict."""
+"""``megarl doctor``: every line with its state; each fault is found, named with its fix, and decides the verdict."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_new_offline_run_leaves_nothing(tmp_path: Path, name: str) -> None:
 
 
 def test_what_was_made_with_other_settings_is_kept(prepared: Path, tmp_path: Path) -> None:
-    """A start would make it anew."""
+    """A start would make it again."""
     shutil.copytree(prepared, tmp_path / "run")
     before = state(tmp_path / "run")
     tasks = check(config_of(tmp_path / "run", "taskset.train_size=20", "model.from_scratch.hidden_size=64"), dry=True)

@@ -1,4 +1,4 @@
-"""Settings and models that cannot work are refused with the rule, the value and the mend, before any process is launched."""
+"""Settings and models that cannot work are refused with the rule, the value and the fix, before any process is launched."""
 
 from __future__ import annotations
 

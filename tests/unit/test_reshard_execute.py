@@ -202,7 +202,7 @@ def test_a_message_that_is_lost_or_comes_twice_is_named(case: Case, data: st.Dat
     circle = lost and plan.source.num_ranks > 1 and plan.destination.num_ranks > 1
     network = Network(faults={(*link, number): 0 if lost else 2}, timeout_s=1.0 if circle else TIMEOUT_S)
     sources = megatron_grid(case.config, random_hf(case.config), case.tp, case.pp, case.dp)
-    expected = buckets[number + (not lost) :][:1]  # of a doubled message, the one behind it
+    expected = buckets[number + (not lost) :][:1]  # of a doubled message, the one after it
     tensors = [chunk.move.tensor for bucket in expected for chunk in bucket.chunks]
     with pytest.raises(WeightSyncError) as error:
         run_plan(plan, sources, network, bucket_bytes)
@@ -237,7 +237,7 @@ def test_a_missing_digest_is_an_error_naming_its_tensor() -> None:
 
 
 def test_a_rank_looks_for_its_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with every sync, nor in the pause that it takes; another plan, bucket size or dtype is looked at anew."""
+    """Not with every sync, nor in the pause that it takes; another plan, bucket size or dtype is looked at again."""
     config = qwen3_config()
     asked: list[ReshardPlan] = []
     for side in ("moves_from", "moves_to"):

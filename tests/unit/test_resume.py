@@ -1,4 +1,4 @@
-"""A run directory that is not new: what may be made anew, what a run keeps, and what a resumed job drops."""
+"""A run directory that is not new: what may be made again, what a run keeps, and what a resumed job drops."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
         check_settings_of_run(config_of(tmp_path), tmp_path)
 
 
-# ---------------------------------------------------------------- what an attempt wrote behind its last checkpoint
+# ---------------------------------------------------------------- what an attempt wrote after its last checkpoint
 
 
 def test_evaluations_of_later_steps_are_forgotten(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("phase", ["", "warm_start"])
 def test_a_checkpoint_that_was_being_saved_again_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, phase: str) -> None:
-    """``trainer.keep_checkpoints=1``, killed between the two renames: without it the run would begin anew."""
+    """``trainer.keep_checkpoints=1``, killed between the two renames: without it the run would begin again."""
     only = finished_checkpoint(tmp_path)
     folder = tmp_path / "checkpoints" / phase
     folder.mkdir(exist_ok=True)
@@ -135,7 +135,7 @@ def test_an_older_checkpoint_that_is_half_removed_is_no_damage(tmp_path: Path, c
 
 @pytest.mark.parametrize("text", ["6", "", "x"])
 def test_a_name_of_the_newest_that_counts_for_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
-    """Of a checkpoint that is gone; a run of which it was the only one does not begin anew without a word."""
+    """Of a checkpoint that is gone; a run of which it was the only one does not begin again without a word."""
     found = finished_checkpoint(tmp_path, 4)
     (found.parent / LATEST).write_text(text)
     set_aside_damaged(tmp_path)

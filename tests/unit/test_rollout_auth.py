@@ -14,7 +14,7 @@ Message = MutableMapping[str, Any]
 
 
 def answer(scope: dict[str, Any]) -> list[Message]:
-    """What the middleware sends for a scope; the app behind it sends ``{"type": "app"}``."""
+    """What the middleware sends for a scope; the app after it sends ``{"type": "app"}``."""
     sent: list[Message] = []
 
     async def app(scope: Message, receive: Any, send: Any) -> None:

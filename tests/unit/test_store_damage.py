@@ -292,7 +292,7 @@ def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, monke
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_look_at_a_store_changes_nothing(tmp_path: Path, killed: bool) -> None:
-    """With a log, which a killed job leaves, SQLite may write the log's index anew."""
+    """With a log, which a killed job leaves, SQLite may write the log's index again."""
     url = filled(tmp_path / "store.db")
     if killed:
         code = f"import os\nfrom megarl.store import Store\nStore({url!r}).close_job()\nos._exit(9)"

@@ -97,7 +97,7 @@ def test_a_row_of_bad_steps_ends_the_job() -> None:
 
 
 def test_steps_that_are_done_again_end_no_row() -> None:
-    """A fault that comes again and again at step 4 must not send the run back for ever."""
+    """A fault that comes again and again at step 4 must not send the run back forever."""
     s = Steps(on_nonfinite="rollback", max_bad_steps=2)
     for _ in range(3):
         s.step(1.0)

@@ -47,7 +47,7 @@ class Clock:
         self.struck = False
         """The own time of the last test was over."""
         self.over = False
-        """The time of all was over, before the last test's own was: it has no result, nor have those behind it."""
+        """The time of all was over, before the last test's own was: it has no result, nor have those after it."""
         signal.signal(signal.SIGALRM, self._strike)
 
     def run(self, action: Callable[[], None]) -> None:

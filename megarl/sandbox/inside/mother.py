@@ -106,7 +106,7 @@ def furnish(tmp_bytes: int) -> None:
 
 
 def lock(refused: Any) -> None:
-    """Give up every capability of the new user namespace, for ever, and take the filter."""
+    """Give up every capability of the new user namespace, forever, and take the filter."""
     number = 0
     while call("prctl", PR_CAPBSET_DROP, number, 0, 0, 0) == 0:
         number += 1
