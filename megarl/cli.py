@@ -30,6 +30,7 @@ class _Version(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Parser of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="megarl", description=DESCRIPTION, formatter_class=raw)
     parser.add_argument("--version", action=_Version, help="print megarl's version and exit")

@@ -108,6 +108,7 @@ class MetricWriter:
         self._lines.append({"step": step, **metrics})
 
     def close(self) -> None:
+        """Close files and trackers."""
         self._close()
         for tracker in self._trackers:
             tracker.close()
@@ -129,6 +130,7 @@ class Lines:
         self._full = False
 
     def append(self, record: Mapping[str, Any]) -> None:
+        """Append one record as a line."""
         line = (json.dumps(record) + "\n").encode()
         before = os.fstat(self._file.fileno()).st_size
         try:
@@ -144,6 +146,7 @@ class Lines:
             self._full = False
 
     def close(self) -> None:
+        """Close the file."""
         with suppress(OSError):
             self._file.close()
 
@@ -172,10 +175,12 @@ class Timeline:
         self.seconds: dict[str, float] = {}
 
     def reset(self) -> None:
+        """Forget the seconds of the step before."""
         self.seconds = {}
 
     @contextmanager
     def phase(self, name: str, **labels: Any) -> Iterator[None]:
+        """Measure a phase: a context manager."""
         start = time.time()
         clock = time.perf_counter()
         try:
@@ -185,6 +190,7 @@ class Timeline:
             self.add(name, start, time.perf_counter() - clock, **labels)
 
     def add(self, name: str, start: float, seconds: float, **labels: Any) -> None:
+        """Enter a phase that was measured elsewhere."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._lines.append({"phase": name, "start": round(start, 4), "seconds": round(seconds, 4), **labels})
 

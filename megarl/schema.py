@@ -35,6 +35,7 @@ class WeightsVersion(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> WeightsVersion:
+        """Read ``attempt.n``."""
         attempt, n = text.split(".")
         return cls(int(attempt), int(n))
 
@@ -61,6 +62,7 @@ class Task:
 
     @property
     def ground_truth(self) -> Any:
+        """The right answer, for the verifier."""
         return self.reward_model["ground_truth"]
 
     @property
@@ -170,6 +172,7 @@ class Sample:
 
     @classmethod
     def of(cls, e: Experience) -> Sample:
+        """Take the facts of an experience, without its arrays."""
         greedy = None if e.greedy is None else cls.of(e.greedy)
         return cls(
             e.rollout_id, e.group_id, e.index, e.prompt_length, e.response_length, e.reward, e.finish_reason, e.group_stats, greedy

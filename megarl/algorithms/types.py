@@ -105,6 +105,7 @@ class StepInput:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows, N."""
         return len(self.stats)
 
     @property

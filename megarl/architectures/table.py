@@ -141,10 +141,12 @@ class ModelSizes:
 
     @property
     def q(self) -> int:
+        """Rows of the query projection."""
         return self.heads * self.head
 
     @property
     def kv(self) -> int:
+        """Rows of the key (or value) projection."""
         return self.kv_heads * self.head
 
     @property

@@ -107,6 +107,7 @@ class DistFiles:
                 )
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a tensor, into ``out`` where given."""
         out = into(out, self.dtypes[name], boxes.shape_of(box))
         found = 0
         for common, chunk in self._chunks(name).overlapping(box):
@@ -125,6 +126,7 @@ class DistFiles:
         return out
 
     def file_of(self, name: str) -> Path:
+        """Path of the file that has a tensor's first element."""
         files = {chunk.file for chunk in self.stored[name].chunks}
         return self.path / files.pop() if len(files) == 1 else self.path
 
@@ -133,6 +135,7 @@ class DistFiles:
         return sorted({self.path / chunk.file for tensor in self.stored.values() for chunk in tensor.chunks})
 
     def close(self) -> None:
+        """Close all files."""
         self._files.close()
 
     def _chunks(self, name: str) -> BoxIndex[Chunk]:

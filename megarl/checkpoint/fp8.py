@@ -63,6 +63,7 @@ class Dequantised:
             )
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a tensor, dequantized, into ``out`` where given."""
         scale = self._scales.get(name)
         values = self._files.read(name, box, out if scale is None else None)
         if scale is None:
@@ -82,4 +83,5 @@ class Dequantised:
         return self._files.paths()
 
     def close(self) -> None:
+        """Close the files."""
         self._files.close()

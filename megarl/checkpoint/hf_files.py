@@ -75,11 +75,13 @@ class HFFiles:
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a tensor, into ``out`` where given."""
         entry = self.entries[name]
         assert boxes.contains(boxes.whole(entry.shape), box), f"{box} of {name} {entry.shape}"
         return self._files.read_box(entry.file, entry.start, entry.dtype, entry.shape, box, out)
 
     def file_of(self, name: str) -> Path:
+        """Path of the file that has a tensor."""
         return self.entries[name].file
 
     def paths(self) -> list[Path]:
@@ -87,6 +89,7 @@ class HFFiles:
         return sorted({entry.file for entry in self.entries.values()})
 
     def close(self) -> None:
+        """Close all files."""
         self._files.close()
 
 

@@ -154,6 +154,7 @@ def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_shape(name: str, where: Path, found: Shape, expected: Shape) -> None:
+    """Raise CheckpointError where a tensor has another shape than expected."""
     if found != expected:
         raise CheckpointError(
             f"{name} in {where} has shape {found}, config.json asks for {expected}; the two are of different models"

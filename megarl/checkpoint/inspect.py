@@ -52,9 +52,11 @@ class Inspection:
 
     @property
     def is_whole(self) -> bool:
+        """True if tensors, table and manifest agree."""
         return not (self.problem or self.missing or self.misshapen or self.unknown or self.changed)
 
     def to_json(self) -> str:
+        """Return the findings as JSON."""
         return json.dumps(asdict(self), indent=1)
 
 

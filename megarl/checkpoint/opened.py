@@ -58,6 +58,7 @@ class Opened:
     """Stored tensors that are not part of it (optimizer state, prediction layers that are dropped)."""
 
     def close(self) -> None:
+        """Close the files."""
         self.source.close()
 
     @property
@@ -105,6 +106,7 @@ def open_checkpoint(
 
 
 def open_hf_checkpoint(path: Path, head: Head = "auto", mtp: bool = False, check: bool = True) -> Opened:
+    """Open an HF checkpoint. Raises CheckpointError."""
     hf_config = _read_config(path)
     family(hf_config, path)
     source = open_hf(path)

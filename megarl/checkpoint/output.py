@@ -37,12 +37,14 @@ class Finished(NamedTuple):
     """(key, chunk) in a dist_checkpointing file."""
 
     def to_json(self) -> str:
+        """Return the record as one line of JSON."""
         chunks = [[key, chunk.box, chunk.offset, chunk.length] for key, chunk in self.chunks]
         digests = {name: f"{value:016x}" for name, value in self.digests.items()}
         return json.dumps({"file": self.file, "bytes": self.bytes, "digests": digests, "chunks": chunks})
 
     @classmethod
     def from_json(cls, line: str) -> Finished:
+        """Read a record from its line."""
         value = json.loads(line)
         chunks = tuple(
             (key, Chunk(tuple((lo, hi) for lo, hi in box), value["file"], offset, length))
@@ -165,6 +167,7 @@ class Output:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that appears whole."""
     with file.open("w") as stream:
         stream.write(json.dumps(value, indent=2) + "\n")
         stream.flush()

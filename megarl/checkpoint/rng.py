@@ -22,6 +22,7 @@ def of_process() -> dict[str, Any]:
 
 
 def put_process(states: Mapping[str, Any]) -> None:
+    """Restore the generators that ``of_process`` returned."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]

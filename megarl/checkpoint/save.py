@@ -58,6 +58,7 @@ class Manifest:
 
 
 def rng_file(rank: int) -> str:
+    """Name of the file with a rank's generators."""
     return f"rng_{rank}.json"
 
 

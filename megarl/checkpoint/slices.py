@@ -60,6 +60,7 @@ class OpenFiles:
             return self._open[path]
 
     def close(self) -> None:
+        """Close all files."""
         with self._lock:
             while self._open:
                 os.close(self._open.popitem()[1])

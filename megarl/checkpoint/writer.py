@@ -102,6 +102,7 @@ class Writer:
 
     @property
     def alive(self) -> bool:
+        """True while the child lives."""
         return self._process.is_alive()
 
     def begin(self, work: Callable[..., T], tensors: Sequence[torch.Tensor], *rest: Any) -> Task[T]:
@@ -172,6 +173,7 @@ class Writer:
             return ""
 
     def kill(self) -> None:
+        """Kill the child and wait for its end."""
         atexit.unregister(self.kill)
         self._process.kill()
         self._process.join(KILLED_S)

@@ -165,6 +165,7 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
+    """Return settings as plain dictionaries and lists."""
     return dataclasses.asdict(config)
 
 

@@ -54,6 +54,7 @@ class RouterConfig:
 
     @property
     def is_used(self) -> bool:
+        """True if a setting differs from 0."""
         return bool(self.aux_loss_coef or self.z_loss_coef or self.bias_update_rate)
 
 
@@ -106,10 +107,12 @@ class GridSizes:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the grid."""
         return self.stage_size * self.pp
 
     @property
     def expert_tp(self) -> int:
+        """Tensor-parallel size of the experts."""
         if self.etp is not None:
             return self.etp
         return self.tp if self.ep == 1 else 1

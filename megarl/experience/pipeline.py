@@ -48,6 +48,7 @@ class Report:
 
     @property
     def kept(self) -> int:
+        """Number of groups that were kept."""
         return self.groups - sum(self.dropped.values())
 
     def __add__(self, other: Report) -> Report:

@@ -38,6 +38,7 @@ class Allocation:
 
     @property
     def is_head(self) -> bool:
+        """True on the first node."""
         return self.rank == 0
 
 

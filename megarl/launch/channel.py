@@ -68,6 +68,7 @@ class Channel:
             raise ChannelClosed(f"connection lost: {error}") from error
 
     def close(self) -> None:
+        """Close the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
         with contextlib.suppress(OSError):

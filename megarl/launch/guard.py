@@ -84,6 +84,7 @@ class Guard:
             self._process.stdin.write(f"{do} {group} {folder or ''}\n".encode())
 
     def add(self, group: int, folder: Path | None = None) -> None:
+        """Guard a process group, and a folder to remove with it."""
         with self._telling:
             self._groups[group] = folder
             self._tell("add", group, folder)

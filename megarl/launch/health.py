@@ -54,6 +54,7 @@ def interface_of(address: str) -> str:
 
 
 def facts(name: str, address: str) -> Facts:
+    """Gather this node's facts."""
     return Facts(
         name or platform.node(),
         address,
@@ -109,6 +110,7 @@ def _differences(head: Facts, node: Facts) -> list[str]:
 
 
 def described(found: Mapping[str, Sequence[str]]) -> str:
+    """Describe faults of nodes in lines for a person."""
     return "; ".join(f"node {name}: {', '.join(reasons)}" for name, reasons in found.items())
 
 

@@ -62,11 +62,13 @@ class RemoteProcess:
         self._ending = {"status": int(message["status"]), "tail": str(message["tail"]), "at": float(message["at"])}
 
     def poll(self) -> int | None:
+        """Return the exit status, None while it runs."""
         if self._ending is None and (fault := self._node.fault()) is not None:
             self._ending = {"status": 1, "tail": f"its node {self._node.name} is lost: {fault}", "at": self._node.lost_at}
         return None if self._ending is None else int(self._ending["status"])
 
     def tail(self) -> str:
+        """Return the last lines of the log."""
         return str(self._ending["tail"]) if self._ending is not None else ""
 
     def signal(self, number: int) -> None:

@@ -193,6 +193,7 @@ class Row(NamedTuple):
 
     @property
     def place(self) -> Place:
+        """Place of the process."""
         return place_of(self.account)
 
     def cells(self) -> tuple[str, str, str, str]:

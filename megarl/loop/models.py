@@ -126,6 +126,7 @@ class Models:
             self.reference.copy_from(self.actor, bucket_bytes=self._config.sync.bucket_bytes)
 
     def actor_part(self) -> state.Part:
+        """Part of a checkpoint that holds the actor."""
         return state.Part(self.actor.chunks, self.actor.optimizer.inner)
 
     def parts(self) -> dict[str, state.Part]:

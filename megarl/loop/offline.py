@@ -61,9 +61,11 @@ class OfflineTrainer(Trainer):
     test: Batch
 
     def make_models(self) -> Models:
+        """Make the models; a reward model's actor changes after the warm start."""
         return (ScoringModels if scores(self.config) else Models)(self.config, self.algorithm)
 
     def begin(self, state: TrainState) -> None:
+        """Prepare the steps that follow the warm start."""
         if not isinstance(self.models, ScoringModels):
             super().begin(state)
             return
@@ -80,6 +82,7 @@ class OfflineTrainer(Trainer):
             self.test = self.batch_of(held_out, range(len(held_out)))
 
     def step(self, state: TrainState) -> TrainState:
+        """Make one step on rows of the file."""
         config, phase, number = self.config.trainer, self.timeline.phase, state.step
         self.timeline.reset()
         with phase("step", step=number):
@@ -103,6 +106,7 @@ class OfflineTrainer(Trainer):
         return batch
 
     def objective_of(self, batch: Batch) -> Objective:
+        """Objective of a batch."""
         algorithm, settings = self.algorithm, self.config.algorithm
         if self.models.actor.head is None:
             return objectives.preference_scores(algorithm, settings, batch.margins)

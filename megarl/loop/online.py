@@ -39,9 +39,11 @@ class OnlineTrainer(Trainer):
 
     @property
     def version(self) -> WeightsVersion:
+        """Weights published last."""
         return self.weights.version if hasattr(self, "weights") else super().version
 
     def connect(self) -> None:
+        """Join the engines, and open what asks them. Raises Stopped."""
         with self.timeline.phase("wait_for_engine"):
             actor, rank = self.models.actor, self.context.rank
             publisher = WeightPublisher(
@@ -54,6 +56,7 @@ class OnlineTrainer(Trainer):
             self.weights.connect()
 
     def step(self, state: TrainState) -> TrainState | None:
+        """Make one step: sync, rollout, inference, update; None when the job is asked to stop."""
         phase, number = self.timeline.phase, state.step
         self.timeline.reset()
         with phase("step", step=number):
@@ -100,6 +103,7 @@ class OnlineTrainer(Trainer):
         return with_group_stats(scored), spread("reward_model/score", scores)
 
     def evaluate(self, state: TrainState, name: str) -> bool:
+        """Publish the weights and evaluate them on held-out tasks."""
         self.weights.publish()
         return self.evaluation.run(state, self.weights.version, name)
 

@@ -46,4 +46,5 @@ class Ranks:
         return [sums for rank in everyone for sums in rank]
 
     def wait_for_all(self) -> None:
+        """Wait until every rank calls it."""
         dist.barrier()

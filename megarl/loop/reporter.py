@@ -58,6 +58,7 @@ class Reporter:
             self._writer.rewind(*_last_steps(state))
 
     def close(self) -> None:
+        """Close the metric writers."""
         if self._writer is not None:
             self._writer.close()
 

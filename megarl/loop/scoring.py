@@ -17,6 +17,7 @@ class ScoringModels(Models):
     """
 
     def make_actor(self, checkpoint: Path | None) -> None:
+        """Make a language model for the warm start, else a reward model."""
         language = bool(self._config.trainer.warm_start.steps) and (
             checkpoint is None or state.manifest_of(checkpoint)["step"] == 0 or checkpoint.parent.name == "warm_start"
         )
@@ -25,6 +26,7 @@ class ScoringModels(Models):
             self.actor = self._actor(self.head if language else None)
 
     def load_beginning(self) -> None:
+        """Give the actor the weights that the run begins with; a score head may begin with zeros."""
         path = Path(self._config.model.path)
         self.actor.load_hf(path, score="stored" if self.actor.head is not None or has_score(path) else "zeros")
 

@@ -25,6 +25,7 @@ class TrainState:
 
     @property
     def warming_up(self) -> bool:
+        """True in the warm start."""
         return self.phase == WARM_START
 
     @classmethod

@@ -99,6 +99,7 @@ def _store(host: str, port: int, world: int, rank: int, timeout: timedelta) -> T
 
 
 def position() -> Position:
+    """Place of this rank in the grid in place."""
     from megatron.core import parallel_state
 
     return Position(

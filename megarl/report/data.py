@@ -96,6 +96,7 @@ class Run:
 
     @property
     def steps_done(self) -> int:
+        """Number of finished steps."""
         return self.steps[-1][0] if self.steps else 0
 
     @property
@@ -106,6 +107,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
+        """True if the job has ended well."""
         known = self.after is not None and (self.after.accuracy is not None or self.after.loss is not None)
         return known and self.hf_checkpoint is not None and self.steps_done >= self.config.trainer.steps
 

@@ -18,10 +18,12 @@ def whole(shape: Shape) -> Box:
 
 
 def shape_of(box: Box) -> Shape:
+    """Extents of a box."""
     return tuple(hi - lo for lo, hi in box)
 
 
 def start_of(box: Box) -> Shape:
+    """First index of a box along each axis."""
     return tuple(lo for lo, _ in box)
 
 
@@ -42,6 +44,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(outer: Box, inner: Box) -> bool:
+    """Return True if ``inner`` lies in ``outer``."""
     return len(outer) == len(inner) and all(o[0] <= i[0] <= i[1] <= o[1] for o, i in zip(outer, inner, strict=True))
 
 

@@ -97,16 +97,19 @@ class Row(NamedTuple):
     """... and this row's place in them."""
 
     def local_shape(self, share: int) -> Shape:
+        """Shape of a share's local tensor."""
         cut = self.splits[share].size
         return (*self.stack, *self.shape[: self.axis], cut, *self.shape[self.axis + 1 :])
 
     def pieces(self, share: int) -> Iterable[Piece]:
+        """Pieces of logical tensors in a share."""
         before, after = boxes.whole(self.shape[: self.axis]), boxes.whole(self.shape[self.axis + 1 :])
         head, tail = (*self.lead, *(0 for _ in before)), tuple(0 for _ in after)
         for part, lo, hi, at in self.splits[share].segments:
             yield Piece(self.parts[part], (*before, (lo, hi), *after), self.local, (*head, at, *tail))
 
     def padding(self, share: int) -> Padding | None:
+        """Padding of a share; None without any."""
         split = self.splits[share]
         if split.used == split.size:
             return None
@@ -178,9 +181,11 @@ class Layout:
         return {row.local: row.local_shape(share) for row, share in self.rows_of(rank)}
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """Pieces of a rank."""
         return tuple(piece for row, share in self.rows_of(rank) for piece in row.pieces(share))
 
     def padding(self, rank: int) -> tuple[Padding, ...]:
+        """Padding of a rank."""
         found = (row.padding(share) for row, share in self.rows_of(rank))
         return tuple(padding for padding in found if padding is not None)
 

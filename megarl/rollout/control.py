@@ -88,6 +88,7 @@ class EngineControl:
         self._call("POST", f"/pause?mode={mode}")
 
     def resume(self) -> None:
+        """Let the engine generate again."""
         self._call("POST", "/resume")
 
     def refuse(self, reason: str | None) -> None:
@@ -99,6 +100,7 @@ class EngineControl:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
 
     def start(self) -> None:
+        """Begin a weight update."""
         self._call("POST", "/start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
@@ -109,6 +111,7 @@ class EngineControl:
         self._call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
 
     def finish(self, version: str) -> None:
+        """End a weight update under a version."""
         self._call("POST", "/finish_weight_update", {"weight_version": version})
 
     def reset_prefix_cache(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 
 def main() -> None:
+    """Run one node's part of an engine."""
     from vllm.entrypoints.cli.serve import run_headless
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

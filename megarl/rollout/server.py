@@ -12,6 +12,7 @@ from types import FrameType
 
 
 def main() -> None:
+    """Run an engine's server."""
     import uvloop
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup

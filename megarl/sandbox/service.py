@@ -44,6 +44,7 @@ class Service:
         self._threads = ThreadPoolExecutor(workers)
 
     def application(self) -> web.Application:
+        """The HTTP application."""
         app = web.Application(client_max_size=wire.MAX_BODY_BYTES, middlewares=[self._with_key])
         app.add_routes([web.get("/health", self._health), web.post("/run", self._run), web.post("/check", self._check)])
         return app

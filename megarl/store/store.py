@@ -411,6 +411,7 @@ def _event(row: Any) -> dict[str, Any]:
 
 
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
+    """Delete rollouts with their groups, experiences and metrics."""
     # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
     for table in (GROUPS, EXPERIENCES, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:

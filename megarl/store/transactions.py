@@ -71,6 +71,7 @@ class Transactions:
             self.write(_make_tables)
 
     def close(self) -> None:
+        """Close the connections."""
         self._reader.dispose()
         self._syncing.dispose()
 

@@ -78,6 +78,7 @@ class RankMessages:
         return keys
 
     def remove(self, keys: Sequence[str]) -> None:
+        """Delete keys that every rank has read."""
         for key in keys:
             self.store.delete_key(key)
 

@@ -57,6 +57,7 @@ class SyncReport:
     """Compared."""
 
     def metrics(self) -> dict[str, float]:
+        """Return the report as metrics under ``sync/``."""
         return {f"sync/{name}": float(value) for name, value in asdict(self).items()}
 
 

@@ -28,6 +28,7 @@ class Place:
     """Its number among the rows, from 0."""
 
     def refuse(self, field: str, expected: str, seen: Any) -> NoReturn:
+        """Raise DataError for a value that is not as expected."""
         raise DataError(f"{place_of(self.path, self.row)}: {field} must be {expected}, got {short(seen)}")
 
 
@@ -41,6 +42,7 @@ def place_of(path: str | os.PathLike[str], row: int) -> str:
 
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:
+    """Return True if a file is jsonl by its name."""
     return Path(path).suffix == ".jsonl"
 
 
@@ -162,5 +164,6 @@ def source_of(place: Place, row: Mapping[str, Any]) -> str:
 
 
 def short(value: Any, limit: int = 80) -> str:
+    """Shorten a value for a message."""
     text = f"{value!r} ({type(value).__name__})"
     return text if len(text) <= limit else text[: limit - 3] + "..."
