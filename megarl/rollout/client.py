@@ -157,7 +157,7 @@ class EngineClient:
             "heartbeat_s": self._heartbeat_s,
         }
         silence = _Silence(url, self._timeout_s, self._heartbeat_s, self._progressed)
-        decoder = Decoder()
+        decoder, missing = Decoder(), {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
                 if answer.status != 200:
@@ -170,6 +170,9 @@ class EngineClient:
                             silence.beat(record)
                             continue
                         silence.over()
+                        if (sample := (record.request, record.index)) not in missing:
+                            raise FrameError(f"sample {sample[1]} of prompt {sample[0]} was not asked for, or came before")
+                        missing.remove(sample)
                         yield _completion(url, record)
                 decoder.end()
         except FrameError as error:

@@ -157,8 +157,8 @@ def _sample(fields: dict[str, Any], arrays: bytes) -> Completion:
         raise ValueError(f"{tokens} tokens and {prompt_tokens} of the prompt are not {len(arrays)} bytes")
     prompt_at = 8 * tokens
     return Completion(
-        request=fields["request"],
-        index=fields["index"],
+        request=int(fields["request"]),
+        index=int(fields["index"]),
         token_ids=np.frombuffer(arrays, "<i4", tokens).astype(np.int32),
         logprobs=np.frombuffer(arrays, "<f4", tokens, 4 * tokens).astype(np.float32),
         finish_reason=fields["finish_reason"],
@@ -168,7 +168,7 @@ def _sample(fields: dict[str, Any], arrays: bytes) -> Completion:
 
 
 def _failure(fields: dict[str, Any], arrays: bytes) -> Failure:
-    return Failure(fields["request"], fields["index"], fields["message"], fields["refused"])
+    return Failure(int(fields["request"]), int(fields["index"]), fields["message"], fields["refused"])
 
 
 def _heartbeat(fields: dict[str, Any], arrays: bytes) -> Heartbeat:

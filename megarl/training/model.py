@@ -233,7 +233,8 @@ class TrainedModel(FrozenModel):
         collected = run(
             self.chunks, sequences, batches, self.head, loss_function, forward_only=False, balanced=self._balanced
         )
-        of_routers = measured(self._routers, objective.name) if self._balanced else {}
+        device = next(self.chunks[0].parameters()).device
+        of_routers = measured(self._routers, objective.name, device) if self._balanced else {}
         if not collected or not self._speaks():
             return {}
         whole = sum(float(total) for total, _ in collected)

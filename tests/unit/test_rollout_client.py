@@ -101,6 +101,8 @@ async def silent(request: web.Request) -> web.StreamResponse:
         (streaming(sample(0, 0), encode(sample(0, 1))[:20], then=cut), "http://.*gone or silent"),
         (streaming(sample(0, 0), b"HTTP/1.1 502 Bad Gateway"), "http://.*broken stream.*unknown kind"),
         (streaming(sample(0, 0), b"SMPL" + b"\xff" * 8), "http://.*broken stream.*too long"),
+        (streaming(sample(0, 0), sample(0, 0)), "http://.*broken stream.*sample 0 of prompt 0.*came before"),
+        (streaming(sample(7, 0)), "http://.*broken stream.*sample 0 of prompt 7 was not asked for"),
     ],
 )
 def test_every_failure_is_an_engine_error(handler: Handler, words: str) -> None:
