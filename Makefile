@@ -16,7 +16,8 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PY) -m $(if $(TESTS),pytest,tests.both) --durations=15 $(ARGS) $(TESTS)
 
-check: $(VENV)/.installed  ## lint and types, in seconds
+check: $(VENV)/.installed  ## format, lint and types, in seconds
+	$(VENV)/bin/ruff format --check -q .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 

@@ -1,14 +1,16 @@
-"""What a checkpoint costs a step: none, written at once, written in the background, in turns within one run of trainer ranks.
+"""What a checkpoint costs a step: none, written at once, written in the background, in turns within one run of trainer
+ranks.
 
-The larger configuration of the quickstart: the same tasks' shapes (64 x 8 answers of 8 tokens after 16 of a prompt) and updates, a
-Qwen3 of hidden size 512 and 8 layers (27 M parameters, 0.33 GB of training state), TP2 on two ranks. A step is what the trainer
-does of one: log-probs of actor and reference, two updates. No engine runs, so a job's step, which samples too, is longer and the share
-lower. Every arm takes the time from the snapshot's begin up to the end of the step in which the checkpoint counts.
+The larger configuration of the quickstart: the same tasks' shapes (64 x 8 answers of 8 tokens after 16 of a prompt) and
+updates, a Qwen3 of hidden size 512 and 8 layers (27 M parameters, 0.33 GB of training state), TP2 on two ranks. A step
+is what the trainer does of one: log-probs of actor and reference, two updates. No engine runs, so a job's step, which
+samples too, is longer and the share lower. Every arm takes the time from the snapshot's begin up to the end of the step
+in which the checkpoint counts.
 
     python benchmarks/checkpoint.py [--rounds 4] [--hidden 512] [--layers 8] [--tasks 64]
 
-Prints a table: median and quartiles of the seconds, what was lost to a checkpoint, and its share of a step; and how fast files
-are hashed, written and verified.
+Prints a table: median and quartiles of the seconds, what was lost to a checkpoint, and its share of a step; and how
+fast files are hashed, written and verified.
 """
 
 from __future__ import annotations
@@ -39,9 +41,17 @@ def save_model(path: Path, hidden: int, layers: int) -> None:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=128, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 64, head_dim=32, max_position_embeddings=64, pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
     Qwen3ForCausalLM(config).save_pretrained(path)
 
 
@@ -74,7 +84,8 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
         m.load_hf(Path(model))
     dice = np.random.default_rng(0)
     rows = [
-        (dice.integers(2, 128, PROMPT).astype(np.int32), dice.integers(2, 128, ANSWER).astype(np.int32)) for _ in range(tasks * GROUP)
+        (dice.integers(2, 128, PROMPT).astype(np.int32), dice.integers(2, 128, ANSWER).astype(np.int32))
+        for _ in range(tasks * GROUP)
     ]
     batch = of_demonstrations(rows)
     updates = updates_of([[i] for i in range(len(rows))], 2)
@@ -108,7 +119,12 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
             if arm != "none":
                 number += 1
                 pending = state.begin(
-                    Path(folder), number, parts, state.Manifest({"phase": "rl"}), background=arm == "background", model=Path(model)
+                    Path(folder),
+                    number,
+                    parts,
+                    state.Manifest({"phase": "rl"}),
+                    background=arm == "background",
+                    model=Path(model),
                 )
                 if arm == "at once":
                     pending.finish(1)
@@ -178,10 +194,17 @@ def main() -> None:
     text = page.Text()
     say = text.say
 
-    say(f"hidden {arguments.hidden}, {arguments.layers} layers, TP2, {arguments.tasks} tasks x {GROUP} answers, {arguments.rounds} rounds; "
-        f"{first['bytes'] / 1e6:.0f} MB of files a checkpoint; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
+    say(
+        f"hidden {arguments.hidden}, {arguments.layers} layers, TP2, {arguments.tasks} tasks x {GROUP} answers, "
+        f"{arguments.rounds} rounds; "
+        f"{first['bytes'] / 1e6:.0f} MB of files a checkpoint; load average {load:.1f} before, "
+        f"{os.getloadavg()[0]:.1f} after"
+    )
     base = statistics.median(first["none"])
-    say("| checkpoint | a step, s (quartiles) | lost to it, s | share of a step | more processor time of both ranks and their writers, s |")
+    say(
+        "| checkpoint | a step, s (quartiles) | lost to it, s | share of a step | more processor time of both ranks "
+        "and their writers, s |"
+    )
     say("|---|---|---|---|---|")
     processor = statistics.median(first["processor none"])
     for arm in ARMS:
@@ -189,13 +212,23 @@ def main() -> None:
         # Each beside the plain step of its own round, as neighbours on a machine that others use too.
         lost = statistics.median(a - b for a, b in zip(first[arm], first["none"], strict=True))
         more = statistics.median(a - b for a, b in zip(first[f"processor {arm}"], first["processor none"], strict=True))
-        say(f"| {arm} | {middle:.2f} ({low:.2f} to {high:.2f}) | {lost:.2f} | {lost / base:.1%} | {more:.2f} of {processor:.2f} |")
-    for name, label in (("begin", "snapshot and fork"), ("finish", "making it count"), ("at once alone", "written at once")):
+        say(
+            f"| {arm} | {middle:.2f} ({low:.2f} to {high:.2f}) | {lost:.2f} | {lost / base:.1%} | {more:.2f} of "
+            f"{processor:.2f} |"
+        )
+    for name, label in (
+        ("begin", "snapshot and fork"),
+        ("finish", "making it count"),
+        ("at once alone", "written at once"),
+    ):
         say(f"{label}: {statistics.median(first[name]):.2f} s, {statistics.median(first[name]) / base:.1%} of a step")
     say(f"the writer outlasted the step in {sum(first['late'])} of {len(first['late'])}")
     size = first["bytes"]
-    say(f"SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores {size / first['verify'] / 1e9:.2f} GB/s, "
-        f"disk writes with fsync {first['disk'] / 1e9:.2f} GB/s")
+    say(
+        f"SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores "
+        f"{size / first['verify'] / 1e9:.2f} GB/s, "
+        f"disk writes with fsync {first['disk'] / 1e9:.2f} GB/s"
+    )
     if arguments.write:
         page.write("checkpoints.md", str(text))
 

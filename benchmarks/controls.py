@@ -1,7 +1,7 @@
 """Does the reward do it? The quickstart beside two controls: learning rate 0, and rewards shuffled within each rollout.
 
-Three seeds of each. Repeat the command to resume: finished runs are kept in ``runs/controls/``. Prints a Markdown table and
-writes it to ``docs/benchmarks/controls.md`` with the commit and the durations.
+Three seeds of each. Repeat the command to resume: finished runs are kept in ``runs/controls/``. Prints a Markdown table
+and writes it to ``docs/benchmarks/controls.md`` with the commit and the durations.
 
     python benchmarks/controls.py [--seeds 1 2 3] [--steps N] [hydra overrides]
 """
@@ -19,11 +19,7 @@ from pathlib import Path
 import page
 
 ROOT = Path(__file__).resolve().parent.parent
-ARMS = {
-    "GRPO": [],
-    "learning rate 0": ["trainer.optimizer.lr=0.0"],
-    "shuffled rewards": ["reward.shuffle=true"],
-}
+ARMS = {"GRPO": [], "learning rate 0": ["trainer.optimizer.lr=0.0"], "shuffled rewards": ["reward.shuffle=true"]}
 
 
 def accuracies(run_dir: Path) -> dict[str, float]:
@@ -42,7 +38,16 @@ def run(name: str, overrides: list[str]) -> dict[str, float]:
     result = run_dir / "result.json"
     if not result.is_file():
         started = time.monotonic()
-        command = [sys.executable, "-m", "megarl", "train", "experiment=quickstart", f"run.name={name}", f"run.dir={run_dir}", *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "megarl",
+            "train",
+            "experiment=quickstart",
+            f"run.name={name}",
+            f"run.dir={run_dir}",
+            *overrides,
+        ]
         subprocess.run(command, cwd=ROOT, check=True)
         found = accuracies(run_dir)
         record = {"before": found["eval-before"], "after": found["eval-after"], "seconds": time.monotonic() - started}
@@ -54,12 +59,15 @@ def run(name: str, overrides: list[str]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=None, help="reinforcement-learning steps (default: the experiment's)")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="reinforcement-learning steps (default: the experiment's)"
+    )
     arguments, overrides = parser.parse_known_args()
     if arguments.steps is not None:
         overrides.append(f"trainer.steps={arguments.steps}")
     lines = [
-        "Held-out accuracy on 500 tasks, greedy, before → after the reinforcement-learning steps; the three arms of a seed share its",
+        "Held-out accuracy on 500 tasks, greedy, before → after the reinforcement-learning steps; the three arms of a "
+        "seed share its",
         "warm-started weights.",
         "",
         "| arm | " + " | ".join(f"seed {s}" for s in arguments.seeds) + " | mean change | minutes a run |",
@@ -75,7 +83,9 @@ def main() -> None:
         changes = [r["after"] - r["before"] for r in results]
         cells = [f"{r['before']:.1%} → {r['after']:.1%}" for r in results]
         minutes = statistics.mean(r["seconds"] for r in results) / 60
-        lines.append(f"| {arm} | " + " | ".join(cells) + f" | {statistics.mean(changes) * 100:+.1f} points | {minutes:.1f} |")
+        lines.append(
+            f"| {arm} | " + " | ".join(cells) + f" | {statistics.mean(changes) * 100:+.1f} points | {minutes:.1f} |"
+        )
     text = "\n".join(lines) + "\n"
     page.write("benchmarks/controls.md", text)
     sys.stdout.write(text)

@@ -1,4 +1,5 @@
-"""Time and peak memory of ``megarl convert`` on a checkpoint of some GB, and a run that is killed half-way and repeated.
+"""Time and peak memory of ``megarl convert`` on a checkpoint of some GB, and a run that is killed half-way and
+repeated.
 
 Every step is a process of its own; its peak is the kernel's ``ru_maxrss`` of that process.
 
@@ -47,7 +48,9 @@ BLOCK = 8 << 20
 
 def make(path: Path, gb: float) -> Path:
     """A checkpoint of about so many GB of random bfloat16, in files of about 1 GB; made once."""
-    one = sum(torch.Size(s).numel() for n, s in hf_layout({**CONFIG, "num_hidden_layers": 1}).tensors.items() if "layers" in n)
+    one = sum(
+        torch.Size(s).numel() for n, s in hf_layout({**CONFIG, "num_hidden_layers": 1}).tensors.items() if "layers" in n
+    )
     ends = CONFIG["vocab_size"] * CONFIG["hidden_size"]
     config = {**CONFIG, "num_hidden_layers": max(int((gb * 1e9 / 2 - ends) / one), 1)}
     if (path / "config.json").is_file() and json.loads((path / "config.json").read_text()) == config:
@@ -132,7 +135,10 @@ def main() -> None:
     rows = []
     for name, step in (
         ("HF to Megatron", ("hf-to-megatron", source, scratch / "megatron", *common)),
-        ("Megatron to TP4 PP2, --verify", ("reshard", scratch / "megatron", scratch / "tp4", "--tp", 4, "--pp", 2, "--verify", *common)),
+        (
+            "Megatron to TP4 PP2, --verify",
+            ("reshard", scratch / "megatron", scratch / "tp4", "--tp", 4, "--pp", 2, "--verify", *common),
+        ),
         ("Megatron (TP4 PP2) to HF", ("megatron-to-hf", scratch / "tp4", scratch / "back", *common)),
         ("inspect --digests", ("inspect", scratch / "back", "--digests", "--json")),
     ):
@@ -140,7 +146,12 @@ def main() -> None:
     killed = ("hf-to-megatron", source, scratch / "killed", *common)
     finished = run_and_kill(scratch / "killed", *killed)
     rows.append((f"HF to Megatron, after SIGKILL with {finished} files finished", *run(*killed)))
-    same = digests(scratch / "megatron") == digests(scratch / "tp4") == digests(scratch / "back") == digests(scratch / "killed")
+    same = (
+        digests(scratch / "megatron")
+        == digests(scratch / "tp4")
+        == digests(scratch / "back")
+        == digests(scratch / "killed")
+    )
     equal = all(
         (scratch / "killed" / f.name).read_bytes() == f.read_bytes() for f in (scratch / "megatron").glob("*.distcp")
     )

@@ -2,9 +2,11 @@
 
     python benchmarks/host_memory.py [--answers 512] [--tokens 8192] [--algorithms grpo ppo]
 
-Each algorithm runs in a process of its own, on synthetic answers in a SQLite store. The step is the trainer's own; a function that
-calls the forward step and the loss of each micro-batch, with zeros for log-probs, replaces Megatron's schedule. Counted are resident
-pages: /proc/self/clear_refs resets the peak (VmHWM) before each stage, and malloc returns freed memory at once. A small step comes
+Each algorithm runs in a process of its own, on synthetic answers in a SQLite store. The step is the trainer's own; a
+function that calls the forward step and the loss of each micro-batch, with zeros for log-probs, replaces Megatron's
+schedule. Counted are resident
+pages: /proc/self/clear_refs resets the peak (VmHWM) before each stage, and malloc returns freed memory at once. A small
+    step comes
 before, so that what is allocated once is not counted.
 """
 
@@ -108,7 +110,12 @@ def model_of(kind: str, config: Any) -> Any:
     class Layerless(TrainedModel):
         def __init__(self) -> None:
             self.head = None if kind == "critic" else Head(VOCAB)
-            self.parallel, self.cut, self.grid, self.dp_rank = config.parallel, cut_for(config.parallel, config.trainer), nullcontext, 0
+            self.parallel, self.cut, self.grid, self.dp_rank = (
+                config.parallel,
+                cut_for(config.parallel, config.trainer),
+                nullcontext,
+                0,
+            )
             self.chunks = [Chunk()]
             self._routers, self._balanced = [], False
             self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None))
@@ -129,7 +136,10 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
     from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
 
     version, random = WeightsVersion(1, 1), np.random.default_rng(0)
-    tasks = [Task(f"{rollout_id}/{i}", "s", ({"role": "user", "content": "?"},), "a", {}) for i in range(answers // ANSWERS_OF_A_GROUP)]
+    tasks = [
+        Task(f"{rollout_id}/{i}", "s", ({"role": "user", "content": "?"},), "a", {})
+        for i in range(answers // ANSWERS_OF_A_GROUP)
+    ]
     store.add_tasks(rollout_id, tasks)
     store.request_rollout(rollout_id, "train", 0, version, [task.task_id for task in tasks], ANSWERS_OF_A_GROUP, {})
     for claim in store.claim_groups("benchmark", len(tasks)):
@@ -162,7 +172,9 @@ def trainer_of(config: Any, store: Any) -> Any:
         refresh_when_due=lambda step: None, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
     trainer.weights, trainer.expert = SimpleNamespace(publish=dict, version=None), None
-    trainer.reporter = SimpleNamespace(timeline=trainer.timeline, say=lambda text: None, record_step=lambda *_, **__: None)
+    trainer.reporter = SimpleNamespace(
+        timeline=trainer.timeline, say=lambda text: None, record_step=lambda *_, **__: None
+    )
     trainer.end_step = lambda state, metrics: state
     reader = RolloutReader(NodeReader(), store, lambda: False)
     context = RunContext(config, Path(), 1, 0)
@@ -189,8 +201,12 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     pipeline.get_forward_backward_func = lambda: schedule
     kl = KLConfig(0.01, "k1", "reward", target=0.1) if algorithm == "ppo" else KLConfig(0.01, "k3", "loss", target=0.1)
     config = Config(
-        algorithm=AlgorithmConfig(name=algorithm, kl=kl, group_size=ANSWERS_OF_A_GROUP, whiten_advantages=algorithm == "ppo"),
-        trainer=TrainerConfig(tasks_per_step=answers // ANSWERS_OF_A_GROUP, packing=True, max_tokens_per_micro_batch=max(2 * tokens, 8192)),
+        algorithm=AlgorithmConfig(
+            name=algorithm, kl=kl, group_size=ANSWERS_OF_A_GROUP, whiten_advantages=algorithm == "ppo"
+        ),
+        trainer=TrainerConfig(
+            tasks_per_step=answers // ANSWERS_OF_A_GROUP, packing=True, max_tokens_per_micro_batch=max(2 * tokens, 8192)
+        ),
     )
     with tempfile.TemporaryDirectory(prefix="megarl-memory-") as folder:
         store = Store(f"sqlite:///{folder}/store.db")
@@ -209,7 +225,11 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
 def measured_apart(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float, float]]:
     """``measure`` in a process of its own, whose malloc keeps nothing that is freed."""
     command = [sys.executable, __file__, "--one", algorithm, "--answers", str(answers), "--tokens", str(tokens)]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_TRIM_THRESHOLD_": "4096", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "4096",
+        "MALLOC_TRIM_THRESHOLD_": "4096",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -1,9 +1,11 @@
-"""megarl's kernels against what one would use instead, in one run: ``python benchmarks/kernels.py [--threads N] [--out FILE]``.
+"""megarl's kernels against what one would use instead, in one run: ``python benchmarks/kernels.py [--threads N] [--out
+FILE]``.
 
-Runs on the GPU where there is one, else on the CPU. For each op every contender runs in turn, ``--repeats`` times; medians. A
-line gives the time, how many times megarl's time that is, the time over that of the op's memory traffic alone (log-prob: logits
-read forward, read and written backward; GAE: two arrays read, two written; digest: one read), and the peak of memory beside the
-inputs. The speed of memory is measured here on a CPU (reading 1 GiB) and the data sheet's on a GPU.
+Runs on the GPU where there is one, else on the CPU. For each op every contender runs in turn, ``--repeats`` times;
+medians. A line gives the time, how many times megarl's time that is, the time over that of the op's memory traffic
+alone (log-prob: logits read forward, read and written backward; GAE: two arrays read, two written; digest: one read),
+and the peak of memory beside the inputs. The speed of memory is measured here on a CPU (reading 1 GiB) and the data
+sheet's on a GPU.
 """
 
 from __future__ import annotations
@@ -124,7 +126,9 @@ def logprob() -> Iterator[Race]:
         def refill(buffer: torch.Tensor = buffer, base: torch.Tensor = base) -> None:
             buffer.copy_(base)
 
-        race = Race(f"log-prob + entropy, forward + backward [{rows} × {vocab}] {_short(dtype)}", 3 * base.nbytes, refill)
+        race = Race(
+            f"log-prob + entropy, forward + backward [{rows} × {vocab}] {_short(dtype)}", 3 * base.nbytes, refill
+        )
         race.contenders["megarl"] = lambda step=step: step(ops.vocab_parallel_logprob)
         for name, peer in logprob_peers():
             race.contenders[name] = lambda step=step, peer=peer: step(peer)
@@ -132,7 +136,9 @@ def logprob() -> Iterator[Race]:
 
 
 def linear() -> Iterator[Race]:
-    tokens, hidden_size, vocab, dtype = (8192, 4096, 151_936, torch.bfloat16) if GPU else (512, 512, 32_000, torch.float32)
+    tokens, hidden_size, vocab, dtype = (
+        (8192, 4096, 151_936, torch.bfloat16) if GPU else (512, 512, 32_000, torch.float32)
+    )
     hidden = torch.randn(tokens, hidden_size, device=DEVICE).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, hidden_size, device=DEVICE) * hidden_size**-0.5).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
@@ -146,7 +152,11 @@ def linear() -> Iterator[Race]:
     def clear() -> None:
         hidden.grad = weight.grad = None
 
-    race = Race(f"linear + log-prob, forward + backward [{tokens} × {hidden_size}] · [{hidden_size} × {vocab}] {_short(dtype)}", 0, clear)
+    race = Race(
+        f"linear + log-prob, forward + backward [{tokens} × {hidden_size}] · [{hidden_size} × {vocab}] {_short(dtype)}",
+        0,
+        clear,
+    )
     race.contenders = {
         "megarl, mode A (logits kept)": lambda: loss(*ops.linear_logprob(hidden, weight, targets, **keep)).backward(),
         "megarl, mode C (1/8 of the logits, computed again)": lambda: loss(
@@ -160,7 +170,9 @@ def linear() -> Iterator[Race]:
     yield race
 
 
-def gae_loop(rewards: list[float], values: list[float], cu: list[int], gamma: float, lam: float) -> tuple[list[float], list[float]]:
+def gae_loop(
+    rewards: list[float], values: list[float], cu: list[int], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
     """The plain loop at its fastest: Python floats, not tensors."""
     advantages, returns = [0.0] * len(rewards), [0.0] * len(rewards)
     for start, end in zip(cu, cu[1:], strict=False):
@@ -173,7 +185,11 @@ def gae_loop(rewards: list[float], values: list[float], cu: list[int], gamma: fl
 
 def time_loop(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
     """[N, L] padded, a loop over time: what verl, TRL and OpenRLHF do."""
-    advantages, advantage, following = torch.empty_like(rewards), torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    advantages, advantage, following = (
+        torch.empty_like(rewards),
+        torch.zeros_like(rewards[:, 0]),
+        torch.zeros_like(rewards[:, 0]),
+    )
     for t in range(rewards.shape[1] - 1, -1, -1):
         advantage = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * advantage
         advantages[:, t], following = advantage, values[:, t]
@@ -194,7 +210,9 @@ def doubling_scan(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam
 Padded = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
 
 
-def of_packed(method: Padded, rewards: torch.Tensor, values: torch.Tensor, cu: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def of_packed(
+    method: Padded, rewards: torch.Tensor, values: torch.Tensor, cu: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed tokens to rows [N, L] and back, where the lengths differ."""
     lengths = cu.diff()
     if (lengths == lengths[0]).all():
@@ -208,8 +226,13 @@ def of_packed(method: Padded, rewards: torch.Tensor, values: torch.Tensor, cu: t
 
 
 def gae() -> Iterator[Race]:
-    long_tail = (torch.distributions.LogNormal(6.5, 1.2).sample((1024,)).clamp(16, 16_384)).long()  # of reasoning: mean about 1,200
-    sizes = {"1024 sequences of 16 to 16,384 (log-normal)": long_tail, "128 sequences of 8192": torch.full((128,), 8192)}
+    long_tail = (
+        torch.distributions.LogNormal(6.5, 1.2).sample((1024,)).clamp(16, 16_384)
+    ).long()  # of reasoning: mean about 1,200
+    sizes = {
+        "1024 sequences of 16 to 16,384 (log-normal)": long_tail,
+        "128 sequences of 8192": torch.full((128,), 8192),
+    }
     if GPU:
         sizes["512 sequences of 8192"] = torch.full((512,), 8192)
     sizes["1 sequence of 1,048,576"] = torch.tensor([1 << 20])
@@ -219,13 +242,19 @@ def gae() -> Iterator[Race]:
         rewards, values = torch.randn(tokens, device=DEVICE), torch.randn(tokens, device=DEVICE)
         bootstrap = torch.zeros(len(lengths), device=DEVICE)
         race = Race(f"GAE, {tokens:,} packed tokens: {name}", 4 * rewards.nbytes)
-        race.contenders["megarl"] = lambda r=rewards, v=values, cu=cu, b=bootstrap: ops.gae(r, v, cu, gamma=0.99, lam=0.95, bootstrap=b)
+        race.contenders["megarl"] = lambda r=rewards, v=values, cu=cu, b=bootstrap: ops.gae(
+            r, v, cu, gamma=0.99, lam=0.95, bootstrap=b
+        )
         if not GPU:
             lists = rewards.tolist(), values.tolist(), cu.tolist(), 0.99, 0.95
             race.contenders["Python loop"] = lambda lists=lists: gae_loop(*lists)
         if lengths.max() <= 16_384:
-            race.contenders["padded torch loop over time"] = lambda packed=(rewards, values, cu): of_packed(time_loop, *packed)
-        race.contenders["padded associative scan in torch"] = lambda packed=(rewards, values, cu): of_packed(doubling_scan, *packed)
+            race.contenders["padded torch loop over time"] = lambda packed=(rewards, values, cu): of_packed(
+                time_loop, *packed
+            )
+        race.contenders["padded associative scan in torch"] = lambda packed=(rewards, values, cu): of_packed(
+            doubling_scan, *packed
+        )
         yield race
 
 
@@ -238,8 +267,14 @@ def policy() -> Iterator[Race]:
         advantages = torch.randn(tokens, device=DEVICE)
         cu = torch.arange(0, tokens + 1, length, device=DEVICE)
         keyword: dict[str, Any] = {
-            "entropy": entropy, "ref_logp": ref, "clip_low": 0.2, "clip_high": 0.28, "kl": "k3", "kl_coef": 1e-3, "entropy_coef": 1e-3,
-        }  # fmt: skip
+            "entropy": entropy,
+            "ref_logp": ref,
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "kl": "k3",
+            "kl_coef": 1e-3,
+            "entropy_coef": 1e-3,
+        }
 
         def step(op: Any, arguments: Any = (logp, old, advantages, cu), keyword: Any = keyword) -> None:
             op(*arguments, **keyword).total.backward()
@@ -289,8 +324,8 @@ def run(race: Race, repeats: int) -> dict[str, Result | str]:
 
 
 def keep_freed_memory(keep: bool) -> None:
-    """Whether malloc gives large blocks back to the system at once, so that a peak can be seen, or keeps them for the next
-    allocation, so that nobody's time is that of page faults (torch's CUDA allocator keeps them anyway)."""
+    """Whether malloc gives large blocks back to the system at once, so that a peak can be seen, or keeps them for the
+    next allocation, so that nobody's time is that of page faults (torch's CUDA allocator keeps them anyway)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30 if keep else 1 << 17)
@@ -372,7 +407,11 @@ def main() -> None:
     torch.manual_seed(0)
     _one_rank()
     speed, source = bandwidth()
-    device = torch.cuda.get_device_name() if GPU else f"{options.threads} thread(s), {ops.backend()['CPU tensors']}, {platform.machine()}"
+    device = (
+        torch.cuda.get_device_name()
+        if GPU
+        else f"{options.threads} thread(s), {ops.backend()['CPU tensors']}, {platform.machine()}"
+    )
     lines = [f"{device}; torch {torch.__version__}; memory {source}."]
     print(lines[0], flush=True)
     for suite in (logprob, linear, gae, policy, digest):
@@ -392,7 +431,9 @@ def _one_rank() -> None:
     from megarl.parallel import cpu
 
     cpu.install()
-    torch.distributed.init_process_group("nccl" if GPU else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "nccl" if GPU else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     parallel_state.initialize_model_parallel()
 
 

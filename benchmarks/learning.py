@@ -1,11 +1,13 @@
-"""Does each algorithm learn? All of them on the quickstart's task, from one warm-started model, beside a run with learning rate 0.
+"""Does each algorithm learn? All of them on the quickstart's task, from one warm-started model, beside a run with
+learning rate 0.
 
-Accuracy is that of greedy answers to the 500 held-out tasks by plain transformers, from the HF checkpoint that a run exports: one
-measure for runs with and without rollouts. A control is a short run of the same algorithm with the actor's learning rate at 0: the
+Accuracy is that of greedy answers to the 500 held-out tasks by plain transformers, from the HF checkpoint that a run
+exports: one measure for runs with and without rollouts. A control is a short run of the same algorithm with the actor's
+    learning rate at 0: the
 weights that it exports must be those it began with, bit for bit.
 
-Repeat the command to resume: finished runs are kept in ``runs/learning/``, an unfinished one goes on from its checkpoint. The table
-is written after every run. What cannot run yet is listed as pending with its reason.
+Repeat the command to resume: finished runs are kept in ``runs/learning/``, an unfinished one goes on from its
+checkpoint. The table is written after every run. What cannot run yet is listed as pending with its reason.
 
     python benchmarks/learning.py [--only grpo ppo] [--steps N] [--out docs/learning.md] [hydra overrides]
 
@@ -55,18 +57,26 @@ class Row:
 ROWS: dict[str, Row] = {
     "grpo": Row("the quickstart as it is", seeds=3),
     "ppo": Row(
-        "the KL is in the rewards, where it adds up over an answer; the critic is as small as the actor and learns from nothing",
+        "the KL is in the rewards, where it adds up over an answer; the critic is as small as the actor and learns "
+        "from nothing",
         ("algorithm.kl.coef=0.05", "critic.optimizer.lr=5.0e-4", "critic.warmup_steps=5"),
         seeds=3,
     ),
-    "dpo": Row("pairs: the right sum before a wrong one that is near", ("algorithm.beta=0.1",), seeds=3, experiment="dpo"),
+    "dpo": Row(
+        "pairs: the right sum before a wrong one that is near", ("algorithm.beta=0.1",), seeds=3, experiment="dpo"
+    ),
     "mix": Row("a fifth of the rows are right answers, with a tenth of the loss", seeds=3),
     "opmd": Row("advantages are not divided by the std, and the loss by 1 + tau", ("algorithm.kl.coef=0.05",), seeds=3),
     "opmd_pairwise": Row("as opmd", ("algorithm.kl.coef=0.05",)),
     "dr_grpo": Row("advantages are not divided by the std", ("algorithm.kl.coef=0.1",)),
     "dapo": Row(
         "as in the paper without KL; rows a step as everywhere; the longest right answer has 5 tokens",
-        ("algorithm.kl.coef=0.0", "trainer.tasks_per_step=32", "algorithm.max_extra_rollouts=4", "reward.overlong_buffer=2"),
+        (
+            "algorithm.kl.coef=0.0",
+            "trainer.tasks_per_step=32",
+            "algorithm.max_extra_rollouts=4",
+            "reward.overlong_buffer=2",
+        ),
     ),
     "grpo_r1": Row("rows a step as everywhere", ("trainer.tasks_per_step=32",)),
     "decoupled_ppo": Row("rollouts are of the current weights here, so this is grpo with a weight near 1"),
@@ -82,9 +92,9 @@ ROWS: dict[str, Row] = {
     "ipo": Row("as dpo", experiment="dpo"),
     "reward_model": Row("from the same model with a head of zeros", experiment="reward_model", measure=PAIRS),
 }
-"""The one place where the benchmark's settings are chosen. The quickstart's own (lr 5e-5, two updates a step, kl.coef 0.2) hold where
-nothing else is said; Adam takes the scale of a loss away, but not that of its parts to each other, so a smaller advantage needs a
-smaller pull to the reference."""
+"""The one place where the benchmark's settings are chosen. The quickstart's own (lr 5e-5, two updates a step, kl.coef
+0.2) hold where nothing else is said; Adam takes the scale of a loss away, but not that of its parts to each other, so a
+smaller advantage needs a smaller pull to the reference."""
 
 START = ("experiment=quickstart", "trainer.steps=1", "trainer.eval_interval=0")
 """The warm start that all runs share, and one step to end the job with."""
@@ -128,7 +138,9 @@ def cells(runs: Path, names: Sequence[str], steps: int | None, extra: Sequence[s
             own = [f"trainer.seed={seed}", *([] if steps is None else [f"trainer.steps={steps}"])]
             found.append(Cell(runs, name, seed, False, _last_of_each([*common, *own, *extra])))
         still = ["trainer.optimizer.lr=0.0", f"trainer.steps={CONTROL_STEPS}"]
-        still += ["trainer.optimizer.min_lr=0.0"] if row.experiment in ("sft", "reward_model") else []  # its end of the decay
+        still += (
+            ["trainer.optimizer.min_lr=0.0"] if row.experiment in ("sft", "reward_model") else []
+        )  # its end of the decay
         found.append(Cell(runs, name, 1, True, _last_of_each([*common, "trainer.seed=1", *extra, *still])))
     return sorted(found, key=lambda cell: cell.seed)
 
@@ -225,7 +237,12 @@ def warm_started(runs: Path, overrides: Sequence[str], bar: tqdm) -> dict[str, A
     result = runs / "start" / "result.json"
     if not result.is_file():
         seconds = train(runs / "start", overrides, bar, "the warm start that all share")
-        record = {"seconds": seconds, "accuracy": accuracy(runs, model_of(runs)), "commit": commit(), "overrides": list(overrides)}
+        record = {
+            "seconds": seconds,
+            "accuracy": accuracy(runs, model_of(runs)),
+            "commit": commit(),
+            "overrides": list(overrides),
+        }
         result.write_text(json.dumps(record, indent=1))
     record = json.loads(result.read_text())
     if record["overrides"] != list(overrides):
@@ -248,10 +265,18 @@ def accuracy(runs: Path, model_dir: Path) -> float:
     for same in by_length([tokenizer.prompt_ids(row.prompt) for row in rows]):
         prompts = torch.tensor([ids.tolist() for _, ids in same])
         with torch.no_grad():
-            answers = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_ids[0])
+            answers = model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=8,
+                do_sample=False,
+                pad_token_id=tokenizer.eos_ids[0],
+            )
         for (i, _), answer in zip(same, answers[:, prompts.shape[1] :].tolist(), strict=True):
             end = next((n for n, token in enumerate(answer) if token in tokenizer.eos_ids), len(answer))
-            score = compute_score(rows[i].data_source, tokenizer.decode(answer[:end]), rows[i].ground_truth, rows[i].extra_info)
+            score = compute_score(
+                rows[i].data_source, tokenizer.decode(answer[:end]), rows[i].ground_truth, rows[i].extra_info
+            )
             right += score >= 1.0
     return right / len(rows)
 
@@ -277,7 +302,9 @@ def same_weights(first: Path, second: Path) -> bool:
     """Whether all tensors that the first checkpoint has are in the second, bit for bit; a head may differ in kind."""
     mine, other = _tensors(first), _tensors(second)
     heads = {"lm_head.weight", "score.weight"}
-    return mine.keys() - heads == other.keys() - heads and all(mine[name] == other[name] for name in mine.keys() & other.keys())
+    return mine.keys() - heads == other.keys() - heads and all(
+        mine[name] == other[name] for name in mine.keys() & other.keys()
+    )
 
 
 def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -285,7 +312,10 @@ def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     from safetensors.torch import load_file
 
     found = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    return {name: (str(t.dtype), tuple(t.shape), t.contiguous().view(torch.uint8).numpy().tobytes()) for name, t in found.items()}
+    return {
+        name: (str(t.dtype), tuple(t.shape), t.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, t in found.items()
+    }
 
 
 # ---------------------------------------------------------------- writing
@@ -297,13 +327,23 @@ def commit() -> str:
 
 
 def machine() -> str:
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return f"{os.cpu_count()} cores ({names[0] if names else platform.machine()}), no GPU"
 
 
-def table(names: Sequence[str], start: Mapping[str, Any], results: Mapping[tuple[str, int, bool], dict[str, Any]]) -> str:
-    """Markdown. A result has ``before`` and ``after``, or ``same`` (a control), or ``pending`` or ``failed`` with a reason."""
-    lines = ["| algorithm | beyond the preset | held-out, before → after | mean change | learning rate 0 | minutes a run |", "|---|---|---|---|---|---|"]
+def table(
+    names: Sequence[str], start: Mapping[str, Any], results: Mapping[tuple[str, int, bool], dict[str, Any]]
+) -> str:
+    """Markdown. A result has ``before`` and ``after``, or ``same`` (a control), or ``pending`` or ``failed`` with a
+    reason."""
+    lines = [
+        "| algorithm | beyond the preset | held-out, before → after | mean change | learning rate 0 | minutes a run |",
+        "|---|---|---|---|---|---|",
+    ]
     reasons = []
     for name in names:
         row = ROWS[name]
@@ -316,10 +356,14 @@ def table(names: Sequence[str], start: Mapping[str, Any], results: Mapping[tuple
         what = f" {row.measure}" if row.measure != HELD_OUT else ""
         settings = ", ".join(f"`{s.removeprefix('algorithm.')}`" for s in row.settings) or "–"
         lines.append(
-            f"| `{name}` | {settings} | {'; '.join(map(_outcome, runs))}{what} | {change} | {_still(control)} | {minutes} |"
+            f"| `{name}` | {settings} | {'; '.join(map(_outcome, runs))}{what} | {change} | {_still(control)} | "
+            f"{minutes} |"
         )
         reasons += [f"- `{name}`: {r[kind]}" for r in [*runs, control] for kind in ("pending", "failed") if kind in r]
-    lines += ["", f"Start: {start['accuracy']:.1%} of the held-out tasks." if "accuracy" in start else "Start: not measured yet."]
+    lines += [
+        "",
+        f"Start: {start['accuracy']:.1%} of the held-out tasks." if "accuracy" in start else "Start: not measured yet.",
+    ]
     if reasons:
         lines += ["", "Pending or failed:", *dict.fromkeys(reasons)]
     lines += ["", "Why these settings:", *(f"- `{name}`: {ROWS[name].why}" for name in names)]
@@ -342,14 +386,21 @@ def document(text: str, changed: Sequence[str], commits: Sequence[str], minutes:
     lines = [
         "# Does each algorithm learn?",
         "",
-        f"`python benchmarks/learning.py{''.join(f' {a}' for a in changed)}`, commit {', '.join(sorted(set(commits))) or commit()}, {machine()}; all runs together {minutes:.0f} minutes. {note}".strip(),
+        f"`python benchmarks/learning.py{''.join(f' {a}' for a in changed)}`, commit "
+        f"{', '.join(sorted(set(commits))) or commit()}, {machine()}; all runs together {minutes:.0f} "
+        f"minutes. {note}".strip(),
         "",
-        "The quickstart's task (sums and differences of two numbers, a 0.3M-parameter Qwen3), every algorithm from the same warm-started",
-        "weights. Accuracy: greedy answers to 500 held-out tasks by plain transformers from the exported checkpoint (standard error up to",
-        "2.2 points); one figure pair a seed, where the seed decides on the order of tasks and on sampling. `preferred` is the share of",
-        "held-out pairs whose right answer has the higher score. *Learning rate 0*: a short run that must export the weights it began with.",
+        "The quickstart's task (sums and differences of two numbers, a 0.3M-parameter Qwen3), every algorithm from the "
+        "same warm-started",
+        "weights. Accuracy: greedy answers to 500 held-out tasks by plain transformers from the exported checkpoint "
+        "(standard error up to",
+        "2.2 points); one figure pair a seed, where the seed decides on the order of tasks and on sampling. "
+        "`preferred` is the share of",
+        "held-out pairs whose right answer has the higher score. *Learning rate 0*: a short run that must export the "
+        "weights it began with.",
         "",
-        "These are checks that an algorithm learns, not a comparison of algorithms: one small task, few seeds, settings chosen once and not",
+        "These are checks that an algorithm learns, not a comparison of algorithms: one small task, few seeds, "
+        "settings chosen once and not",
         "tuned.",
         "",
     ]
@@ -358,10 +409,16 @@ def document(text: str, changed: Sequence[str], commits: Sequence[str], minutes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="NAME", help=f"rows of the table: {', '.join(ROWS)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(ROWS), metavar="NAME", help=f"rows of the table: {', '.join(ROWS)}"
+    )
     parser.add_argument("--steps", type=int, help="steps of every run (default: the experiment's)")
-    parser.add_argument("--warm-start-steps", type=int, help="of the start that all runs share (default: the experiment's)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="where runs are kept (default %(default)s)")
+    parser.add_argument(
+        "--warm-start-steps", type=int, help="of the start that all runs share (default: the experiment's)"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / "learning", help="where runs are kept (default %(default)s)"
+    )
     parser.add_argument("--note", default="", help="a sentence about how it was run, for the page's head")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "learning.md")
     arguments, extra = parser.parse_known_args()
@@ -388,7 +445,9 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with tqdm(total=1 + sum(steps.values()), unit="step", file=sys.stderr, disable=None) as bar:
         if ready:
-            warm = [] if arguments.warm_start_steps is None else [f"trainer.warm_start.steps={arguments.warm_start_steps}"]
+            warm = (
+                [] if arguments.warm_start_steps is None else [f"trainer.warm_start.steps={arguments.warm_start_steps}"]
+            )
             start = warm_started(runs, _last_of_each([*START, *warm, *extra]), bar)
         done = 1
         for cell in ready:

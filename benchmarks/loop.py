@@ -1,7 +1,8 @@
 """Seconds per phase of the quickstart, and what each process waited for.
 
-Runs the experiment twice with few steps: a first run that makes model and data, and a second one that only starts (its time to the first
-rollout is the start-up a user sees). Prints a Markdown report and writes it to ``docs/benchmarks/loop.md``.
+Runs the experiment twice with few steps: a first run that makes model and data, and a second one that only starts (its
+time to the first rollout is the start-up a user sees). Prints a Markdown report and writes it to
+``docs/benchmarks/loop.md``.
 
     python benchmarks/loop.py [--steps N] [hydra overrides]
 """
@@ -35,7 +36,16 @@ def run(name: str, steps: int, overrides: list[str]) -> tuple[Path, float, float
     """(run directory, wall-clock start, seconds of the whole command)."""
     run_dir = ROOT / "runs" / name
     started = time.time()
-    command = [sys.executable, "-m", "megarl", "train", "experiment=quickstart", f"run.name={name}", f"trainer.steps={steps}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl",
+        "train",
+        "experiment=quickstart",
+        f"run.name={name}",
+        f"trainer.steps={steps}",
+        *overrides,
+    ]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return run_dir, started, time.time() - started
 
@@ -49,7 +59,10 @@ def report(run_dir: Path, started: float, wall: float) -> list[str]:
     inside = waited["seconds"] if waited["start"] >= first_step["start"] else 0.0
     step = total(trainer, "step") - inside
     start_up = waited["start"] + waited["seconds"] - started - total(trainer, "warm_start")
-    lines = [f"Start-up (command to first sync, without the warm start): **{start_up:.1f} s**; whole command {wall:.0f} s.", ""]
+    lines = [
+        f"Start-up (command to first sync, without the warm start): **{start_up:.1f} s**; whole command {wall:.0f} s.",
+        "",
+    ]
     lines += ["| phase of a step | seconds a step | share |", "|---|---|---|"]
     for name in PHASES:
         seconds = sum(r["seconds"] for r in trainer if r["phase"] == name and "step" in r)
@@ -68,10 +81,17 @@ def report(run_dir: Path, started: float, wall: float) -> list[str]:
         "trainer waits for the rollout": total(trainer, "rollout") / step,
         "engine waits for the trainer": 1 - generating / step,
     }
-    lines += ["", f"Rewards were being scored for {rewards / count:.2f} s a step, overlapped with {generating / count:.2f} s of generation."]
+    lines += [
+        "",
+        f"Rewards were being scored for {rewards / count:.2f} s a step, overlapped with {generating / count:.2f} s of "
+        "generation.",
+    ]
     lines += [f"{name}: {share:.0%} of the step." for name, share in waits.items()]
     worst = max(waits, key=lambda name: waits[name])
-    lines += [f"Largest share that is waste: **{worst}** ({waits[worst]:.0%}): the two take turns, because each step is on-policy."]
+    lines += [
+        f"Largest share that is waste: **{worst}** ({waits[worst]:.0%}): the two take turns, because each step is "
+        "on-policy."
+    ]
     return lines
 
 
@@ -82,7 +102,10 @@ def main() -> None:
     overrides = ["trainer.warm_start.steps=20", "trainer.checkpoint_interval=5", *overrides]
     lines: list[str] = []
     shutil.rmtree(ROOT / "runs" / "bench-loop", ignore_errors=True)
-    for label, steps in (("First run", arguments.steps), ("Second run: the same command again, with more steps", 2 * arguments.steps)):
+    for label, steps in (
+        ("First run", arguments.steps),
+        ("Second run: the same command again, with more steps", 2 * arguments.steps),
+    ):
         shutil.rmtree(ROOT / "runs" / "bench-loop" / "timeline", ignore_errors=True)
         lines += [f"## {label}", "", *report(*run("bench-loop", steps, overrides)), ""]
     text = "\n".join(lines)

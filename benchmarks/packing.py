@@ -2,8 +2,9 @@
 
     python benchmarks/packing.py [--sequences 64] [--rounds 3]
 
-Lengths are long-tailed like those of reasoning answers: log-normal with a median of ``--median`` tokens, cut at ``--longest``. The
-model is small and real, the update is the trainer's: forward, backward and optimizer step of a supervised loss on one CPU process.
+Lengths are long-tailed like those of reasoning answers: log-normal with a median of ``--median`` tokens, cut at
+``--longest``. The model is small and real, the update is the trainer's: forward, backward and optimizer step of a
+supervised loss on one CPU process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def lengths_of(number: int, median: int, longest: int, seed: int = 0) -> list[in
 
 def fill() -> list[str]:
     """How full micro-batches are, for DeepSeek-R1's sizes: 8,192 answers of up to 32,768 tokens in 16 updates."""
-    lines = ["| data-parallel ranks | chunk | micro-batches a rank | tokens / (chunks × chunk) | dummies | padded rows instead |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| data-parallel ranks | chunk | micro-batches a rank | tokens / (chunks × chunk) | dummies | padded rows "
+        "instead |",
+        "|---|---|---|---|---|---|",
+    ]
     lengths = lengths_of(512, 3000, 32768)
     for dp in (1, 4, 16):
         ranks = deal([[n] for n in lengths], Cut(dp=dp, max_tokens=32768))
@@ -60,7 +65,14 @@ def actor(path: Path, longest: int) -> Any:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     groups.initialize(ParallelConfig(), seed=1)
     cut = cut_for(ParallelConfig(), TrainerConfig(max_tokens_per_micro_batch=longest))
-    model = TrainedModel(hf.read_hf_config(path), ModelConfig(path=str(path)), ParallelConfig(), Head(VOCAB), cut, OptimizerConfig(lr=1e-4))
+    model = TrainedModel(
+        hf.read_hf_config(path),
+        ModelConfig(path=str(path)),
+        ParallelConfig(),
+        Head(VOCAB),
+        cut,
+        OptimizerConfig(lr=1e-4),
+    )
     model.load_hf(path)
     return model
 
@@ -70,9 +82,16 @@ def save_model(path: Path, longest: int) -> None:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=longest, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=longest,
+        tie_word_embeddings=False,
+    )
     Qwen3ForCausalLM(config).save_pretrained(path)
 
 
@@ -94,11 +113,7 @@ def main() -> None:
     mask[torch.tensor(lengths).cumsum(0) - 1] = False
     tokens = torch.randint(0, VOCAB, (total,), generator=torch.Generator().manual_seed(0))
     step = Sequences(tokens, torch.tensor(lengths), mask)
-    ways = {
-        "packed": Cut(max_tokens=arguments.longest),
-        "padded, 1 row": Cut(rows=1),
-        "padded, 8 rows": Cut(rows=8),
-    }
+    ways = {"packed": Cut(max_tokens=arguments.longest), "padded, 1 row": Cut(rows=1), "padded, 8 rows": Cut(rows=8)}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), arguments.longest)
         model = actor(Path(folder), arguments.longest)
@@ -115,24 +130,33 @@ def main() -> None:
                 seconds[way].append(time.perf_counter() - start)
             losses[way] = found["actor/loss"][0]
     packed = statistics.median(seconds["packed"])
-    lines = ["| way | micro-batches | positions computed / tokens | seconds of an update | of packed | loss |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| way | micro-batches | positions computed / tokens | seconds of an update | of packed | loss |",
+        "|---|---|---|---|---|---|",
+    ]
     for way, cut in ways.items():
         batches = micro_batches(step, cut, 0)
         positions = len(batches) * batches[0].index.numel()
         median = statistics.median(seconds[way])
-        lines.append(f"| {way} | {len(batches)} | {positions / total:.2f} | {median:.2f} | {median / packed:.2f} | {losses[way]:.6f} |")
+        lines.append(
+            f"| {way} | {len(batches)} | {positions / total:.2f} | {median:.2f} | {median / packed:.2f} | "
+            f"{losses[way]:.6f} |"
+        )
     text = "\n".join(
         [
             "Timings are ratios of one run.",
             "",
             "## How full micro-batches are",
-            "512 answers (one of R1's 16 updates of 8,192) of log-normal lengths with a median of 3,000 tokens, cut at 32,768.",
+            "512 answers (one of R1's 16 updates of 8,192) of log-normal lengths with a median of 3,000 tokens, cut at "
+            "32,768.",
             "",
             *fill(),
             "",
             "## Time of an update",
-            f"{arguments.sequences} sequences of log-normal lengths, median {arguments.median}, longest {arguments.longest}, {total:,} tokens; a Qwen3 of 2 layers and "
-            f"width 256 on one CPU process of {arguments.threads} threads, float32, median of {arguments.rounds} rounds.",
+            f"{arguments.sequences} sequences of log-normal lengths, median {arguments.median}, longest "
+            f"{arguments.longest}, {total:,} tokens; a Qwen3 of 2 layers and "
+            f"width 256 on one CPU process of {arguments.threads} threads, float32, median of {arguments.rounds} "
+            "rounds.",
             "",
             *lines,
             "",

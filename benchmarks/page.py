@@ -24,8 +24,12 @@ def measured() -> str:
     date, load = _started
     commit = _git("describe", "--always") + ("-dirty" if _git("status", "--porcelain", "--", ":!docs") else "")
     script = Path(sys.argv[0]).resolve()
-    command = shlex.join(["python", str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name, *sys.argv[1:]])
-    return f"Measured by `{command}` at commit {commit or 'unknown'}, {date}: {machine()}; load {load:.1f} at the start."
+    command = shlex.join(
+        ["python", str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name, *sys.argv[1:]]
+    )
+    return (
+        f"Measured by `{command}` at commit {commit or 'unknown'}, {date}: {machine()}; load {load:.1f} at the start."
+    )
 
 
 def _git(*arguments: str) -> str:
@@ -36,7 +40,10 @@ def machine() -> str:
     """Processor, cores, memory and GPU."""
     names = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{len(os.sched_getaffinity(0))} cores ({names[0] if names else platform.machine()}), {memory:.0f} GiB, {_gpu()}"
+    return (
+        f"{len(os.sched_getaffinity(0))} cores ({names[0] if names else platform.machine()}), {memory:.0f} GiB, "
+        f"{_gpu()}"
+    )
 
 
 class Text:
@@ -62,7 +69,8 @@ def _gpu() -> str:
 
 
 def write(page: str, text: str, name: str | None = None) -> None:
-    """Put ``text``, under the line of ``measured``, between the marks of ``name`` (default: the script) in ``page``, below docs/."""
+    """Put ``text``, under the line of ``measured``, between the marks of ``name`` (default: the script) in ``page``,
+    below docs/."""
     name = name or f"benchmarks/{Path(sys.argv[0]).name}"
     path = ROOT / "docs" / page
     begin, end = BEGIN.format(name=name), END.format(name=name)

@@ -1,10 +1,11 @@
-"""What planning costs at the largest scale, and what a plan moves for published models: ``python benchmarks/plan.py [--out FILE]``.
+"""What planning costs at the largest scale, and what a plan moves for published models: ``python benchmarks/plan.py
+[--out FILE]``.
 
-Two markdown tables. The first is measured, each line in a process of its own on one core: CPU seconds and peak memory of the
-whole plan of DeepSeek-V3 671B from 2,048 trainer ranks to 64 engines, and of one rank's own part. The second is **computed** from
-the plans' byte counts and the links' data-sheet limits: lower bounds, not measured on such machines;
-gather-then-broadcast stands for the field's way to do it: whole parameters are gathered from the trainer and sent to every
-engine rank, which cuts out its shard.
+Two markdown tables. The first is measured, each line in a process of its own on one core: CPU seconds and peak memory
+of the whole plan of DeepSeek-V3 671B from 2,048 trainer ranks to 64 engines, and of one rank's own part. The second is
+**computed** from the plans' byte counts and the links' data-sheet limits: lower bounds, not measured on such machines;
+gather-then-broadcast stands for the field's way to do it: whole parameters are gathered from the trainer and sent to
+every engine rank, which cuts out its shard.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ LINKS = {"NDR InfiniBand, 50 GB/s a GPU": 50e9, "NVLink 4, 450 GB/s a GPU": 450e
 
 @dataclass(frozen=True)
 class Job:
-    """A published model (its config.json's sizes), a trainer that holds it in bf16, and engines of one or more nodes."""
+    """A published model (its config.json's sizes), a trainer that holds it in bf16, and engines of one or more
+    nodes."""
 
     name: str
     config: dict[str, Any]
@@ -54,18 +56,51 @@ def _dense(
     family: str, vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": family, "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 128, "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": False, **more,
-    }  # fmt: skip
+        "model_type": family,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        **more,
+    }
 
 
 DEEPSEEK_V3 = _dense(
-    "deepseek_v3", 129280, 7168, 18432, 61, 128, 128, head_dim=None, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
-    qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=2048,
-    first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5, scoring_func="sigmoid", topk_method="noaux_tc",
-    norm_topk_prob=True, num_nextn_predict_layers=1, rope_interleave=True,
-)  # fmt: skip
+    "deepseek_v3",
+    129280,
+    7168,
+    18432,
+    61,
+    128,
+    128,
+    head_dim=None,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    moe_intermediate_size=2048,
+    first_k_dense_replace=3,
+    n_group=8,
+    topk_group=4,
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    norm_topk_prob=True,
+    num_nextn_predict_layers=1,
+    rope_interleave=True,
+)
 QWEN3_235B = _dense(
     "qwen3_moe", 151936, 4096, 12288, 94, 64, 4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
     norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
@@ -134,7 +169,8 @@ def measured() -> list[str]:
     ]
     parts += [(f"one trainer rank's own part (rank {rank})", "from", rank) for rank in (0, ranks // 2, ranks - 1)]
     lines = [
-        f"### Planning {LARGEST.name}: {ranks} trainer ranks ({LARGEST.grid}) to {LARGEST.replicas} engines of TP{LARGEST.tp}, "
+        f"### Planning {LARGEST.name}: {ranks} trainer ranks ({LARGEST.grid}) to {LARGEST.replicas} engines of "
+        f"TP{LARGEST.tp}, "
         "experts in parallel (measured, one core)",
         "",
         "| what | moves | CPU seconds | of these, layouts | peak memory of the process |",
@@ -144,7 +180,8 @@ def measured() -> list[str]:
         found = in_a_process(what, rank)
         moves = f"{int(found['moves']):,}" if found["moves"] else "–"
         lines.append(
-            f"| {text} | {moves} | {found['seconds']:.2f} | {found['laid_out']:.2f} | {found['peak'] / 2**20:,.0f} MiB |"
+            f"| {text} | {moves} | {found['seconds']:.2f} | {found['laid_out']:.2f} | {found['peak'] / 2**20:,.0f} MiB "
+            "|"
         )
     return lines
 
@@ -157,10 +194,13 @@ def computed() -> list[str]:
     lines = [
         "### What a sync moves, bf16 (computed from the plans, not measured)",
         "",
-        "Seconds: lower bounds. The busiest rank's bytes at its link's data-sheet limit, which no transfer reaches, and nothing else",
-        "in the way; for gather-then-broadcast a pipelined broadcast of the whole model after a gather that costs nothing.",
+        "Seconds: lower bounds. The busiest rank's bytes at its link's data-sheet limit, which no transfer reaches, "
+        "and nothing else",
+        "in the way; for gather-then-broadcast a pipelined broadcast of the whole model after a gather that costs "
+        "nothing.",
         "",
-        f"| model | trainer → engines | way | all bytes | a trainer rank sends at most (mean) | an engine rank gets at most | {header} |",
+        "| model | trainer → engines | way | all bytes | a trainer rank sends at most (mean) | an engine rank gets at "
+        f"most | {header} |",
         "|---|---|---|---:|---:|---:|" + "---:|" * len(LINKS),
     ]
     for job in JOBS:
@@ -177,7 +217,8 @@ def computed() -> list[str]:
         times = " | ".join(f"{most / speed:.3f}" for speed in LINKS.values())
         mean = total / trainers / GB
         lines.append(
-            f"| {job.name} | {where} | slice to slice | {total / GB:,.0f} GB | {max(sent.values()) / GB:.2f} GB ({mean:.2f}) | "
+            f"| {job.name} | {where} | slice to slice | {total / GB:,.0f} GB | {max(sent.values()) / GB:.2f} GB "
+            f"({mean:.2f}) | "
             f"{max(got.values()) / GB:.2f} GB | {times} |"
         )
         times = " | ".join(f"{model / speed:.3f}" for speed in LINKS.values())

@@ -1,9 +1,11 @@
 """Slice to slice against gather-then-broadcast: the same processes, the same weights, the same run.
 
-Four trainer ranks (TP2 x PP2) and two engine ranks (TP2) in six processes over gloo on loopback. Three ways, in turn, several
-times: megarl's plan over sockets; the same plan through shared memory, as an engine on the trainer's machine gets it; and what
-most frameworks do: gather every parameter whole from the tensor-parallel ranks of its stage, broadcast it to all engine ranks,
-and let each cut out its own share. At the end every engine rank's tensors are compared bit for bit.
+Four trainer ranks (TP2 x PP2) and two engine ranks (TP2) in six processes over gloo on loopback. Three ways, in turn,
+several
+times: megarl's plan over sockets; the same plan through shared memory, as an engine on the trainer's machine gets it;
+    and what
+most frameworks do: gather every parameter whole from the tensor-parallel ranks of its stage, broadcast it to all engine
+ranks, and let each cut out its own share. At the end every engine rank's tensors are compared bit for bit.
 
     python benchmarks/reshard.py [--repeats 5] [--bucket-mib 4 16 64] [--write]
 """
@@ -118,7 +120,12 @@ def _status(field: str) -> int:
 
 
 def slices(
-    plan: ReshardPlan, rank: int, tensors: dict[str, torch.Tensor], transport: Any, bucket: int, finish: Callable[[], None]
+    plan: ReshardPlan,
+    rank: int,
+    tensors: dict[str, torch.Tensor],
+    transport: Any,
+    bucket: int,
+    finish: Callable[[], None],
 ) -> int:
     counting = Counting(transport)
     if rank < TRAINERS:
@@ -159,7 +166,11 @@ def gather_then_broadcast(
             del shares, mine, locals_
         if rank == root or rank >= TRAINERS:  # the whole tensors, stacked as one message, to the engines
             size = sum(int(torch.Size(source.tensors[name]).numel()) for name in names)
-            message = torch.cat([wholes[name].reshape(-1) for name in names]) if rank == root else torch.empty(size, dtype=DTYPE)
+            message = (
+                torch.cat([wholes[name].reshape(-1) for name in names])
+                if rank == root
+                else torch.empty(size, dtype=DTYPE)
+            )
             dist.broadcast(message, src=root, group=groups[f"engines{stage}"])
             if rank >= TRAINERS:
                 received += message.nbytes
@@ -183,7 +194,9 @@ def _pieces(layout: Layout, rank: int, names: tuple[str, ...]) -> list[Any]:
     ]
 
 
-def _shares(layout: Layout, rank: int, names: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+def _shares(
+    layout: Layout, rank: int, names: tuple[str, ...], tensors: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, None]:
     parts = [
         tensors[p.local][boxes.index_of(p.at, boxes.shape_of(p.box))].reshape(-1) for p in _pieces(layout, rank, names)
     ]
@@ -194,11 +207,15 @@ def _like(layout: Layout, rank: int, names: tuple[str, ...]) -> torch.Tensor:
     return torch.empty(sum(boxes.volume(p.box) for p in _pieces(layout, rank, names)), dtype=DTYPE)
 
 
-def _place(layout: Layout, rank: int, names: tuple[str, ...], share: torch.Tensor, wholes: dict[str, torch.Tensor]) -> None:
+def _place(
+    layout: Layout, rank: int, names: tuple[str, ...], share: torch.Tensor, wholes: dict[str, torch.Tensor]
+) -> None:
     at = 0
     for piece in _pieces(layout, rank, names):
         size = boxes.volume(piece.box)
-        wholes[piece.tensor][tuple(slice(lo, hi) for lo, hi in piece.box)] = share[at : at + size].view(boxes.shape_of(piece.box))
+        wholes[piece.tensor][tuple(slice(lo, hi) for lo, hi in piece.box)] = share[at : at + size].view(
+            boxes.shape_of(piece.box)
+        )
         at += size
 
 
@@ -207,7 +224,11 @@ def _items(source: Layout) -> list[tuple[tuple[str, ...], int]]:
     items: dict[str, list[str]] = defaultdict(list)
     stage_of: dict[str, int] = {}
     for row in source.rows:
-        layer = row.parts[0].split(".experts.")[0] + "." + row.local.rsplit(".", 2)[-2] if ".experts." in row.parts[0] else row.parts[0]
+        layer = (
+            row.parts[0].split(".experts.")[0] + "." + row.local.rsplit(".", 2)[-2]
+            if ".experts." in row.parts[0]
+            else row.parts[0]
+        )
         items[layer] += [part for part in row.parts if part not in items[layer]]
         stage_of[layer] = row.owners.ranks[0][0] // GRID.tp
     return [(tuple(names), stage_of[layer]) for layer, names in items.items()]
@@ -222,7 +243,10 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
     own = rank if trainer else rank - TRAINERS
     tensors = local_tensors(source if trainer else destination, own, fill=trainer)
     items = _items(source)
-    groups: dict[str, Any] = {"items": items, "pieces": {n: _pieces(destination, own, n) for n, _ in items} if not trainer else {}}
+    groups: dict[str, Any] = {
+        "items": items,
+        "pieces": {n: _pieces(destination, own, n) for n, _ in items} if not trainer else {},
+    }
     for stage in range(GRID.pp):
         ranks = list(range(stage * GRID.tp, (stage + 1) * GRID.tp))
         group = dist.new_group(ranks)
@@ -234,10 +258,16 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
     link = Between(TRAINERS if trainer else 0)
     near = frozenset(range(ENGINE_TP))
     shared: Any = Lender(link, near, files[rank]) if trainer else Borrower(link, dict(enumerate(files[:TRAINERS])))  # type: ignore[arg-type]
-    ways: dict[str, Callable[[], int]] = {"gather then broadcast": lambda: gather_then_broadcast(source, destination, rank, tensors, groups)}
+    ways: dict[str, Callable[[], int]] = {
+        "gather then broadcast": lambda: gather_then_broadcast(source, destination, rank, tensors, groups)
+    }
     for bucket in buckets:
-        ways[f"slices, sockets, buckets of {bucket >> 20} MiB"] = partial(slices, plan, own + (0 if trainer else TRAINERS), tensors, link, bucket, lambda: None)
-        ways[f"slices, shared memory, buckets of {bucket >> 20} MiB"] = partial(slices, plan, own + (0 if trainer else TRAINERS), tensors, shared, bucket, shared.finish)
+        ways[f"slices, sockets, buckets of {bucket >> 20} MiB"] = partial(
+            slices, plan, own + (0 if trainer else TRAINERS), tensors, link, bucket, lambda: None
+        )
+        ways[f"slices, shared memory, buckets of {bucket >> 20} MiB"] = partial(
+            slices, plan, own + (0 if trainer else TRAINERS), tensors, shared, bucket, shared.finish
+        )
         last = f"slices, shared memory, buckets of {bucket >> 20} MiB"
         ways[f"{last}, sent without digests"] = partial(without_digests, ways[last])
     results: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
@@ -274,8 +304,10 @@ def main() -> None:
         ranks = [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(TRAINERS + ENGINE_TP)]
     size = sum(int(torch.Size(s).numel()) for s in architecture(MODEL).tensors(MODEL).values()) * DTYPE.itemsize
     lines = [
-        f"Model: {MODEL['model_type']}, {size / 1e9:.2f} GB in {str(DTYPE).removeprefix('torch.')}, {MODEL['num_experts']} experts in "
-        f"{MODEL['num_hidden_layers']} layers; trainer {GRID}, engine tp={ENGINE_TP}; {args.repeats} repeats in turn, medians.",
+        f"Model: {MODEL['model_type']}, {size / 1e9:.2f} GB in {str(DTYPE).removeprefix('torch.')}, "
+        f"{MODEL['num_experts']} experts in "
+        f"{MODEL['num_hidden_layers']} layers; trainer {GRID}, engine tp={ENGINE_TP}; {args.repeats} repeats in turn, "
+        "medians.",
         "",
         "| way | seconds | against gathering | bytes moved | peak extra memory, trainer rank | engine rank |",
         "|---|---|---|---|---|---|",
@@ -284,9 +316,13 @@ def main() -> None:
     for name in ranks[0]:
         seconds = statistics.median(run["seconds"] for run in ranks[0][name])
         moved = sum(rank[name][0]["bytes"] for rank in ranks)
-        peak = [max(statistics.median(run["peak"] for run in r[name]) for r in side) for side in (ranks[:TRAINERS], ranks[TRAINERS:])]
+        peak = [
+            max(statistics.median(run["peak"] for run in r[name]) for r in side)
+            for side in (ranks[:TRAINERS], ranks[TRAINERS:])
+        ]
         lines.append(
-            f"| {name} | {seconds:.2f} | {base / seconds:.1f}x | {moved / 1e9:.2f} GB | {peak[0] / 2**20:.0f} MiB | {peak[1] / 2**20:.0f} MiB |"
+            f"| {name} | {seconds:.2f} | {base / seconds:.1f}x | {moved / 1e9:.2f} GB | {peak[0] / 2**20:.0f} MiB | "
+            f"{peak[1] / 2**20:.0f} MiB |"
         )
     text = "\n".join(lines)
     print(text)

@@ -2,9 +2,9 @@
 
     python benchmarks/rewards.py [--only throughput|overlap] [--steps 6]
 
-Overlap is measured in whole jobs (two trainer ranks, one vLLM engine): one whose verifier answers at once, then verifiers that sleep.
-A rollout is compared with the longer of what generation takes by itself (the first job) and what scoring takes by itself (answers ×
-sleep / workers), all in one run.
+Overlap is measured in whole jobs (two trainer ranks, one vLLM engine): one whose verifier answers at once, then
+verifiers that sleep. A rollout is compared with the longer of what generation takes by itself (the first job) and what
+scoring takes by itself (answers × sleep / workers), all in one run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 
 
 def cases(name: str) -> list[tuple[str, Any, dict[str, Any]]]:
-    """(response, ground truth, extra_info) of every row of a table of cases; the tables' first lines say how they are written."""
+    """(response, ground truth, extra_info) of every row of a table of cases; the tables' first lines say how they are
+    written."""
     found = []
     for line in (CASES / f"{name}.tsv").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -53,7 +54,10 @@ def cases(name: str) -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 def throughput() -> list[str]:
-    lines = ["| verifier | rows | one process, every row once | again (its caches warm) | pool of 2 workers |", "|---|---|---|---|---|"]
+    lines = [
+        "| verifier | rows | one process, every row once | again (its caches warm) | pool of 2 workers |",
+        "|---|---|---|---|---|",
+    ]
     for name in ("math", "k12"):
         rows = cases(name)
         score = scorer_for(name)
@@ -64,13 +68,18 @@ def throughput() -> list[str]:
             for row in rows:
                 score(*row)
             rates.append(len(rows) / (time.perf_counter() - began))
-        lines.append(f"| {name} | {len(rows)} | {rates[0]:.0f}/s | {rates[1]:.0f}/s | {asyncio.run(pooled(name, rows)):.0f}/s |")
+        lines.append(
+            f"| {name} | {len(rows)} | {rates[0]:.0f}/s | {rates[1]:.0f}/s | {asyncio.run(pooled(name, rows)):.0f}/s |"
+        )
     return lines
 
 
 async def pooled(name: str, rows: list[tuple[str, Any, dict[str, Any]]]) -> float:
     prompt = ({"role": "user", "content": "?"},)
-    tasks = [(Task(f"t/{i}", name, prompt, "", {"ground_truth": truth}, info), answer) for i, (answer, truth, info) in enumerate(rows)]
+    tasks = [
+        (Task(f"t/{i}", name, prompt, "", {"ground_truth": truth}, info), answer)
+        for i, (answer, truth, info) in enumerate(rows)
+    ]
     async with RewardPool(RewardConfig(workers=2)) as pool:
         await asyncio.gather(*(pool.score(tasks[0][0], "1") for _ in range(2)))  # imports
         began = time.perf_counter()
@@ -96,7 +105,8 @@ LONG = Workload(
 def overlap(steps: int, folder: Path, work: Workload) -> list[str]:
     """A table of medians over the steps after the first two."""
     lines = [
-        f"| a verdict takes | generation alone | scoring alone, {WORKERS} workers | rollout, wall | / the longer one | scored while generating |",
+        f"| a verdict takes | generation alone | scoring alone, {WORKERS} workers | rollout, wall | / the longer one | "
+        "scored while generating |",
         "|---|---|---|---|---|---|",
     ]
     alone = 0.0
@@ -105,21 +115,39 @@ def overlap(steps: int, folder: Path, work: Workload) -> list[str]:
         (folder / "reward.py").write_text(SLEEPY.format(seconds=seconds))
         subprocess.run(
             [
-                sys.executable, "-m", "megarl.cli", "train", "experiment=quickstart", f"run.dir={run_dir}", f"reward.path={folder}/reward.py",
-                f"reward.workers={WORKERS}", f"trainer.steps={steps}", "trainer.tasks_per_step=128", "rollout.concurrent_groups=128",
-                *work.settings, "taskset.eval_size=20", "trainer.eval_interval=0", "taskset.train_size=2000", "taskset.warm_start_size=2000",
+                sys.executable,
+                "-m",
+                "megarl.cli",
+                "train",
+                "experiment=quickstart",
+                f"run.dir={run_dir}",
+                f"reward.path={folder}/reward.py",
+                f"reward.workers={WORKERS}",
+                f"trainer.steps={steps}",
+                "trainer.tasks_per_step=128",
+                "rollout.concurrent_groups=128",
+                *work.settings,
+                "taskset.eval_size=20",
+                "trainer.eval_interval=0",
+                "taskset.train_size=2000",
+                "taskset.warm_start_size=2000",
             ],
             check=True,
-        )  # fmt: skip
+        )
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         found = [r for r in records if "timing_s/rollout" in r][2:]
-        middle = {name: statistics.median(r[name] for r in found) for name in found[0] if name.startswith(("timing_s/rollout", "rollout/"))}
+        middle = {
+            name: statistics.median(r[name] for r in found)
+            for name in found[0]
+            if name.startswith(("timing_s/rollout", "rollout/"))
+        }
         if seconds == 0:
             alone = middle["rollout/generation_s"]
         scoring = middle["rollout/samples"] * seconds / WORKERS
         wall = middle["timing_s/rollout"]
         lines.append(
-            f"| {1000 * seconds:.0f} ms | {alone:.2f} s | {scoring:.2f} s | {wall:.2f} s | {wall / max(alone, scoring):.2f} | "
+            f"| {1000 * seconds:.0f} ms | {alone:.2f} s | {scoring:.2f} s | {wall:.2f} s | "
+            f"{wall / max(alone, scoring):.2f} | "
             f"{middle['rollout/overlap_s'] / max(middle['rollout/reward_s'], 1e-9):.0%} of scoring's time |"
         )
         print(lines[-1], flush=True)
@@ -140,8 +168,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = arguments.keep or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
-            for work in (SHORT, LONG) if arguments.answers is None else (SHORT,) if arguments.answers == "short" else (LONG,):
-                parts[f"A slow verifier beside generation, answers {work.answers}"] = overlap(arguments.steps, folder, work)
+            for work in (
+                (SHORT, LONG) if arguments.answers is None else (SHORT,) if arguments.answers == "short" else (LONG,)
+            ):
+                parts[f"A slow verifier beside generation, answers {work.answers}"] = overlap(
+                    arguments.steps, folder, work
+                )
     text = "".join(f"## {title}\n" + "\n".join(lines) + "\n\n" for title, lines in parts.items())
     print(text)
     if arguments.only is None and arguments.answers is None:

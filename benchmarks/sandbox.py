@@ -1,7 +1,8 @@
 """Short programs a second: in the sandbox, and as plain subprocesses of the same interpreter, in turn in one run.
 
-Plain is ``python -c``, one process for each test, or for program and assertions together; and the same without site packages (-I -S), as
-programs in the sandbox are started. ``python benchmarks/sandbox.py [workers]``. On a machine that does other things too only the ratios mean something.
+Plain is ``python -c``, one process for each test, or for program and assertions together; and the same without site
+packages (-I -S), as programs in the sandbox are started. ``python benchmarks/sandbox.py [workers]``. On a machine that
+does other things too only the ratios mean something.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ SECONDS = 2.0
 ITEMS = 100
 PROGRAM = "import sys\na, b = map(int, sys.stdin.read().split())\nprint(a + b)\n"
 FUNCTION = "def add(a, b):\n    return a + b\n"
-TESTS = {count: {"inputs": [f"{i} 1" for i in range(count)], "outputs": [str(i + 1) for i in range(count)]} for count in (1, 10)}
+TESTS = {
+    count: {"inputs": [f"{i} 1" for i in range(count)], "outputs": [str(i + 1) for i in range(count)]}
+    for count in (1, 10)
+}
 ASSERTS = {"test_list": [f"assert add({i}, 1) == {i + 1}" for i in range(3)]}
 
 
@@ -64,12 +68,18 @@ def main() -> None:
     say = text.say
 
     say(f"{workers} workers, median of {ROUNDS} rounds of {SECONDS:g} s each; {sandbox.describe()}\n")
-    say("| answer | sandbox, answers/s | plain | plain -I -S | time, sandbox / plain | sandbox / plain -I -S |\n|---|---|---|---|---|---|")
+    say(
+        "| answer | sandbox, answers/s | plain | plain -I -S | time, sandbox / plain | sandbox / plain -I -S "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name, row in (("1 test", TESTS[1]), ("10 tests", TESTS[10]), ("3 assertions", ASSERTS)):
         found = [[rate(way, row, workers) for way in ways] for _ in range(ROUNDS)]
         rates = [statistics.median(values) for values in zip(*found, strict=True)]
         ratios = [statistics.median(other[i] / other[0] for other in found) for i in (1, 2)]
-        say(f"| {name} | {' | '.join(f'{value:.1f}' for value in rates)} | {' | '.join(f'{value:.2f}' for value in ratios)} |")
+        say(
+            f"| {name} | {' | '.join(f'{value:.1f}' for value in rates)} | "
+            f"{' | '.join(f'{value:.2f}' for value in ratios)} |"
+        )
     say("\n| answer | CPU ms in the sandbox | plain | plain -I -S |\n|---|---|---|---|")
     for name, row in (("1 test", TESTS[1]), ("10 tests", TESTS[10]), ("3 assertions", ASSERTS)):
         say(f"| {name} | {' | '.join(f'{cpu(way, row):.1f}' for way in ways)} |")
@@ -95,10 +105,13 @@ def rate(work: Callable[[dict[str, Any]], None], row: dict[str, Any], workers: i
 
 
 def cpu(work: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> float:
-    """Milliseconds of one item, ours and our children's; without what the kernel's own threads do to take namespaces apart."""
+    """Milliseconds of one item, ours and our children's; without what the kernel's own threads do to take namespaces
+    apart."""
 
     def used() -> float:
-        return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+        return sum(
+            u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        )
 
     def loop() -> None:
         for _ in range(ITEMS):

@@ -39,13 +39,32 @@ def build_parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, formatter_class=raw)
 
-    train = add("train", "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns from files); resumes when repeated.")
+    train = add(
+        "train",
+        "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns "
+        "from files); resumes when repeated.",
+    )
     train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
-    train.add_argument("--check", action="store_true", help="validate settings, data and model, start and write nothing; print what would run where")
-    train.add_argument("--nodes", type=int, metavar="N", help="with --check: as on N machines like this one, all of them alike")
-    train.add_argument("--gpus-per-node", type=int, metavar="N", help="with --check: that a node has (default: as many as this one)")
-    train.add_argument("-m", "--multirun", action="store_true", help="sweep: a job for each combination of values such as algorithm=grpo,rloo (docs/sweeps.md)")
-    train.add_argument("--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)")
+    train.add_argument(
+        "--check",
+        action="store_true",
+        help="validate settings, data and model, start and write nothing; print what would run where",
+    )
+    train.add_argument(
+        "--nodes", type=int, metavar="N", help="with --check: as on N machines like this one, all of them alike"
+    )
+    train.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="with --check: that a node has (default: as many as this one)"
+    )
+    train.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="sweep: a job for each combination of values such as algorithm=grpo,rloo (docs/sweeps.md)",
+    )
+    train.add_argument(
+        "--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)"
+    )
     train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
     data = add("data", "Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.")
     data.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart")
@@ -53,38 +72,61 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
     report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart")
-    add_arguments(add("convert", "Convert checkpoints between HF and Megatron-Core, cut them anew, say what is in them."))
+    add_arguments(
+        add("convert", "Convert checkpoints between HF and Megatron-Core, cut them anew, say what is in them.")
+    )
     sandbox = add("sandbox", "Run programs in isolation: prove it on this machine, or serve it to others.")
     actions = sandbox.add_subparsers(dest="action", required=True, metavar="action")
     check = actions.add_parser("check", help="prove the isolation on this machine, or ask a service")
     check.add_argument("--url", help="of a service (reward.code.url), whose key is in MEGARL_SANDBOX_KEY")
-    serve = actions.add_parser("serve", help="offer this machine's sandbox over HTTP; MEGARL_SANDBOX_KEY is the key to it")
+    serve = actions.add_parser(
+        "serve", help="offer this machine's sandbox over HTTP; MEGARL_SANDBOX_KEY is the key to it"
+    )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     serve.add_argument("--port", type=int, default=8765, help="default %(default)s")
     serve.add_argument("--workers", type=int, help="programs at a time (default: one for each core)")
-    serve.add_argument("--queue", type=int, default=64, help="requests that may wait (default %(default)s); others are told to come again")
+    serve.add_argument(
+        "--queue",
+        type=int,
+        default=64,
+        help="requests that may wait (default %(default)s); others are told to come again",
+    )
     for action in (check, serve):
-        action.add_argument("--python", help="interpreter for programs, with its packages (reward.code.python); default: one that is found")
+        action.add_argument(
+            "--python",
+            help="interpreter for programs, with its packages (reward.code.python); default: one that is found",
+        )
     rewards = add("rewards", "Offer this machine's processes to a job that scores answers elsewhere (reward.hosts).")
     offer = rewards.add_subparsers(dest="action", required=True, metavar="action").add_parser(
         "serve", help="accept connections of a job; MEGARL_JOB_KEY is the key to it"
     )
     offer.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     offer.add_argument("--port", type=int, default=8766, help="default %(default)s; 0 takes a free one and says which")
-    offer.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at a time (default: one for each core)")
     offer.add_argument(
-        "--output", default="reward_output.log", help="file for what reward functions print, kept short (default %(default)s)"
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes at a time (default: one for each core)"
+    )
+    offer.add_argument(
+        "--output",
+        default="reward_output.log",
+        help="file for what reward functions print, kept short (default %(default)s)",
     )
     config = add("config", "Print the settings that overrides compose to, as JSON.")
     config.add_argument("overrides", nargs="*", help="hydra overrides")
-    config.add_argument("--reference", action="store_true", help="print docs/settings.md instead: every setting, its values and meaning")
+    config.add_argument(
+        "--reference", action="store_true", help="print docs/settings.md instead: every setting, its values and meaning"
+    )
     for command in (train, data, config):
-        command.add_argument("--config-dir", metavar="DIR", help="folder with further files of configs/, e.g. experiment/mine.yaml (docs/own_experiments.md)")
+        command.add_argument(
+            "--config-dir",
+            metavar="DIR",
+            help="folder with further files of configs/, e.g. experiment/mine.yaml (docs/own_experiments.md)",
+        )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; a user's mistake prints one readable line and exits with status 2, a failed job with 1, Ctrl-C with 130."""
+    """Run one command; a user's mistake prints one readable line and exits with status 2, a failed job with 1, Ctrl-C
+    with 130."""
     arguments = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     from megarl.launch.interrupt import INTERRUPT
@@ -104,7 +146,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tell(status: int) -> None:
-    """Write the exit status of the head's command to the file that slurm/common.sh reads: ``srun`` ends with the largest status of all nodes, lost ones too."""
+    """Write the exit status of the head's command to the file that slurm/common.sh reads: ``srun`` ends with the
+    largest status of all nodes, lost ones too."""
     if (path := os.environ.get("MEGARL_STATUS")) and os.environ.get("SLURM_PROCID") == "0":
         with open(path, "w") as file:
             file.write(str(status))
@@ -144,13 +187,20 @@ def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
     from megarl.errors import ConfigError
 
-    if (arguments.nodes is not None or arguments.gpus_per_node is not None) and (arguments.multirun or not arguments.check):
-        raise ConfigError("--nodes and --gpus-per-node say what --check is to assume of one job; a job takes the nodes that its launcher gives it")
+    if (arguments.nodes is not None or arguments.gpus_per_node is not None) and (
+        arguments.multirun or not arguments.check
+    ):
+        raise ConfigError(
+            "--nodes and --gpus-per-node say what --check is to assume of one job; a job takes the nodes that its "
+            "launcher gives it"
+        )
     if arguments.multirun:
         return _sweep(arguments)
     if arguments.count or arguments.index is not None:
         raise ConfigError("--index and --count are of a sweep; add -m")
-    config = compose(arguments.overrides, own=arguments.config_dir)  # before the imports that take seconds: a mistyped key is told at once
+    config = compose(
+        arguments.overrides, own=arguments.config_dir
+    )  # before the imports that take seconds: a mistyped key is told at once
     from megarl.launch.checks import check
     from megarl.launch.job import run
 
@@ -209,7 +259,11 @@ def _report(arguments: argparse.Namespace) -> int:
     run_dir = Path(arguments.run_dir)
     resolved = run_dir / "resolved.json"
     url = load_resolved(resolved).store.url if resolved.is_file() else ""
-    if url == OWN_SERVER and VARIABLE not in os.environ and (live := live_url(run_dir, os.environ.get("MEGARL_JOB_KEY"))) is not None:
+    if (
+        url == OWN_SERVER
+        and VARIABLE not in os.environ
+        and (live := live_url(run_dir, os.environ.get("MEGARL_JOB_KEY"))) is not None
+    ):
         os.environ[VARIABLE] = live
     with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1"):  # the run's own server ended with the job
         sys.stdout.write(f"{write_report(run_dir)}\n")
@@ -255,11 +309,15 @@ def _rewards(arguments: argparse.Namespace) -> int:
     if arguments.workers < 1:
         raise ConfigError(f"--workers {arguments.workers}: must be at least 1")
     try:
-        asyncio.run(serve(arguments.host, arguments.port, key, arguments.workers, started, Output(Path(arguments.output))))
+        asyncio.run(
+            serve(arguments.host, arguments.port, key, arguments.workers, started, Output(Path(arguments.output)))
+        )
     except ValueError as error:
         raise ConfigError(f"MEGARL_JOB_KEY: {error}") from error
     except OSError as error:
-        raise ConfigError(f"--host {arguments.host} --port {arguments.port}: {error.strerror}; take another port or address") from error
+        raise ConfigError(
+            f"--host {arguments.host} --port {arguments.port}: {error.strerror}; take another port or address"
+        ) from error
     return 0
 
 
@@ -276,7 +334,16 @@ def _config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {"train": _train, "data": _data, "doctor": _doctor, "report": _report, "convert": _convert, "sandbox": _sandbox, "rewards": _rewards, "config": _config}
+COMMANDS = {
+    "train": _train,
+    "data": _data,
+    "doctor": _doctor,
+    "report": _report,
+    "convert": _convert,
+    "sandbox": _sandbox,
+    "rewards": _rewards,
+    "config": _config,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -83,7 +83,8 @@ def replace_directory(new: Path, target: Path) -> None:
 
 
 def recover_directory(target: Path) -> bool:
-    """Undo or end a ``replace_directory`` that was killed; True where there was no new folder and the old one is back."""
+    """Undo or end a ``replace_directory`` that was killed; True where there was no new folder and the old one is
+    back."""
     old = aside(target)
     if exists(target) or not exists(old):
         _remove(old)
@@ -104,7 +105,8 @@ def _remove(path: Path) -> None:
         if not path.is_dir() or path.is_symlink():
             path.unlink()
             return
-        # The newest last: what tells a finished folder from others was written last, and is there as long as anything is.
+        # The newest last: what tells a finished folder from others was written last, and is there as long as anything
+        # is.
         for entry in sorted(path.iterdir(), key=lambda entry: entry.lstat().st_mtime_ns):
             _remove(entry)
         path.rmdir()

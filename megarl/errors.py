@@ -85,8 +85,8 @@ class FencedError(JobError):
 
 
 def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:
-    """``TypeName: text``, with the last line of the user's file ``path`` on the way to it (without ``path``: the last line
-    at all); where none was reached, as with a wrong signature or result, the line where ``function`` is defined.
+    """``TypeName: text``, with the last line of the user's file ``path`` on the way to it (without ``path``: the last
+    line at all); where none was reached, as with a wrong signature or result, the line where ``function`` is defined.
     """
     lines = [(f.f_code.co_filename, number) for f, number in traceback.walk_tb(error.__traceback__)]
     if path is not None:

@@ -1,4 +1,5 @@
-"""Metrics under verl's names, and where they go: TensorBoard, a jsonl file, other trackers, one console line; phases of a process."""
+"""Metrics under verl's names, and where they go: TensorBoard, a jsonl file, other trackers, one console line; phases of
+a process."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from megarl.durable import write_text
 log = logging.getLogger(__name__)
 
 Sums = Mapping[str, tuple[float, float]]
-"""Metric name -> (sum, count): what ranks and micro-batches can add up. Under ``max:name`` the first number is a maximum."""
+"""Metric name -> (sum, count): what ranks and micro-batches can add up. Under ``max:name`` the first number is a
+maximum."""
 
 
 def mean_of_sums(parts: Iterable[Sums]) -> dict[str, float]:
@@ -66,7 +68,13 @@ class MetricWriter:
     """
 
     def __init__(
-        self, run_dir: Path, *, warm_start_step: int = 0, step: int = -1, tensorboard: bool = True, trackers: Sequence[Tracker] = ()
+        self,
+        run_dir: Path,
+        *,
+        warm_start_step: int = 0,
+        step: int = -1,
+        tensorboard: bool = True,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self._run_dir, self._tensorboard = run_dir, tensorboard
         self._trackers = tuple(trackers)
@@ -121,8 +129,8 @@ class MetricWriter:
 
 
 class Lines:
-    """A file of JSON records, one a line, appended to. On a full disk a record is left out as a whole, with a warning at the first of
-    them; what comes when there is room again is written."""
+    """A file of JSON records, one a line, appended to. On a full disk a record is left out as a whole, with a warning
+    at the first of them; what comes when there is room again is written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -140,7 +148,9 @@ class Lines:
         except OSError as error:
             self._file.truncate(before)
             if not self._full:
-                log.warning("%s cannot be written: %s; records are left out until it can, training goes on", self._path, error)
+                log.warning(
+                    "%s cannot be written: %s; records are left out until it can, training goes on", self._path, error
+                )
             self._full = True
         else:
             self._full = False
@@ -166,7 +176,8 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
 class Timeline:
     """Timeline of one process: phases with wall-clock start and end (unix seconds), for the report.
 
-    Shown to the supervisor while it lasts (``pulse``), and written to ``<folder>/<process>.jsonl``, one phase a line; ``seconds`` sums the phases since ``reset``.
+    Shown to the supervisor while it lasts (``pulse``), and written to ``<folder>/<process>.jsonl``, one phase a line;
+    ``seconds`` sums the phases since ``reset``.
     """
 
     def __init__(self, folder: Path, process: str) -> None:

@@ -19,7 +19,8 @@ _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call it
 
 
 def die_with(parent: int, number: int) -> None:
-    """Ask Linux, in a child, for signal ``number`` when the thread that started it is gone. A change of user would undo it."""
+    """Ask Linux, in a child, for signal ``number`` when the thread that started it is gone. A change of user would undo
+    it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it was gone before the call above
         os._exit(1)

@@ -1,7 +1,8 @@
 """Signs of life: where a process is now, in a page of memory that it shares with its supervisor.
 
-A process that waits in C for a peer cannot be asked. So its main thread marks its progress here (half a µs a mark), and on
-SIGUSR2 the stacks of all its threads are written after the page, even while it is blocked. Without a supervisor nothing happens.
+A process that waits in C for a peer cannot be asked. So its main thread marks its progress here (half a µs a mark), and
+on SIGUSR2 the stacks of all its threads are written after the page, even while it is blocked. Without a supervisor
+nothing happens.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Pulse(NamedTuple):
     marks: int = 0
     """Marks so far; one that stays the same for long is a stall."""
     work: int = 0
-    """Count of an explorer's work: answers that ended and were scored, heartbeats of engines that had generated tokens, and its waits for the store.
-    It marks time without any as well."""
+    """Count of an explorer's work: answers that ended and were scored, heartbeats of engines that had generated tokens,
+    and its waits for the store. It marks time without any as well."""
     step: int = 0
     """Step of the loop, from 1; 0 outside of steps."""
     patience_s: float = 0.0
@@ -76,7 +77,8 @@ class Memory:
         for _ in range(1000):
             raw = os.pread(self.descriptor, 2 * _SLOT, 0)
             found = [_record(raw[place : place + _SLOT]) for place in (0, _SLOT)]
-            # The writer may have been stopped in the middle of one record; both are torn only while it writes faster than we read.
+            # The writer may have been stopped in the middle of one record; both are torn only while it writes faster
+            # than we read.
             if whole := [record for record in found if record is not None]:
                 return max(whole, key=lambda record: record.marks)
         return Pulse()
@@ -113,7 +115,8 @@ _mine: _Mine | None = None
 
 
 def begin() -> None:
-    """Show this process to its supervisor, if it has one that looks (``VARIABLE``); its stacks on SIGUSR1 go to stderr either way."""
+    """Show this process to its supervisor, if it has one that looks (``VARIABLE``); its stacks on SIGUSR1 go to stderr
+    either way."""
     global _mine
     faulthandler.register(signal.SIGUSR1)
     if (descriptor := listen()) is not None:
@@ -125,7 +128,9 @@ def listen() -> int | None:
     """Only write stacks when asked to; returns the memory's descriptor, None without a supervisor that looks."""
     number = os.environ.get(VARIABLE, "")
     try:
-        known = _MEMORY in os.readlink(f"/proc/self/fd/{int(number)}")  # of a child's child the number may be another file's
+        known = _MEMORY in os.readlink(
+            f"/proc/self/fd/{int(number)}"
+        )  # of a child's child the number may be another file's
     except (OSError, ValueError):
         return None
     if not known:
@@ -155,7 +160,8 @@ def worked() -> None:
 
 
 def waited() -> None:
-    """A moment of a wait that has an end of its own, for a database that is away: neither a stall nor an idle explorer."""
+    """A moment of a wait that has an end of its own, for a database that is away: neither a stall nor an idle
+    explorer."""
     worked()
     mark()
 

@@ -20,12 +20,13 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 Message = dict[str, Any]
-"""A chat message: ``role``, ``content`` (None beside tool calls), and what else a chat template renders (``reasoning_content``, …)."""
+"""A chat message: ``role``, ``content`` (None beside tool calls), and what else a chat template renders
+(``reasoning_content``, …)."""
 
 
 class WeightsVersion(NamedTuple):
-    """Names one published set of weights: ``n`` counts synchronisations within a job attempt, never reused. Later ones compare
-    greater, by attempt and then by ``n``."""
+    """Names one published set of weights: ``n`` counts synchronisations within a job attempt, never reused. Later ones
+    compare greater, by attempt and then by ``n``."""
 
     attempt: int
     n: int
@@ -58,7 +59,8 @@ class Task:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template beside the messages: ``tools``, ``enable_thinking``, …."""
     answer: Message | None = None
-    """The demonstration as the assistant's message, rendered by the chat template; None where ``response`` is its exact text."""
+    """The demonstration as the assistant's message, rendered by the chat template; None where ``response`` is its exact
+    text."""
 
     @property
     def ground_truth(self) -> Any:
@@ -68,7 +70,9 @@ class Task:
     @property
     def question(self) -> str:
         """Content of the user's last message; of the last message where there is none."""
-        return next((m["content"] for m in reversed(self.prompt) if m["role"] == "user"), self.prompt[-1].get("content") or "")
+        return next(
+            (m["content"] for m in reversed(self.prompt) if m["role"] == "user"), self.prompt[-1].get("content") or ""
+        )
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,15 @@ class Experience:
     """Position within the group, 0 .. group_size-1; ``GREEDY`` for the greedy answer."""
     group_size: int
     prompt_ids: np.ndarray
-    """int32 [P]; of a prompt with images as the engine computed it, each image's placeholder as many times as it has vectors."""
+    """int32 [P]; of a prompt with images as the engine computed it, each image's placeholder as many times as it has
+    vectors."""
     response_ids: np.ndarray
     """int32 [R], including the end-of-sequence token when the engine sampled it."""
     response_mask: np.ndarray
     """bool [R]; False leaves a token out of every loss."""
     engine_logp: np.ndarray
-    """float32 [R]; log-prob of each sampled token under the distribution that the engine sampled from (temperature applied)."""
+    """float32 [R]; log-prob of each sampled token under the distribution that the engine sampled from (temperature
+    applied)."""
     reward: Reward
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
@@ -175,5 +181,13 @@ class Sample:
         """Take the facts of an experience, without its arrays."""
         greedy = None if e.greedy is None else cls.of(e.greedy)
         return cls(
-            e.rollout_id, e.group_id, e.index, e.prompt_length, e.response_length, e.reward, e.finish_reason, e.group_stats, greedy
+            e.rollout_id,
+            e.group_id,
+            e.index,
+            e.prompt_length,
+            e.response_length,
+            e.reward,
+            e.finish_reason,
+            e.group_stats,
+            greedy,
         )

@@ -1,7 +1,8 @@
-"""Trackers beside TensorBoard: W&B and MLflow, from the same metrics under the same names. They never stop or delay training.
+"""Trackers beside TensorBoard: W&B and MLflow, from the same metrics under the same names. They never stop or delay
+training.
 
-Each has a thread of its own: what a service takes (a network that hangs, retries) is not a step's time. The first failure is logged
-and ends the tracker for this start of the job; ``metrics.jsonl`` has everything in any case.
+Each has a thread of its own: what a service takes (a network that hangs, retries) is not a step's time. The first
+failure is logged and ends the tracker for this start of the job; ``metrics.jsonl`` has everything in any case.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def check_trackers(names: Sequence[str]) -> None:
         spec = importlib.util.find_spec(PACKAGES[name])
         if spec is None or spec.origin is None:  # a folder of that name that a run has left is none
             raise ConfigError(
-                f"trainer.trackers has {name}, but the package {PACKAGES[name]} is not installed; pip install {PACKAGES[name]}, or "
+                f"trainer.trackers has {name}, but the package {PACKAGES[name]} is not installed; pip install "
+                f"{PACKAGES[name]}, or "
                 "leave it out"
             )
 
@@ -103,14 +105,18 @@ class Tracker:
             while (record := self._records.get()) is not None:
                 service.write(*record)
             service.close()
-        except Exception as error:  # whatever goes wrong in a service, and they raise what they like, is not the training's concern
+        except (
+            Exception
+        ) as error:  # whatever goes wrong in a service, and they raise what they like, is not the training's concern
             self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, reason: str) -> None:
         with self._lock:
             if self.failed.is_set():
                 return
-            log.warning("%s is left out from here on: %s; training goes on, and metrics.jsonl has everything", self.name, reason)
+            log.warning(
+                "%s is left out from here on: %s; training goes on, and metrics.jsonl has everything", self.name, reason
+            )
             self.failed.set()
 
 
@@ -141,14 +147,17 @@ class _WandB:
 
 
 class _MLflow:
-    """MLflow, by its client alone, which has no state of the process. Without MLFLOW_TRACKING_URI: files in the run's directory."""
+    """MLflow, by its client alone, which has no state of the process. Without MLFLOW_TRACKING_URI: files in the run's
+    directory."""
 
     def __init__(self, run: Run) -> None:
         tracking: Any = importlib.import_module("mlflow.tracking")
         entities: Any = importlib.import_module("mlflow.entities")
         self._metric: Any = entities.Metric
         if "MLFLOW_TRACKING_URI" not in os.environ:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # 3.17 wants to be told; mlflow-skinny has no other local store
+            os.environ.setdefault(
+                "MLFLOW_ALLOW_FILE_STORE", "true"
+            )  # 3.17 wants to be told; mlflow-skinny has no other local store
         self._client: Any = tracking.MlflowClient(tracking_uri=mlflow_uri(run.folder))
         known = _known_id(run.folder, "mlflow")
         if known is None:

@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 def import_file(path: str, setting: str, wanted: str) -> ModuleType:
-    """Run the file that a setting names. Raises ConfigError, with the setting and the line at fault, if that is not possible."""
+    """Run the file that a setting names. Raises ConfigError, with the setting and the line at fault, if that is not
+    possible."""
     where = f"{setting}={path}"
     if not Path(path).is_file():
         raise ConfigError(f"{where}: no such file; give a Python file with {wanted}")
@@ -33,7 +34,8 @@ def import_file(path: str, setting: str, wanted: str) -> ModuleType:
 
 
 def import_value(path: str, setting: str, name: str, kind: type[T]) -> T:
-    """Value ``name`` of the file, an instance of one of megarl's public classes. Raises ConfigError as ``import_file`` does."""
+    """Value ``name`` of the file, an instance of one of megarl's public classes. Raises ConfigError as ``import_file``
+    does."""
     public = f"{'.'.join(kind.__module__.split('.')[:2])}.{kind.__name__}"
     value = getattr(import_file(path, setting, f"{name}, a {public}"), name, None)
     if not isinstance(value, kind):

@@ -1,7 +1,8 @@
-"""``make test``: the unit tests beside all others, in two pytest processes, since most of the latter wait for something half of the time.
+"""``make test``: the unit tests beside all others, in two pytest processes, since most of the latter wait for something
+half of the time.
 
-``python -m tests.both [options of pytest]`` prints what the others print, then the unit tests' output, then one summary line of both.
-Status 1 when either failed.
+``python -m tests.both [options of pytest]`` prints what the others print, then the unit tests' output, then one summary
+line of both. Status 1 when either failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Published chat templates, rendered by megarl and by transformers' ``apply_chat_template``.
 
-``python -m tests.chat_battery docs/chat_templates.md`` compares all cells and writes the table; ``test_chat_templates.py`` asks that
-the page is what this writes, and that no cell differs.
+``python -m tests.chat_battery docs/chat_templates.md`` compares all cells and writes the table;
+``test_chat_templates.py`` asks that the page is what this writes, and that no cell differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from megarl.errors import DataError
 from megarl.tasksets import ChatTokenizer
 
 FOLDER = Path(__file__).parent / "data" / "chat_templates"
-SPECIAL = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|\[\|\w+\|\]|\[/?[A-Z_]{3,}\]|</?s>|<bos>|<eos>|<(?:start|end)_of_turn>|</?think>|\[gMASK\]|<sop>")
+SPECIAL = re.compile(
+    r"<\|\w+\|>|<｜[^｜]+｜>|\[\|\w+\|\]|\[/?[A-Z_]{3,}\]|</?s>|<bos>|<eos>|<(?:start|end)_of_turn>|</?think>|\[gMASK\]|<sop>"
+)
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,28 @@ LLAMA = ("<|begin_of_text|>", "<|eot_id|>", ("<|end_of_text|>", "<|eom_id|>", "<
 QWEN = (None, "<|im_end|>", ("<|endoftext|>", "<|im_end|>"), "<|im_end|>")
 TEMPLATES = {
     "chatml": Published("ChatML", *QWEN),
-    "cohere2": Published("Tiny Aya (Cohere 2)", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",), "<|END_OF_TURN_TOKEN|>"),
+    "cohere2": Published(
+        "Tiny Aya (Cohere 2)",
+        "<BOS_TOKEN>",
+        "<|END_OF_TURN_TOKEN|>",
+        ("<|END_OF_TURN_TOKEN|>",),
+        "<|END_OF_TURN_TOKEN|>",
+    ),
     "deepseek_r1_distill": Published("DeepSeek-R1-Distill", *DEEPSEEK),
     "deepseekv3": Published("DeepSeek-V3", *DEEPSEEK),
     "exaone4": Published("EXAONE 4.0", "[BOS]", "[|endofturn|]", ("[|endofturn|]",), "[|endofturn|]"),
     "gemma": Published("Gemma, Gemma 2", "<bos>", "<eos>", ("<eos>", "<end_of_turn>"), "<end_of_turn>"),
     "gemma3": Published("Gemma 3", "<bos>", "<eos>", ("<eos>", "<end_of_turn>"), "<end_of_turn>"),
-    "glm4moe": Published("GLM-4.5", None, "<|endoftext|>", ("<|endoftext|>", "<|user|>", "<|observation|>"), "<|endoftext|>"),
-    "gptoss": Published("gpt-oss", "<|startoftext|>", "<|return|>", ("<|return|>", "<|endoftext|>", "<|call|>"), "<|return|>"),
+    "glm4moe": Published(
+        "GLM-4.5", None, "<|endoftext|>", ("<|endoftext|>", "<|user|>", "<|observation|>"), "<|endoftext|>"
+    ),
+    "gptoss": Published(
+        "gpt-oss", "<|startoftext|>", "<|return|>", ("<|return|>", "<|endoftext|>", "<|call|>"), "<|return|>"
+    ),
     "lfm2_2_5": Published("LFM2.5", "<|startoftext|>", "<|im_end|>", ("<|im_end|>",), "<|im_end|>"),
-    "llama3": Published("Llama 3 Instruct", "<|begin_of_text|>", "<|end_of_text|>", ("<|end_of_text|>", "<|eot_id|>"), "<|eot_id|>"),
+    "llama3": Published(
+        "Llama 3 Instruct", "<|begin_of_text|>", "<|end_of_text|>", ("<|end_of_text|>", "<|eot_id|>"), "<|eot_id|>"
+    ),
     "llama3_1": Published("Llama 3.1 Instruct", *LLAMA),
     "llama3_2": Published("Llama 3.2 Instruct", *LLAMA),
     "mistral_v2v3": Published("Mistral 7B Instruct v0.3", "<s>", "</s>", ("</s>",), "</s>"),
@@ -68,7 +82,10 @@ TEMPLATES = {
 }
 
 DAY = date(2024, 2, 29)
-USER, SYSTEM = {"role": "user", "content": "Wie viel ist 12 + 3?\n"}, {"role": "system", "content": "Be brief; say «so»."}
+USER, SYSTEM = (
+    {"role": "user", "content": "Wie viel ist 12 + 3?\n"},
+    {"role": "system", "content": "Be brief; say «so»."},
+)
 ANSWER = {"role": "assistant", "content": "It is 15."}
 THOUGHT = {**ANSWER, "reasoning_content": "12 and 3 are 15."}
 FIELD = {"gptoss": "thinking", "lfm2_2_5": "thinking"}
@@ -76,7 +93,9 @@ FIELD = {"gptoss": "thinking", "lfm2_2_5": "thinking"}
 CALL = {
     "role": "assistant",
     "content": None,
-    "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": "<3>"}}}],
+    "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": "<3>"}}}
+    ],
 }
 WORDS = {**CALL, "content": ""}
 """The same with an empty text, which some templates ask for where others ask for null."""
@@ -86,7 +105,9 @@ PARAMETERS = {
     "properties": {"a": {"type": "integer", "description": "a number"}, "b": {"type": "string", "enum": ["é", "<3>"]}},
     "required": ["a"],
 }
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds <two> numbers.", "parameters": PARAMETERS}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds <two> numbers.", "parameters": PARAMETERS}}
+]
 NEXT = {"role": "user", "content": "And 1 more?"}
 
 
@@ -114,11 +135,7 @@ CASES = {
     "answer to tool": Case((USER, CALL, RESULT, THOUGHT), {"tools": TOOLS}),
 }
 EQUAL, REFUSED, UNSEEN, OTHER_PROMPT, DROPPED = "equal", "refused", "unseen", "other prompt", "dropped"
-MEANING = {
-    "does not look at": UNSEEN,
-    "otherwise than the prompt": OTHER_PROMPT,
-    "drops or cuts": DROPPED,
-}
+MEANING = {"does not look at": UNSEEN, "otherwise than the prompt": OTHER_PROMPT, "drops or cuts": DROPPED}
 """What megarl refuses where transformers renders, by words of the message."""
 CELLS = (REFUSED, *MEANING.values())
 
@@ -127,7 +144,9 @@ def checkpoint(folder: Path, name: str) -> Path:
     """The small files of a checkpoint with this template: a byte-level tokenizer with the family's special tokens."""
     found = TEMPLATES[name]
     source = (FOLDER / f"{name}.jinja").read_text()
-    special = dict.fromkeys([found.eos, *found.ends, found.end, *SPECIAL.findall(source), *([found.bos] if found.bos else [])])
+    special = dict.fromkeys(
+        [found.eos, *found.ends, found.end, *SPECIAL.findall(source), *([found.bos] if found.bos else [])]
+    )
     tokenizer = Tokenizer.from_str(_bytes_tokenizer())
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +154,9 @@ def checkpoint(folder: Path, name: str) -> Path:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": found.eos, "pad_token": found.eos}
     config |= {"bos_token": found.bos} if found.bos else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id(end) for end in found.ends]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.token_to_id(end) for end in found.ends]})
+    )
     (folder / "chat_template.jinja").write_text(source)
     return folder
 
@@ -147,14 +168,18 @@ def _bytes_tokenizer() -> str:
     tokenizer.decoder = decoders.ByteLevel()
     texts = [message["content"] or "" for case in CASES.values() for message in case.messages]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
     return str(tokenizer.to_str())
 
 
 def in_words_of(name: str, messages: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
     """The messages with a thought under the template's own name for it."""
     field = FIELD.get(name, "reasoning_content")
-    return [{field if key == "reasoning_content" else key: value for key, value in message.items()} for message in messages]
+    return [
+        {field if key == "reasoning_content" else key: value for key, value in message.items()} for message in messages
+    ]
 
 
 def outcome(reference: Any, tokenizer: ChatTokenizer, name: str, case: Case) -> str:
@@ -178,7 +203,9 @@ def outcome(reference: Any, tokenizer: ChatTokenizer, name: str, case: Case) -> 
     return EQUAL
 
 
-def _expected(reference: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any], answered: bool) -> tuple[str, list[int]] | None:
+def _expected(
+    reference: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any], answered: bool
+) -> tuple[str, list[int]] | None:
     """transformers' text and ids; None where the template fails, with whatever error."""
     options = {**kwargs, "add_generation_prompt": not answered}
     try:
@@ -238,7 +265,9 @@ def table(results: Mapping[str, Mapping[str, str]]) -> str:
     lines = ["| template | end of an answer | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 2) + "|"]
     for name, cells in results.items():
         end = TEMPLATES[name].end.replace("|", "\\|")
-        lines.append(f"| {TEMPLATES[name].models} (`{name}`) | `{end}` | " + " | ".join(cells[case] for case in CASES) + " |")
+        lines.append(
+            f"| {TEMPLATES[name].models} (`{name}`) | `{end}` | " + " | ".join(cells[case] for case in CASES) + " |"
+        )
     return HEAD + "\n".join(lines) + "\n"
 
 

@@ -19,7 +19,10 @@ def _missing() -> dict[str, str]:
     missing = {}
     if shutil.which("slurmctld") is None:
         missing["slurm"] = "slurmctld is not installed"
-    if not any(os.path.exists(f"/usr/lib/postgresql/{v}/bin/initdb") for v in range(13, 20)) and shutil.which("initdb") is None:
+    if (
+        not any(os.path.exists(f"/usr/lib/postgresql/{v}/bin/initdb") for v in range(13, 20))
+        and shutil.which("initdb") is None
+    ):
         missing["postgres"] = "PostgreSQL's initdb is not installed"
     if shutil.which("bwrap") is None:
         missing["sandbox"] = "bubblewrap (bwrap) is not installed"
@@ -65,7 +68,10 @@ def new_postgres(postgres_server: object) -> Callable[[], str]:
         schema, url = f"test_{next(numbers)}", postgres_server.url
         with psycopg.connect(url.replace("+psycopg", "")) as connection:
             connection.execute(f"CREATE SCHEMA {schema}")
-        return make_url(url).update_query_dict({"options": f"-csearch_path={schema}"}).render_as_string(hide_password=False)
+        return (
+            make_url(url)
+            .update_query_dict({"options": f"-csearch_path={schema}"})
+            .render_as_string(hide_password=False)
+        )
 
     return make
-

@@ -14,7 +14,9 @@ import pytest
 def small_disk(place: Path, size: str) -> Iterator[Path]:
     """A tmpfs of ``size`` (mount's: 16m) at ``place``. Mounting needs root; the test is skipped where that fails."""
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.strip()}")
     try:

@@ -19,7 +19,8 @@ def _changes_files(event: str, args: tuple[Any, ...]) -> bool:
 
 
 def killed_before(call: int, do: Callable[[], object]) -> bool:
-    """Run ``do`` in a child that ends, without any clean-up, before its ``call``-th change of a file; False where it has fewer."""
+    """Run ``do`` in a child that ends, without any clean-up, before its ``call``-th change of a file; False where it
+    has fewer."""
     if (pid := os.fork()) == 0:
         left = itertools.count(call, -1)
 
@@ -39,7 +40,8 @@ def killed_before(call: int, do: Callable[[], object]) -> bool:
 
 
 def every_kill(prepare: Callable[[], Callable[[], object]]) -> Iterator[int]:
-    """``prepare()()`` killed before its first change of a file, its second, …; yields after each, and after the one that ended."""
+    """``prepare()()`` killed before its first change of a file, its second, …; yields after each, and after the one
+    that ended."""
     for call in itertools.count():
         killed = killed_before(call, prepare())
         yield call

@@ -9,7 +9,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
 def unlisted(names: set[str]) -> set[str]:
-    """Metrics that the page does not name. There ``a/x|y`` is two metrics, ``<part>`` any text without a slash and ``<source>`` any text."""
+    """Metrics that the page does not name. There ``a/x|y`` is two metrics, ``<part>`` any text without a slash and
+    ``<source>`` any text."""
     listed = []
     for line in PAGE.read_text().splitlines():
         for name in re.findall(r"`([^`]+/[^`]+|step)`", line.split(" | ")[0] if line.startswith("| ") else line):

@@ -47,7 +47,8 @@ int fdatasync(int fd) { return keep(fd); }
 
 
 class ForgetfulDisk:
-    """``kept``, in ``folder``, has the files of ``watched`` as a power cut would leave them, for processes with this ``environment``."""
+    """``kept``, in ``folder``, has the files of ``watched`` as a power cut would leave them, for processes with this
+    ``environment``."""
 
     def __init__(self, folder: Path, watched: Path) -> None:
         self.kept = folder / "kept"

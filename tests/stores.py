@@ -1,4 +1,5 @@
-"""Tasks, experiences and writes for the tests of the store. Imports no pytest: processes that a test starts use it too."""
+"""Tasks, experiences and writes for the tests of the store. Imports no pytest: processes that a test starts use it
+too."""
 
 from __future__ import annotations
 

@@ -62,14 +62,19 @@ def drawn(text: str, name: str = "diagram") -> str:
     width = 2 * MARGIN + max(box.column for box in boxes.values()) * CELL_W + BOX_W
     height = 3 * MARGIN + max(box.row for box in boxes.values()) * CELL_H + BOX_H
     body = [*arrows, *(_box(box) for box in boxes.values())]
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(title)}">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style>",
-        '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0L10 5L0 10z" fill="#4a6fa5"/></marker></defs>',
-        f'<rect x="0" y="0" width="{width}" height="{height}" style="fill:#fff;stroke:none"/>',
-        *body, "</svg>", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
+            f'aria-label="{escape(title)}">',
+            f"<title>{escape(title)}</title><style>{STYLE}</style>",
+            '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
+            '<path d="M0 0L10 5L0 10z" fill="#4a6fa5"/></marker></defs>',
+            f'<rect x="0" y="0" width="{width}" height="{height}" style="fill:#fff;stroke:none"/>',
+            *body,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -79,7 +84,9 @@ def _parts(text: str) -> tuple[str, ...]:
 def _box(box: Box) -> str:
     x, y = box.centre
     classes = ["t", *["s"] * (len(box.lines) - 1)]
-    return f'<rect x="{x - BOX_W / 2:g}" y="{y - BOX_H / 2:g}" width="{BOX_W}" height="{BOX_H}"/>' + _text(x, y, box.lines, classes)
+    return f'<rect x="{x - BOX_W / 2:g}" y="{y - BOX_H / 2:g}" width="{BOX_W}" height="{BOX_H}"/>' + _text(
+        x, y, box.lines, classes
+    )
 
 
 def _arrow(source: Box, target: Box, label: Sequence[str]) -> str:
@@ -103,7 +110,9 @@ def _arrow(source: Box, target: Box, label: Sequence[str]) -> str:
 def _text(x: float, y: float, lines: Sequence[str], classes: Iterable[str]) -> str:
     top = y - (len(lines) - 1) * LINE / 2 + 4
     rows = zip(lines, classes, strict=True)
-    return "".join(f'<text x="{x:g}" y="{top + i * LINE:g}" class="{c}">{escape(line)}</text>' for i, (line, c) in enumerate(rows))
+    return "".join(
+        f'<text x="{x:g}" y="{top + i * LINE:g}" class="{c}">{escape(line)}</text>' for i, (line, c) in enumerate(rows)
+    )
 
 
 def main(paths: Sequence[str]) -> int:

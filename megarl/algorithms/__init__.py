@@ -59,7 +59,8 @@ __all__ = [
 
 
 def get(name: str) -> Algorithm:
-    """The algorithm called ``name``, or that of the Python file ``name``; ConfigError with the nearest known name otherwise."""
+    """The algorithm called ``name``, or that of the Python file ``name``; ConfigError with the nearest known name
+    otherwise."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if name.endswith(".py"):
@@ -67,5 +68,6 @@ def get(name: str) -> Algorithm:
     near = difflib.get_close_matches(name, ALGORITHMS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"no algorithm {name!r}{hint} (known: {', '.join(sorted(ALGORITHMS))}; or a Python file of your own, ending in .py)"
+        f"no algorithm {name!r}{hint} (known: {', '.join(sorted(ALGORITHMS))}; or a Python file of your own, ending in "
+        ".py)"
     )

@@ -27,7 +27,8 @@ def correction(batch: LossInput, config: AlgorithmConfig) -> tuple[torch.Tensor 
         return None, {}
     if batch.old_logp is None or batch.engine_logp is None:
         raise ConfigError(
-            f"algorithm.correction={config.correction} needs old_logp and engine_logp; the algorithm must list old_logp in its needs"
+            f"algorithm.correction={config.correction} needs old_logp and engine_logp; the algorithm must list "
+            "old_logp in its needs"
         )
     mask, cap = batch.mask, config.correction_cap
     ratio = terms.masked((batch.old_logp.double() - batch.engine_logp.double()), mask).detach().exp()

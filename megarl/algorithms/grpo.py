@@ -3,7 +3,8 @@
 A_i = (r_i − mean) / (std + 1e-6) over the group, the same for every token of response i; std is the unbiased one.
 loss = Σ_t w_t·(v_t·max(−Aρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)) + kl.coef·KL_t − entropy_coef·H_t)
 ρ by ``importance``; w_t by ``aggregation``; v_t by ``correction``; formulas, values and gradients: ``ops/policy.py``.
-Presets: dr_grpo (2503.20783) is ``normalize_by_std=false`` with ``aggregation=seq_mean_token_sum_norm``, dapo (2503.14476)
+Presets: dr_grpo (2503.20783) is ``normalize_by_std=false`` with ``aggregation=seq_mean_token_sum_norm``, dapo
+    (2503.14476)
 clips higher above than below, grpo_r1 has R1's settings.
 """
 

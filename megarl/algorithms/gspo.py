@@ -2,7 +2,8 @@
 
 s_i = exp(mean_t(logp_t − old_logp_t)), A_i as in GRPO
 loss = mean over sequences of max(−A·s, −A·clip(s, 1 − clip_low, 1 + clip_high)), with GRPO's KL and entropy terms.
-With ``aggregation=seq_mean_token_mean`` each sequence has one vote, as in the paper; ``importance`` must be sequence_mean.
+With ``aggregation=seq_mean_token_mean`` each sequence has one vote, as in the paper; ``importance`` must be
+sequence_mean.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     """See the file's head. Raises ConfigError for another ``importance``."""
     if config.importance != "sequence_mean":
         raise ConfigError(
-            f"algorithm.importance={config.importance} is not gspo, whose ratio is sequence_mean; set algorithm=gspo, which sets "
+            f"algorithm.importance={config.importance} is not gspo, whose ratio is sequence_mean; set algorithm=gspo, "
+            "which sets "
             "it, or algorithm.name=grpo"
         )
     return surrogate.clipped("gspo", batch, config)

@@ -4,8 +4,9 @@ A_i = r_i − mean of the group; s_i = Σ_t(logp_t − old_logp_t) over the resp
 loss = mean over responses of −A·s + (tau/2)·s², with GRPO's KL and entropy terms
 Its gradient −(A − tau·s)·∇s is the paper's update. The square (A − tau·s)² has 2·tau times that gradient: not taken.
 
-An iteration is a step of the trainer: one rollout, whose ``old_logp`` all its updates share. The optimizer is restarted with it, as in
-the paper. ``aggregation=seq_mean_token_sum`` is the paper's; the others scale a response's loss as they scale its tokens.
+An iteration is a step of the trainer: one rollout, whose ``old_logp`` all its updates share. The optimizer is restarted
+with it, as in the paper. ``aggregation=seq_mean_token_sum`` is the paper's; the others scale a response's loss as they
+scale its tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     """See the file's head. Raises ConfigError for a ``correction``: there is no surrogate of single tokens to weigh."""
     if config.correction != "none":
         raise ConfigError(
-            f"algorithm.correction={config.correction} weighs tokens, kimi_mirror_descent has a loss of whole responses; set it to none"
+            f"algorithm.correction={config.correction} weighs tokens, kimi_mirror_descent has a loss of whole "
+            "responses; set it to none"
         )
     old_logp, advantages = surrogate.needed("kimi_mirror_descent", batch)
     logp, old, a = (terms.masked(x.double(), batch.mask) for x in (batch.logp, old_logp, advantages))

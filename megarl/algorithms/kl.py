@@ -1,6 +1,7 @@
 """KL to the reference outside of a loss: what is taken off rewards, and the adaptive coefficient.
 
-k1 = logp − ref;  k2 = ½(logp − ref)²;  k3 = exp(ref − logp) − (ref − logp) − 1 (Schulman, 2020), logp of the policy that the step starts from.
+k1 = logp − ref;  k2 = ½(logp − ref)²;  k3 = exp(ref − logp) − (ref − logp) − 1 (Schulman, 2020), logp of the policy
+that the step starts from.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def mean(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor, estimat
 
 
 def adapted(coef: float, kl: float, responses: int, config: KLConfig) -> float:
-    """The coefficient of the next step: coef · (1 + clip(kl/target − 1, ±0.2) · responses / horizon); ``coef`` without a target.
+    """The coefficient of the next step: coef · (1 + clip(kl/target − 1, ±0.2) · responses / horizon); ``coef`` without
+    a target.
 
     The coefficient is the controller's whole state. A step whose ``kl`` is no number leaves it as it is.
 
@@ -45,7 +47,8 @@ def adapted(coef: float, kl: float, responses: int, config: KLConfig) -> float:
         return coef
     if responses * LARGEST_ERROR >= config.horizon:
         raise ConfigError(
-            f"algorithm.kl.horizon={config.horizon} is too short for the {responses} responses of a step: the coefficient would reach 0; "
+            f"algorithm.kl.horizon={config.horizon} is too short for the {responses} responses of a step: the "
+            "coefficient would reach 0; "
             f"set it above {responses * LARGEST_ERROR:g}"
         )
     error = min(max(kl / config.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)

@@ -1,7 +1,7 @@
 """MIX (Trinity-RFT, 2505.17826): GRPO on sampled rows and supervised learning on demonstrated ones, in one update.
 
-loss = (1 − mu)·GRPO(sampled rows) + mu·SFT(expert rows), each part divided by its own global denominator (``aggregation``): how
-many rows of which kind a micro-batch or a rank happens to have changes nothing.
+loss = (1 − mu)·GRPO(sampled rows) + mu·SFT(expert rows), each part divided by its own global denominator
+(``aggregation``): how many rows of which kind a micro-batch or a rank happens to have changes nothing.
 """
 
 from __future__ import annotations

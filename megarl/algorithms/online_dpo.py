@@ -10,8 +10,8 @@ from megarl.config.schema import AlgorithmConfig
 
 
 def best_against_worst(rewards: Sequence[float], config: AlgorithmConfig) -> list[tuple[int, int]]:
-    """[(chosen, rejected)] positions in the group: of several best (or worst) answers the first. A group whose rewards are all one
-    prefers nothing: []."""
+    """[(chosen, rejected)] positions in the group: of several best (or worst) answers the first. A group whose rewards
+    are all one prefers nothing: []."""
     positions = range(len(rewards))
     best, worst = max(positions, key=rewards.__getitem__), min(positions, key=rewards.__getitem__)
     return [(best, worst)] if rewards[best] > rewards[worst] else []

@@ -1,10 +1,12 @@
 """OPMD (Trinity-RFT, 2505.17826): a policy gradient without ratios, for samples of any policy.
 
-loss = Σ_t w_t·v_t·(−A·logp_t) / (1 + tau), with GRPO's KL and entropy terms. ``old_logp`` is in ``correction`` and metrics only.
-``opmd=mean`` (the simple variant): A_i = r_i − mean of the group
-``opmd=pairwise``: A_i = mean_{j≠i} (r_i − r_j). The paper's loss is Σ_{i<j} (a_i − a_j)², a_i = r_i − tau·(logp_i − sg(logp_i)), sg: no gradient,
-logp_i the answer's sum (the policy regularised towards is the one being trained, as in Trinity). Its gradient in an answer's
-logp is −2·tau·(n − 1)·A_i for a group of n: the direction here, up to a positive factor. A group of one compares nothing: A = 0.
+loss = Σ_t w_t·v_t·(−A·logp_t) / (1 + tau), with GRPO's KL and entropy terms. ``old_logp`` is in ``correction`` and
+metrics only. ``opmd=mean`` (the simple variant): A_i = r_i − mean of the group
+``opmd=pairwise``: A_i = mean_{j≠i} (r_i − r_j). The paper's loss is Σ_{i<j} (a_i − a_j)², a_i = r_i − tau·(logp_i −
+    sg(logp_i)), sg: no gradient,
+logp_i the answer's sum (the policy regularised towards is the one being trained, as in Trinity). Its gradient in an
+answer's logp is −2·tau·(n − 1)·A_i for a group of n: the direction here, up to a positive factor. A group of one
+compares nothing: A = 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Losses of pairs: rows 2i and 2i+1 of a micro-batch are the chosen and the rejected answer of pair i.
 
-A pair with an answer that has no token in the loss is not in the loss, and is not counted: the rows that fill a micro-batch up are such.
+A pair with an answer that has no token in the loss is not in the loss, and is not counted: the rows that fill a
+micro-batch up are such.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def split(by_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor, counted: torch.Tensor) -> Metrics:
     """TRL's, over the pairs that are ``counted``: how often, and by how much, the chosen answer has the larger reward.
 
-    Equal rewards count as half (in TRL as none): a model that knows nothing prefers the chosen answer in half of the pairs.
+    Equal rewards count as half (in TRL as none): a model that knows nothing prefers the chosen answer in half of the
+    pairs.
     """
     chosen, rejected = chosen.detach()[counted], rejected.detach()[counted]
     number = counted.sum()

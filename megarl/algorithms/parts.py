@@ -1,7 +1,7 @@
 """A step's tokens, part by part: what a computation takes beside its input and result does not grow with the step.
 
-Every result has the bits that it would have if it were computed at once: parts are written into one tensor, and only then reduced.
-Shape legend: T positions of a step, M of them kept by a mask, N sequences.
+Every result has the bits that it would have if it were computed at once: parts are written into one tensor, and only
+then reduced. Shape legend: T positions of a step, M of them kept by a mask, N sequences.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def repeated(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def counts(mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """int64 [N]: how many positions of each sequence ``mask`` [T] keeps."""
-    return torch.tensor([int(torch.count_nonzero(part)) for part in mask.split(lengths.tolist())], dtype=torch.int64, device=mask.device)
+    return torch.tensor(
+        [int(torch.count_nonzero(part)) for part in mask.split(lengths.tolist())], dtype=torch.int64, device=mask.device
+    )
 
 
 def sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

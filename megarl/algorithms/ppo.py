@@ -1,7 +1,8 @@
 """PPO (1707.06347) with a critic and generalised advantage estimation (1506.02438).
 
 δ_t = r_t + γV_{t+1} − V_t;  A_t = δ_t + γλA_{t+1};  R_t = A_t + V_t over the kept tokens of a response
-r_t: ``token_rewards.py``. After the last token stands 0; with ``bootstrap_cut`` the value of the state there, for a response that was cut.
+r_t: ``token_rewards.py``. After the last token stands 0; with ``bootstrap_cut`` the value of the state there, for a
+    response that was cut.
 Actor: GRPO's loss (clip, KL, entropy, correction). Critic: ``value.py`` on R.
 ``whiten_advantages``: A to mean 0 and variance 1 over the step's tokens; R stays.
 """
@@ -27,9 +28,7 @@ def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
     rewards, cu_seqlens, metrics = token_rewards("ppo", step, config)
     values = picked(step.values, step.mask)
     bootstrap = values.new_zeros(step.num_rows) if step.bootstrap is None else step.bootstrap.to(values.dtype)
-    advantages, returns = ops.gae(
-        rewards, values, cu_seqlens, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap
-    )
+    advantages, returns = ops.gae(rewards, values, cu_seqlens, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap)
     del rewards
     kept = torch.ones_like(values, dtype=torch.bool)
     metrics |= spread("critic/values", values) | spread("critic/returns", returns)

@@ -1,7 +1,7 @@
 """REINFORCE++ (2501.03262): each token's return, whitened over the global batch; no critic, no group.
 
-A_t = (G_t − μ) / sqrt(σ² + 1e-8), G_t = Σ_{u≥t} γ^(u−t)·r_u, r_u: ``token_rewards.py`` (in the preset with the KL inside);
-μ and σ² (the unbiased one) over all tokens of the step. The loss is GRPO's.
+A_t = (G_t − μ) / sqrt(σ² + 1e-8), G_t = Σ_{u≥t} γ^(u−t)·r_u, r_u: ``token_rewards.py`` (in the preset with the KL
+inside); μ and σ² (the unbiased one) over all tokens of the step. The loss is GRPO's.
 """
 
 from __future__ import annotations

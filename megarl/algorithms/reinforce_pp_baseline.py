@@ -24,7 +24,8 @@ def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> floa
 
 
 def whiten(values: Sequence[float], tokens: Sequence[int], config: AlgorithmConfig) -> list[float]:
-    """Float64, the same for every order of rows. Values that are all one (of rows that have tokens) become exactly 0."""
+    """Float64, the same for every order of rows. Values that are all one (of rows that have tokens) become exactly
+    0."""
     number = sum(tokens)
     known = [(a, n) for a, n in zip(values, tokens, strict=True) if n]
     if len({a for a, _ in known}) <= 1:

@@ -23,7 +23,9 @@ def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
     following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(step.num_rows))
     advantages = following.double().sub_(repeated(step.greedy.double(), cu_seqlens.diff())).to(rewards.dtype)
     metrics["critic/greedy_rewards/mean"] = float(step.greedy.double().mean())
-    return Estimate(spread_out(whitened(advantages) if config.whiten_advantages else advantages, step.mask), None, metrics)
+    return Estimate(
+        spread_out(whitened(advantages) if config.whiten_advantages else advantages, step.mask), None, metrics
+    )
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:

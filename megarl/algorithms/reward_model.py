@@ -1,6 +1,7 @@
 """A reward model from preferences (Bradley and Terry, 1952; InstructGPT, 2203.02155).
 
-loss = −log σ(s_chosen − s_rejected − margin), the mean over pairs; the margin (Llama 2, 2307.09288) is 0 where none is given.
+loss = −log σ(s_chosen − s_rejected − margin), the mean over pairs; the margin (Llama 2, 2307.09288) is 0 where none is
+given.
 s: what a scalar head gives at the last token of prompt and answer. float64 inside.
 """
 
@@ -35,7 +36,9 @@ def bradley_terry(scores: torch.Tensor, counted: torch.Tensor, margin: torch.Ten
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     """See the file's head. Raises ConfigError without scores."""
     if batch.scores is None:
-        raise ConfigError(f"{config.name} needs the scores of a model with a scalar head; the trainer must build that model")
+        raise ConfigError(
+            f"{config.name} needs the scores of a model with a scalar head; the trainer must build that model"
+        )
     counted = pairs.whole(batch.mask, batch.row, batch.num_rows)
     return bradley_terry(batch.scores, counted, batch.margin)
 

@@ -1,8 +1,8 @@
 """RLOO (2402.14740): REINFORCE with the mean of the group's other rewards as baseline.
 
 A_i = r_i − mean_{j≠i} r_j = (r_i − mean)·n / (n − 1) in a group of n, the same for every token of response i.
-The loss is GRPO's. At ρ = 1, on policy, its gradient is REINFORCE's, −A·∇logp; the KL is a term of the loss here, where the
-paper has it in the reward.
+The loss is GRPO's. At ρ = 1, on policy, its gradient is REINFORCE's, −A·∇logp; the KL is a term of the loss here, where
+the paper has it in the reward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Common part of the losses of sampled tokens: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), and its metrics.
+"""Common part of the losses of sampled tokens: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), and its
+metrics.
 
 w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``correction.py``), KL and entropy by ``ops/policy.py``.
 """
@@ -18,14 +19,10 @@ from megarl.ops import PolicyLoss, policy_loss
 
 
 def clipped(
-    name: str,
-    batch: LossInput,
-    config: AlgorithmConfig,
-    *,
-    objective: Literal["ppo_clip", "cispo"] = "ppo_clip",
+    name: str, batch: LossInput, config: AlgorithmConfig, *, objective: Literal["ppo_clip", "cispo"] = "ppo_clip"
 ) -> Loss:
-    """The loss with one of ``policy_loss``'s surrogates, ratios by ``importance``. ``ref_logp`` may be None when ``kl.coef``
-    is 0, ``entropy`` when ``entropy_coef`` is 0. ``name`` is the algorithm's, for messages."""
+    """The loss with one of ``policy_loss``'s surrogates, ratios by ``importance``. ``ref_logp`` may be None when
+    ``kl.coef`` is 0, ``entropy`` when ``entropy_coef`` is 0. ``name`` is the algorithm's, for messages."""
     old_logp, advantages = needed(name, batch)
     weight, metrics = correction(batch, config)
     result = _policy(batch, config, old_logp, advantages, weight, objective, config.dual_clip)
@@ -37,7 +34,8 @@ def clipped(
 
 
 def unclipped(name: str, batch: LossInput, config: AlgorithmConfig, surrogate: torch.Tensor) -> Loss:
-    """The loss with a ``surrogate`` [T] of one's own in float64, made from masked inputs; it carries its v_t already."""
+    """The loss with a ``surrogate`` [T] of one's own in float64, made from masked inputs; it carries its v_t
+    already."""
     old_logp, _ = needed(name, batch)
     if config.dual_clip is not None:
         raise ConfigError(f"algorithm.dual_clip={config.dual_clip}: {name} clips nothing; set it to null")
@@ -70,7 +68,8 @@ def _policy(
     if kl.place == "loss" and kl.estimator not in ("k2", "k3"):
         # As a loss, k1 has the expected gradient 0 whatever the reference.
         raise ConfigError(
-            f"algorithm.kl.estimator must be k2 or k3 in the loss, got {kl.estimator!r}; k1 is for algorithm.kl.place=reward"
+            f"algorithm.kl.estimator must be k2 or k3 in the loss, got {kl.estimator!r}; k1 is for "
+            "algorithm.kl.place=reward"
         )
     if kl.place == "loss" and batch.ref_logp is None and kl.coef != 0.0:
         raise ConfigError(

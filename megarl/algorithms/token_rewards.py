@@ -45,9 +45,12 @@ def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenR
     if kl_is_inside:
         if step.old_logp is None or step.ref_logp is None:
             raise ConfigError(
-                f"algorithm.kl.place=reward needs old_logp and ref_logp; {name} must list old_logp and kl in its needs, or set algorithm.kl.place to loss"
+                f"algorithm.kl.place=reward needs old_logp and ref_logp; {name} must list old_logp and kl in its "
+                "needs, or set algorithm.kl.place to loss"
             )
-        each = doubles(step.mask, lambda own, ref: kl.estimates(own, ref, config.kl.estimator), step.old_logp, step.ref_logp)
+        each = doubles(
+            step.mask, lambda own, ref: kl.estimates(own, ref, config.kl.estimator), step.old_logp, step.ref_logp
+        )
         metrics["actor/reward_kl_penalty"] = float(each.mean()) if each.numel() else 0.0
         metrics["actor/reward_kl_penalty_coeff"] = step.kl_coef
         rewards -= each.mul_(step.kl_coef)

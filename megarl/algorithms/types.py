@@ -1,7 +1,7 @@
 """An algorithm: one value made of pure functions. The trainer computes what ``needs`` lists, nothing else.
 
-Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) says which sequence each belongs to, so
-padded and packed batches look the same. N sequences of a step. K parts of a loss with a global denominator each.
+Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) says which sequence each belongs
+to, so padded and packed batches look the same. N sequences of a step. K parts of a loss with a global denominator each.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class LossInput:
     mask: torch.Tensor
     """bool [T]; what the other tensors hold where it is False does not matter, NaN included."""
     row: torch.Tensor
-    """int64 [T], sequence number within the micro-batch, 0 .. num_rows-1, never decreasing. With ``pairs`` in the needs, rows
-    2i and 2i+1 are the chosen and the rejected answer of pair i."""
+    """int64 [T], sequence number within the micro-batch, 0 .. num_rows-1, never decreasing. With ``pairs`` in the
+    needs, rows 2i and 2i+1 are the chosen and the rejected answer of pair i."""
     num_rows: int
     engine_logp: torch.Tensor | None = None
-    """float [T], of the engine that sampled the tokens: for ``correction`` alone, never in the place of ``old_logp``."""
+    """float [T], of the engine that sampled the tokens: for ``correction`` alone, never in the place of
+    ``old_logp``."""
     expert: torch.Tensor | None = None
     """bool [num_rows]: rows that were demonstrated, not sampled (mix)."""
     scores: torch.Tensor | None = None
@@ -67,7 +68,8 @@ class Loss(NamedTuple):
     """Sums, never divided: only the trainer divides, by the global count."""
 
     total: torch.Tensor
-    """Loss with gradient: a scalar, or [K] for a loss of K parts. The trainer minimizes Σ_k total_k / global count_k."""
+    """Loss with gradient: a scalar, or [K] for a loss of K parts. The trainer minimizes Σ_k total_k / global
+    count_k."""
     metrics: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """verl's name -> (sum, count), scalars without gradient."""
 
@@ -88,7 +90,8 @@ class StepInput:
     cu_seqlens: torch.Tensor
     """int64 [N + 1]: sequence i is positions ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
     mask: torch.Tensor
-    """bool [T]; a position is True where its next token is in the loss. What the rest holds does not matter, NaN included."""
+    """bool [T]; a position is True where its next token is in the loss. What the rest holds does not matter, NaN
+    included."""
     old_logp: torch.Tensor | None = None
     """float32 [T], as ``ref_logp`` and ``values``."""
     ref_logp: torch.Tensor | None = None
@@ -137,7 +140,11 @@ def spread(name: str, values: torch.Tensor) -> dict[str, float]:
     """``name/mean``, ``name/max``, ``name/min`` of a step's tokens; {} for none."""
     if values.numel() == 0:
         return {}
-    return {f"{name}/mean": float(values.double().mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    return {
+        f"{name}/mean": float(values.double().mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
 
 
 @dataclass(frozen=True)
@@ -148,18 +155,19 @@ class Algorithm:
     roles: frozenset[str]
     """Members of ``ROLES``."""
     needs: frozenset[str]
-    """Members of ``NEEDS``. old_logp, ref_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is not 0; ``group``: at least two
-    answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch are (chosen, rejected) in turn;
+    """Members of ``NEEDS``. old_logp, ref_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is not 0;
+    ``group``: at least two answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch are
+        (chosen, rejected) in turn;
     ``greedy``: the reward of each prompt's greedy answer; ``expert``: demonstrated rows beside the sampled ones."""
     advantage: Callable[[float, GroupStats, AlgorithmConfig], float] | None
     """(reward, statistics of its whole group, settings) -> the advantage of every token of the response."""
     count: Count
-    """(mask [T], row [T], num_rows, settings) -> this micro-batch's share of the global denominator, scalar or [K]. With
-    ``expert`` in the needs a fifth argument, bool [num_rows], follows."""
+    """(mask [T], row [T], num_rows, settings) -> this micro-batch's share of the global denominator, scalar or [K].
+    With ``expert`` in the needs a fifth argument, bool [num_rows], follows."""
     loss: Callable[[LossInput, AlgorithmConfig], Loss]
     finish_advantages: Callable[[Sequence[float], Sequence[int], AlgorithmConfig], list[float]] | None = None
-    """(advantages of all responses of a step, their numbers of tokens in the loss, settings) -> what is trained with. Every
-    rank knows the whole step, so nothing depends on how rows are split."""
+    """(advantages of all responses of a step, their numbers of tokens in the loss, settings) -> what is trained with.
+    Every rank knows the whole step, so nothing depends on how rows are split."""
     restarts_optimizer: bool = False
     """True if the optimizer's moments are forgotten at the start of each step, before its first update."""
     estimate: Callable[[StepInput, AlgorithmConfig], Estimate] | None = None
@@ -167,7 +175,8 @@ class Algorithm:
     offline: bool = False
     """Trains on rows of a file, without rollouts."""
     choose_pairs: Callable[[Sequence[float], AlgorithmConfig], list[tuple[int, int]]] | None = None
-    """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected) positions within the group."""
+    """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected)
+    positions within the group."""
 
     @property
     def job(self) -> Job:
@@ -185,13 +194,15 @@ class Algorithm:
     def advantages(
         self, rewards: Sequence[tuple[float, GroupStats]], tokens: Sequence[int], config: AlgorithmConfig
     ) -> list[float]:
-        """Return the advantages of all responses of a step, from their rewards with the statistics of their groups, their numbers of tokens in the loss."""
+        """Return the advantages of all responses of a step, from their rewards with the statistics of their groups,
+        their numbers of tokens in the loss."""
         assert self.advantage is not None, f"algorithm {self.name} has no advantages of whole responses"
         values = [self.advantage(reward, stats, config) for reward, stats in rewards]
         return values if self.finish_advantages is None else self.finish_advantages(values, tokens, config)
 
     def step_advantages(self, step: StepInput, config: AlgorithmConfig) -> Estimate:
-        """Return the advantages of every token of a step, by ``estimate`` or by ``advantage`` and ``finish_advantages``.
+        """Return the advantages of every token of a step, by ``estimate`` or by ``advantage`` and
+        ``finish_advantages``.
 
         Raises:
             ConfigError: ``kl.place=reward`` with advantages of whole responses, which know no token's reward.
@@ -207,7 +218,8 @@ class Algorithm:
     def _of_responses(self, step: StepInput, config: AlgorithmConfig) -> Estimate:
         if config.kl.place == "reward":
             raise ConfigError(
-                f"algorithm.kl.place=reward: {self.name} has one advantage for a whole response, so the KL of its tokens has no place "
+                f"algorithm.kl.place=reward: {self.name} has one advantage for a whole response, so the KL of its "
+                "tokens has no place "
                 "in it; set it to loss"
             )
         sampled = [True] * step.num_rows if step.expert is None else [not e for e in step.expert.tolist()]
@@ -228,6 +240,7 @@ class Algorithm:
         config: AlgorithmConfig,
         expert: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float64 [K]: this micro-batch's share of the global denominators, to be summed over micro-batches and ranks."""
+        """float64 [K]: this micro-batch's share of the global denominators, to be summed over micro-batches and
+        ranks."""
         more = (expert,) if "expert" in self.needs else ()
         return self.count(mask, row, num_rows, config, *more).double().reshape(-1)

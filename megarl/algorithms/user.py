@@ -19,7 +19,9 @@ def load(path: str) -> Algorithm:
     """``ALGORITHM`` of a file. Raises ConfigError naming what the file lacks."""
     where = f"algorithm.name={path}"
     algorithm = import_value(path, "algorithm.name", "ALGORITHM", Algorithm)
-    given = [n for n in ("advantage", "estimate", "choose_pairs", "finish_advantages") if getattr(algorithm, n) is not None]
+    given = [
+        n for n in ("advantage", "estimate", "choose_pairs", "finish_advantages") if getattr(algorithm, n) is not None
+    ]
     by_rewards = ["advantage"] if algorithm.job.rollouts and not set(given) & {"estimate", "choose_pairs"} else []
     for name in dict.fromkeys(["count", "loss", *by_rewards, *given]):
         if not callable(getattr(algorithm, name)):
@@ -33,7 +35,8 @@ def load(path: str) -> Algorithm:
 
 
 def try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -> None:
-    """Advantages of a group and the loss of one ``token``: what its settings or its inputs do not admit is told before launch.
+    """Advantages of a group and the loss of one ``token``: what its settings or its inputs do not admit is told before
+    launch.
 
     Raises:
         ConfigError: of the algorithm itself, or with what went wrong in a user's file and where.
@@ -52,19 +55,23 @@ def try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -> 
 def _try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -> None:
     check_settings(algorithm, config)
     if "critic" in algorithm.roles and (algorithm.estimate is None or "values" not in algorithm.needs):
-        raise ConfigError(f"{algorithm.name}: a critic learns returns; give an estimate that has them, and values in the needs")
+        raise ConfigError(
+            f"{algorithm.name}: a critic learns returns; give an estimate that has them, and values in the needs"
+        )
     _try_advantages(algorithm, config)
     if algorithm.choose_pairs is not None:
         chosen = algorithm.choose_pairs([0.0, 1.0], config)
         if not isinstance(chosen, list) or not all(len(pair) == 2 and set(pair) <= {0, 1} for pair in chosen):
             raise ConfigError(
-                f"{algorithm.name}: choose_pairs must give (chosen, rejected) positions within the group, got {chosen!r}"
+                f"{algorithm.name}: choose_pairs must give (chosen, rejected) positions within the group, got "
+                f"{chosen!r}"
             )
     batch = _two_rows(algorithm, token, config)
     result = algorithm.loss(batch, config)
     if not isinstance(result, Loss) or not _is_sums(result.total) or not result.total.requires_grad:
         raise ConfigError(
-            f"{algorithm.name}: loss must give a megarl.algorithms.Loss whose total is a scalar, or [K] sums with a denominator each, "
+            f"{algorithm.name}: loss must give a megarl.algorithms.Loss whose total is a scalar, or [K] sums with a "
+            "denominator each, "
             "that depends on logp"
         )
     if not isinstance(result.metrics, Mapping) or not all(_is_sum(value) for value in result.metrics.values()):
@@ -75,7 +82,8 @@ def _try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) ->
     count = algorithm.count(batch.mask, batch.row, batch.num_rows, config, *more)
     if not _is_sums(count) or count.numel() != result.total.numel():
         raise ConfigError(
-            f"{algorithm.name}: count must give a scalar tensor, or one number for each of the {result.total.numel()} parts of the "
+            f"{algorithm.name}: count must give a scalar tensor, or one number for each of the {result.total.numel()} "
+            "parts of the "
             f"loss, got {count!r}"
         )
 
@@ -85,38 +93,46 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     kl = config.kl
     if kl.place == "reward" and algorithm.estimate is None:
         raise ConfigError(
-            f"algorithm.kl.place=reward: {algorithm.name} has no rewards of single tokens that the KL could be taken off; set it to "
+            f"algorithm.kl.place=reward: {algorithm.name} has no rewards of single tokens that the KL could be taken "
+            "off; set it to "
             "loss, or take ppo, remax or reinforce_pp"
         )
     if kl.target is not None and kl.coef == 0.0:
         raise ConfigError(
-            f"algorithm.kl.target={kl.target} with kl.coef=0: the adaptive coefficient is multiplied from step to step and "
+            f"algorithm.kl.target={kl.target} with kl.coef=0: the adaptive coefficient is multiplied from step to step "
+            "and "
             "stays 0; set algorithm.kl.coef to where it begins"
         )
     if kl.target is not None and not {"old_logp", "ref_logp"} <= algorithm.needs_with(config):
         raise ConfigError(
-            f"algorithm.kl.target={kl.target}: {algorithm.name} has no KL whose coefficient could follow it; leave it out"
+            f"algorithm.kl.target={kl.target}: {algorithm.name} has no KL whose coefficient could follow it; leave it "
+            "out"
         )
     if config.entropy_coef and "advantages" not in algorithm.needs:
         raise ConfigError(
-            f"algorithm.entropy_coef={config.entropy_coef}: the loss of {algorithm.name} has no entropy term; set it to 0"
+            f"algorithm.entropy_coef={config.entropy_coef}: the loss of {algorithm.name} has no entropy term; set it "
+            "to 0"
         )
     if config.whiten_advantages and algorithm.estimate is None:
         raise ConfigError(
-            f"algorithm.whiten_advantages=true is for advantages of single tokens (ppo, remax), {algorithm.name} has one for a whole "
+            f"algorithm.whiten_advantages=true is for advantages of single tokens (ppo, remax), {algorithm.name} has "
+            "one for a whole "
             "answer; set it to false, or take reinforce_pp_baseline"
         )
     if config.dynamic_sampling and not algorithm.job.rollouts:
         raise ConfigError(
-            f"algorithm.dynamic_sampling=true: {algorithm.name} learns from a file, which has no groups to replace; set it to false"
+            f"algorithm.dynamic_sampling=true: {algorithm.name} learns from a file, which has no groups to replace; "
+            "set it to false"
         )
     if config.correction != "none" and "advantages" not in algorithm.needs:
         raise ConfigError(
-            f"algorithm.correction={config.correction} weighs the surrogate of sampled tokens, {algorithm.name} has none; set it to none"
+            f"algorithm.correction={config.correction} weighs the surrogate of sampled tokens, {algorithm.name} has "
+            "none; set it to none"
         )
     if config.dynamic_sampling and config.group_size == 1:
         raise ConfigError(
-            "algorithm.dynamic_sampling=true with algorithm.group_size=1 would replace every group, a single answer is all right or all "
+            "algorithm.dynamic_sampling=true with algorithm.group_size=1 would replace every group, a single answer is "
+            "all right or all "
             "wrong; set group_size to 2 or more"
         )
 
@@ -128,10 +144,14 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     group = GroupStats(0.5, 0.5**0.5, 2)
     if algorithm.estimate is None:
         if algorithm.advantage is None:
-            raise ConfigError(f"{algorithm.name} needs advantages, but has neither advantage nor estimate to compute them")
+            raise ConfigError(
+                f"{algorithm.name} needs advantages, but has neither advantage nor estimate to compute them"
+            )
         advantages = algorithm.advantages([(0.0, group), (1.0, group)], [3, 5], config)
         if len(advantages) != 2 or not all(isinstance(a, float | int) and math.isfinite(a) for a in advantages):
-            raise ConfigError(f"{algorithm.name}: the advantages of two responses must be two finite numbers, got {advantages!r}")
+            raise ConfigError(
+                f"{algorithm.name}: the advantages of two responses must be two finite numbers, got {advantages!r}"
+            )
         return
     zeros = torch.zeros(8)
     inputs = {name: zeros for name in ("old_logp", "ref_logp", "values") if name in algorithm.needs_with(config)}
@@ -153,7 +173,8 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     )
     if not fits or (result.returns is None and "critic" in algorithm.roles):
         raise ConfigError(
-            f"{algorithm.name}: estimate must give a megarl.algorithms.Estimate with advantages (and, for a critic, returns) of "
+            f"{algorithm.name}: estimate must give a megarl.algorithms.Estimate with advantages (and, for a critic, "
+            "returns) of "
             f"every position, got {result!r}"
         )
 

@@ -1,6 +1,7 @@
 """The critic's loss (PPO, 1707.06347): ½·max((V − R)², (clip(V, V_old − c, V_old + c) − R)²), the mean over tokens.
 
-R: the returns of GAE, V_old: the values that the step started with, c: ``value_clip`` (null: ½(V − R)²). float64 inside.
+R: the returns of GAE, V_old: the values that the step started with, c: ``value_clip`` (null: ½(V − R)²). float64
+    inside.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def loss(
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 − Var(R − V) / Var(R) over the kept tokens of a step ([T] each), in float64: 1 for a perfect critic, 0 for one that
-    knows only the mean, below 0 for a worse one. 0 where all returns are one, or there are none: nothing to explain."""
+    """1 − Var(R − V) / Var(R) over the kept tokens of a step ([T] each), in float64: 1 for a perfect critic, 0 for one
+    that knows only the mean, below 0 for a worse one. 0 where all returns are one, or there are none: nothing to
+    explain."""
     r = doubles(mask, torch.Tensor.double, returns)
     if r.numel() < 2 or bool((r == r[0]).all()):
         return 0.0

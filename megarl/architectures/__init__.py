@@ -32,7 +32,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
     """The table for a parsed config.json, checked against it; with ``head="score"`` that of a critic or reward model.
 
-    Raises ArchitectureError for a family without a table (or without such a class) and for a setting that the table does not cover.
+    Raises ArchitectureError for a family without a table (or without such a class) and for a setting that the table
+    does not cover.
     """
     model_type = hf_config.get("model_type")
     found = ARCHITECTURES.get(str(model_type))

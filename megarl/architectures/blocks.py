@@ -124,7 +124,8 @@ def vllm_gated(mlp: Gated, joint: str, down: str | None = None) -> tuple[Fused, 
 
 
 def mlp_norm(stage: Stage) -> tuple[Param, ...]:
-    """The norm before the MLP: TransformerEngine fuses it into a dense MLP's first linear, and leaves it before a router."""
+    """The norm before the MLP: TransformerEngine fuses it into a dense MLP's first linear, and leaves it before a
+    router."""
     te = None if stage is Stage.MOE else "mlp.linear_fc1.layer_norm_weight"
     return (Param("pre_mlp_layernorm.weight", Op.SAME, (_MLP_NORM,), stage, te),)
 

@@ -20,9 +20,9 @@ _OLDER = ("rope_scaling", "rope_theta")
 def complete(hf_config: HFConfig) -> dict[str, Any]:
     """Return the configuration with every key that the family's class has; keys that it does not know stay as they are.
 
-    What is common to all classes (labels, dtype) is not filled in. A family without a table is returned as it is, and so is, with a
-    warning, a configuration that the class refuses but the table covers; else ArchitectureError is raised. transformers is
-    imported here, because that takes a second.
+    What is common to all classes (labels, dtype) is not filled in. A family without a table is returned as it is, and
+    so is, with a warning, a configuration that the class refuses but the table covers; else ArchitectureError is
+    raised. transformers is imported here, because that takes a second.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in ARCHITECTURES:

@@ -1,4 +1,5 @@
-"""Llama 2 and 3: grouped queries without biases, RMSNorm, SwiGLU. Source: ``transformers/models/llama/modeling_llama.py``."""
+"""Llama 2 and 3: grouped queries without biases, RMSNorm, SwiGLU. Source:
+``transformers/models/llama/modeling_llama.py``."""
 
 from __future__ import annotations
 

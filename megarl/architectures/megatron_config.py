@@ -1,7 +1,7 @@
 """Arguments for Megatron-Core with which it computes the same function as ``transformers`` does from a config.json.
 
-Plain values only: nothing here imports Megatron. A setting that Megatron cannot express is refused, never dropped. No default of a
-family stands here: ``complete.complete`` takes what a config.json leaves out from transformers.
+Plain values only: nothing here imports Megatron. A setting that Megatron cannot express is refused, never dropped. No
+default of a family stands here: ``complete.complete`` takes what a config.json leaves out from transformers.
 
 Sources: transformers 5.19 ``modeling_rope_utils.py`` and ``models/*/modeling_*.py``; Megatron-Core 0.16.1
 ``transformer/transformer_config.py``, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``),
@@ -31,7 +31,8 @@ def check(arch: Architecture, hf_config: HFConfig) -> None:
 
 
 def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig where ``mla`` (taken out first) is True.
+    """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig where ``mla`` (taken out first) is
+    True.
 
     ``activation`` is the name of the activation. Raises ArchitectureError for a setting that Megatron cannot express.
     """
@@ -81,7 +82,8 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
         for key, only in LLAMA3.items():
             if rope.get(key) != only:
                 raise ArchitectureError(
-                    f"{arch.name} with rope_type='llama3' and {key}={rope.get(key)!r} is not supported: Megatron-Core computes it "
+                    f"{arch.name} with rope_type='llama3' and {key}={rope.get(key)!r} is not supported: Megatron-Core "
+                    "computes it "
                     f"with {only!r} only; use a checkpoint with {key}={only!r}"
                 )
         values |= {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
@@ -89,14 +91,17 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
         values["seq_len_interpolation_factor"] = float(rope["factor"])
     elif kind != "default":
         raise ArchitectureError(
-            f"{arch.name} with rope_type={kind!r} is not supported, only 'default', 'linear' and 'llama3'; use a checkpoint "
-            "with one of these, or remove the scaling from config.json where no sequence is longer than the model was trained on"
+            f"{arch.name} with rope_type={kind!r} is not supported, only 'default', 'linear' and 'llama3'; use a "
+            "checkpoint "
+            "with one of these, or remove the scaling from config.json where no sequence is longer than the model was "
+            "trained on"
         )
     return values
 
 
 def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
-    """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``."""
+    """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
+    ``rope_theta``."""
     given: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     theta = given.get("rope_theta", hf_config.get("rope_theta"))
     if theta is None:
@@ -111,12 +116,14 @@ def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
         rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
     if rope["rope_type"] != "default" and rope.get("factor") is None:
         raise ArchitectureError(
-            f"config.json of a {name} model has rope_type={rope['rope_type']!r} without a factor; add the factor it was made with"
+            f"config.json of a {name} model has rope_type={rope['rope_type']!r} without a factor; add the factor it "
+            "was made with"
         )
     partial = given.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     if partial not in (None, 1.0):
         raise ArchitectureError(
-            f"{name} with partial_rotary_factor={partial!r} is not supported, only 1.0; use a checkpoint that rotates whole heads"
+            f"{name} with partial_rotary_factor={partial!r} is not supported, only 1.0; use a checkpoint that rotates "
+            "whole heads"
         )
     return rope
 
@@ -144,12 +151,14 @@ def _latent_attention(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict
     eps = needed(name, hf_config, "rms_norm_eps")
     if eps != LATENT_NORM_EPS:
         raise ArchitectureError(
-            f"{name} with rms_norm_eps={eps!r} is not supported, only {LATENT_NORM_EPS}: its latent norms always use that and "
+            f"{name} with rms_norm_eps={eps!r} is not supported, only {LATENT_NORM_EPS}: its latent norms always use "
+            "that and "
             "Megatron-Core has one epsilon for all norms; use a checkpoint trained with it"
         )
     if not needed(name, hf_config, "rope_interleave"):
         raise ArchitectureError(
-            f"{name} with rope_interleave=False is not supported: Megatron-Core rotates neighbouring pairs; use a checkpoint "
+            f"{name} with rope_interleave=False is not supported: Megatron-Core rotates neighbouring pairs; use a "
+            "checkpoint "
             "with rope_interleave=True"
         )
     return {
@@ -174,7 +183,8 @@ def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
         return {**base, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
     if kind != "yarn":
         raise ArchitectureError(
-            f"{name} with rope_type={kind!r} is not supported, only 'default' and 'yarn'; use a checkpoint with one of these"
+            f"{name} with rope_type={kind!r} is not supported, only 'default' and 'yarn'; use a checkpoint with one of "
+            "these"
         )
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     for key, refused in (
@@ -184,7 +194,8 @@ def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
     ):
         if refused:
             raise ArchitectureError(
-                f"{name} with yarn and {key}={rope.get(key)!r} is not supported: Megatron-Core derives it from mscale and "
+                f"{name} with yarn and {key}={rope.get(key)!r} is not supported: Megatron-Core derives it from mscale "
+                "and "
                 "mscale_all_dim; use a checkpoint that does not set it"
             )
     return {
@@ -219,7 +230,8 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         return values | _sigmoid_router(name, sizes, hf_config, normed)
     if sizes.topk == 1 and normed:
         raise ArchitectureError(
-            f"{name} with num_experts_per_tok=1 and normalised probabilities is not supported: every weight is 1 and the router "
+            f"{name} with num_experts_per_tok=1 and normalised probabilities is not supported: every weight is 1 and "
+            "the router "
             "gets no gradient; use a checkpoint with num_experts_per_tok above 1"
         )
     # A softmax over all experts, divided by the sum of the chosen ones, is the softmax over the chosen ones.
@@ -229,15 +241,18 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
 def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: bool) -> dict[str, Any]:
     if normed != (sizes.topk > 1):
         raise ArchitectureError(
-            f"{name} with norm_topk_prob={normed} and num_experts_per_tok={sizes.topk} is not supported: Megatron-Core divides the "
+            f"{name} with norm_topk_prob={normed} and num_experts_per_tok={sizes.topk} is not supported: Megatron-Core "
+            "divides the "
             "sigmoid scores by their sum exactly when more than one expert is chosen; use a checkpoint that does so"
         )
     groups, chosen = (int(needed(name, hf_config, key) or 1) for key in ("n_group", "topk_group"))
     limited = chosen < groups
     if limited and sizes.topk // chosen != 2:
         raise ArchitectureError(
-            f"{name} with num_experts_per_tok={sizes.topk} and topk_group={chosen} is not supported: transformers ranks groups by "
-            f"their best 2 experts, Megatron-Core by their best num_experts_per_tok//topk_group={sizes.topk // chosen}; use a "
+            f"{name} with num_experts_per_tok={sizes.topk} and topk_group={chosen} is not supported: transformers "
+            "ranks groups by "
+            "their best 2 experts, Megatron-Core by their best "
+            f"num_experts_per_tok//topk_group={sizes.topk // chosen}; use a "
             "checkpoint where that is 2"
         )
     return {

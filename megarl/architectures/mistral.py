@@ -1,4 +1,5 @@
-"""Mistral, dense, without sliding window: Llama's layers. Source: ``transformers/models/mistral/modeling_mistral.py``."""
+"""Mistral, dense, without sliding window: Llama's layers. Source:
+``transformers/models/mistral/modeling_mistral.py``."""
 
 from __future__ import annotations
 

@@ -5,15 +5,7 @@ Source: ``transformers/models/mixtral/modeling_mixtral.py`` and the published ch
 
 from __future__ import annotations
 
-from megarl.architectures.blocks import (
-    ATTENTION,
-    EMBEDDING,
-    OUTPUT,
-    VLLM_ATTENTION,
-    expert_rows,
-    gated,
-    vllm_experts,
-)
+from megarl.architectures.blocks import ATTENTION, EMBEDDING, OUTPUT, VLLM_ATTENTION, expert_rows, gated, vllm_experts
 from megarl.architectures.table import Architecture
 
 _EXPERTS = gated("block_sparse_moe.experts.{expert}", "expert_ffn", names=("w1", "w3", "w2"))

@@ -108,7 +108,8 @@ class Fused:
 
 
 class Place(NamedTuple):
-    """One occurrence of a row: which layer (counted from 0 over the whole model; MTP layers follow the last) and expert."""
+    """One occurrence of a row: which layer (counted from 0 over the whole model; MTP layers follow the last) and
+    expert."""
 
     layer: int | None
     expert: int | None
@@ -208,13 +209,15 @@ class Architecture:
     """Fields of :class:`ModelSizes` read from a config.json key that is not the usual one (``COMMON_KEYS``)."""
 
     def with_score(self) -> Architecture:
-        """The same family with a score head in place of the output weight: what ties that to the embedding has no meaning then.
+        """The same family with a score head in place of the output weight: what ties that to the embedding has no
+        meaning then.
 
         Raises ArchitectureError for a family that transformers has no such class of: nobody else could read its files.
         """
         if not self.has_score_class:
             raise ArchitectureError(
-                f"{self.name} has no class for sequence classification in transformers, so it can be no critic or reward model; use "
+                f"{self.name} has no class for sequence classification in transformers, so it can be no critic or "
+                "reward model; use "
                 "a checkpoint of another family"
             )
         return replace(self, head="score", params=(*(p for p in self.params if p.op is not Op.TIED), SCORE_HEAD))
@@ -224,7 +227,8 @@ class Architecture:
         for key, value in self.fixed.items():
             if hf_config.get(key, value) != value:
                 raise ArchitectureError(
-                    f"{self.name} with {key}={hf_config[key]!r} is not supported, only {value!r}; use a checkpoint with "
+                    f"{self.name} with {key}={hf_config[key]!r} is not supported, only {value!r}; use a checkpoint "
+                    "with "
                     f"{key}={value!r} or add it to megarl/architectures/{self.name}.py"
                 )
 
@@ -246,7 +250,8 @@ class Architecture:
         kv_heads = get("kv_heads") if hf_config.get("num_key_value_heads") is not None else heads
         if heads % kv_heads:
             raise ArchitectureError(
-                f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads} of {self.name}; correct config.json"
+                f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads} of {self.name}; correct "
+                "config.json"
             )
         head = get("head") if hf_config.get("head_dim") is not None else hidden // heads
         more: dict[str, Any] = {}

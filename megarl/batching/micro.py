@@ -1,8 +1,8 @@
 """Micro-batches as a model takes them: where in a step's ``Sequences`` each of its positions comes from.
 
-Shape legend: b rows, S positions of a row (all ranks of a context-parallel group together), n sequences in the micro-batch.
-A packed micro-batch has b = 1 and its sequences one after the other; the padding at its end makes short sequences of its own, because
-attention takes the square of a length.
+Shape legend: b rows, S positions of a row (all ranks of a context-parallel group together), n sequences in the
+micro-batch. A packed micro-batch has b = 1 and its sequences one after the other; the padding at its end makes short
+sequences of its own, because attention takes the square of a length.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class MicroBatch:
         return following.masked_fill(~self.take(sequences.mask, False), IGNORED)
 
     def shares(self, cp: int) -> torch.Tensor:
-        """int64 [cp, S / cp]: the columns of each context-parallel rank. Of every sequence rank r has the pieces r and 2·cp-1-r of
-        2·cp equal ones, so that causal attention takes each rank equally long."""
+        """int64 [cp, S / cp]: the columns of each context-parallel rank. Of every sequence rank r has the pieces r and
+        2·cp-1-r of 2·cp equal ones, so that causal attention takes each rank equally long."""
         width = self.index.shape[1]
         if cp == 1:
             return torch.arange(width)[None]
@@ -77,7 +77,8 @@ def micro_batches(
     """The micro-batches of data-parallel rank ``rank``; all ranks have equally many, all of one shape.
 
     Args:
-        units: numbers of sequences that go through the model together (pairs), and of no others; None takes each by itself.
+        units: numbers of sequences that go through the model together (pairs), and of no others; None takes each by
+            itself.
 
     Raises:
         ValueError: a unit is longer than ``cut.max_tokens``.
@@ -98,7 +99,8 @@ def micro_batches(
 
 
 def _width(longest: int, cut: Cut) -> int:
-    """Each rank's share of the positions is a multiple of what cuts it, and has two pieces where context is parallel."""
+    """Each rank's share of the positions is a multiple of what cuts it, and has two pieces where context is
+    parallel."""
     unit = cut.multiple * cut.cp * (2 if cut.cp > 1 else 1)
     return max(longest, 1) + -max(longest, 1) % unit
 
@@ -132,10 +134,5 @@ def _packed(chunk: list[int], starts: torch.Tensor, lengths: Sequence[int], widt
     real = position < length[row]
     index = (first[row] + position).masked_fill(~real, -1)
     return MicroBatch(
-        index[None],
-        position[None],
-        row.masked_fill(~real, -1)[None],
-        numbers,
-        ends.to(torch.int32),
-        int(size.max()),
+        index[None], position[None], row.masked_fill(~real, -1)[None], numbers, ends.to(torch.int32), int(size.max())
     )

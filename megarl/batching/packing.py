@@ -1,8 +1,10 @@
-"""Choice of the sequences that go through a model together: equal numbers of chunks on every data-parallel rank. Pure functions of lengths.
+"""Choice of the sequences that go through a model together: equal numbers of chunks on every data-parallel rank. Pure
+functions of lengths.
 
-Packed (DeepSeek-R1's way, 2501.12948): sequences are sorted by length and put by best fit into chunks of at most so many tokens;
-chunks are dealt to the ranks so that attention, which grows with the square of a length, takes each about as long. Where ranks
-would get unequal numbers, the sequences are spread over more chunks; a rank is left without work only when there are too few.
+Packed (DeepSeek-R1's way, 2501.12948): sequences are sorted by length and put by best fit into chunks of at most so
+many tokens; chunks are dealt to the ranks so that attention, which grows with the square of a length, takes each about
+as long. Where ranks would get unequal numbers, the sequences are spread over more chunks; a rank is left without work
+only when there are too few.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class Cut:
 def best_fit(sizes: Sequence[int], capacity: int) -> list[Chunk]:
     """Best-fit decreasing: each item, the largest first, into the fullest chunk that still has room for it.
 
-    At most 11/9 of the least possible number of chunks, + 1 (Johnson, 1973); O(n log n). Raises ValueError for an item that is
-    larger than a chunk.
+    At most 11/9 of the least possible number of chunks, + 1 (Johnson, 1973); O(n log n). Raises ValueError for an item
+    that is larger than a chunk.
     """
     chunks: list[Chunk] = []
     room: list[tuple[int, int]] = []  # (free, chunk), sorted
@@ -57,7 +59,8 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[Chunk]:
 
 
 def spread(sizes: Sequence[int], number: int) -> list[Chunk]:
-    """Longest first, each into the emptiest of ``number`` chunks (Graham, 1969): the fullest has at most 4/3 of the least possible."""
+    """Longest first, each into the emptiest of ``number`` chunks (Graham, 1969): the fullest has at most 4/3 of the
+    least possible."""
     chunks: list[Chunk] = [[] for _ in range(number)]
     heap = [(0, chunk) for chunk in range(number)]
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -70,8 +73,8 @@ def spread(sizes: Sequence[int], number: int) -> list[Chunk]:
 def deal(lengths: Sequence[Sequence[int]], cut: Cut) -> list[list[Chunk]]:
     """Units (sequences that stay together, given by their lengths) to micro-batches: ``result[dp_rank][micro-batch]``.
 
-    Every rank gets the same number of micro-batches, at least one; an empty one is a dummy. Raises ValueError for a unit that
-    does not fit.
+    Every rank gets the same number of micro-batches, at least one; an empty one is a dummy. Raises ValueError for a
+    unit that does not fit.
     """
     if cut.max_tokens is None:
         return _deal_rows(lengths, cut)

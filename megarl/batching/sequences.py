@@ -19,8 +19,9 @@ IGNORED = -100
 
 @dataclass
 class Sequences:
-    """Every rank holds a whole step: ``nbytes``; docs/roles.md has what a step takes in host memory. Whoever computes something for
-    a share of the sequences puts it together for all (``training.model``), so nothing here depends on a grid.
+    """Every rank holds a whole step: ``nbytes``; docs/roles.md has what a step takes in host memory. Whoever computes
+    something for a share of the sequences puts it together for all (``training.model``), so nothing here depends on a
+    grid.
     """
 
     tokens: torch.Tensor
@@ -28,7 +29,8 @@ class Sequences:
     lengths: torch.Tensor
     """int64 [N], at least 1 each."""
     mask: torch.Tensor
-    """bool [T]; positions whose next token is in the loss, never the last of a sequence. (Where scores are trained: ``scored`` alone.)"""
+    """bool [T]; positions whose next token is in the loss, never the last of a sequence. (Where scores are trained:
+    ``scored`` alone.)"""
     advantages: torch.Tensor | None = None
     """float32 [T], as all that follow."""
     returns: torch.Tensor | None = None
@@ -59,16 +61,19 @@ class Sequences:
 
     @property
     def targets(self) -> torch.Tensor:
-        """int64 [T]: the next token where it is in the loss, ``IGNORED`` elsewhere. The trainer takes those of one micro-batch at a time."""
+        """int64 [T]: the next token where it is in the loss, ``IGNORED`` elsewhere. The trainer takes those of one
+        micro-batch at a time."""
         return torch.roll(self.tokens, -1).long().masked_fill_(~self.mask, IGNORED)
 
     def scored(self, pad: int | None) -> torch.Tensor:
-        """int64 [N]: where a score model reads each sequence's score, as in transformers: its last token that is not ``pad``, or its
-        first one where all are."""
+        """int64 [N]: where a score model reads each sequence's score, as in transformers: its last token that is not
+        ``pad``, or its first one where all are."""
         if pad is None:
             return self.cu_seqlens[1:] - 1
         index = torch.arange(len(self.tokens)).masked_fill(self.tokens == pad, -1)
-        return torch.maximum(torch.segment_reduce(index.double(), "max", lengths=self.lengths).long(), self.cu_seqlens[:-1])
+        return torch.maximum(
+            torch.segment_reduce(index.double(), "max", lengths=self.lengths).long(), self.cu_seqlens[:-1]
+        )
 
     @property
     def row(self) -> torch.Tensor:
@@ -120,7 +125,8 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
 
 
 def response_values(values: torch.Tensor, samples: Sequence[Experience | Sample]) -> list[np.ndarray]:
-    """Per-position values [T] of ``of_experiences`` as one array [R] per response; on the host they are parts of ``values``."""
+    """Per-position values [T] of ``of_experiences`` as one array [R] per response; on the host they are parts of
+    ``values``."""
     array, parts, start = values.cpu().numpy(), [], 0
     for sample in samples:
         first = start + sample.prompt_length - 1

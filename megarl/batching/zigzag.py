@@ -6,18 +6,21 @@ import torch
 
 
 def share_rows(lengths: torch.Tensor, cp: int) -> torch.Tensor:
-    """int64 [T]: where each token of packed sequences lies when the shares of all ``cp`` ranks are laid one after the other.
+    """int64 [T]: where each token of packed sequences lies when the shares of all ``cp`` ranks are laid one after the
+    other.
 
-    A sequence is cut into 2 * cp equal pieces, and rank r has pieces r and 2 * cp - 1 - r of it (Megatron's zigzag, which gives
-    every rank the same work under a causal mask). A rank's share holds its two pieces of every sequence in order. ``lengths`` are
-    of the whole sequences, multiples of 2 * cp.
+    A sequence is cut into 2 * cp equal pieces, and rank r has pieces r and 2 * cp - 1 - r of it (Megatron's zigzag,
+    which gives every rank the same work under a causal mask). A rank's share holds its two pieces of every sequence in
+    order. ``lengths`` are of the whole sequences, multiples of 2 * cp.
 
     Raises:
         ValueError: a length is no multiple of 2 * cp.
     """
     lengths = lengths.to("cpu", torch.int64)
     if bool((lengths % (2 * cp)).any()):
-        raise ValueError(f"sequence lengths {lengths.tolist()} are not all multiples of 2*cp={2 * cp}: pad each sequence")
+        raise ValueError(
+            f"sequence lengths {lengths.tolist()} are not all multiples of 2*cp={2 * cp}: pad each sequence"
+        )
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = lengths.cumsum(0) - lengths
     offset = torch.arange(len(sequence)) - starts[sequence]

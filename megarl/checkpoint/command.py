@@ -28,14 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return tools.add_parser(name, help=text, description=text)
 
-    to_megatron = add("hf-to-megatron", "Write an HF checkpoint (safetensors, also DeepSeek's FP8) as a Megatron-Core one.")
+    to_megatron = add(
+        "hf-to-megatron", "Write an HF checkpoint (safetensors, also DeepSeek's FP8) as a Megatron-Core one."
+    )
     _paths(to_megatron, "directory of the HF checkpoint", config=False)
     _common(to_megatron)
     _grid(to_megatron)
     to_hf = add("megatron-to-hf", "Write the model of a Megatron-Core checkpoint as an HF one.")
     _paths(to_hf, "directory that dist_checkpointing wrote, or a training checkpoint (global_step_*)")
     _common(to_hf)
-    reshard = add("reshard", "Write the model of a Megatron-Core checkpoint again, cut for another grid or padded otherwise.")
+    reshard = add(
+        "reshard", "Write the model of a Megatron-Core checkpoint again, cut for another grid or padded otherwise."
+    )
     _paths(reshard, "directory that dist_checkpointing wrote, or a training checkpoint (global_step_*)")
     _common(reshard)
     _grid(reshard)
@@ -43,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("source", type=Path, help="the checkpoint's directory")
     _config(inspect)
     _model(inspect)
-    inspect.add_argument("--digests", action="store_true", help="read everything and compute the digest of each logical tensor")
+    inspect.add_argument(
+        "--digests", action="store_true", help="read everything and compute the digest of each logical tensor"
+    )
     inspect.add_argument("--dtype", choices=DTYPES, help="digests of the elements cast to this (default: as stored)")
     inspect.add_argument("--workers", type=int, default=2, help="threads (default %(default)s)")
     inspect.add_argument("--json", action="store_true", help="print JSON")
@@ -58,13 +64,18 @@ def _paths(parser: argparse.ArgumentParser, source: str, *, config: bool = True)
 
 def _config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=Path, help="directory of config.json and tokenizer (default: huggingface/ in or beside a Megatron checkpoint)"
+        "--config",
+        type=Path,
+        help="directory of config.json and tokenizer (default: huggingface/ in or beside a Megatron checkpoint)",
     )
 
 
 def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--head", choices=("auto", "lm", "value"), default="auto", help="language model or critic/reward model (default: as found)"
+        "--head",
+        choices=("auto", "lm", "value"),
+        default="auto",
+        help="language model or critic/reward model (default: as found)",
     )
     parser.add_argument(
         "--mtp", choices=("keep", "drop"), default="drop", help="multi-token prediction layers (default %(default)s)"
@@ -76,16 +87,26 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: as stored; FP8 becomes bfloat16)")
     parser.add_argument("--workers", type=int, default=2, help="files written at a time (default %(default)s)")
     parser.add_argument("--file-gib", type=float, default=2.0, help="size of a file (default %(default)s)")
-    parser.add_argument("--verify", action="store_true", help="read both sides again and compare digests before the target appears")
     parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="convert NaN and infinite values, to look at a model that has diverged"
+        "--verify", action="store_true", help="read both sides again and compare digests before the target appears"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing target if it is empty or a converted checkpoint without other files")
+    parser.add_argument(
+        "--allow-nonfinite",
+        action="store_true",
+        help="convert NaN and infinite values, to look at a model that has diverged",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an existing target if it is empty or a converted checkpoint without other files",
+    )
 
 
 def _grid(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "grid", "Cut chunks and files as these ranks would; every grid can load every cut, its own it loads with the fewest bytes."
+        "grid",
+        "Cut chunks and files as these ranks would; every grid can load every cut, its own it loads with the fewest "
+        "bytes.",
     )
     for name, text in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
         group.add_argument(f"--{name}", type=int, default=1, help=f"{text} parallel size (default %(default)s)")
@@ -93,7 +114,10 @@ def _grid(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--first-stage-layers", type=int, help="layers of the first pipeline stage (default: even)")
     group.add_argument("--last-stage-layers", type=int, help="layers of the last pipeline stage (default: even)")
     group.add_argument(
-        "--vocab-multiple", type=int, default=64, help="rows of the embedding are a multiple of this times tp (default %(default)s)"
+        "--vocab-multiple",
+        type=int,
+        default=64,
+        help="rows of the embedding are a multiple of this times tp (default %(default)s)",
     )
 
 
@@ -108,7 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _inspect(arguments) if arguments.tool == "inspect" else _convert(arguments)
     except OSError as error:
-        raise CheckpointError(f"{error}; files that are finished are kept, repeat the command when the cause is gone") from error
+        raise CheckpointError(
+            f"{error}; files that are finished are kept, repeat the command when the cause is gone"
+        ) from error
 
 
 def _convert(arguments: argparse.Namespace) -> int:

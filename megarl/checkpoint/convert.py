@@ -1,7 +1,9 @@
-"""HF checkpoint <-> Megatron-Core checkpoint, and a Megatron one cut and padded differently: tables, plan and slices, no model.
+"""HF checkpoint <-> Megatron-Core checkpoint, and a Megatron one cut and padded differently: tables, plan and slices,
+no model.
 
-All are one operation: open and check the source, lay out the target's files, stream the moves of the plan into them, publish the
-directory. Memory is a few blocks of ``stream.BLOCK_ELEMENTS`` for each worker, whatever the model's size is.
+All are one operation: open and check the source, lay out the target's files, stream the moves of the plan into them,
+publish the directory. Memory is a few blocks of ``stream.BLOCK_ELEMENTS`` for each worker, whatever the model's size
+is.
 """
 
 from __future__ import annotations
@@ -77,16 +79,21 @@ def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Sett
     return _to_megatron(opened, target, settings)
 
 
-def convert_megatron_to_hf(source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()) -> Report:  # noqa: B008
-    """Write the model of a dist_checkpointing directory as an HF checkpoint. ``config``: directory of config.json and tokenizer
-    (None: the checkpoint's own). Raises CheckpointError as above."""
+def convert_megatron_to_hf(
+    source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()
+) -> Report:  # noqa: B008
+    """Write the model of a dist_checkpointing directory as an HF checkpoint. ``config``: directory of config.json and
+    tokenizer (None: the checkpoint's own). Raises CheckpointError as above."""
     target = named_target(target)
     opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
     return _run(opened, HFTarget(opened, settings.dtype, settings.file_bytes), target, settings)
 
 
-def reshard_checkpoint(source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()) -> Report:  # noqa: B008
-    """Write the model of a dist_checkpointing directory again, cut for ``settings.grid``. Raises CheckpointError as above."""
+def reshard_checkpoint(
+    source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()
+) -> Report:  # noqa: B008
+    """Write the model of a dist_checkpointing directory again, cut for ``settings.grid``. Raises CheckpointError as
+    above."""
     target = named_target(target)
     opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
     return _to_megatron(opened, target, settings)
@@ -94,20 +101,29 @@ def reshard_checkpoint(source: Path, target: Path, config: Path | None = None, s
 
 def _to_megatron(opened: Opened, target: Path, settings: Settings) -> Report:
     return _run(
-        opened, DistTarget(opened, settings.dtype, settings.file_bytes, settings.grid, settings.vocab_multiple), target, settings
+        opened,
+        DistTarget(opened, settings.dtype, settings.file_bytes, settings.grid, settings.vocab_multiple),
+        target,
+        settings,
     )
 
 
 def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Report:
     began = time.monotonic()
     nonfinite: dict[str, str] | None = {} if settings.allow_nonfinite else None
-    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers, nonfinite)
+    transfer = Transfer(
+        build_plan(opened.layout, target.layout), opened.source, target.dtypes, settings.workers, nonfinite
+    )
     sources = (opened.path, opened.config_path)
     try:
         check_target(where, sources, overwrite=settings.overwrite)
         _check_casts(opened, target)
         check_written(opened, workers=settings.workers, progress=settings.progress)
-        with Output(where, _fingerprint(opened, target), functools.partial(check_replaceable, where, sources, overwrite=settings.overwrite)) as output:
+        with Output(
+            where,
+            _fingerprint(opened, target),
+            functools.partial(check_replaceable, where, sources, overwrite=settings.overwrite),
+        ) as output:
             work = _Work(transfer, target, output, settings)
             kept = work.check_finished()
             left = [file for file in target.files if file.name not in output.finished]
@@ -128,12 +144,15 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
 
 
 def _check_casts(opened: Opened, target: Target) -> None:
-    """Log which float64 tensors are cast; raise CheckpointError where they would stay so, which no loader of the target expects."""
+    """Log which float64 tensors are cast; raise CheckpointError where they would stay so, which no loader of the target
+    expects."""
     dtypes = {part: target.dtypes[row.local] for row in target.layout.rows for part in row.parts}
     double = {name: dtypes[name] for name in target.layout.tensors if opened.dtype_of(name) is torch.float64}
     for name, dtype in double.items():
         if dtype is torch.float64:
-            raise CheckpointError(f"{name} in {opened.path} is float64, and no model is; give --dtype float32 or another to cast it")
+            raise CheckpointError(
+                f"{name} in {opened.path} is float64, and no model is; give --dtype float32 or another to cast it"
+            )
     warn_of_casts(opened.path, double)
 
 
@@ -225,12 +244,15 @@ class _Work:
 
 
 def _fingerprint(opened: Opened, target: Target) -> str:
-    """Everything that a conversion's result depends on: source files as they are now, files and dtypes of the target."""
+    """Everything that a conversion's result depends on: source files as they are now, files and dtypes of the
+    target."""
     digest = hashlib.sha256(FORMAT.encode())
     for path in opened.source.paths():
         stat = path.stat()
         digest.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
-    digest.update(repr((sorted(target.layout.tensors.items()), sorted((k, str(d)) for k, d in target.dtypes.items()))).encode())
+    digest.update(
+        repr((sorted(target.layout.tensors.items()), sorted((k, str(d)) for k, d in target.dtypes.items()))).encode()
+    )
     for file in target.files:
         digest.update(repr(file).encode())
     return digest.hexdigest()

@@ -1,8 +1,10 @@
-"""Megatron-Core's dist_checkpointing format (``torch_dist``), read slice by slice, without Megatron and without a model.
+"""Megatron-Core's dist_checkpointing format (``torch_dist``), read slice by slice, without Megatron and without a
+model.
 
 A directory has ``metadata.json`` (the format's name), ``common.pt`` (not needed here), ``.metadata`` (a pickle of
 ``torch.distributed.checkpoint.metadata.Metadata``: key -> global shape, dtype, chunks, and where each chunk lies) and
-``*.distcp``, in which every chunk is what ``torch.save`` writes for one tensor: a zip archive whose ``data/0`` are the elements.
+``*.distcp``, in which every chunk is what ``torch.save`` writes for one tensor: a zip archive whose ``data/0`` are the
+elements.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ STORAGES = {
     "BoolStorage": torch.bool,
 }
 """The names that ``torch.save`` has for dtypes."""
-NOT_MODEL = re.compile(r"^(optimizer\.|chained_\d+\.|optim|rng_state|rerun_state_machine|opt_param_scheduler|iteration)")
+NOT_MODEL = re.compile(
+    r"^(optimizer\.|chained_\d+\.|optim|rng_state|rerun_state_machine|opt_param_scheduler|iteration)"
+)
 """Keys of training state beside the model's."""
 
 
@@ -66,7 +70,8 @@ class Stored(NamedTuple):
 
 
 def find_dist(path: Path) -> Path | None:
-    """The dist_checkpointing directory at ``path``, or below it where megarl (``actor``) and verl (``dist_ckpt``) keep it."""
+    """The dist_checkpointing directory at ``path``, or below it where megarl (``actor``) and verl (``dist_ckpt``) keep
+    it."""
     return next((p for p in (path, path / "actor", path / "dist_ckpt") if (p / METADATA).is_file()), None)
 
 
@@ -77,7 +82,8 @@ class DistFiles:
         path: The directory with ``.metadata``.
         stored: What is in it; None: as its metadata says.
 
-    Raises CheckpointError for a missing, unreadable or foreign metadata file, and for a data file that is missing or cut short.
+    Raises CheckpointError for a missing, unreadable or foreign metadata file, and for a data file that is missing or
+    cut short.
     """
 
     def __init__(self, path: Path, stored: Mapping[str, Stored] | None = None) -> None:
@@ -99,11 +105,14 @@ class DistFiles:
         for file, (end, name) in ends.items():
             path = self.path / file
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing; {self.path / METADATA} has {name} in it, copy the checkpoint again")
+                raise CheckpointError(
+                    f"{path} is missing; {self.path / METADATA} has {name} in it, copy the checkpoint again"
+                )
             size = path.stat().st_size
             if size < end:
                 raise CheckpointError(
-                    f"{path} has {size} bytes, expected {end} or more (up to the end of {name}); it was not copied whole, copy it again"
+                    f"{path} has {size} bytes, expected {end} or more (up to the end of {name}); it was not copied "
+                    "whole, copy it again"
                 )
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -121,7 +130,8 @@ class DistFiles:
             found += values.numel()
         if found != out.numel():
             raise CheckpointError(
-                f"{name} in {self.path}: {found} of the {out.numel()} elements {list(box)} are in its chunks; it was not saved whole"
+                f"{name} in {self.path}: {found} of the {out.numel()} elements {list(box)} are in its chunks; it was "
+                "not saved whole"
             )
         return out
 
@@ -173,13 +183,17 @@ class DistFiles:
         row_major = [(n, prod(expected[axis + 1 :])) for axis, n in enumerate(expected)]
         if saved.dtype != dtype or found != row_major:
             raise CheckpointError(
-                f"{where} is {saved.dtype} of shape {saved.shape} and strides {saved.stride}, expected {dtype} of {shape}, row-major; "
+                f"{where} is {saved.dtype} of shape {saved.shape} and strides {saved.stride}, expected {dtype} of "
+                f"{shape}, row-major; "
                 "it does not fit its metadata"
             )
         begin = chunk.offset + data.header_offset + 30 + names + extra + saved.start * dtype.itemsize
         room = data.file_size - saved.start * dtype.itemsize
         if data.compress_type != zipfile.ZIP_STORED or room < prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{where} is compressed or has {room} bytes, expected {prod(shape) * dtype.itemsize}, stored as they are")
+            raise CheckpointError(
+                f"{where} is compressed or has {room} bytes, expected {prod(shape) * dtype.itemsize}, stored as they "
+                "are"
+            )
         return begin
 
 
@@ -237,7 +251,9 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, start, size, stride, *rest: _Saved(storage[0], storage[1], start, tuple(size), tuple(stride))
+            return lambda storage, start, size, stride, *rest: _Saved(
+                storage[0], storage[1], start, tuple(size), tuple(stride)
+            )
         if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return lambda saved, *rest: saved
         if module == "torch" and name in STORAGES:
@@ -261,7 +277,8 @@ def read_metadata(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{config} cannot be read ({error}); copy the checkpoint again") from error
         if backend != "torch_dist":
             raise CheckpointError(
-                f"{config} has sharded_backend={backend!r}, expected 'torch_dist'; save the checkpoint in that format (Megatron: "
+                f"{config} has sharded_backend={backend!r}, expected 'torch_dist'; save the checkpoint in that format "
+                "(Megatron: "
                 "--ckpt-format torch_dist)"
             )
     try:
@@ -269,7 +286,9 @@ def read_metadata(path: Path) -> dict[str, Stored]:
             metadata = _MetadataUnpickler(stream).load()
         described, stored = metadata.state_dict_metadata, metadata.storage_data.items()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no {METADATA}; give the directory that Megatron's dist_checkpointing wrote") from error
+        raise CheckpointError(
+            f"{path} has no {METADATA}; give the directory that Megatron's dist_checkpointing wrote"
+        ) from error
     except _DAMAGED as error:
         raise CheckpointError(f"{path / METADATA} cannot be read ({error}); copy the checkpoint again") from error
     places: dict[str, dict[Shape, Any]] = defaultdict(dict)
@@ -285,7 +304,9 @@ def read_metadata(path: Path) -> dict[str, Stored]:
             info = places[key].get(tuple(chunk.offsets))
             if info is None or getattr(info, "transform_descriptors", None):
                 what = "has no place in a file" if info is None else f"is packed by {info.transform_descriptors}"
-                raise CheckpointError(f"{path / METADATA}: {key} at {tuple(chunk.offsets)} {what}; save the checkpoint again")
+                raise CheckpointError(
+                    f"{path / METADATA}: {key} at {tuple(chunk.offsets)} {what}; save the checkpoint again"
+                )
             box = boxes.at(tuple(chunk.offsets), tuple(chunk.sizes))
             chunks.append(Chunk(box, str(info.relative_path), info.offset, info.length))
         tensors[key] = Stored(value.properties.dtype, tuple(value.size), tuple(chunks))

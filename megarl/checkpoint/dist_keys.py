@@ -1,8 +1,10 @@
-"""The names that one tensor can have in a dist_checkpointing file, and the objects that Megatron's loader asks for beside tensors.
+"""The names that one tensor can have in a dist_checkpointing file, and the objects that Megatron's loader asks for
+beside tensors.
 
 Megatron-Core 0.16.1 names things by spec and by settings: a norm under its own name or as part of the linear after it
-(``models/gpt/gpt_layer_specs.py``), layers and experts stacked or numbered, gate and up together or apart as ``_w`` and ``_v``
-(``non_homogeneous_layers`` and ``singleton_local_shards`` in ``transformer/transformer_block.py``, ``moe/experts.py``, ``mlp.py``).
+(``models/gpt/gpt_layer_specs.py``), layers and experts stacked or numbered, gate and up together or apart as ``_w`` and
+``_v`` (``non_homogeneous_layers`` and ``singleton_local_shards`` in ``transformer/transformer_block.py``,
+``moe/experts.py``, ``mlp.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _NORMS = re.compile(r"^(decoder\.layers|mtp\.layers\.\d+\.transformer_layer)(\.\
 
 
 def other_name(key: str, keys: Iterable[str] | None = None) -> str | None:
-    """A norm's key under the other spec; None for other tensors, and where no spec of this model (``keys``) has that one."""
+    """A norm's key under the other spec; None for other tensors, and where no spec of this model (``keys``) has that
+    one."""
     match = _NORMS.match(key)
     for pair in _SAME if match else ():
         assert match is not None
@@ -68,7 +71,8 @@ def is_known(key: str, wanted: Mapping[str, Shape]) -> bool:
 
 
 def _joined(key: str) -> Iterator[tuple[str, Shape, bool]]:
-    """(key of the tensor that this one may be a part of, leading indices in it, whether it is the second half of its rows)."""
+    """(key of the tensor that this one may be a part of, leading indices in it, whether it is the second half of its
+    rows)."""
     is_second = key.endswith("_v")
     name = key.removesuffix("_v").removesuffix("_w") if key.endswith(("weight_w", "weight_v")) else key
     expert = re.search(r"experts\.experts\.(\d+)\.", name)

@@ -23,7 +23,8 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 
 def write_chunk(stream: BinaryIO, box: Box, dtype: torch.dtype, data: Iterable[memoryview]) -> tuple[int, int]:
-    """Append what ``torch.save`` writes for a tensor of the box's shape; ``data``: its bytes in order. Returns (offset, length)."""
+    """Append what ``torch.save`` writes for a tensor of the box's shape; ``data``: its bytes in order. Returns (offset,
+    length)."""
     offset = stream.tell()
     shape = boxes.shape_of(box)
     # The archive's names and records are torch's; the checksum of the elements goes into the directory at its end.
@@ -79,9 +80,11 @@ def write_metadata(
     aliases: Mapping[str, str],
     objects: Iterable[str],
 ) -> None:
-    """Write what Megatron's loader wants beside the data: ``common.pt``, empty objects, ``.metadata`` and last ``metadata.json``.
+    """Write what Megatron's loader wants beside the data: ``common.pt``, empty objects, ``.metadata`` and last
+    ``metadata.json``.
 
-    ``chunks``: (key, chunk). ``aliases``: further key -> the key whose chunks it shares. ``objects``: keys of ShardedObjects
+    ``chunks``: (key, chunk). ``aliases``: further key -> the key whose chunks it shares. ``objects``: keys of
+        ShardedObjects
     that hold None (Megatron's ``_extra_state`` without FP8).
     """
     from torch.distributed.checkpoint import metadata as dcp
@@ -101,7 +104,10 @@ def write_metadata(
         described[key] = dcp.TensorStorageMetadata(
             dcp.TensorProperties(dtype=dtype),
             torch.Size(shape),
-            [dcp.ChunkStorageMetadata(torch.Size(boxes.start_of(c.box)), torch.Size(boxes.shape_of(c.box))) for c in held],
+            [
+                dcp.ChunkStorageMetadata(torch.Size(boxes.start_of(c.box)), torch.Size(boxes.shape_of(c.box)))
+                for c in held
+            ],
         )
         for chunk in held:
             index = dcp.MetadataIndex(key, boxes.start_of(chunk.box))
@@ -114,5 +120,10 @@ def write_metadata(
     torch.save({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}, path / COMMON)
     with (path / METADATA).open("wb") as stream:
         pickle.dump(metadata, stream)
-    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    config = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     (path / CONFIG).write_text(json.dumps(config))

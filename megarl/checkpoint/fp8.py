@@ -23,8 +23,8 @@ SCALE = "_scale_inv"
 class Dequantised:
     """A checkpoint with FP8 weights as a source of float32 slices.
 
-    Raises CheckpointError for a quantisation other than e4m3 in two-dimensional blocks, and for a weight whose scales are
-    missing or do not fit.
+    Raises CheckpointError for a quantisation other than e4m3 in two-dimensional blocks, and for a weight whose scales
+    are missing or do not fit.
     """
 
     def __init__(self, files: HFFiles, quantization: Mapping[str, Any]) -> None:
@@ -34,7 +34,8 @@ class Dequantised:
         known = quantization.get("quant_method") == "fp8" and quantization.get("fmt", "e4m3") == "e4m3"
         if not known or not isinstance(block, list | tuple) or len(block) != 2:
             raise CheckpointError(
-                f"{files.path / 'config.json'}: quantization_config {dict(quantization)} is not supported, only quant_method 'fp8', fmt "
+                f"{files.path / 'config.json'}: quantization_config {dict(quantization)} is not supported, only "
+                "quant_method 'fp8', fmt "
                 "'e4m3' with a weight_block_size of two numbers; use the checkpoint before quantisation"
             )
         self._block = int(block[0]), int(block[1])
@@ -48,17 +49,22 @@ class Dequantised:
                 )
         self.shapes = {n: s for n, s in files.shapes.items() if not n.endswith(SCALE)}
         # Of a dequantised weight: what the model was trained with; ``read`` gives float32.
-        self.dtypes = {n: torch.bfloat16 if n in self._scales else d for n, d in files.dtypes.items() if n in self.shapes}
+        self.dtypes = {
+            n: torch.bfloat16 if n in self._scales else d for n, d in files.dtypes.items() if n in self.shapes
+        }
 
     def _check(self, name: str, scale: str) -> None:
         entries = self._files.entries
         if name not in entries:
-            raise CheckpointError(f"{scale} in {entries[scale].file} scales {name}, which is missing; copy the checkpoint again")
+            raise CheckpointError(
+                f"{scale} in {entries[scale].file} scales {name}, which is missing; copy the checkpoint again"
+            )
         shape = entries[name].shape
         expected = tuple(-(-n // b) for n, b in zip(shape, self._block, strict=True)) if len(shape) == 2 else ()
         if entries[name].dtype != torch.float8_e4m3fn or entries[scale].shape != expected:
             raise CheckpointError(
-                f"{scale} in {entries[scale].file} has shape {entries[scale].shape}, expected {expected} for {name}, {shape} of "
+                f"{scale} in {entries[scale].file} has shape {entries[scale].shape}, expected {expected} for {name}, "
+                f"{shape} of "
                 f"{entries[name].dtype} (expected float8_e4m3fn) in blocks of {self._block}; copy the checkpoint again"
             )
 

@@ -46,15 +46,22 @@ _READ_ELEMENTS = 4 << 20
 
 
 def load_into(
-    path: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor], *, score: Literal["stored", "zeros"] = "stored"
+    path: Path,
+    layout: Layout,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    score: Literal["stored", "zeros"] = "stored",
 ) -> None:
-    """Fill a rank's local tensors from an HF checkpoint, reading only the slices it holds; casts to their dtypes, zeroes padding.
+    """Fill a rank's local tensors from an HF checkpoint, reading only the slices it holds; casts to their dtypes,
+    zeroes padding.
 
-    ``tensors``: local name -> tensor, shaped as the layout says. FP8 weights arrive dequantised. ``score``: where the score head of
-    a layout that has one comes from: "zeros" makes a new one and takes everything else from a language model (or another score
-    model), whose output weight is not looked at. Raises CheckpointError naming the tensors that are missing, have another shape, are
-    in the file but not in the model's table, have a dtype that no weight has, are not finite, or contradict
-    ``tie_word_embeddings``; a file that is missing or cut short; and a
+    ``tensors``: local name -> tensor, shaped as the layout says. FP8 weights arrive dequantised. ``score``: where the
+        score head of
+    a layout that has one comes from: "zeros" makes a new one and takes everything else from a language model (or
+    another score model), whose output weight is not looked at. Raises CheckpointError naming the tensors that are
+    missing, have another shape, are in the file but not in the model's table, have a dtype that no weight has, are not
+    finite, or contradict ``tie_word_embeddings``; a file that is missing or cut short; and a
     sequence-classification checkpoint with other than one label.
     """
     source = open_hf(path)
@@ -89,7 +96,9 @@ def _load(source: Source, piece: Piece, into: torch.Tensor, tied: bool) -> None:
         values = source.read(piece.tensor, box)
         if tied and piece.tensor == EMBEDDING:
             check_copy(source.path, EMBEDDING, LM_HEAD, values, source.read(LM_HEAD, box))
-        part = into[tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True))].copy_(values)
+        part = into[
+            tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True))
+        ].copy_(values)
         if (fault := value_fault(values, part)) is not None:
             raise CheckpointError(f"{piece.tensor} in {source.file_of(piece.tensor)} {fault}")
 
@@ -108,12 +117,13 @@ def export_hf(
 ) -> None:
     """Write ``target`` as an ordinary HF checkpoint; every rank of the grid calls it, rank 0 writes.
 
-    ``plan``: from the grid's layout to ``hf_layout`` (both with the same ``head``: a score model is written as its family's
-    ``...ForSequenceClassification`` with one label). ``tensors``: the rank's local tensors. ``dtype``: of the files (None: that
-    of the tensors). config.json, tokenizer and other small files come from ``source``. Rank 0 holds one file of at most
-    ``file_bytes`` (or one tensor) at a time. ``target`` appears whole or not at all; an older one is replaced. Other ranks
-    return once they have sent: put a barrier after if they are to read the result. Raises CheckpointError on rank 0 where
-    something else than an HF checkpoint is at ``target``, or the source is.
+    ``plan``: from the grid's layout to ``hf_layout`` (both with the same ``head``: a score model is written as its
+        family's
+    ``...ForSequenceClassification`` with one label). ``tensors``: the rank's local tensors. ``dtype``: of the files
+    (None: that of the tensors). config.json, tokenizer and other small files come from ``source``. Rank 0 holds one
+    file of at most ``file_bytes`` (or one tensor) at a time. ``target`` appears whole or not at all; an older one is
+    replaced. Other ranks return once they have sent: put a barrier after if they are to read the result. Raises
+    CheckpointError on rank 0 where something else than an HF checkpoint is at ``target``, or the source is.
     """
     assert plan.destination.num_ranks == 1, "an HF checkpoint is written by one rank"
     transport = transport or GroupTransport()

@@ -50,8 +50,8 @@ class Entry(NamedTuple):
 class HFFiles:
     """All tensors of a checkpoint directory, one file or sharded by an index, or those of its files ``names``.
 
-    Raises CheckpointError for a file that is missing, cut short or no safetensors, for an index that names other tensors or other
-    files than theirs, and for a single file beside an index of others.
+    Raises CheckpointError for a file that is missing, cut short or no safetensors, for an index that names other
+    tensors or other files than theirs, and for a single file beside an index of others.
     """
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
@@ -63,14 +63,17 @@ class HFFiles:
             for tensor, entry in read_header(path / name).items():
                 if tensor in self.entries:
                     raise CheckpointError(
-                        f"{tensor} is in {self.entries[tensor].file} and in {path / name}; a checkpoint has each tensor once"
+                        f"{tensor} is in {self.entries[tensor].file} and in {path / name}; a checkpoint has each "
+                        "tensor once"
                     )
                 self.entries[tensor] = entry
         for tensor, name in weight_map.items():
             found = self.entries.get(tensor)
             if found is None or found.file != path / name:
                 place = "" if found is None else f"; it is in {found.file.name}"
-                raise CheckpointError(f"{path / INDEX} says that {tensor} is in {name}, which lacks it{place}; copy the checkpoint again")
+                raise CheckpointError(
+                    f"{path / INDEX} says that {tensor} is in {name}, which lacks it{place}; copy the checkpoint again"
+                )
         self.shapes = {name: entry.shape for name, entry in self.entries.items()}
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
@@ -100,10 +103,13 @@ def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
             weight_map = json.loads(index.read_text())["weight_map"]
             names = sorted(set(weight_map.values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is no index of safetensors files ({error!r}); copy the checkpoint again") from error
+            raise CheckpointError(
+                f"{index} is no index of safetensors files ({error!r}); copy the checkpoint again"
+            ) from error
         if (path / SINGLE).is_file() and names != [SINGLE]:
             raise CheckpointError(
-                f"{path} has {SINGLE} and {INDEX} with other files: transformers reads the former, vLLM the latter; remove the one that "
+                f"{path} has {SINGLE} and {INDEX} with other files: transformers reads the former, vLLM the latter; "
+                "remove the one that "
                 "is not meant"
             )
         for name in names:
@@ -116,14 +122,16 @@ def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Tensor name -> where it lies. Raises CheckpointError unless the file has exactly the bytes that its header asks for."""
+    """Tensor name -> where it lies. Raises CheckpointError unless the file has exactly the bytes that its header asks
+    for."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         head = stream.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
             raise CheckpointError(
-                f"{file} cannot be read: its header would have {length} bytes, the file has {size}; it is cut short or no "
+                f"{file} cannot be read: its header would have {length} bytes, the file has {size}; it is cut short or "
+                "no "
                 "safetensors, copy the checkpoint again"
             )
         try:
@@ -131,9 +139,12 @@ def read_header(file: Path) -> dict[str, Entry]:
             header.pop("__metadata__", None)
             entries = {name: _entry(file, 8 + length, value) for name, value in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file} cannot be read: its header is damaged ({error!r}); copy the checkpoint again") from error
+            raise CheckpointError(
+                f"{file} cannot be read: its header is damaged ({error!r}); copy the checkpoint again"
+            ) from error
     end, last = max(
-        ((e.start + prod(e.shape) * e.dtype.itemsize, name) for name, e in entries.items()), default=(8 + length, "nothing")
+        ((e.start + prod(e.shape) * e.dtype.itemsize, name) for name, e in entries.items()),
+        default=(8 + length, "nothing"),
     )
     if end != size:
         raise CheckpointError(

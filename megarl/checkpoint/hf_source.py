@@ -44,9 +44,11 @@ _LEFT = (
 
 
 def read_hf_config(path: Path, setting: str = "model.path") -> dict[str, Any]:
-    """The config.json of a checkpoint directory; keys that it leaves out have the values that transformers takes for them.
+    """The config.json of a checkpoint directory; keys that it leaves out have the values that transformers takes for
+    them.
 
-    ``setting``: the one that names the directory, for the error. Raises CheckpointError when there is no such file or it is not
+    ``setting``: the one that names the directory, for the error. Raises CheckpointError when there is no such file or
+        it is not
     JSON, ArchitectureError when transformers refuses it.
     """
     return complete(read_config_json(path, setting))
@@ -75,7 +77,8 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
     """
     files = HFFiles(path)
     is_quantised = any(
-        name.endswith(SCALE) or entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for name, entry in files.entries.items()
+        name.endswith(SCALE) or entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        for name, entry in files.entries.items()
     )
     if not is_quantised:
         return files
@@ -83,7 +86,8 @@ def open_hf(path: Path) -> HFFiles | Dequantised:
 
 
 def has_score(path: Path) -> bool:
-    """Return True if an HF checkpoint has a score head. Raises CheckpointError for a file that is missing or cut short."""
+    """Return True if an HF checkpoint has a score head. Raises CheckpointError for a file that is missing or cut
+    short."""
     files = open_hf(path)
     try:
         return SCORE in files.shapes
@@ -94,34 +98,42 @@ def has_score(path: Path) -> bool:
 def check_hf(
     source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointError unless the files have every tensor of the layout in its shape and a weight's dtype, and none that the
-    table does not know but those that may be there too, ``beside``.
+    """Raise CheckpointError unless the files have every tensor of the layout in its shape and a weight's dtype, and
+    none that the table does not know but those that may be there too, ``beside``.
 
-    Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see ``check_tied``).
+    Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see
+    ``check_tied``).
     """
     path, tensors = source.path, layout.tensors
     missing = [name for name in tensors if name not in source.shapes]
     if missing == [LM_HEAD]:
         raise CheckpointError(
-            f"{path} lacks {LM_HEAD}, but config.json says tie_word_embeddings=false; set it to true if the model is tied, else copy "
+            f"{path} lacks {LM_HEAD}, but config.json says tie_word_embeddings=false; set it to true if the model is "
+            "tied, else copy "
             "the checkpoint again"
         )
     if missing == [SCORE]:
         raise CheckpointError(
-            f"{path} lacks {SCORE}, so it is no sequence-classification checkpoint (architectures={hf_config.get('architectures')}); "
+            f"{path} lacks {SCORE}, so it is no sequence-classification checkpoint "
+            f"(architectures={hf_config.get('architectures')}); "
             "use one, or start from this model with a score head of zeros"
         )
     if missing:
-        raise CheckpointError(f"{path} lacks {some(missing)}; the files are incomplete or config.json is another model's")
+        raise CheckpointError(
+            f"{path} lacks {some(missing)}; the files are incomplete or config.json is another model's"
+        )
     for name, shape in tensors.items():
         check_shape(name, source.file_of(name), source.shapes[name], shape)
     check_dtypes((name, source.file_of(name), source.dtypes[name]) for name in tensors)
     unknown = [
-        n for n in sorted(source.shapes) if n not in tensors and n not in beside and not is_expected(n, layout, hf_config)
+        n
+        for n in sorted(source.shapes)
+        if n not in tensors and n not in beside and not is_expected(n, layout, hf_config)
     ]
     if unknown:
         raise CheckpointError(
-            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another model's, or add "
+            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another "
+            "model's, or add "
             "them to megarl/architectures/"
         )
 
@@ -141,14 +153,16 @@ def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool
 
 
 def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError when config.json is of a sequence-classification model that gives another number of scores than one."""
+    """Raise CheckpointError when config.json is of a sequence-classification model that gives another number of scores
+    than one."""
     if not is_classifier(hf_config):
         return
     by_name = hf_config.get("id2label")
     labels = hf_config.get("num_labels", 2) if by_name is None else len(by_name)  # 2 is what transformers takes
     if labels != 1:
         raise CheckpointError(
-            f"{path} has num_labels={labels} ({'id2label' if by_name is not None else 'num_labels'} of config.json), a critic or reward "
+            f"{path} has num_labels={labels} ({'id2label' if by_name is not None else 'num_labels'} of config.json), a "
+            "critic or reward "
             "model has 1: one score for each token; use a checkpoint that was trained so"
         )
 
@@ -174,7 +188,8 @@ def check_copy(path: Path, embedding: str, copy: str, a: torch.Tensor, b: torch.
     """Raise CheckpointError unless a slice of the embedding and the same slice of its copy are equal."""
     if not torch.equal(a, b):
         raise CheckpointError(
-            f"{path}: config.json says tie_word_embeddings=true, so {copy} must be equal to {embedding}, but it differs; set "
+            f"{path}: config.json says tie_word_embeddings=true, so {copy} must be equal to {embedding}, but it "
+            "differs; set "
             "tie_word_embeddings to false if the model was trained so"
         )
 
@@ -186,8 +201,8 @@ def small_files(source: Path) -> list[str]:
 
 
 def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: bool, is_value: bool = False) -> None:
-    """Tokenizer and other small files of a checkpoint, and its config.json as it is for unquantised tensors of ``dtype``, with or
-    without prediction layers, with a value head or not."""
+    """Tokenizer and other small files of a checkpoint, and its config.json as it is for unquantised tensors of
+    ``dtype``, with or without prediction layers, with a value head or not."""
     for name in small_files(source):
         shutil.copyfile(source / name, target / name)
     config = read_config_json(source)

@@ -99,7 +99,12 @@ def inspect_checkpoint(
 
 
 def _read_all(
-    found: Inspection, opened: Opened, manifest: TargetManifest | None, dtype: torch.dtype | None, workers: int, progress: bool
+    found: Inspection,
+    opened: Opened,
+    manifest: TargetManifest | None,
+    dtype: torch.dtype | None,
+    workers: int,
+    progress: bool,
 ) -> None:
     """The digests; those of the elements as they are stored are compared with the manifest's."""
     nonfinite: dict[str, str] = {}
@@ -121,7 +126,9 @@ def _stored(path: Path) -> Inspection:
     dist = find_dist(path)
     if dist is None:
         files = open_hf(path)
-        tensors = {n: Found(text_of(d), list(files.shapes[n]), [files.file_of(n).name]) for n, d in files.dtypes.items()}
+        tensors = {
+            n: Found(text_of(d), list(files.shapes[n]), [files.file_of(n).name]) for n, d in files.dtypes.items()
+        }
         files.close()
         return Inspection(str(path), "hf", tensors)
     saved = DistFiles(dist)
@@ -146,7 +153,9 @@ def _compare(found: Inspection, opened: Opened) -> None:
             found.misshapen.append(fault)
     if isinstance(source, DistFiles):
         short = {key: n for key, n in missing_elements(source.stored) if key not in found.missing}
-        found.misshapen += [f"{key}: {n} of {prod(source.shapes[key])} elements are in no chunk" for key, n in short.items()]
+        found.misshapen += [
+            f"{key}: {n} of {prod(source.shapes[key])} elements are in no chunk" for key, n in short.items()
+        ]
     for name in opened.other:
         (found.beside if opened.is_expected(name) else found.unknown).append(name)
 
@@ -157,7 +166,8 @@ def render(found: Inspection) -> str:
     files = sorted({file for t in found.tensors.values() for file in t.files})
     dtypes = sorted({t.dtype for t in found.tensors.values()})
     lines = [
-        f"{found.path}: {found.kind} checkpoint, {len(found.tensors)} tensors, {elements:,} elements, {', '.join(dtypes)}, "
+        f"{found.path}: {found.kind} checkpoint, {len(found.tensors)} tensors, {elements:,} elements, "
+        f"{', '.join(dtypes)}, "
         f"{len(files)} file{'s' if len(files) != 1 else ''}"
     ]
     if found.family:

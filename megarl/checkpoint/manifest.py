@@ -1,8 +1,9 @@
 """Folders of checkpoints: which of them count, what their manifests say, whether their files are as they were written.
 
 Layout (verl's): ``<dir>/global_step_<i>/{actor/, critic/, …, rng_<rank>.json, state.json}`` and
-``<dir>/latest_checkpointed_iteration.txt``. A checkpoint is written under another name, ``global_step_<i>.attempt_<n>``, its manifest
-``state.json`` last, and then renamed: what has another name or no manifest was not finished and does not count.
+``<dir>/latest_checkpointed_iteration.txt``. A checkpoint is written under another name,
+``global_step_<i>.attempt_<n>``, its manifest ``state.json`` last, and then renamed: what has another name or no
+manifest was not finished and does not count.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, over: Callable[[], bool] = lambda: False) -> Fingerprint:
-        """Compute the fingerprint of a file. Raises JobError once ``over``, which is called before each piece, returns True."""
+        """Compute the fingerprint of a file. Raises JobError once ``over``, which is called before each piece, returns
+        True."""
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while piece := file.read(PIECE):
@@ -62,14 +64,16 @@ def current_attempt(run_dir: Path) -> int:
         return 0
     if not _NUMBER.fullmatch(text := path.read_text(errors="replace").strip()):
         raise JobError(
-            f"{path} has no number but {text[:40]!r}, which megarl has not written; write the largest number there that a line of "
+            f"{path} has no number but {text[:40]!r}, which megarl has not written; write the largest number there "
+            "that a line of "
             "metrics.jsonl has as training/attempt, or a larger one"
         )
     return int(text)
 
 
 def unfinished_name(step: int, attempt: int) -> str:
-    """Name of a checkpoint that is being written: another for every attempt, so that none writes into another's files."""
+    """Name of a checkpoint that is being written: another for every attempt, so that none writes into another's
+    files."""
     return f"{PREFIX}{step}.attempt_{attempt}"
 
 
@@ -96,7 +100,8 @@ def in_order(folder: Path) -> list[Path]:
 
 
 def unfounded_latest(folder: Path) -> str | None:
-    """Reason why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is missing."""
+    """Reason why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is
+    missing."""
     path = folder / LATEST
     if not path.is_file():
         return None
@@ -122,7 +127,8 @@ def remove(checkpoint: Path) -> None:
 
 
 def prune(folder: Path, keep: int, attempt: int = 0) -> None:
-    """Remove all but the newest ``keep`` finished checkpoints; what ``attempt`` or one before it left unfinished does not count."""
+    """Remove all but the newest ``keep`` finished checkpoints; what ``attempt`` or one before it left unfinished does
+    not count."""
     kept = finished(folder)[-keep:]
     for checkpoint in in_order(folder):
         if checkpoint not in kept:
@@ -145,12 +151,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the state that a job goes on from: step, phase, and what else it saved with them. Raises CheckpointError for a damaged file."""
+    """Read the state that a job goes on from: step, phase, and what else it saved with them. Raises CheckpointError for
+    a damaged file."""
     return {name: value for name, value in read_manifest(checkpoint).items() if name not in _BESIDE_STATE}
 
 
-def write_manifest(checkpoint: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> None:
-    """Makes the checkpoint whole. ``made``: by whom and how; nothing of it is needed to go on. ``files``: relative path -> file."""
+def write_manifest(
+    checkpoint: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint]
+) -> None:
+    """Makes the checkpoint whole. ``made``: by whom and how; nothing of it is needed to go on. ``files``: relative path
+    -> file."""
     listed = {name: list(files[name]) for name in sorted(files)}
     write_text(checkpoint / MANIFEST, json.dumps({**state, "made": dict(made), "files": listed}, indent=1))
 
@@ -176,7 +186,8 @@ def complete(
 def fault_of_files(
     checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False
 ) -> str | None:
-    """The first file that is not as the manifest says, and how; None where all are. A manifest without files is a fault.
+    """The first file that is not as the manifest says, and how; None where all are. A manifest without files is a
+    fault.
 
     Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files'
     sizes alone; a manifest without files is then a warning.
@@ -187,7 +198,9 @@ def fault_of_files(
     try:
         wanted = {str(name): Fingerprint(int(size), str(digest)) for name, (size, digest) in listed.items()}
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST} is damaged: its list of files cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST} is damaged: its list of files cannot be read ({error})"
+        ) from error
     if not wanted:
         unlisted = f"{checkpoint / MANIFEST} lists no files, so none of them can be verified"
         if digests:
@@ -202,7 +215,10 @@ def fault_of_files(
         found = _digested([checkpoint / name for name in wanted], stopping)
         for name, fingerprint in zip(wanted, found, strict=True):
             if fingerprint != wanted[name]:
-                return f"{checkpoint / name} has SHA-256 {fingerprint.sha256[:12]}…, written was {wanted[name].sha256[:12]}…"
+                return (
+                    f"{checkpoint / name} has SHA-256 {fingerprint.sha256[:12]}…, written was "
+                    f"{wanted[name].sha256[:12]}…"
+                )
     return None
 
 

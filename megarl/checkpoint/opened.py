@@ -79,7 +79,8 @@ class Opened:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The completed configuration. Raises CheckpointError for one that is missing, damaged or refused by transformers."""
+    """The completed configuration. Raises CheckpointError for one that is missing, damaged or refused by
+    transformers."""
     try:
         return read_hf_config(path)
     except ArchitectureError as error:
@@ -102,7 +103,11 @@ def open_checkpoint(
     Raises CheckpointError naming file, tensor, expected and found.
     """
     dist = find_dist(path)
-    return open_hf_checkpoint(path, head, mtp, check) if dist is None else open_dist_checkpoint(path, config_path, head, mtp, check)
+    return (
+        open_hf_checkpoint(path, head, mtp, check)
+        if dist is None
+        else open_dist_checkpoint(path, config_path, head, mtp, check)
+    )
 
 
 def open_hf_checkpoint(path: Path, head: Head = "auto", mtp: bool = False, check: bool = True) -> Opened:
@@ -134,7 +139,9 @@ def open_dist_checkpoint(
         places = (path / HF_FOLDER, path.parent / HF_FOLDER, path)
         config_path = next((p for p in places if (p / "config.json").is_file()), None)
         if config_path is None:
-            raise CheckpointError(f"{path} has no {HF_FOLDER}/config.json; give the HF model it was made from with --config")
+            raise CheckpointError(
+                f"{path} has no {HF_FOLDER}/config.json; give the HF model it was made from with --config"
+            )
     hf_config = _read_config(config_path)
     family(hf_config, config_path)
     files = DistFiles(path)
@@ -143,7 +150,8 @@ def open_dist_checkpoint(
     rows = files.shapes.get(EMBEDDING_KEY, (0,))[0]
     if check and rows < hf_config["vocab_size"]:
         raise CheckpointError(
-            f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; the two are of "
+            f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; the "
+            "two are of "
             "different models"
         )
     table: TableHead = "score" if is_value else "lm"
@@ -171,21 +179,27 @@ def _beside(key: str, mtp: bool) -> bool:
     return NOT_MODEL.match(key) is not None or (not mtp and key.startswith("mtp."))
 
 
-def _check_stored(path: Path, stored: dict[str, Stored], wanted: dict[str, tuple[int, ...]], unknown: Iterable[str]) -> None:
+def _check_stored(
+    path: Path, stored: dict[str, Stored], wanted: dict[str, tuple[int, ...]], unknown: Iterable[str]
+) -> None:
     missing = [key for key in wanted if key not in stored]
     if missing:
-        raise CheckpointError(f"{path} lacks {some(missing)}; it was saved from another model than config.json describes")
+        raise CheckpointError(
+            f"{path} lacks {some(missing)}; it was saved from another model than config.json describes"
+        )
     for key, shape in wanted.items():
         check_shape(key, path, stored[key].shape, shape)
     check_dtypes((key, path, stored[key].dtype) for key in wanted)
     for key, missing_count in missing_elements(stored):
         raise CheckpointError(
-            f"{key} in {path}: chunks have {prod(stored[key].shape) - missing_count} elements, expected {prod(stored[key].shape)}; "
+            f"{key} in {path}: chunks have {prod(stored[key].shape) - missing_count} elements, expected "
+            f"{prod(stored[key].shape)}; "
             "it was not saved whole"
         )
     unknown = sorted(unknown)
     if unknown:
         raise CheckpointError(
-            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another model's, or add "
+            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another "
+            "model's, or add "
             "them to megarl/architectures/"
         )

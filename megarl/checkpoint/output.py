@@ -1,7 +1,8 @@
 """A checkpoint directory that appears whole or not at all, and whose making can be taken up again after a kill.
 
-It is written as ``.<name>.partial`` beside the target. ``journal.jsonl`` there names the job and then every finished file with
-its size and digests, and the names of small files before they are copied; a second run of the same job reads those files again and keeps the ones whose digests are as recorded.
+It is written as ``.<name>.partial`` beside the target. ``journal.jsonl`` there names the job and then every finished
+file with its size and digests, and the names of small files before they are copied; a second run of the same job reads
+those files again and keeps the ones whose digests are as recorded.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Output:
         job: Fingerprint of source and settings: files of another job are not kept.
         check: Called last before what is at ``target`` is replaced; raises CheckpointError where it may not be.
 
-    What is at ``target`` is replaced at the end; ``overwrite.check_target`` refuses it before. Raises CheckpointError when
-    another process is writing it.
+    What is at ``target`` is replaced at the end; ``overwrite.check_target`` refuses it before. Raises CheckpointError
+    when another process is writing it.
     """
 
     def __init__(self, target: Path, job: str, check: Callable[[], None] = lambda: None) -> None:
@@ -133,7 +134,8 @@ class Output:
         self._append(record.to_json())
 
     def copying(self, names: Iterable[str]) -> None:
-        """Note small files of the source before they are copied, so that a later conversion may remove them after a kill."""
+        """Note small files of the source before they are copied, so that a later conversion may remove them after a
+        kill."""
         self._append(json.dumps({COPIED: sorted(names)}))
 
     def _append(self, line: str) -> None:
@@ -147,7 +149,8 @@ class Output:
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise CheckpointError(
-                f"{self.target.parent} has {free / 2**30:.1f} GiB free, expected {needed / 2**30:.1f} GiB or more for {self.target.name}; "
+                f"{self.target.parent} has {free / 2**30:.1f} GiB free, expected {needed / 2**30:.1f} GiB or more for "
+                f"{self.target.name}; "
                 "make room or write elsewhere"
             )
 

@@ -1,4 +1,5 @@
-"""Existing directories that a conversion or an export may replace: those that it wrote itself, with no other files in them."""
+"""Existing directories that a conversion or an export may replace: those that it wrote itself, with no other files in
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from megarl.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", MANIFEST)
 _EXPORTED = (*_WEIGHTS, "config.json", "generation_config.json", *_TOKENIZER)
 _DIST = ("__*.distcp", "common.pt", ".metadata", "metadata.json")
@@ -27,7 +35,8 @@ _CONVERTING = (*_EXPORTED, *_DIST, LOCK, JOURNAL, f".{JOURNAL}.*.tmp")
 
 
 def named_target(target: Path) -> Path:
-    """The target with a last name (``sub/..`` has none). Raises CheckpointError for a directory that cannot be renamed."""
+    """The target with a last name (``sub/..`` has none). Raises CheckpointError for a directory that cannot be
+    renamed."""
     if target.name in ("", ".."):
         target = target.resolve()
     if Path.cwd().is_relative_to(target.resolve()):
@@ -41,8 +50,10 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
     """Raise CheckpointError unless ``target`` can be written without the loss of a file that no conversion wrote.
 
     Args:
-        target: It may exist with ``overwrite`` only; then it is empty or holds a converted checkpoint and no other file.
-        sources: Directories that are read; none may contain the target or lie inside it, nor in its temporary directories.
+        target: It may exist with ``overwrite`` only; then it is empty or holds a converted checkpoint and no other
+            file.
+        sources: Directories that are read; none may contain the target or lie inside it, nor in its temporary
+            directories.
     """
     sources = tuple(sources)
     partial = partial_path(target)
@@ -53,7 +64,8 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
 
 
 def check_replaceable(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
-    """The part of ``check_target`` that is repeated when the target gets its name: others may have written there since."""
+    """The part of ``check_target`` that is repeated when the target gets its name: others may have written there
+    since."""
     check_apart(target, sources, aside(target))
     _check_replaceable(target, overwrite)
 
@@ -77,15 +89,16 @@ def _check_existing(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target} is a file; --overwrite replaces converted checkpoints only; give another path")
     if (other := _other_files(target)) is not None:
         raise CheckpointError(
-            f"{target} {other}; --overwrite replaces a converted checkpoint without other files only; move it away or give another directory"
+            f"{target} {other}; --overwrite replaces a converted checkpoint without other files only; move it away or "
+            "give another directory"
         )
 
 
 def check_apart(target: Path, sources: Iterable[Path], *temporary: Path) -> None:
     """Raise CheckpointError if the target is one of the directories that are read, contains one or lies inside one.
 
-    The same holds for its ``temporary`` directories. Links in a source count as their targets, and a directory that is mounted
-    twice is one directory, also one inside a source.
+    The same holds for its ``temporary`` directories. Links in a source count as their targets, and a directory that is
+    mounted twice is one directory, also one inside a source.
     """
     written = [(path, {path.resolve(), path.parent.resolve() / path.name}) for path in (target, *temporary)]
     for source in sources:
@@ -110,7 +123,8 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def check_export_target(target: Path, sources: Iterable[Path]) -> None:
-    """Raise CheckpointError unless ``target`` is new, empty or holds only what an export of ``sources`` writes, apart from them.
+    """Raise CheckpointError unless ``target`` is new, empty or holds only what an export of ``sources`` writes, apart
+    from them.
 
     The same holds for the temporary directories beside it, which an export that was killed leaves.
     """
@@ -128,7 +142,9 @@ def _check_exported(path: Path, sources: Iterable[Path], *, whole: bool) -> None
     lacks = whole and any(path.iterdir()) and not (path / "config.json").is_file()
     if other or lacks:
         found = f"has {other[0]}" if other else "has no config.json"
-        raise CheckpointError(f"{path} is not an HF checkpoint, so an exported one does not replace it: it {found}; move it away")
+        raise CheckpointError(
+            f"{path} is not an HF checkpoint, so an exported one does not replace it: it {found}; move it away"
+        )
 
 
 def _is_partial(path: Path, sources: Iterable[Path]) -> bool:
@@ -139,7 +155,9 @@ def _is_partial(path: Path, sources: Iterable[Path]) -> bool:
     if JOURNAL not in names and MANIFEST in names:
         return _other_files(path, (LOCK,)) is None  # killed between the manifest and the rename
     if JOURNAL in names:
-        return _is_journal(path / JOURNAL) and not _unknown(path, (*_CONVERTING, *map(escape, copied_files(path))), sources, folders=True)
+        return _is_journal(path / JOURNAL) and not _unknown(
+            path, (*_CONVERTING, *map(escape, copied_files(path))), sources, folders=True
+        )
     begun = not [name for name in names if name != LOCK and not fnmatch(name, f".{JOURNAL}.*.tmp")]
     return begun and (LOCK not in names or (path / LOCK).stat().st_size == 0)
 
@@ -153,13 +171,16 @@ def _is_journal(path: Path) -> bool:
 
 
 def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, folders: bool = False) -> list[str]:
-    """Entries whose names fit no pattern and are no small file's of a source; ``folders``: ``huggingface/`` may be there."""
+    """Entries whose names fit no pattern and are no small file's of a source; ``folders``: ``huggingface/`` may be
+    there."""
     copied = {name for source in sources for name in small_files(source)}
     found = []
     for entry in sorted(folder.iterdir()):
         if folders and entry.name == "huggingface" and entry.is_dir() and not entry.is_symlink():
             found += [f"{entry.name}/{name}" for name in _unknown(entry, patterns, sources)]
-        elif not entry.is_file() or not (entry.name in copied or any(fnmatch(entry.name, pattern) for pattern in patterns)):
+        elif not entry.is_file() or not (
+            entry.name in copied or any(fnmatch(entry.name, pattern) for pattern in patterns)
+        ):
             found.append(entry.name)
     return found
 

@@ -1,4 +1,5 @@
-"""The states of all random generators of a rank, as JSON: Python's, numpy's, torch's and Megatron's, those of every grid apart."""
+"""The states of all random generators of a rank, as JSON: Python's, numpy's, torch's and Megatron's, those of every
+grid apart."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def put_process(states: Mapping[str, Any]) -> None:
 
 
 def of_grid() -> dict[str, Any]:
-    """Generators of the grid in place: torch's, the GPU's, and the tracker's of what tensor parallelism cuts; with this rank's place."""
+    """Generators of the grid in place: torch's, the GPU's, and the tracker's of what tensor parallelism cuts; with this
+    rank's place."""
     from megatron.core.tensor_parallel import random as megatron
 
     found = {
@@ -42,7 +44,8 @@ def of_grid() -> dict[str, Any]:
 
 
 def put_grid(states: Mapping[str, Any]) -> bool:
-    """False, and nothing is changed, where the states are of another grid or place: they would repeat another rank's numbers."""
+    """False, and nothing is changed, where the states are of another grid or place: they would repeat another rank's
+    numbers."""
     from megatron.core.tensor_parallel import random as megatron
 
     if states["place"] != _place() or ("cuda" in states) != torch.cuda.is_available():

@@ -1,4 +1,5 @@
-"""Room on the disk for a checkpoint: how much is free, what may go to make more, and how a full disk is told from other faults."""
+"""Room on the disk for a checkpoint: how much is free, what may go to make more, and how a full disk is told from other
+faults."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def is_full(error: BaseException) -> bool:
 
 
 def cause(error: BaseException | None) -> OSError | None:
-    """The OSError after an error, if any: on a full disk torch closes its archive, and reports its position as wrong."""
+    """The OSError after an error, if any: on a full disk torch closes its archive, and reports its position as
+    wrong."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -54,16 +56,19 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def make_room(folder: Path, needed: int, keep: int, *, refuse: bool) -> None:
-    """Before a checkpoint of ``needed`` bytes: where that many are not free, the finished ones go that would go once it counts, but
-    never the last.
+    """Before a checkpoint of ``needed`` bytes: where that many are not free, the finished ones go that would go once it
+    counts, but never the last.
 
-    ``refuse``: raise DiskFullError where they are still not free; otherwise say so and leave it to the disk, since a quota or a
+    ``refuse``: raise DiskFullError where they are still not free; otherwise say so and leave it to the disk, since a
+        quota or a
     reserve may make the number wrong either way.
     """
     if (free := shutil.disk_usage(folder).free) >= needed:
         return
     for checkpoint in finished(folder)[: -max(1, keep - 1)]:
-        log.warning("%s is removed to make room: a checkpoint of %s comes, %s are free", checkpoint, size(needed), size(free))
+        log.warning(
+            "%s is removed to make room: a checkpoint of %s comes, %s are free", checkpoint, size(needed), size(free)
+        )
         remove(checkpoint)
     if (free := shutil.disk_usage(folder).free) >= needed:
         return
@@ -79,8 +84,8 @@ def size(count: int) -> str:
 
 
 def reserve(folder: Path) -> None:
-    """Take the room of a checkpoint's small files, which rank 0 writes between collectives of all ranks: were the disk full there,
-    the others would wait forever. Raises OSError here instead.
+    """Take the room of a checkpoint's small files, which rank 0 writes between collectives of all ranks: were the disk
+    full there, the others would wait forever. Raises OSError here instead.
     """
     newest = next(reversed(finished(folder.parent)), None)
     small = [] if newest is None else [*newest.glob("*/.metadata"), *newest.glob("*/common.pt")]
@@ -91,5 +96,6 @@ def reserve(folder: Path) -> None:
 
 
 def use_reserve(folder: Path, number: int) -> None:
-    """Give the room back, right before what it was kept for: 1 what is written at the start of a checkpoint, 2 at its end."""
+    """Give the room back, right before what it was kept for: 1 what is written at the start of a checkpoint, 2 at its
+    end."""
     (folder / f"{_RESERVE}_{number}").unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Writing a checkpoint of models and optimizers, now or beside the training that goes on.
 
-``begin`` takes a snapshot on every rank; ``Save.finish`` makes it count when all ranks have written their files. Between the two
-nothing is there that a resuming job would take for a checkpoint.
+``begin`` takes a snapshot on every rank; ``Save.finish`` makes it count when all ranks have written their files.
+Between the two nothing is there that a resuming job would take for a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from megarl import pulse
 from megarl.checkpoint import rng, writer
 from megarl.checkpoint import room as disk
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
-from megarl.checkpoint.manifest import (
-    PREFIX,
-    Fingerprint,
-    complete,
-    fingerprints,
-    remove,
-    unfinished_name,
-)
+from megarl.checkpoint.manifest import PREFIX, Fingerprint, complete, fingerprints, remove, unfinished_name
 from megarl.checkpoint.rank_0 import SmallFiles, on_rank_0
 from megarl.checkpoint.writer import Task
 from megarl.durable import write_text
@@ -63,7 +56,8 @@ def rng_file(rank: int) -> str:
 
 
 class _Request(NamedTuple):
-    """Work that Megatron-Core hands out for one part: files to write, and what remains to be done when all ranks have written theirs."""
+    """Work that Megatron-Core hands out for one part: files to write, and what remains to be done when all ranks have
+    written theirs."""
 
     files: list[_File]
     tensors: list[torch.Tensor]
@@ -116,11 +110,13 @@ def begin(
     fence: Callable[[], None] = lambda: None,
     room: Callable[[int], None] = lambda needed: None,
 ) -> Save:
-    """Take a snapshot on every rank. ``step`` names the checkpoint; a finished one of this name stays until this one is.
+    """Take a snapshot on every rank. ``step`` names the checkpoint; a finished one of this name stays until this one
+    is.
 
     Args:
         parts: Folder -> what goes there.
-        model: An HF directory whose config.json and tokenizer go with the first part, so that it can be converted by itself.
+        model: An HF directory whose config.json and tokenizer go with the first part, so that it can be converted by
+            itself.
         background: Another process writes (``writer.of_process``); otherwise this one does, before this returns.
         fence: Asked on rank 0 now and before the manifest is written: raises when another attempt has taken over.
         room: Told on rank 0 how many bytes all ranks will write, before they do: raises when there is no room for them.
@@ -173,7 +169,11 @@ def begin(
 
 
 def _write(
-    tensors: Sequence[torch.Tensor], target: Path, rng_name: str, random_states: str, requests: Sequence[tuple[list[_File], list[Any]]]
+    tensors: Sequence[torch.Tensor],
+    target: Path,
+    rng_name: str,
+    random_states: str,
+    requests: Sequence[tuple[list[_File], list[Any]]],
 ) -> _Written:
     """A rank's files into ``target``; ``tensors`` are those of all requests in turn.
 
@@ -204,7 +204,8 @@ def _undone_by(action: Callable[[], None]) -> Iterator[None]:
 
 
 class _Now:
-    """``writer.Task`` without a process: what it raises is kept for ``result``, so that all ranks learn of it together."""
+    """``writer.Task`` without a process: what it raises is kept for ``result``, so that all ranks learn of it
+    together."""
 
     done = True
 
@@ -244,7 +245,8 @@ class Save:
         return self._task.done
 
     def finish(self, keep: int) -> Path:
-        """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones are removed.
+        """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones
+        are removed.
 
         Raises:
             DiskFullError: a rank had no room, what it met on every rank; nothing of this checkpoint is left.
@@ -295,7 +297,9 @@ class Save:
         self._task.kill()
 
 
-def save(folder: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], keep: int, model: Path | None = None) -> Path:
+def save(
+    folder: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], keep: int, model: Path | None = None
+) -> Path:
     """``begin`` and ``finish`` at once; returns the checkpoint."""
     return begin(folder, step, parts, Manifest(state), model=model).finish(keep)
 
@@ -308,8 +312,8 @@ def _request(folder: Path, part: Part) -> _Request:
 
     if part.optimizer is not None:
         start_moments(part.optimizer)
-    # Its results need no way between processes, ``Writer`` has one: Megatron-Core would spawn a manager on every rank, which imports
-    # torch and stays until the job ends.
+    # Its results need no way between processes, ``Writer`` has one: Megatron-Core would spawn a manager on every rank,
+    # which imports torch and stays until the job ends.
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     filesystem_async._results_queue = results
     strategy = FullyParallelSaveStrategyWrapper(
@@ -317,7 +321,9 @@ def _request(folder: Path, part: Part) -> _Request:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         True,
     )
-    found = dist_checkpointing.save(sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True)
+    found = dist_checkpointing.save(
+        sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True
+    )
     assert found is not None, "an asynchronous save returns what is to be done"
     if found.async_fn is None:
         return _Request([], [], [], results, found.finalize_fns)
@@ -347,7 +353,12 @@ def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transf
         counted.put(number)
         bucket = file.path, file.key, (file.objects, [(item, next(tensors)) for item in file.items])
         FileSystemWriterAsync.write_preloaded_data(
-            transforms, local_proc_idx=number, write_bucket=bucket, results_queue=results, count_queue=counted, use_fsync=True
+            transforms,
+            local_proc_idx=number,
+            write_bucket=bucket,
+            results_queue=results,
+            count_queue=counted,
+            use_fsync=True,
         )
         _, outcome = results.get()
         if isinstance(outcome, Exception):
@@ -379,7 +390,8 @@ def bare(chunk: Any) -> Any:
 
 
 def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """Megatron's names of a stage's chunks; what is saved is named by layer, so another number of chunks can load it."""
+    """Megatron's names of a stage's chunks; what is saved is named by layer, so another number of chunks can load
+    it."""
     return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 

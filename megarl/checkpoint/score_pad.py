@@ -1,4 +1,5 @@
-"""Position at which a score model's score is read: transformers takes the last token that is not config.json's ``pad_token_id``.
+"""Position at which a score model's score is read: transformers takes the last token that is not config.json's
+``pad_token_id``.
 
 Source: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification.forward``).
 """
@@ -24,16 +25,18 @@ def is_classifier(hf_config: Mapping[str, Any]) -> bool:
 
 
 def score_pad(hf_config: Mapping[str, Any]) -> int | None:
-    """The token that a score model's reading passes over at the end of a sequence; None for a model without a score head yet."""
+    """The token that a score model's reading passes over at the end of a sequence; None for a model without a score
+    head yet."""
     return hf_config.get("pad_token_id") if is_classifier(hf_config) else None
 
 
 def with_score_pad(hf_config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], str | None]:
-    """config.json of a new score model, which is trained at the end token, and its pad token where that is another than before.
+    """config.json of a new score model, which is trained at the end token, and its pad token where that is another than
+    before.
 
-    A ``pad_token_id`` that is an end token would make transformers read the token before the end. Then the tokenizer's own pad
-    token is taken, or another that stands for nothing; where there is none it is null: transformers refuses batches then, and reads
-    the last token. ``folder``: of the language model with its tokenizer.
+    A ``pad_token_id`` that is an end token would make transformers read the token before the end. Then the tokenizer's
+    own pad token is taken, or another that stands for nothing; where there is none it is null: transformers refuses
+    batches then, and reads the last token. ``folder``: of the language model with its tokenizer.
     """
     ids = _token_ids(folder)
     ends = _ends(hf_config, folder, ids)

@@ -35,7 +35,8 @@ class Source(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements ``box`` of a tensor, contiguous; in ``out`` where that is given, contiguous and has their dtype and shape.
+        """The elements ``box`` of a tensor, contiguous; in ``out`` where that is given, contiguous and has their dtype
+        and shape.
 
         Raises CheckpointError where the file does not have them.
         """
@@ -113,7 +114,8 @@ def _read_into(fd: int, path: Path, data: memoryview, offset: int) -> None:
         got = os.preadv(fd, [data[done:]], offset + done)
         if got == 0:
             raise CheckpointError(
-                f"{path} ends after {os.fstat(fd).st_size} bytes, expected {offset + len(data)} or more; copy the checkpoint again"
+                f"{path} ends after {os.fstat(fd).st_size} bytes, expected {offset + len(data)} or more; copy the "
+                "checkpoint again"
             )
         done += got
 

@@ -1,4 +1,5 @@
-"""Training state: Megatron's dist_checkpointing for model and optimizer. Saving is ``save.py``, the folders are ``manifest.py``."""
+"""Training state: Megatron's dist_checkpointing for model and optimizer. Saving is ``save.py``, the folders are
+``manifest.py``."""
 
 from __future__ import annotations
 
@@ -38,9 +39,25 @@ from megarl.checkpoint.save import (
 from megarl.errors import CheckpointError
 
 __all__ = [
-    "LATEST", "PREFIX", "Manifest", "Part", "Save", "begin", "finished", "inner_optimizers", "latest", "load", "manifest_of",
-    "newest", "prune", "put_random_states", "read_manifest", "read_state", "save", "unfounded_latest",
-]  # fmt: skip
+    "LATEST",
+    "PREFIX",
+    "Manifest",
+    "Part",
+    "Save",
+    "begin",
+    "finished",
+    "inner_optimizers",
+    "latest",
+    "load",
+    "manifest_of",
+    "newest",
+    "prune",
+    "put_random_states",
+    "read_manifest",
+    "read_state",
+    "save",
+    "unfounded_latest",
+]
 
 
 def newest(*folders: Path) -> Path | None:
@@ -66,7 +83,8 @@ def load(checkpoint: Path, parts: Mapping[str, Part]) -> None:
         _load_parts(checkpoint, parts)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before it"
+            f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before "
+            "it"
         ) from error
 
 
@@ -77,7 +95,8 @@ def _load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
         if not (checkpoint / name).is_dir():
             raise CheckpointError(
-                f"{checkpoint} has no {name}: it was made by a run without one; resume with the settings that it was made with, "
+                f"{checkpoint} has no {name}: it was made by a run without one; resume with the settings that it was "
+                "made with, "
                 "or take another run.name"
             )
         try:
@@ -107,15 +126,17 @@ def _load_part(folder: Path, part: Part) -> None:
         part.optimizer.load_state_dict(loaded["optimizer"])
         model: Any
         for model in part.chunks:
-            model.start_param_sync()  # float32 masters may be finer than the parameters saved, on the ranks that own them
+            # float32 masters may be finer than the parameters saved, on the ranks that own them
+            model.start_param_sync()
 
 
 def put_random_states(checkpoint: Path, parts: Mapping[str, Part]) -> bool:
-    """Give this rank's generators the states that they had when the checkpoint was made. Call when all models are built, which draws.
+    """Give this rank's generators the states that they had when the checkpoint was made. Call when all models are
+    built, which draws.
 
     Returns:
-        False where a grid is another than the one that saved: its generators stay as its seed has set them. (Also for a checkpoint
-        from before it held such states.)
+        False where a grid is another than the one that saved: its generators stay as its seed has set them. (Also for a
+        checkpoint from before it held such states.)
     """
     path = checkpoint / rng_file(dist.get_rank())
     if not path.is_file():

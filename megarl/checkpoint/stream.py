@@ -1,5 +1,5 @@
-"""Carries out a plan between two checkpoints in files: reads slices, casts, sums digests and hands out bytes in the order of the
-target's files. Memory is a few blocks for each worker, whatever the sizes of the tensors are.
+"""Carries out a plan between two checkpoints in files: reads slices, casts, sums digests and hands out bytes in the
+order of the target's files. Memory is a few blocks for each worker, whatever the sizes of the tensors are.
 """
 
 from __future__ import annotations
@@ -48,11 +48,17 @@ class Transfer:
         source: Its tensors, under the source layout's local names.
         dtypes: Target local name -> dtype that it gets.
         workers: How many threads will ask for blocks at a time; the more, the smaller these are.
-        nonfinite: Gets an entry for each tensor with a value that is not finite, and how; None: such a value is an error.
+        nonfinite: Gets an entry for each tensor with a value that is not finite, and how; None: such a value is an
+            error.
     """
 
     def __init__(
-        self, plan: ReshardPlan, source: Source, dtypes: Mapping[str, torch.dtype], workers: int = 1, nonfinite: dict[str, str] | None = None
+        self,
+        plan: ReshardPlan,
+        source: Source,
+        dtypes: Mapping[str, torch.dtype],
+        workers: int = 1,
+        nonfinite: dict[str, str] | None = None,
     ) -> None:
         self._block = max(min(BLOCK_ELEMENTS, _IN_FLIGHT // 8 // workers), 1)
         self.tensors = plan.destination.tensors
@@ -120,7 +126,8 @@ class Transfer:
 
 
 class _Room:
-    """Two buffers, used again for every block: what is given back to the allocator would stay with the thread that had it."""
+    """Two buffers, used again for every block: what is given back to the allocator would stay with the thread that had
+    it."""
 
     def __init__(self, elements: int) -> None:
         self._elements = elements
@@ -149,4 +156,3 @@ def _part(block: torch.Tensor, box: Box, common: Box, move: Move) -> torch.Tenso
 def add(total: Digests, more: Mapping[str, int]) -> None:
     for name, value in more.items():
         total[name] = (total.get(name, 0) + value) % _MODULUS
-

@@ -1,4 +1,5 @@
-"""``megarl_manifest.json``, the last file that a conversion writes: what the directory holds, and the digest of each tensor."""
+"""``megarl_manifest.json``, the last file that a conversion writes: what the directory holds, and the digest of each
+tensor."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class TargetManifest(NamedTuple):
 
 
 def read_target_manifest(folder: Path) -> TargetManifest | None:
-    """The manifest of a converted checkpoint; None where there is none. Raises CheckpointError for one that cannot be read."""
+    """The manifest of a converted checkpoint; None where there is none. Raises CheckpointError for one that cannot be
+    read."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -62,4 +64,6 @@ def read_target_manifest(folder: Path) -> TargetManifest | None:
         files = {str(name): int(size) for name, size in value["files"].items()}
         return TargetManifest(path, tensors, files, tuple(map(str, value.get("beside", ()))))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error!r}); copy the checkpoint again, or remove this file") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error!r}); copy the checkpoint again, or remove this file"
+        ) from error

@@ -86,7 +86,9 @@ class HFTarget:
         sizes = {name: prod(shape) * self.dtypes[name].itemsize for name, shape in self.layout.tensors.items()}
         self.files = tuple(
             # Wide elements first, so that every tensor is aligned to its element.
-            OutFile(name, tuple(Region(t, boxes.whole(self.layout.tensors[t])) for t in sorted(group, key=self._narrowness)))
+            OutFile(
+                name, tuple(Region(t, boxes.whole(self.layout.tensors[t])) for t in sorted(group, key=self._narrowness))
+            )
             for name, group in shards(sizes, file_bytes).items()
         )
         self._total = sum(sizes.values())
@@ -119,12 +121,19 @@ class DistTarget:
     kind = "megatron"
 
     def __init__(
-        self, opened: Opened, dtype: torch.dtype | None, file_bytes: int, grid: MegatronGrid, vocab_multiple: int = VOCAB_MULTIPLE
+        self,
+        opened: Opened,
+        dtype: torch.dtype | None,
+        file_bytes: int,
+        grid: MegatronGrid,
+        vocab_multiple: int = VOCAB_MULTIPLE,
     ) -> None:
         self._opened = opened
         config, mtp, head = opened.hf_config, opened.mtp, opened.table
         # The names of TransformerEngine's spec are never seen here; it keeps MLA's down-projections whole.
-        ranks = megatron_layout(config, grid, vocab_multiple=vocab_multiple, transformer_impl="transformer_engine", mtp=mtp, head=head)
+        ranks = megatron_layout(
+            config, grid, vocab_multiple=vocab_multiple, transformer_impl="transformer_engine", mtp=mtp, head=head
+        )
         vocab = padded_vocab_size(config["vocab_size"], grid.tp, vocab_multiple)
         self.layout = dist_layout(config, vocab=vocab, mtp=mtp, head=head)
         self.dtypes = _local_dtypes(self.layout, opened, dtype)
@@ -140,7 +149,9 @@ class DistTarget:
         for move in build_plan(ranks, self.layout).moves_to(0):
             hold(move.src, move.dst_local, boxes.at(move.dst_at, boxes.shape_of(move.box)))
         for pad in self.layout.padding(0):
-            hold(max(rank for rank, keys in held.items() if any(key == pad.local for key, _ in keys)), pad.local, pad.box)
+            hold(
+                max(rank for rank, keys in held.items() if any(key == pad.local for key, _ in keys)), pad.local, pad.box
+            )
         for rank in sorted(held):
             regions = [Region(key, box) for (key, _), found in held[rank].items() for box in _merged(found)]
             sizes = {region: boxes.volume(region.box) * self.dtypes[region.local].itemsize for region in regions}
@@ -166,7 +177,9 @@ class DistTarget:
             for key, chunk in record.chunks:
                 chunks[key].append(chunk)
         shapes = self.layout.local_shapes(0)
-        return DistFiles(path, {key: Stored(self.dtypes[key], shapes[key], tuple(held)) for key, held in chunks.items()})
+        return DistFiles(
+            path, {key: Stored(self.dtypes[key], shapes[key], tuple(held)) for key, held in chunks.items()}
+        )
 
     def finish(self, path: Path, records: Iterable[Finished]) -> None:
         shapes = self.layout.local_shapes(0)

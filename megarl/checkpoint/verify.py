@@ -20,9 +20,15 @@ from megarl.reshard.plan import build_plan
 
 
 def compute_digests(
-    opened: Opened, dtype: torch.dtype | None, *, workers: int = 2, progress: bool = True, nonfinite: dict[str, str] | None = None
+    opened: Opened,
+    dtype: torch.dtype | None,
+    *,
+    workers: int = 2,
+    progress: bool = True,
+    nonfinite: dict[str, str] | None = None,
 ) -> Digests:
-    """Logical tensor -> digest of its elements cast to ``dtype`` (None: as they are stored). ``nonfinite``: as ``Transfer`` has it."""
+    """Logical tensor -> digest of its elements cast to ``dtype`` (None: as they are stored). ``nonfinite``: as
+    ``Transfer`` has it."""
     target = HFTarget(opened, dtype, file_bytes=1)
     transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, workers, nonfinite)
     total: Digests = {}
@@ -43,7 +49,9 @@ def compute_digests(
 
 def header_faults(opened: Opened, manifest: TargetManifest) -> Iterator[str]:
     """Differences of file sizes, shapes and dtypes from the manifest."""
-    there = [name for name, rows in opened.layout.rows_with.items() if all(row.local in opened.source.dtypes for row in rows)]
+    there = [
+        name for name, rows in opened.layout.rows_with.items() if all(row.local in opened.source.dtypes for row in rows)
+    ]
     dtypes = {name: text_of(opened.dtype_of(name)) for name in there}
     return manifest.faults_of_headers({name: opened.layout.tensors[name] for name in there}, dtypes)
 
@@ -62,12 +70,14 @@ def check_written(opened: Opened, *, workers: int = 2, progress: bool = True, di
     if faults:
         more = f" and {len(faults) - 1} more" if faults[1:] else ""
         raise CheckpointError(
-            f"{opened.path} is not as it was written: {faults[0]}{more}; copy it again, or remove {MANIFEST} if it was changed on purpose"
+            f"{opened.path} is not as it was written: {faults[0]}{more}; copy it again, or remove {MANIFEST} if it was "
+            "changed on purpose"
         )
 
 
 def check_digests(path: Path, setting: str, *, workers: int = 2, digests: bool = True) -> None:
-    """Compare the HF checkpoint of a role with its manifest, where it has one. Raises CheckpointError naming the setting."""
+    """Compare the HF checkpoint of a role with its manifest, where it has one. Raises CheckpointError naming the
+    setting."""
     if not (path / MANIFEST).is_file():
         return
     try:

@@ -81,12 +81,13 @@ class Task(Generic[T]):
 class Writer:
     """A child that does one piece of work after the other, and dies with this process.
 
-    It is forked once, best before models take memory and a GPU: a page of a forked child is copied when its parent writes to it, and
-    training writes to every one. What it is to work on is copied into shared memory, which stays and is used again: its pages are made
-    only once. So that memory holds one more copy of the largest snapshot for as long as this process lives.
+    It is forked once, best before models take memory and a GPU: a page of a forked child is copied when its parent
+    writes to it, and training writes to every one. What it is to work on is copied into shared memory, which stays and
+    is used again: its pages are made only once. So that memory holds one more copy of the largest snapshot for as long
+    as this process lives.
 
-    The child has no files and sockets of its parent's, so none that the parent closes stays open, and ignores the signals that ask a
-    job to end, since its parent then waits for it.
+    The child has no files and sockets of its parent's, so none that the parent closes stays open, and ignores the
+    signals that ask a job to end, since its parent then waits for it.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,8 @@ class Writer:
         return self._process.is_alive()
 
     def begin(self, work: Callable[..., T], tensors: Sequence[torch.Tensor], *rest: Any) -> Task[T]:
-        """Let the child do ``work(tensors, *rest)`` with the tensors as they are now, on the CPU; all but them is pickled.
+        """Let the child do ``work(tensors, *rest)`` with the tensors as they are now, on the CPU; all but them is
+        pickled.
 
         ``work`` must touch no GPU and no process group. Where the child cannot begin, the task says so.
         """
@@ -135,7 +137,8 @@ class Writer:
         return Task(self)
 
     def _grow(self, size: int) -> None:
-        """Memory for ``size`` bytes. Raises OSError where there is none: better here than by a signal when a page is used."""
+        """Memory for ``size`` bytes. Raises OSError where there is none: better here than by a signal when a page is
+        used."""
         if size > (0 if self._memory is None else len(self._memory)):
             os.posix_fallocate(self._descriptor, 0, size)
             self._memory = mmap.mmap(self._descriptor, size)

@@ -200,14 +200,19 @@ def check_bounds(config: Config) -> None:
             f"run.name={name!r} must be one plain name, since runs/<name> is the run's directory; "
             "set it to a word such as my-run (another place is run.dir)"
         )
-    for setting, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("run.host", config.run.host)):
+    for setting, text in (
+        ("run.dir", config.run.dir),
+        ("model.path", config.model.path),
+        ("run.host", config.run.host),
+    ):
         if not text.strip():
             raise ConfigError(f"{setting} is empty; give it a value or leave it out")
     masked = masked_text(config.store.url)
     if masked != config.store.url:
         raise ConfigError(
             f"store.url={masked} holds a password, which would be written to resolved.json; leave it out and "
-            "set PGPASSWORD or ~/.pgpass, or export the whole URL as MEGARL_STORE_URL and set store.url=env://MEGARL_STORE_URL"
+            "set PGPASSWORD or ~/.pgpass, or export the whole URL as MEGARL_STORE_URL and set "
+            "store.url=env://MEGARL_STORE_URL"
         )
 
 

@@ -1,4 +1,5 @@
-"""Names that settings have in verl (``ppo_trainer.yaml``, ``ppo_megatron_trainer.yaml``), and what they are called here."""
+"""Names that settings have in verl (``ppo_trainer.yaml``, ``ppo_megatron_trainer.yaml``), and what they are called
+here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ _GRID = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-_ROUTER = {"aux_loss_coeff": "aux_loss_coef", "z_loss_coeff": "z_loss_coef", "router_bias_update_rate": "bias_update_rate"}
+_ROUTER = {
+    "aux_loss_coeff": "aux_loss_coef",
+    "z_loss_coeff": "z_loss_coef",
+    "router_bias_update_rate": "bias_update_rate",
+}
 _OPTIMIZER = {
     "lr": "lr",
     "min_lr": "min_lr",
@@ -31,7 +36,8 @@ VERL: dict[str, str] = {
     "data.apply_chat_template_kwargs": "taskset.chat_template_kwargs",
     f"{_MODEL}.path": "model.path",
     f"{_MODEL}.enable_gradient_checkpointing": "model.recompute",
-    f"{_ACTOR}.ppo_mini_batch_size": "trainer.updates_per_step, the number of mini-batches (train_batch_size / ppo_mini_batch_size)",
+    f"{_ACTOR}.ppo_mini_batch_size": "trainer.updates_per_step, the number of mini-batches (train_batch_size / "
+    "ppo_mini_batch_size)",
     f"{_ACTOR}.ppo_epochs": "trainer.ppo_epochs",
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "trainer.micro_batch_size, with trainer.packing=false",
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "trainer.max_tokens_per_micro_batch",
@@ -48,11 +54,16 @@ VERL: dict[str, str] = {
     f"{_ACTOR}.loss_agg_mode": "algorithm.aggregation",
     **{f"{_ACTOR}.optim.{theirs}": f"trainer.optimizer.{ours}" for theirs, ours in _OPTIMIZER.items()},
     **{f"{_ACTOR}.megatron.{theirs}": f"parallel.{ours}" for theirs, ours in _GRID.items()},
-    **{f"{_ACTOR}.megatron.override_transformer_config.moe_{theirs}": f"model.router.{ours}" for theirs, ours in _ROUTER.items()},
+    **{
+        f"{_ACTOR}.megatron.override_transformer_config.moe_{theirs}": f"model.router.{ours}"
+        for theirs, ours in _ROUTER.items()
+    },
     f"{_ROLLOUT}.n": "algorithm.group_size",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
-    **{f"{_ROLLOUT}.{name}": f"evaluation.{name}, in evaluation alone: training samples from the whole distribution"
-       for name in ("top_p", "top_k")},
+    **{
+        f"{_ROLLOUT}.{name}": f"evaluation.{name}, in evaluation alone: training samples from the whole distribution"
+        for name in ("top_p", "top_k")
+    },
     f"{_ROLLOUT}.val_kwargs.n": "evaluation.samples",
     **{f"{_ROLLOUT}.val_kwargs.{name}": f"evaluation.{name}" for name in ("temperature", "top_p", "top_k")},
     f"{_ROLLOUT}.val_kwargs.do_sample": "evaluation.temperature above 0",

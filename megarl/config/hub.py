@@ -17,7 +17,8 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_name(path: str) -> bool:
-    """Return True if ``path`` reads as ORGANISATION/MODEL and neither it nor a folder for it is here; ``./a/b`` is always a path."""
+    """Return True if ``path`` reads as ORGANISATION/MODEL and neither it nor a folder for it is here; ``./a/b`` is
+    always a path."""
     return bool(_NAME.fullmatch(path)) and not Path(path).parent.exists()
 
 
@@ -30,7 +31,8 @@ def cache() -> Path:
 
 
 def snapshot(path: str) -> str:
-    """The cached snapshot of a hub name's main branch; ``path`` itself where it exists, is no such name or is not cached."""
+    """The cached snapshot of a hub name's main branch; ``path`` itself where it exists, is no such name or is not
+    cached."""
     if not _reads_as_name(path):
         return path
     try:
@@ -42,10 +44,13 @@ def snapshot(path: str) -> str:
 
 
 def with_snapshots(config: Config) -> Config:
-    """The settings with cached snapshots for hub names of models: those that the run began with, for as long as the cache has them."""
+    """The settings with cached snapshots for hub names of models: those that the run began with, for as long as the
+    cache has them."""
     roles = {role: getattr(config, role) for role in ("model", "critic", "reward_model")}
     used = _paths(Path(config.run.dir) / "resolved.json")
-    found = {role: _snapshot_of_run(value.path, used.get(role)) for role, value in roles.items() if value.path is not None}
+    found = {
+        role: _snapshot_of_run(value.path, used.get(role)) for role, value in roles.items() if value.path is not None
+    }
     return replace(config, **{role: replace(roles[role], path=path) for role, path in found.items()})
 
 
@@ -86,7 +91,11 @@ def _paths(resolved: Path) -> dict[str, str]:
     """Model paths of a run's last start; none where its settings cannot be read, of which others tell."""
     try:
         settings = json.loads(resolved.read_text())
-        return {role: str(settings[role]["path"]) for role in ("model", "critic", "reward_model") if settings[role]["path"] is not None}
+        return {
+            role: str(settings[role]["path"])
+            for role in ("model", "critic", "reward_model")
+            if settings[role]["path"] is not None
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -97,6 +106,8 @@ def advice(setting: str, path: str) -> str | None:
         return None
     folder = f"models/{path.partition('/')[2]}"
     return (
-        f"if this is a name on the Hugging Face hub, nothing is downloaded: `hf download {path} --local-dir {folder}` (older: huggingface-cli "
-        f"download) and set {setting}={folder}, or `hf download {path}`, whose cache ({cache()}) is found by the name; a path here begins with ./"
+        f"if this is a name on the Hugging Face hub, nothing is downloaded: `hf download {path} --local-dir {folder}` "
+        "(older: huggingface-cli "
+        f"download) and set {setting}={folder}, or `hf download {path}`, whose cache ({cache()}) is found by the name; "
+        "a path here begins with ./"
     )

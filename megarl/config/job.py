@@ -1,4 +1,5 @@
-"""Settings of the job around the training: its directory and ports, its machines, its database, how weights reach the engines."""
+"""Settings of the job around the training: its directory and ports, its machines, its database, how weights reach the
+engines."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ class SyncConfig:
     bucket_bytes: int = 8388608
     """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
     shared_memory: bool = True
-    """Send through shared memory to engine workers on a trainer rank's own machine; False sends everything over sockets."""
+    """Send through shared memory to engine workers on a trainer rank's own machine; False sends everything over
+    sockets."""
     timeout_s: float = 120.0
     """Longest wait for the other side within a sync."""
     probe_tokens: int = 16
@@ -22,7 +24,8 @@ class SyncConfig:
 @dataclass(frozen=True)
 class StoreConfig:
     url: str = "sqlite:///${run.dir}/store.db"
-    """A file on this machine, postgresql://USER@HOST/DATABASE, ``env://NAME`` (the URL is in that environment variable), or
+    """A file on this machine, postgresql://USER@HOST/DATABASE, ``env://NAME`` (the URL is in that environment
+    variable), or
     ``job://postgres``: a server of the job's own. Without a password; docs/store.md."""
     poll_s: float = 0.02
     """Pause between two looks into the database while waiting."""
@@ -39,17 +42,20 @@ class ClusterConfig:
     heartbeat_s: float = 30.0
     """Silence after which a node counts as lost."""
     stall_s: float = 300.0
-    """Seconds for which trainer ranks, the explorer or an engine may show no progress. Then the job reports where each process is, and ends the one that the others wait for. A process that starts has ``rollout.start_timeout_s``."""
+    """Seconds for which trainer ranks, the explorer or an engine may show no progress. Then the job reports where each
+    process is, and ends the one that the others wait for. A process that starts has ``rollout.start_timeout_s``."""
     restarts: int = 0
-    """Number of times that a job starts again from its newest checkpoint, in the same allocation, after a process or a node has died."""
+    """Number of times that a job starts again from its newest checkpoint, in the same allocation, after a process or a
+    node has died."""
     replacements: int = 3
-    """Number of dead engines, explorers and reward hosts that are started again in an attempt while the trainer waits; 0 for
+    """Number of dead engines, explorers and reward hosts that are started again in an attempt while the trainer waits;
+    0 for
     none: their death ends the attempt."""
     spare_nodes: int = 0
     """Nodes of the allocation that stand by: one takes the place of a node that is lost, or not well at the start."""
     shrink: bool = True
-    """Go on with fewer data-parallel ranks and engines where nodes are missing and no spare is left. False keeps the size, with more
-    ranks on each node that is left; where they do not spread evenly the job ends."""
+    """Go on with fewer data-parallel ranks and engines where nodes are missing and no spare is left. False keeps the
+    size, with more ranks on each node that is left; where they do not spread evenly the job ends."""
     exclude_unhealthy: bool = False
     """Go on without nodes that differ or lack something, if the rest are enough."""
     max_clock_skew_s: float = 5.0
@@ -72,5 +78,5 @@ class RunConfig:
     """Settings, or groups of them such as trainer.optimizer, that change the training and may differ from the run's
     last start (docs/checkpoints.md)."""
     shutdown_grace_s: float = 20.0
-    """Seconds from a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take. The scripts of
-    slurm/ set 150; their signal comes 180 s before the time limit."""
+    """Seconds from a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take.
+    The scripts of slurm/ set 150; their signal comes 180 s before the time limit."""

@@ -46,7 +46,9 @@ def config_dirs(own: str | os.PathLike[str] | None = None) -> list[Path]:
         raise ConfigError(f"--config-dir {own}: no such directory; give one with files such as experiment/mine.yaml")
     for path in sorted(folder.rglob("*.yaml")):
         if (ours / path.relative_to(folder)).exists():
-            raise ConfigError(f"--config-dir {own}: {path.relative_to(folder)} is also the name of a file of megarl's; rename it")
+            raise ConfigError(
+                f"--config-dir {own}: {path.relative_to(folder)} is also the name of a file of megarl's; rename it"
+            )
     return [ours, folder]
 
 
@@ -70,12 +72,13 @@ def hydra_at(folders: Sequence[Path]) -> Iterator[None]:
 def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.PathLike[str] | None = None) -> Config:
     """Compose ``configs/<config_name>.yaml`` with hydra overrides such as ``experiment=quickstart trainer.steps=5``.
 
-    ``own``: a folder with further files of the groups (``experiment/mine.yaml``). Models that are named as on the hub and lie in its
+    ``own``: a folder with further files of the groups (``experiment/mine.yaml``). Models that are named as on the hub
+        and lie in its
     local cache are named by their paths there.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing mandatory value, a value of the wrong type or
-            one that ``bounds`` does not admit.
+        ConfigError: an unknown key (with the nearest known one), a missing mandatory value, a value of the wrong type
+            or one that ``bounds`` does not admit.
     """
     from hydra import compose as hydra_compose
     from hydra.errors import HydraException
@@ -94,7 +97,9 @@ def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.
     config: Config = from_dict(Config, {str(k): v for k, v in plain.items()})
     missing = sorted(_missing(to_dict(config)))
     if missing:
-        raise ConfigError(f"no value for {', '.join(missing)}; set it in a configs/experiment file or as {missing[0]}=...")
+        raise ConfigError(
+            f"no value for {', '.join(missing)}; set it in a configs/experiment file or as {missing[0]}=..."
+        )
     if left := sorted(name for name, value in _texts(to_dict(config)) if "${" in value):
         raise ConfigError(f"{left[0]} holds an unresolved ${{...}}; give its value")
     check_bounds(config)
@@ -141,7 +146,9 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
         if value in get_args(annotation):
             return value
         allowed = [str(a) for a in get_args(annotation)]
-        raise ConfigError(f"{where}={value!r} is not one of {', '.join(allowed)};{nearest(str(value), allowed)}".rstrip(";"))
+        raise ConfigError(
+            f"{where}={value!r} is not one of {', '.join(allowed)};{nearest(str(value), allowed)}".rstrip(";")
+        )
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where}={value!r} must be a mapping")
@@ -196,7 +203,10 @@ def load_resolved(path: str | Path) -> Config:
     Raises:
         ConfigError: the file is damaged, or has settings that this version does not know.
     """
-    mend = "it only records the settings of the last start: remove it, and `megarl train` with those settings writes it again"
+    mend = (
+        "it only records the settings of the last start: remove it, and `megarl train` with those settings writes it "
+        "again"
+    )
     try:
         values = json.loads(Path(path).read_text())
         if not isinstance(values, dict):

@@ -18,7 +18,8 @@ def check_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> None:
     """Check keys, and values of groups, against the schema and the files in ``folders`` (megarl's own first).
 
     Raises:
-        ConfigError: an override is no ``key=value``, its key or its group's file is unknown, or two of them contradict each other.
+        ConfigError: an override is no ``key=value``, its key or its group's file is unknown, or two of them contradict
+            each other.
     """
     for override in overrides:
         _check_override(override, folders)
@@ -26,7 +27,8 @@ def check_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> None:
 
 
 def force(override: str, folders: Sequence[Path]) -> str:
-    """The override in the form in which hydra takes a key that no file names: the schema's defaults are no part of the YAML tree."""
+    """The override in the form in which hydra takes a key that no file names: the schema's defaults are no part of the
+    YAML tree."""
     key, _, _ = override.partition("=")
     return override if key in groups(folders) or override[0] in "+~" else "++" + override
 
@@ -37,7 +39,8 @@ def groups(folders: Sequence[Path]) -> set[str]:
 
 
 def grammar_fault(overrides: Sequence[str]) -> str | None:
-    """Describe the first override that hydra's grammar does not admit, with its value in quotes where it is a text; None if all can be read."""
+    """Describe the first override that hydra's grammar does not admit, with its value in quotes where it is a text;
+    None if all can be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -52,7 +55,10 @@ def grammar_fault(overrides: Sequence[str]) -> str | None:
                 return text
             escaped = value.replace("\\", "\\\\").replace('"', '\\"')
             quoted = shlex.quote(f'{key}="{escaped}"')
-            return f"{text}; a value with characters such as = & ( ) goes in quotes, and those in the shell's: write {quoted}"
+            return (
+                f"{text}; a value with characters such as = & ( ) goes in quotes, and those in the shell's: write "
+                f"{quoted}"
+            )
     return None
 
 
@@ -63,8 +69,11 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def unknown(key: str, name: str, known: Sequence[str], where: str = "") -> ConfigError:
-    """Error for a setting ``key`` that does not exist; ``name`` is its part up to the first unknown word, ``where`` the place it was read."""
-    return ConfigError(in_our_words(key) or f"unknown setting {key!r}{where};{nearest(name, known)} known: {', '.join(known)}")
+    """Error for a setting ``key`` that does not exist; ``name`` is its part up to the first unknown word, ``where`` the
+    place it was read."""
+    return ConfigError(
+        in_our_words(key) or f"unknown setting {key!r}{where};{nearest(name, known)} known: {', '.join(known)}"
+    )
 
 
 def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> None:

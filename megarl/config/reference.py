@@ -1,4 +1,5 @@
-"""The settings reference: every setting with its default, values and meaning, read from ``schema``, ``bounds`` and ``hints``.
+"""The settings reference: every setting with its default, values and meaning, read from ``schema``, ``bounds`` and
+``hints``.
 
 ``megarl config --reference`` prints it; docs/settings.md holds it, and a test compares the two.
 """
@@ -41,7 +42,13 @@ def reference() -> str:
     lines = [HEADER]
     hints = get_type_hints(Config)
     for group in fields(Config):
-        lines += [f"## {group.name}", "", *_about(hints[group.name]), "| setting | default | values | meaning | verl |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {group.name}",
+            "",
+            *_about(hints[group.name]),
+            "| setting | default | values | meaning | verl |",
+            "|---|---|---|---|---|",
+        ]
         for row in settings(hints[group.name], group.name):
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
         lines.append("")
@@ -78,7 +85,9 @@ def _helps(kind: type) -> dict[str, str]:
         assert isinstance(tree, ast.ClassDef), "the source of a class is a class"
         for here, after in zip(tree.body, [*tree.body[1:], None], strict=True):
             if isinstance(here, ast.AnnAssign) and isinstance(here.target, ast.Name):
-                text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+                text = (
+                    after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+                )
                 found[here.target.id] = " ".join(str(text).replace("``", "`").split())
     return found
 
@@ -97,7 +106,11 @@ def _differing(field: Field[Any], inner: type) -> str:
     if field.default is None:
         return "`null`"
     given, usual = (field.default_factory() if field.default_factory is not MISSING else inner()), inner()
-    return ", ".join(f"`{f.name}={getattr(given, f.name)}`" for f in fields(inner) if getattr(given, f.name) != getattr(usual, f.name))
+    return ", ".join(
+        f"`{f.name}={getattr(given, f.name)}`"
+        for f in fields(inner)
+        if getattr(given, f.name) != getattr(usual, f.name)
+    )
 
 
 def _dataclass_of(kind: Any) -> type | None:
@@ -106,7 +119,9 @@ def _dataclass_of(kind: Any) -> type | None:
 
 
 def _values(name: str, kind: Any) -> str:
-    kinds = [k for k in (get_args(kind) if get_origin(kind) not in (Literal, list, dict) else (kind,)) if k is not NoneType] or [kind]
+    kinds = [
+        k for k in (get_args(kind) if get_origin(kind) not in (Literal, list, dict) else (kind,)) if k is not NoneType
+    ] or [kind]
     texts = [_one_kind(name, k) for k in kinds]
     return " or ".join(dict.fromkeys(texts))
 
@@ -119,10 +134,16 @@ def _one_kind(name: str, kind: Any) -> str:
     if get_origin(kind) is dict:
         return "map"
     if kind in (int, float):
-        return (str(BOUNDS[name]) + (", whole" if kind is int else "")) if name in BOUNDS else ("whole number" if kind is int else "number")
+        return (
+            (str(BOUNDS[name]) + (", whole" if kind is int else ""))
+            if name in BOUNDS
+            else ("whole number" if kind is int else "number")
+        )
     return {bool: "`true`, `false`", str: "text"}[kind]
 
 
 def _verl(name: str) -> str:
     """verl's settings that name this one first."""
-    return ", ".join(f"`{theirs}`" for theirs, ours in VERL.items() if ours.split(",")[0].split(" ")[0].split("=")[0] == name)
+    return ", ".join(
+        f"`{theirs}`" for theirs, ours in VERL.items() if ours.split(",")[0].split(" ")[0].split("=")[0] == name
+    )

@@ -1,4 +1,5 @@
-"""Settings of rewards: verifiers and their processes, the sandbox, the judge, and rewards for how an answer is written."""
+"""Settings of rewards: verifiers and their processes, the sandbox, the judge, and rewards for how an answer is
+written."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class CodeConfig:
     url: str | None = None
     """A ``megarl sandbox serve``, whose key is in MEGARL_SANDBOX_KEY; None is this machine's own sandbox."""
     python: str | None = None
-    """The interpreter for programs, with its packages; None takes megarl's, or /usr/bin/python3 where others cannot read that."""
+    """The interpreter for programs, with its packages; None takes megarl's, or /usr/bin/python3 where others cannot
+    read that."""
     score: Literal["all", "fraction"] = "all"
     """1 when every test passes and 0 at the first that fails; or all tests run, and their share that passes."""
     cpu_s: int = 4
@@ -21,7 +23,8 @@ class CodeConfig:
     wall_s: float = 6.0
     """Seconds of one test; also of each assertion, and of the program's import before them."""
     item_s: float = 8.0
-    """Seconds of all tests of an answer; below ``reward.timeout_s``, so that a slow program is judged and not only its worker killed."""
+    """Seconds of all tests of an answer; below ``reward.timeout_s``, so that a slow program is judged and not only its
+    worker killed."""
     memory_mib: int = 1024
     """Memory of one test; of all assertions of an answer together."""
 
@@ -35,13 +38,15 @@ class JudgeConfig:
     """A language model that judges answers, at any OpenAI-compatible server (docs/judge.md)."""
 
     url: str | None = None
-    """The server's base URL (http://HOST:PORT/v1), whose key is in MEGARL_JUDGE_KEY; ``rollout`` is the job's own engines."""
+    """The server's base URL (http://HOST:PORT/v1), whose key is in MEGARL_JUDGE_KEY; ``rollout`` is the job's own
+    engines."""
     model: str | None = None
     """Its name there; None asks the server for the first that it has."""
     rubric: str | None = None
     """A text file with {question}, {answer} and, where there is one, {reference}; None takes megarl's own."""
     votes: int = 1
-    """Judgements of an answer, each with a seed of its own; the majority decides, a tie is wrong. More than one needs a temperature."""
+    """Judgements of an answer, each with a seed of its own; the majority decides, a tie is wrong. More than one needs a
+    temperature."""
     temperature: float = 0.0
     """Temperature of the judge; 0 is greedy."""
     max_tokens: int = 1024
@@ -101,8 +106,8 @@ class RewardConfig:
     path: str | None = None
     """A Python file with verl's ``compute_score``; None uses ``megarl.rewards.compute_score``."""
     routes: dict[str, str] = field(default_factory=dict)
-    """Prefix of ``data_source`` -> family of verifiers, or family/subtype, before megarl's own (``megarl.rewards.router``), e.g.
-    {my_set: math, my_images: vision/count}."""
+    """Prefix of ``data_source`` -> family of verifiers, or family/subtype, before megarl's own
+    (``megarl.rewards.router``), e.g. {my_set: math, my_images: vision/count}."""
     weight: float = 1.0
     """Weight of the verifier's score in the sum of all parts."""
     workers: int = 1
@@ -118,11 +123,13 @@ class RewardConfig:
     backlog: int = 8192
     """Answers that may wait for their score; when there are more, no further group is begun."""
     on_error: Literal["drop", "zero"] = "drop"
-    """Treatment of a group with an error or timeout: dropped from training, or its score counted as 0. Always reported."""
+    """Treatment of a group with an error or timeout: dropped from training, or its score counted as 0. Always
+    reported."""
     shuffle: bool = False
     """Control experiment: rewards permuted within each rollout, so that they carry no information."""
     overlong_buffer: int | None = None
-    """Tokens before ``rollout.max_response_tokens`` over which DAPO's length penalty grows to ``overlong_penalty``; None for none."""
+    """Tokens before ``rollout.max_response_tokens`` over which DAPO's length penalty grows to ``overlong_penalty``;
+    None for none."""
     overlong_penalty: float = 1.0
     """Penalty of DAPO's length reward for an answer of full length."""
     format: FormatConfig = field(default_factory=FormatConfig)

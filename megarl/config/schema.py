@@ -1,5 +1,5 @@
-"""Every setting of megarl, once; those of rewards are in ``rewards.py``, those of the job around the training in ``job.py``. YAML
-files under ``configs/`` only set values of these frozen dataclasses.
+"""Every setting of megarl, once; those of rewards are in ``rewards.py``, those of the job around the training in
+``job.py``. YAML files under ``configs/`` only set values of these frozen dataclasses.
 
 Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docstring is its help text.
 """
@@ -46,11 +46,14 @@ class RouterConfig:
     """Balance of the experts of trained models (docs/algorithms.md); all 0 leaves routers to the loss alone."""
 
     aux_loss_coef: float = 0.0
-    """Coefficient of the balance loss of each sequence (DeepSeek-V3), as a mean over an update's sequences; added for every layer."""
+    """Coefficient of the balance loss of each sequence (DeepSeek-V3), as a mean over an update's sequences; added for
+    every layer."""
     z_loss_coef: float = 0.0
-    """Coefficient of the mean over an update's tokens of the squared logsumexp of the router's logits (ST-MoE); added for every layer."""
+    """Coefficient of the mean over an update's tokens of the squared logsumexp of the router's logits (ST-MoE); added
+    for every layer."""
     bias_update_rate: float = 0.0
-    """Step by which an update moves the bias of each expert towards an even load; for models whose routers have biases (DeepSeek-V3)."""
+    """Step by which an update moves the bias of each expert towards an even load; for models whose routers have biases
+    (DeepSeek-V3)."""
 
     @property
     def is_used(self) -> bool:
@@ -65,12 +68,13 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and engine; masters and optimizer state are float32 in either case."""
     head_dtype: Literal["float32"] | None = None
-    """Compute type of the LM head in trainer and engine; null takes ``dtype``. float32 with bfloat16 weights: log-probs of both sides
-    are closer, logits take twice the bytes."""
+    """Compute type of the LM head in trainer and engine; null takes ``dtype``. float32 with bfloat16 weights: log-probs
+    of both sides are closer, logits take twice the bytes."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Megatron-Core's own layers, or TransformerEngine's (needs a GPU)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that are computed again in the backward pass instead of kept: none, those of attention, whole layers."""
+    """Activations that are computed again in the backward pass instead of kept: none, those of attention, whole
+    layers."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Balance of experts."""
     from_scratch: FromScratchConfig | None = None
@@ -126,7 +130,8 @@ class ParallelConfig(GridSizes):
     """Share norms and dropout along the sequence among the ``tp`` ranks (Megatron's sequence parallelism): less
     activation memory."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (never run on hardware: docs/hardware.md)."""
+    """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (never run on hardware:
+    docs/hardware.md)."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,9 @@ class AlgorithmConfig:
     """c > 1 bounds the loss of tokens with a negative advantage by c·|A|; None for no bound."""
     normalize_by_std: bool = True
     """Divide advantages by the standard deviation of their group (GRPO); False only subtracts the mean (Dr. GRPO)."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = "token_mean"
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
+        "token_mean"
+    )
     """Reduction of token losses to one number: a mean over all tokens of the update, or per answer first
     (docs/algorithms.md)."""
     aggregation_length: int = 1024
@@ -177,8 +184,9 @@ class AlgorithmConfig:
     lam: float = 1.0
     """λ of generalised advantage estimation."""
     bootstrap_cut: bool = False
-    """Value that ppo takes after an answer that reached ``rollout.max_response_tokens``: 0 as after a finished one, because the limit is
-    where episodes end; or, where True, the critic's value of the state there, as if the answer went on."""
+    """Value that ppo takes after an answer that reached ``rollout.max_response_tokens``: 0 as after a finished one,
+    because the limit is where episodes end; or, where True, the critic's value of the state there, as if the answer
+    went on."""
     whiten_advantages: bool = False
     """ppo and remax: advantages of a step to mean 0 and variance 1 over its tokens."""
     value_clip: float | None = 0.5
@@ -196,12 +204,13 @@ class AlgorithmConfig:
     dynamic_sampling: bool = False
     """Groups whose answers are all right or all wrong are replaced by new ones before training (DAPO)."""
     overlong_filtering: bool = False
-    """Leave answers that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them (DAPO)."""
+    """Leave answers that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them
+    (DAPO)."""
     max_extra_rollouts: int = 10
     """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Effect of the engine's log-probs on a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times min(r, C);
-    times r, and 0 where r is outside [1/C, C]."""
+    """Effect of the engine's log-probs on a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times
+    min(r, C); times r, and 0 where r is outside [1/C, C]."""
     correction_cap: float = 2.0
     """C of ``correction``."""
     options: dict[str, float] = field(default_factory=dict)
@@ -249,10 +258,11 @@ class GuardConfig:
     """Treatment of harmful optimizer updates of actor or critic (docs/algorithms.md)."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
-    """Treatment of an update whose loss or gradient norm is NaN or infinite: the job ends; the update is left out; or the run goes back to its
-    newest checkpoint and on with other tasks."""
+    """Treatment of an update whose loss or gradient norm is NaN or infinite: the job ends; the update is left out; or
+    the run goes back to its newest checkpoint and on with other tasks."""
     spike_factor: float | None = None
-    """A norm above so many times the median of the last ``spike_window`` updates of that model is a spike; None looks for none."""
+    """A norm above so many times the median of the last ``spike_window`` updates of that model is a spike; None looks
+    for none."""
     spike_window: int = 50
     """Updates over which the median is taken."""
     on_spike: Literal["stop", "skip", "rollback"] = "skip"
@@ -272,7 +282,8 @@ class TrainerConfig:
     ppo_epochs: int = 1
     """Passes over a rollout, each of the same ``updates_per_step`` updates in the same order."""
     packing: bool = True
-    """Sequences one after the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the longest."""
+    """Sequences one after the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the
+    longest."""
     max_tokens_per_micro_batch: int = 8192
     """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""
     micro_batch_size: int = 128
@@ -282,13 +293,14 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     """Finished checkpoints that are kept, the newest first."""
     async_checkpoint: bool = True
-    """Training goes on while a forked process of each rank writes a checkpoint; it counts when all have written. What ends a job
-    is written at once."""
+    """Training goes on while a forked process of each rank writes a checkpoint; it counts when all have written. What
+    ends a job is written at once."""
     verify_checkpoints: bool = True
-    """Compare every byte of a checkpoint with its manifest's digests before a job resumes from it, or starts from a converted model; False
-    compares sizes alone."""
+    """Compare every byte of a checkpoint with its manifest's digests before a job resumes from it, or starts from a
+    converted model; False compares sizes alone."""
     max_failed_checkpoints: int = 3
-    """A checkpoint between two steps for which the disk has no room is left out, with a warning; the job ends at so many in a row."""
+    """A checkpoint between two steps for which the disk has no room is left out, with a warning; the job ends at so
+    many in a row."""
     eval_interval: int = 0
     """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
     seed: int = 1
@@ -296,12 +308,14 @@ class TrainerConfig:
     num_threads: int = 1
     """CPU threads of one trainer rank."""
     logits_bytes: int | None = None
-    """Most bytes of logits on one rank. None keeps a micro-batch's whole; when they are more than this they are computed in
-    chunks of rows that fit, and once more in the backward pass."""
+    """Most bytes of logits on one rank. None keeps a micro-batch's whole; when they are more than this they are
+    computed in chunks of rows that fit, and once more in the backward pass."""
     kernels: Literal["megarl", "torch"] = "megarl"
-    """Kernels for log-probs, advantages and losses: megarl's, or their plain-torch twins (slower, larger, for comparison)."""
+    """Kernels for log-probs, advantages and losses: megarl's, or their plain-torch twins (slower, larger, for
+    comparison)."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers that get metrics beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the environment."""
+    """Trackers that get metrics beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the
+    environment."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and learning-rate schedule of the actor."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -325,7 +339,8 @@ class RolloutConfig:
     nodes: int = 1
     """Nodes that each engine spans; its tp * pp workers spread evenly over them."""
     max_prompt_tokens: int | None = None
-    """None takes the longest prompt of ``taskset.train`` and ``taskset.eval``, and in a run that has begun the one of its start."""
+    """None takes the longest prompt of ``taskset.train`` and ``taskset.eval``, and in a run that has begun the one of
+    its start."""
     max_response_tokens: int = 64
     """Longest answer; longer ones are cut and have finish reason ``length``."""
     temperature: float = 1.0
@@ -341,7 +356,8 @@ class RolloutConfig:
     start_timeout_s: float = 300.0
     """Longest start of an engine until it serves."""
     request_timeout_s: float = 300.0
-    """Longest time in which an engine that has samples to compute generates no token, weight updates left out; no limit of an answer."""
+    """Longest time in which an engine that has samples to compute generates no token, weight updates left out; no limit
+    of an answer."""
     concurrent_groups: int = 64
     """Groups the explorer keeps in flight."""
 
@@ -363,7 +379,8 @@ class EvaluationConfig:
 @dataclass(frozen=True)
 class TasksetConfig:
     train: str = "???"
-    """Parquet or jsonl file of verl rows; of demonstrations or preferences where the algorithm learns offline (docs/offline.md)."""
+    """Parquet or jsonl file of verl rows; of demonstrations or preferences where the algorithm learns offline
+    (docs/offline.md)."""
     eval: str = "???"
     """Held-out rows of the same kind."""
     warm_start: str | None = None
@@ -371,7 +388,8 @@ class TasksetConfig:
     expert: str | None = None
     """Parquet or jsonl file of rows with a ``response``: the expert rows of mix."""
     generate: str | None = None
-    """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file (docs/own_experiments.md)."""
+    """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file
+    (docs/own_experiments.md)."""
     seed: int = 7
     """Seed of generated rows."""
     train_size: int = 20000
@@ -385,14 +403,16 @@ class TasksetConfig:
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
     unjudgeable: Literal["refuse", "drop"] = "refuse"
-    """Treatment of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused with the
-    first of them, or they are left out and counted."""
+    """Treatment of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused
+    with the first of them, or they are left out and counted."""
     multiple_choice: Literal["keep", "drop"] = "keep"
-    """True if tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops them)."""
+    """True if tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops
+    them)."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the model's chat template for every row, e.g. {enable_thinking: false}; a row's own go before them."""
     date: str | None = None
-    """Day (YYYY-MM-DD) that chat templates with ``strftime_now`` write into prompts; None takes that of the run's first start."""
+    """Day (YYYY-MM-DD) that chat templates with ``strftime_now`` write into prompts; None takes that of the run's first
+    start."""
 
 
 @dataclass(frozen=True)
@@ -408,8 +428,8 @@ class ReferenceConfig:
 @dataclass(frozen=True)
 class CriticConfig:
     path: str | None = None
-    """HF sequence-classification checkpoint with one label (``reward_model.path`` too); None starts from the actor, with a head
-    of zeros."""
+    """HF sequence-classification checkpoint with one label (``reward_model.path`` too); None starts from the actor,
+    with a head of zeros."""
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -423,7 +443,8 @@ class CriticConfig:
 @dataclass(frozen=True)
 class RewardModelConfig:
     path: str | None = None
-    """HF sequence-classification checkpoint with one label; its score of each answer is added to the reward. None for none."""
+    """HF sequence-classification checkpoint with one label; its score of each answer is added to the reward. None for
+    none."""
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None

@@ -2,7 +2,8 @@
 
 In this order, each stage once:
 
-1. a verifier's verdict and the weights of form, repetition and language (``rewards.verdict.weighed``, as each answer ends);
+1. a verifier's verdict and the weights of form, repetition and language (``rewards.verdict.weighed``, as each answer
+  ends);
 2. ``verify``: groups checked, missing verdicts settled, length rewards added, groups kept or dropped with a reason;
 3. ``split_by_accuracy``: dynamic sampling;
 4. ``shuffle_rewards``: a control experiment;
@@ -36,7 +37,8 @@ LARGEST_SCORE = 1e30
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Counts of a rollout's groups, kept and dropped. A group is dropped whole: the others' statistics stay what they are."""
+    """Counts of a rollout's groups, kept and dropped. A group is dropped whole: the others' statistics stay what they
+    are."""
 
     groups: int
     dropped: dict[str, int]
@@ -78,8 +80,8 @@ def verify(
 ) -> Verified:
     """Check every group, settle missing verdicts by ``reward.on_error``, and shape the scores.
 
-    A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted. A greedy
-    answer is checked, settled and shaped like a member.
+    A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted. A
+    greedy answer is checked, settled and shaped like a member.
 
     Args:
         max_response_tokens: ``rollout.max_response_tokens``, for ``reward.overlong_buffer`` alone.
@@ -127,12 +129,15 @@ def shaped(experience: Experience, config: RewardConfig, max_response_tokens: in
 
 def length_rewarded(group: Sequence[Experience], config: LengthConfig, step: int) -> list[Experience]:
     """Add k1.5's reward for being short among the members of one whole group, under ``length`` in their parts; from
-    ``warmup_steps`` on. A greedy answer is left as it is: it is no member. So is what has no verdict, and it is compared with nobody."""
+    ``warmup_steps`` on. A greedy answer is left as it is: it is no member. So is what has no verdict, and it is
+    compared with nobody."""
     if not config.weight or step < config.warmup_steps:
         return list(group)
     judged = [e for e in group if e.reward.status not in NO_VERDICT]
     rewards = iter(k15_length_rewards([len(e.response_ids) for e in judged], [e.reward.status == "ok" for e in judged]))
-    return [e if e.reward.status in NO_VERDICT else _with_part(e, "length", next(rewards), config.weight) for e in group]
+    return [
+        e if e.reward.status in NO_VERDICT else _with_part(e, "length", next(rewards), config.weight) for e in group
+    ]
 
 
 def _with_part(experience: Experience, name: str, value: float, weight: float) -> Experience:
@@ -170,17 +175,22 @@ def shuffle_rewards(experiences: Sequence[Experience], seed: int) -> list[Experi
 
 
 def add_model_scores(experiences: Sequence[Experience], scores: Sequence[float], coef: float) -> list[Experience]:
-    """Add ``coef`` times a reward model's score of the whole answer to each reward, and the score under ``model`` to its parts."""
+    """Add ``coef`` times a reward model's score of the whole answer to each reward, and the score under ``model`` to
+    its parts."""
     return [
         dataclasses.replace(
-            e, reward=dataclasses.replace(e.reward, score=e.reward.score + coef * score, parts={**e.reward.parts, "model": score})
+            e,
+            reward=dataclasses.replace(
+                e.reward, score=e.reward.score + coef * score, parts={**e.reward.parts, "model": score}
+            ),
         )
         for e, score in zip(experiences, scores, strict=True)
     ]
 
 
 def with_group_stats(experiences: Sequence[Experience]) -> list[Experience]:
-    """Attach to each experience the statistics of its group's scores. Groups come back in the order of their first member."""
+    """Attach to each experience the statistics of its group's scores. Groups come back in the order of their first
+    member."""
     return [
         dataclasses.replace(experience, group_stats=stats)
         for group in by_group(experiences)
@@ -190,8 +200,8 @@ def with_group_stats(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def check_experience(experience: Experience, vocab_size: int) -> str | None:
-    """Reason why an experience cannot be trained on, or None. Lengths [R] agree, values are finite, ids within the vocabulary,
-    and the segments tile the response with versions that never decrease."""
+    """Reason why an experience cannot be trained on, or None. Lengths [R] agree, values are finite, ids within the
+    vocabulary, and the segments tile the response with versions that never decrease."""
     response, mask, logp = experience.response_ids, experience.response_mask, experience.engine_logp
     if not len(response) == len(mask) == len(logp):
         return f"response_ids, response_mask and engine_logp have lengths {len(response)}, {len(mask)}, {len(logp)}"
@@ -229,7 +239,9 @@ def _group_fault(group: Sequence[Experience], config: RewardConfig, vocab_size: 
     first = group[0]
     indices = sorted(experience.index for experience in group)
     if indices != list(range(first.group_size)) or any(not _same_group(first, experience) for experience in group):
-        return _Fault("incomplete", f"group {first.group_id}", f"its size is {first.group_size}, its members are {indices}")
+        return _Fault(
+            "incomplete", f"group {first.group_id}", f"its size is {first.group_size}, its members are {indices}"
+        )
     baseline = first.greedy
     if greedy and any(experience.greedy is None for experience in group):
         return _Fault("incomplete", f"group {first.group_id}", "its greedy answer is missing")

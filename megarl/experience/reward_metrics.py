@@ -20,8 +20,9 @@ def part_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def verifier_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Metrics of each verifier over all answers that it was asked for, dropped ones too: ``reward/<verifier>/`` + ``answers``, ``error``,
-    ``timeout``, ``retries``, ``kills`` (numbers), ``seconds/…`` in the verifier and ``waited_s/…`` for a free worker (mean, max, min)."""
+    """Metrics of each verifier over all answers that it was asked for, dropped ones too: ``reward/<verifier>/`` +
+    ``answers``, ``error``, ``timeout``, ``retries``, ``kills`` (numbers), ``seconds/…`` in the verifier and
+    ``waited_s/…`` for a free worker (mean, max, min)."""
     metrics: dict[str, float] = {}
     answers: dict[str, list[Experience]] = defaultdict(list)
     for experience in experiences:

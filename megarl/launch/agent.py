@@ -1,4 +1,5 @@
-"""The supervisor of a node that is not the head: connects to it, starts what it is told to, and ends everything when it is gone."""
+"""The supervisor of a node that is not the head: connects to it, starts what it is told to, and ends everything when it
+is gone."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ def serve(allocation: Allocation, config: Config, key: str) -> int:
         try:
             with Guard() as guard:
                 node = LocalNode(
-                    guard, name=allocation.name, rank=allocation.rank, address=channel.own_address, role=allocation.role, run_dir=run_dir
+                    guard,
+                    name=allocation.name,
+                    rank=allocation.rank,
+                    address=channel.own_address,
+                    role=allocation.role,
+                    run_dir=run_dir,
                 )
                 try:
                     return _Agent(channel, node, stop_request, _beat_s(config), key).run()
@@ -78,7 +84,10 @@ def _connect(allocation: Allocation, config: Config, key: str, stop_request: Sto
         if stop_request.count:
             raise JobError(f"stopped while waiting for {where}")
         if time.monotonic() > deadline:
-            raise JobError(f"{where} cannot be reached ({reason}) within cluster.connect_timeout_s={config.cluster.connect_timeout_s:g}")
+            raise JobError(
+                f"{where} cannot be reached ({reason}) within "
+                f"cluster.connect_timeout_s={config.cluster.connect_timeout_s:g}"
+            )
         time.sleep(CONNECT_EVERY_S)
     facts = health.facts(allocation.name or f"node {allocation.rank}", channel.own_address)
     channel.send(rank=allocation.rank, role=allocation.role, facts=asdict(facts))
@@ -127,7 +136,9 @@ class _Agent:
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["do"] == "start":
-            spec = Spec(**{**message["spec"], "argv": tuple(message["spec"]["argv"]), "gpus": tuple(message["spec"]["gpus"])})
+            spec = Spec(
+                **{**message["spec"], "argv": tuple(message["spec"]["argv"]), "gpus": tuple(message["spec"]["gpus"])}
+            )
             with self._lock:
                 self._node.start(replace(spec, echo=False, env=self._with_password(spec.env)))
             return {}
@@ -151,7 +162,9 @@ class _Agent:
         return {**env, VARIABLE: os.environ.get(VARIABLE) or with_own_password(env[VARIABLE], self._key)}
 
     def _tell_end(self, child: Child) -> None:
-        with self._telling:  # who asked for a stop has heard of all ends when it is answered: later ones are a successor's
+        with (
+            self._telling
+        ):  # who asked for a stop has heard of all ends when it is answered: later ones are a successor's
             if child not in self._told and (status := child.poll()) is not None:
                 self._told.add(child)
                 self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
@@ -159,7 +172,8 @@ class _Agent:
     def _watch(self) -> None:
         try:
             self._tell_news()
-        finally:  # an error is in the log: without this thread the head would wait for news until the node counts as silent
+        # an error is in the log: without this thread the head would wait for news until the node counts as silent
+        finally:
             self._channel.close()
 
     def _tell_news(self) -> None:

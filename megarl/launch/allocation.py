@@ -1,6 +1,7 @@
 """Machines that a launcher gave to this job, read from the environment: Slurm, torchrun, or none of them.
 
-Every machine runs one supervisor. That of node 0, the head, decides; the others (``launch/agent.py``) run what it tells them.
+Every machine runs one supervisor. That of node 0, the head, decides; the others (``launch/agent.py``) run what it tells
+them.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Allocation:
 
 
 def find(env: Mapping[str, str] = os.environ) -> Allocation:
-    """The allocation that this process is a part of. MEGARL_HEAD, MEGARL_HEAD_PORT, MEGARL_NODES, MEGARL_NODE_RANK and MEGARL_ROLE
-    have the last word.
+    """The allocation that this process is a part of. MEGARL_HEAD, MEGARL_HEAD_PORT, MEGARL_NODES, MEGARL_NODE_RANK and
+    MEGARL_ROLE have the last word.
 
     Raises:
         ConfigError: the launcher started too few or too many supervisors, or they have no key in common.
@@ -57,7 +58,8 @@ def find(env: Mapping[str, str] = os.environ) -> Allocation:
         found = Allocation(name=os.uname().nodename)
     if found.nodes > 1 and len(env.get(KEY_VARIABLE, "")) < MIN_KEY:
         raise ConfigError(
-            f"{found.nodes} nodes need one secret of at least {MIN_KEY} characters in ${KEY_VARIABLE}, the same on all; slurm/common.sh "
+            f"{found.nodes} nodes need one secret of at least {MIN_KEY} characters in ${KEY_VARIABLE}, the same on "
+            "all; slurm/common.sh "
             "makes one for each job"
         )
     return found
@@ -76,7 +78,8 @@ def _slurm(env: Mapping[str, str]) -> Allocation:
     tasks = int(env["SLURM_STEP_NUM_TASKS"])
     if "MEGARL_NODES" not in env and tasks != nodes:
         raise ConfigError(
-            f"srun started {tasks} tasks on {nodes} nodes; megarl needs one on each, and starts the rest itself: use --ntasks-per-node=1"
+            f"srun started {tasks} tasks on {nodes} nodes; megarl needs one on each, and starts the rest itself: use "
+            "--ntasks-per-node=1"
         )
     return Allocation(
         rank=int(env.get("MEGARL_NODE_RANK") or env["SLURM_PROCID"]),
@@ -93,7 +96,8 @@ def _slurm(env: Mapping[str, str]) -> Allocation:
 def _torchrun(env: Mapping[str, str]) -> Allocation:
     if int(env["LOCAL_WORLD_SIZE"]) != 1:
         raise ConfigError(
-            f"torchrun --nproc-per-node={env['LOCAL_WORLD_SIZE']}: megarl needs one process on each node and starts the rest itself; use 1"
+            f"torchrun --nproc-per-node={env['LOCAL_WORLD_SIZE']}: megarl needs one process on each node and starts "
+            "the rest itself; use 1"
         )
     return Allocation(
         rank=int(env["RANK"]),

@@ -17,21 +17,60 @@ HARMLESS = (
 )  # fmt: skip
 """Settings that change nothing of what a run computes or where it lies."""
 FREE = (
-    "run", "cluster", "store", "sync", "evaluation", "parallel", "reference.parallel", "critic.parallel", "reward_model.parallel",
-    *(f"trainer.{name}" for name in (
-        "steps", "packing", "max_tokens_per_micro_batch", "micro_batch_size", "checkpoint_interval", "keep_checkpoints",
-        "async_checkpoint", "verify_checkpoints", "max_failed_checkpoints", "eval_interval", "num_threads",
-        "logits_bytes", "kernels", "trackers", "warm_start.checkpoint_interval",
-    )),
-    *(f"rollout.{name}" for name in (
-        "tp", "pp", "expert_parallel", "replicas", "nodes", "max_num_seqs", "block_size", "kv_cache_bytes",
-        "num_threads", "start_timeout_s", "request_timeout_s", "concurrent_groups",
-    )),
-    *(f"reward.{name}" for name in ("workers", "hosts", "backlog", "code.url", "code.python", "judge.concurrency", "judge.cache")),
-)  # fmt: skip
-"""Settings, and groups of them, that change neither the training's mathematics nor verdicts: where and how fast a job computes,
-how long it waits, what it logs and keeps. Timeouts and retries of rewards are not among them: an answer without a verdict is
-dropped. ``run.allow_changes`` confirms all others when a run goes on."""
+    "run",
+    "cluster",
+    "store",
+    "sync",
+    "evaluation",
+    "parallel",
+    "reference.parallel",
+    "critic.parallel",
+    "reward_model.parallel",
+    *(
+        f"trainer.{name}"
+        for name in (
+            "steps",
+            "packing",
+            "max_tokens_per_micro_batch",
+            "micro_batch_size",
+            "checkpoint_interval",
+            "keep_checkpoints",
+            "async_checkpoint",
+            "verify_checkpoints",
+            "max_failed_checkpoints",
+            "eval_interval",
+            "num_threads",
+            "logits_bytes",
+            "kernels",
+            "trackers",
+            "warm_start.checkpoint_interval",
+        )
+    ),
+    *(
+        f"rollout.{name}"
+        for name in (
+            "tp",
+            "pp",
+            "expert_parallel",
+            "replicas",
+            "nodes",
+            "max_num_seqs",
+            "block_size",
+            "kv_cache_bytes",
+            "num_threads",
+            "start_timeout_s",
+            "request_timeout_s",
+            "concurrent_groups",
+        )
+    ),
+    *(
+        f"reward.{name}"
+        for name in ("workers", "hosts", "backlog", "code.url", "code.python", "judge.concurrency", "judge.cache")
+    ),
+)
+"""Settings, and groups of them, that change neither the training's mathematics nor verdicts: where and how fast a job
+computes, how long it waits, what it logs and keeps. Timeouts and retries of rewards are not among them: an answer
+without a verdict is dropped. ``run.allow_changes`` confirms all others when a run goes on."""
 
 
 class Change(NamedTuple):
@@ -42,7 +81,9 @@ class Change(NamedTuple):
     def trains(self) -> bool:
         """Return True if it may change what a run learns, verdicts included, so that it must be confirmed."""
         if self.setting == "reward.judge.url":
-            return not {None, JUDGE_IS_ROLLOUT}.isdisjoint((self.old, self.new))  # else the same judge at another address
+            return not {None, JUDGE_IS_ROLLOUT}.isdisjoint(
+                (self.old, self.new)
+            )  # else the same judge at another address
         return not is_in(self.setting, FREE)
 
 

@@ -55,7 +55,9 @@ class Channel:
         try:
             line = self._lines.readline(limit)
             if not line.endswith(b"\n"):
-                raise ChannelClosed("connection closed" if len(line) < limit else f"a message of more than {limit} bytes")
+                raise ChannelClosed(
+                    "connection closed" if len(line) < limit else f"a message of more than {limit} bytes"
+                )
             message = json.loads(line)
             if not isinstance(message, dict):
                 raise ValueError("not a JSON object")

@@ -92,10 +92,13 @@ def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]
     tokenizer = ChatTokenizer.of(config)
     if tokenizer.ends_otherwise is not None and rows.keys() - tasks.keys():
         log.warning(
-            "the chat template of model.path=%s ends an answer with %r, and sampling does not end there (eos_token_id of "
+            "the chat template of model.path=%s ends an answer with %r, and sampling does not end there (eos_token_id "
+            "of "
             "generation_config.json): demonstrations end with %r instead; add the template's token there to teach it",
-            config.model.path, tokenizer.ends_otherwise, tokenizer.token(tokenizer.end_id),
-        )  # fmt: skip
+            config.model.path,
+            tokenizer.ends_otherwise,
+            tokenizer.token(tokenizer.end_id),
+        )
     check_vocabulary(config, rows, tokenizer, int(hf_config["vocab_size"]), sampled=tuple(tasks))
     for split, found in rows.items():
         if split in tasks:
@@ -114,7 +117,9 @@ def check_sizes(config: Config) -> None:
 def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     algorithm = algorithms.get(config.algorithm.name)
     scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
-    check_model(config, hf_config, engines=ProcessKind.ENGINE in algorithm.job.processes, head="score" if scores else "lm")
+    check_model(
+        config, hf_config, engines=ProcessKind.ENGINE in algorithm.job.processes, head="score" if scores else "lm"
+    )
     check_role_models(config, algorithm, hf_config)
 
 

@@ -24,7 +24,8 @@ QUERY = (
 SAME = {"name": "", "memory.total": " MiB", "clocks.max.sm": " MHz"}
 """Properties that GPUs of a job share -> their units."""
 HARDWARE_SLOWDOWN = {0x8: "HW slowdown", 0x40: "HW thermal slowdown", 0x80: "HW power brake"}
-"""Bits of nvml.h's nvmlClocksThrottleReason… that halve the clocks or worse. Idle, power caps and set clocks are everyday matters."""
+"""Bits of nvml.h's nvmlClocksThrottleReason… that halve the clocks or worse. Idle, power caps and set clocks are
+everyday matters."""
 UNKNOWN_FIELD = re.compile(r'Field "([\w.]+)" is not a valid field')
 ANSWER_S = 60.0
 """nvidia-smi takes seconds on a node whose driver is not kept loaded, and forever where a GPU hangs."""
@@ -34,7 +35,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible(env: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> list[str]:
-    """This node's GPUs that the job may use, by the names that CUDA_VISIBLE_DEVICES has for them: what a launcher put there, else all."""
+    """This node's GPUs that the job may use, by the names that CUDA_VISIBLE_DEVICES has for them: what a launcher put
+    there, else all."""
     if VISIBLE in env:
         words = [word.strip() for word in env[VISIBLE].split(",")]
         return words[: next((i for i, word in enumerate(words) if word in ("", "-1")), len(words))]  # as CUDA reads it
@@ -66,11 +68,16 @@ def gpus() -> list[dict[str, str]]:
 def parse_gpus(text: str, fields: Sequence[str] = QUERY) -> list[dict[str, str]]:
     """Lines of ``--format=csv,noheader,nounits``; what a GPU does not know ("[N/A]", "[Not Supported]") is left out."""
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
-    return [{field: word for field, word in zip(fields, row, strict=True) if not word.startswith(("[", "N/A"))} for row in rows if len(row) == len(fields)]
+    return [
+        {field: word for field, word in zip(fields, row, strict=True) if not word.startswith(("[", "N/A"))}
+        for row in rows
+        if len(row) == len(fields)
+    ]
 
 
 def fabric(folder: Path = INFINIBAND) -> dict[str, str]:
-    """``mlx5_0/1`` -> ``ACTIVE, 400 Gb/sec (4X NDR)`` of each port whose state and rate can be read; {} without a fabric."""
+    """``mlx5_0/1`` -> ``ACTIVE, 400 Gb/sec (4X NDR)`` of each port whose state and rate can be read; {} without a
+    fabric."""
     found = {}
     for port in sorted(folder.glob("*/ports/*")):
         with suppress(OSError):

@@ -1,4 +1,5 @@
-"""A check that leaves nothing behind: rows and a model that the job would make are made in a temporary folder, and removed."""
+"""A check that leaves nothing behind: rows and a model that the job would make are made in a temporary folder, and
+removed."""
 
 from __future__ import annotations
 

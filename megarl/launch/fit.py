@@ -1,5 +1,5 @@
-"""Reduction of a job to the nodes that are left. Spares take the places of lost nodes; where there is none, the job goes on with
-fewer data-parallel ranks and engines, on what the nodes had room for from the start. A pure function.
+"""Reduction of a job to the nodes that are left. Spares take the places of lost nodes; where there is none, the job
+goes on with fewer data-parallel ranks and engines, on what the nodes had room for from the start. A pure function.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Change(NamedTuple):
 
 
 def fit(config: Config, allocated: Sequence[Place], left: Sequence[Place], usable: Callable[[Config], None]) -> Fit:
-    """The whole job where enough nodes are left, else the largest part of it that ``cluster.shrink`` allows. No node gets more ranks
-    or engines than the whole job would put on one; model-parallel sizes stay.
+    """The whole job where enough nodes are left, else the largest part of it that ``cluster.shrink`` allows. No node
+    gets more ranks or engines than the whole job would put on one; model-parallel sizes stay.
 
     Args:
         allocated: All nodes that the launcher gave, by rank.
@@ -49,7 +49,8 @@ def fit(config: Config, allocated: Sequence[Place], left: Sequence[Place], usabl
     whole = len(trainer_nodes(allocated)) - config.cluster.spare_nodes
     if whole < 1 and config.cluster.spare_nodes:
         raise ConfigError(
-            f"cluster.spare_nodes={config.cluster.spare_nodes} leaves none of the {len(trainer_nodes(allocated))} nodes that may train; "
+            f"cluster.spare_nodes={config.cluster.spare_nodes} leaves none of the {len(trainer_nodes(allocated))} "
+            "nodes that may train; "
             "lower it, or add nodes"
         )
     place(config, _working(allocated, whole))
@@ -72,8 +73,10 @@ def fit(config: Config, allocated: Sequence[Place], left: Sequence[Place], usabl
         return Fit(smaller, nodes, count)
     size = config.parallel.world_size // config.parallel.dp
     raise JobError(
-        f"{len(left)} of {len(allocated)} nodes are left, and no part of the job fits them: one data-parallel rank takes tp*cp*pp = {size} "
-        f"trainer ranks where a node has room for {each}, an engine rollout.nodes={config.rollout.nodes} nodes; run it again with all "
+        f"{len(left)} of {len(allocated)} nodes are left, and no part of the job fits them: one data-parallel rank "
+        f"takes tp*cp*pp = {size} "
+        f"trainer ranks where a node has room for {each}, an engine rollout.nodes={config.rollout.nodes} nodes; run it "
+        "again with all "
         "nodes, or with cluster.shrink=false, which puts more ranks on each node that is left"
     )
 
@@ -103,7 +106,8 @@ def _working(nodes: Sequence[Place], trainers: int) -> tuple[Place, ...]:
 
 
 def _engines(config: Config, whole: Sequence[Place], nodes: Sequence[Place]) -> int:
-    """Number of engines that ``nodes`` have room for: no group of ``rollout.nodes`` gets more than one has of the whole job."""
+    """Number of engines that ``nodes`` have room for: no group of ``rollout.nodes`` gets more than one has of the whole
+    job."""
     had, has = (len(engine_nodes(some)) // config.rollout.nodes for some in (whole, nodes))
     return min(config.rollout.replicas, has * -(-config.rollout.replicas // had))
 
@@ -126,5 +130,6 @@ def _smaller(config: Config, engines: int) -> Iterator[Config]:
 
 
 def _fewest(ranks: int, nodes: int, each: int) -> int | None:
-    """The smallest number of nodes that share ``ranks`` evenly, none with more than ``each``: neighbours stay on a node."""
+    """The smallest number of nodes that share ``ranks`` evenly, none with more than ``each``: neighbours stay on a
+    node."""
     return next((count for count in range(1, nodes + 1) if ranks % count == 0 and ranks // count <= each), None)

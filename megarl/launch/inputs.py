@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
-    """Check that every row has a verifier, which works here: a user's own one scores a row, programs can be isolated, a judge responds.
+    """Check that every row has a verifier, which works here: a user's own one scores a row, programs can be isolated, a
+    judge responds.
 
     Raises:
         ConfigError, DataError: naming the setting, or the row.
@@ -44,7 +45,9 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
         try:
             log.info("programs in answers are run in %s", check_code(reward))
         except SandboxError as error:
-            raise ConfigError(f"rows go to the verifier of programs, which are not run unless they can be isolated: {error}") from error
+            raise ConfigError(
+                f"rows go to the verifier of programs, which are not run unless they can be isolated: {error}"
+            ) from error
     if JUDGE in sources or reward.judge.url is not None:
         from megarl.rewards.judge import check_judge
 
@@ -65,7 +68,9 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
                 if family != "code":  # tried by itself: it needs a sandbox
                     scorer_for(task.data_source, config.reward)
             except DataError as error:
-                raise DataError(f"{_place(config, split, number)}, data_source {task.data_source!r}: {error}") from error
+                raise DataError(
+                    f"{_place(config, split, number)}, data_source {task.data_source!r}: {error}"
+                ) from error
             known.add(task.data_source)
             families.setdefault(family, task.data_source)
     return families
@@ -85,13 +90,15 @@ def _try_reward(config: Config, task: Task) -> None:
         log.warning("reward.path=%s: for %s %s", config.reward.path, _place(config, "train", 0), verdict.message)
         return
     raise ConfigError(
-        f"reward.path={config.reward.path} gives no score for {_place(config, 'train', 0)} (answered with its ground truth): "
+        f"reward.path={config.reward.path} gives no score for {_place(config, 'train', 0)} (answered with its ground "
+        "truth): "
         f"{verdict.message}; mend the function, or raise reward.timeout_s where it needs longer"
     )
 
 
 def judgeable(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The rows that answers can be judged by: all of them, or without those that ``taskset.unjudgeable=drop`` leaves out.
+    """The rows that answers can be judged by: all of them, or without those that ``taskset.unjudgeable=drop`` leaves
+    out.
 
     Raises:
         DataError: there are others, with the first of them; or none is left.
@@ -111,9 +118,16 @@ def judgeable(config: Config, split: str, rows: list[Task]) -> list[Task]:
     first = f"{_place(config, split, faults[0][0])}: {faults[0][1]}"
     if config.taskset.unjudgeable == "refuse" or not kept:
         raise DataError(
-            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; mend or drop them, or leave them out by taskset.unjudgeable=drop"
+            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; mend or drop them, or leave them out "
+            "by taskset.unjudgeable=drop"
         )
-    log.warning("taskset.unjudgeable=drop: %d of %d rows of taskset.%s are left out; the first is %s", len(faults), len(rows), split, first)
+    log.warning(
+        "taskset.unjudgeable=drop: %d of %d rows of taskset.%s are left out; the first is %s",
+        len(faults),
+        len(rows),
+        split,
+        first,
+    )
     return kept
 
 
@@ -128,7 +142,8 @@ def without_choices(config: Config, rows: Rows) -> Rows:
     kept = [row for row in rows if not (isinstance(row, Task) and is_multiple_choice(vars(row)))]
     if not kept:
         raise DataError(
-            f"taskset.multiple_choice=drop leaves none of the {len(rows)} rows of {config.taskset.train}; set it to keep, or add others"
+            f"taskset.multiple_choice=drop leaves none of the {len(rows)} rows of {config.taskset.train}; set it to "
+            "keep, or add others"
         )
     if len(kept) < len(rows):
         log.info("taskset.multiple_choice=drop: %d of %d training tasks are left out", len(rows) - len(kept), len(rows))
@@ -136,7 +151,8 @@ def without_choices(config: Config, rows: Rows) -> Rows:
 
 
 def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int) -> None:
-    """Each sequence of demonstrations or preferences fits the model's context, and what must be computed together a micro-batch.
+    """Each sequence of demonstrations or preferences fits the model's context, and what must be computed together a
+    micro-batch.
 
     Raises:
         DataError: one does not, with its row; or the two answers of a preference are the same to this tokenizer.
@@ -153,15 +169,23 @@ def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokeniz
             raise DataError(f"{_place(config, split, number)}{fault}")
 
 
-def _fault_of_lengths(config: Config, prompt: np.ndarray, answers: Sequence[np.ndarray], context: int, piece: int) -> str | None:
+def _fault_of_lengths(
+    config: Config, prompt: np.ndarray, answers: Sequence[np.ndarray], context: int, piece: int
+) -> str | None:
     lengths = [len(prompt) + len(answer) for answer in answers]
     if max(lengths) > context:
-        return f" has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); drop the row"
+        return (
+            f" has {max(lengths)} tokens with its answer, the model's context is {context} (max_position_embeddings); "
+            "drop the row"
+        )
     limit = config.trainer.max_tokens_per_micro_batch
     wanted = sum(length + -length % piece for length in lengths)
     if config.trainer.packing and wanted > limit:
         what = "its two answers, each behind the prompt," if len(lengths) > 1 else "its answer"
-        return f" takes {wanted} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop the row"
+        return (
+            f" takes {wanted} tokens with {what} and trainer.max_tokens_per_micro_batch is {limit}; raise it or drop "
+            "the row"
+        )
     if len(answers) == 2 and np.array_equal(answers[0], answers[1]):
         return f": chosen and rejected are the same tokens to the tokenizer of {config.model.path}; drop the row"
     return None
@@ -174,7 +198,8 @@ def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -
         for number, row in enumerate(rows):
             if _question(row) in questions:
                 raise DataError(
-                    f"{_place(config, name, number)} asks a question of taskset.eval: {row.prompt[-1].get('content')!r}; "
+                    f"{_place(config, name, number)} asks a question of taskset.eval: "
+                    f"{row.prompt[-1].get('content')!r}; "
                     "drop it from one of them (spaces and capitals make no difference here)"
                 )
 
@@ -188,7 +213,8 @@ def check_count(config: Config, rows: Rows) -> None:
     wanted = config.trainer.tasks_per_step
     if wanted > len(rows):
         raise ConfigError(
-            f"trainer.tasks_per_step={wanted} is more than the {len(rows)} rows of taskset.train={config.taskset.train} that are trained on; "
+            f"trainer.tasks_per_step={wanted} is more than the {len(rows)} rows of "
+            f"taskset.train={config.taskset.train} that are trained on; "
             f"set it to {len(rows)} or less, or add rows"
         )
 

@@ -1,4 +1,5 @@
-"""Signals to a supervisor: those before a job's processes run, and requests to stop while they do. Imports nothing heavy."""
+"""Signals to a supervisor: those before a job's processes run, and requests to stop while they do. Imports nothing
+heavy."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While active, SIGINT and SIGTERM raise KeyboardInterrupt and are remembered: an import that is interrupted may raise
-    ModuleNotFoundError instead, or go on. So a job that Slurm stops at its very start ends as one that it stops later."""
+    """While active, SIGINT and SIGTERM raise KeyboardInterrupt and are remembered: an import that is interrupted may
+    raise ModuleNotFoundError instead, or go on. So a job that Slurm stops at its very start ends as one that it stops
+    later."""
 
     def __init__(self) -> None:
         self.seen = False

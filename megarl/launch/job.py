@@ -44,20 +44,27 @@ UNFINISHED = 130
 
 
 def run(config: Config) -> int:
-    """Run the job to its end, or this node's part in it; exit status 0 when it finished, 130 when it was stopped and can be resumed."""
+    """Run the job to its end, or this node's part in it; exit status 0 when it finished, 130 when it was stopped and
+    can be resumed."""
     allocation = find()
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
     if not allocation.is_head:
         return agent.serve(allocation, config, key)
     run_dir = Path(config.run.dir)
     start = time.monotonic()
-    with Gathering(allocation, key, config.cluster.heartbeat_s) as gathering, own_run_dir(run_dir) as lock, ExitStack() as stack:
+    with (
+        Gathering(allocation, key, config.cluster.heartbeat_s) as gathering,
+        own_run_dir(run_dir) as lock,
+        ExitStack() as stack,
+    ):
         last = current_attempt(run_dir)  # whoever counts from here on has taken over
         tasks = check(config, mend=True, nodes=allocation.nodes)
         config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
         connections = config.parallel.world_size + OTHERS
-        server = stack.enter_context(job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock]))
+        server = stack.enter_context(
+            job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock])
+        )
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
         else:
@@ -96,7 +103,15 @@ def _run_attempts(
         for folder in remove_stale_folders(run_dir):
             log.info("removed %s, which a killed start of this run had left", folder)
         guard = stack.enter_context(Guard(lock))
-        here = LocalNode(guard, [lock], run_dir=run_dir, name=allocation.name, role=allocation.role, address=config.run.host, first_port=config.run.port)
+        here = LocalNode(
+            guard,
+            [lock],
+            run_dir=run_dir,
+            name=allocation.name,
+            role=allocation.role,
+            address=config.run.host,
+            first_port=config.run.port,
+        )
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         for left in reversed(range(config.cluster.restarts + 1)):
@@ -141,8 +156,11 @@ def _counted(config: Config, stop_request: StopRequest, last: int | None = None)
             time.sleep(1.0)
 
 
-def _fitted(config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]) -> tuple[Fit, list[Node]]:
-    """The job as large as the nodes that are left can have it, and those that it uses; says what is not as it was asked for.
+def _fitted(
+    config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]
+) -> tuple[Fit, list[Node]]:
+    """The job as large as the nodes that are left can have it, and those that it uses; says what is not as it was asked
+    for.
 
     Raises as ``fit``.
     """
@@ -153,16 +171,21 @@ def _fitted(config: Config, here: LocalNode, others: Sequence[RemoteNode], left:
     used = {node.rank for node in fitted.nodes}
     missing = [node for node in others if node not in left]
     for node in missing:
-        log.warning("node %d %s is %s", node.rank, node.name, "left out" if node.fault() is None else f"lost: {node.fault()}")
+        log.warning(
+            "node %d %s is %s", node.rank, node.name, "left out" if node.fault() is None else f"lost: {node.fault()}"
+        )
     spares = [str(node) for node in there if node.rank not in used]
     if config.cluster.spare_nodes:
         log.info("spare nodes: %s", ", ".join(spares) or "none is left")
     if smaller := changes(config, fitted.config):
         log.warning(
-            "THE JOB GOES ON SMALLER, %d of %d nodes are left: %s. A step has the same rows, and the trainer's results are equal up to the "
+            "THE JOB GOES ON SMALLER, %d of %d nodes are left: %s. A step has the same rows, and the trainer's results "
+            "are equal up to the "
             "order of summation. Started again with all nodes it has its full size.",
-            len(there), len(allocated), ", ".join(f"{c.setting} {c.old} -> {c.new}" for c in smaller),
-        )  # fmt: skip
+            len(there),
+            len(allocated),
+            ", ".join(f"{c.setting} {c.old} -> {c.new}" for c in smaller),
+        )
     return fitted, [node for node in nodes if node.rank in used]
 
 
@@ -185,13 +208,17 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
         return list(others)
     text = health.described(faults)
     if head.name in faults or not (config.cluster.exclude_unhealthy or len(faults) <= config.cluster.spare_nodes):
-        raise JobError(f"{text}; mend it, or leave the node out (sbatch --exclude, cluster.exclude_unhealthy=true, cluster.spare_nodes)")
+        raise JobError(
+            f"{text}; mend it, or leave the node out (sbatch --exclude, cluster.exclude_unhealthy=true, "
+            "cluster.spare_nodes)"
+        )
     log.warning("left out: %s", text)
     return [node for node in others if node.name not in faults]
 
 
 def _fill_store(config: Config, tasks: Mapping[str, list[Task]], attempt: int) -> None:
-    """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for and the newest checkpoint knows nothing of.
+    """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for
+    and the newest checkpoint knows nothing of.
 
     Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
     """

@@ -31,14 +31,17 @@ ENGINE_EXPERT_UNIT = 32
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, head: Head = "lm") -> None:
-    """The architecture has a table, the trainer's grid can train it and its modules can be built here, its files are whole; with
-    ``engines`` they can be sent it. ``head="score"``: a reward model from the start, which a language model's files do for too."""
+    """The architecture has a table, the trainer's grid can train it and its modules can be built here, its files are
+    whole; with ``engines`` they can be sent it. ``head="score"``: a reward model from the start, which a language
+    model's files do for too."""
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     check_implementation(config.model, config.parallel)
     check_router(config, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:
-        rows_in_budget(columns, getattr(torch, config.model.head_dtype or config.model.dtype), config.trainer.logits_bytes)
+        rows_in_budget(
+            columns, getattr(torch, config.model.head_dtype or config.model.dtype), config.trainer.logits_bytes
+        )
     except ValueError as error:
         raise ConfigError(f"trainer.{error}") from error
     grid = megatron_grid(config.parallel)
@@ -61,7 +64,8 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
         if hf_config.get(setting, value) != value:
             raise ConfigError(
                 f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
-                "remove that directory to make the model anew, or set the value that it has (model.from_scratch=null for a model of your own)"
+                "remove that directory to make the model anew, or set the value that it has (model.from_scratch=null "
+                "for a model of your own)"
             )
 
 
@@ -70,16 +74,20 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
     arch, router = architecture(hf_config), config.model.router
     for name, value in asdict(router).items():
         if value and not arch.sizes(hf_config).experts:
-            raise ConfigError(f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0")
+            raise ConfigError(
+                f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0"
+            )
     if router.bias_update_rate and not arch.sigmoid_router:
         raise ConfigError(
-            f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to move; set it to 0 and "
+            f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
+            "move; set it to 0 and "
             "model.router.aux_loss_coef above 0"
         )
 
 
 def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout) -> None:
-    """The trainer's tensors divide over the engines' grid, and vLLM can compute with this model as long as rollouts are."""
+    """The trainer's tensors divide over the engines' grid, and vLLM can compute with this model as long as rollouts
+    are."""
     rollout = config.rollout
     engines = vllm_layout(
         hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
@@ -102,19 +110,23 @@ def check_engine(path: str, hf_config: Mapping[str, Any]) -> None:
         for key, value in ENGINE_ROUTER.items():
             if hf_config.get(key) != value:
                 raise ConfigError(
-                    f"config.json of {path} has {key}={hf_config.get(key)!r}: transformers does not read it, vLLM would route "
+                    f"config.json of {path} has {key}={hf_config.get(key)!r}: transformers does not read it, vLLM "
+                    "would route "
                     f'another way without it; add "{key}": "{value}" to the file'
                 )
         if (sizes.kv_lora, sizes.qk_rope) != ENGINE_LATENT:
             raise ConfigError(
-                f"kv_lora_rank={sizes.kv_lora} with qk_rope_head_dim={sizes.qk_rope} of {path}: vLLM's CPU attention has only "
+                f"kv_lora_rank={sizes.kv_lora} with qk_rope_head_dim={sizes.qk_rope} of {path}: vLLM's CPU attention "
+                "has only "
                 f"{ENGINE_LATENT[0]} with {ENGINE_LATENT[1]}"
             )
     elif sizes.head not in ENGINE_HEAD_DIMS:
         raise ConfigError(
-            f"head_dim={sizes.head} of {path} is none that vLLM's CPU attention has: {', '.join(map(str, ENGINE_HEAD_DIMS))}"
+            f"head_dim={sizes.head} of {path} is none that vLLM's CPU attention has: "
+            f"{', '.join(map(str, ENGINE_HEAD_DIMS))}"
         )
     if sizes.experts and sizes.hidden % ENGINE_EXPERT_UNIT:
         raise ConfigError(
-            f"hidden_size={sizes.hidden} of {path} is no multiple of {ENGINE_EXPERT_UNIT}, which vLLM's CPU experts need"
+            f"hidden_size={sizes.hidden} of {path} is no multiple of {ENGINE_EXPERT_UNIT}, which vLLM's CPU experts "
+            "need"
         )

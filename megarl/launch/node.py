@@ -42,7 +42,8 @@ class Spec:
     echo: bool = False
     """Show what it prints on the head's terminal; only for processes of the head's node."""
     listens: str = ""
-    """HOST:PORT of a server, whose socket has SO_REUSEPORT: the node holds the port. It is up once somebody listens there."""
+    """HOST:PORT of a server, whose socket has SO_REUSEPORT: the node holds the port. It is up once somebody listens
+    there."""
     gpus: tuple[int, ...] = ()
     """GPUs of the node that it may use, and no others."""
 
@@ -120,7 +121,8 @@ def on_every_node(started: Sequence[Started], action: Callable[[Node, list[str]]
 
 @dataclass
 class LocalNode:
-    """This machine. What it starts ends with this process, by ``guard`` if need be, and holds the run directory by ``keep``."""
+    """This machine. What it starts ends with this process, by ``guard`` if need be, and holds the run directory by
+    ``keep``."""
 
     guard: Guard
     keep: Sequence[int] = ()
@@ -153,7 +155,14 @@ class LocalNode:
                 self.held[spec.listens] = ports.hold(host, int(port))
             folder, env = own_folder(self.run_dir) if is_engine else (None, {})
             try:
-                child = Child(spec.name, [sys.executable, *spec.argv], {**own, **env}, Path(spec.log), echo=spec.echo, keep=self.keep)
+                child = Child(
+                    spec.name,
+                    [sys.executable, *spec.argv],
+                    {**own, **env},
+                    Path(spec.log),
+                    echo=spec.echo,
+                    keep=self.keep,
+                )
             except BaseException:
                 remove(folder)
                 raise
@@ -193,7 +202,8 @@ class LocalNode:
 
 
 def stop(children: Sequence[Child], grace_s: float) -> None:
-    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory and folders too."""
+    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory
+    and folders too."""
     segments = {path for child in children for path in child.segments | shared_memory(child.pid)}
     for child in children:
         child.signal(signal.SIGTERM)

@@ -69,21 +69,26 @@ def engine_nodes(nodes: Sequence[Place]) -> list[int]:
 
 
 def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None) -> Placement:
-    """Trainer ranks in equal blocks, one node after the other, so that tensor-parallel ranks are neighbours; engines in turn.
+    """Trainer ranks in equal blocks, one node after the other, so that tensor-parallel ranks are neighbours; engines in
+    turn.
 
     ``trainers``: only so many of the nodes that may have trainer ranks get some, the first ones; None is all.
 
     Raises:
-        ConfigError: the ranks or engines do not spread evenly over the nodes that may have them, or want more GPUs than a node has.
+        ConfigError: the ranks or engines do not spread evenly over the nodes that may have them, or want more GPUs than
+            a node has.
     """
     chosen, rollouts = trainer_nodes(nodes)[:trainers], engine_nodes(nodes)
     job = algorithms.get(config.algorithm.name).job
     world = config.parallel.world_size
     if not chosen or nodes[0].role == "rollout":
-        raise ConfigError("node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there")
+        raise ConfigError(
+            "node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there"
+        )
     if world % len(chosen):
         raise ConfigError(
-            f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change parallel.dp or the "
+            f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change "
+            "parallel.dp or the "
             "number of nodes"
         )
     if ProcessKind.ENGINE not in job.processes:
@@ -91,9 +96,13 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
     span, replicas = config.rollout.nodes, config.rollout.replicas
     workers = config.rollout.tp * config.rollout.pp
     if not rollouts or span > len(rollouts):
-        raise ConfigError(f"rollout.nodes={span} for each engine, but {len(rollouts)} nodes may have engines; lower it or add nodes")
+        raise ConfigError(
+            f"rollout.nodes={span} for each engine, but {len(rollouts)} nodes may have engines; lower it or add nodes"
+        )
     if workers % span:
-        raise ConfigError(f"rollout.nodes={span} must divide the {workers} workers of an engine (rollout.tp * rollout.pp)")
+        raise ConfigError(
+            f"rollout.nodes={span} must divide the {workers} workers of an engine (rollout.tp * rollout.pp)"
+        )
     groups = [tuple(rollouts[i : i + span]) for i in range(0, len(rollouts) - span + 1, span)]
     engines = tuple(groups[i % len(groups)] for i in range(replicas))
     hosts = tuple(node.rank for node in nodes[1:])
@@ -108,7 +117,8 @@ def _with_gpus(config: Config, nodes: Sequence[Place], placement: Placement) -> 
         if ranks + workers > node.gpus:
             raise ConfigError(
                 f"{node} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU of its own "
-                f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), or lower parallel.dp or "
+                f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), or "
+                "lower parallel.dp or "
                 "rollout.replicas"
             )
     return placement

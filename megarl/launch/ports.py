@@ -26,11 +26,12 @@ def is_free(host: str, port: int) -> bool:
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """A socket that is bound to a port and does not listen: until it is closed, no other user of the machine can listen there.
+    """A socket that is bound to a port and does not listen: until it is closed, no other user of the machine can listen
+    there.
 
-    A port stands in a server's command line, which everyone can read, before the server listens, and it stays with the job while a
-    dead server is replaced. Whoever listened there would be sent the job's key. A server of this user can listen all the same, if
-    its socket has SO_REUSEPORT.
+    A port stands in a server's command line, which everyone can read, before the server listens, and it stays with the
+    job while a dead server is replaced. Whoever listened there would be sent the job's key. A server of this user can
+    listen all the same, if its socket has SO_REUSEPORT.
 
     Raises:
         OSError: somebody listens there.
@@ -62,7 +63,10 @@ def choose(host: str, count: int, first: int | None) -> list[int]:
     if first is not None:
         ports = list(range(first, first + count))
         if not MIN_PORT <= ports[0] <= ports[-1] <= MAX_PORT:
-            raise ConfigError(f"run.port={first} takes {ports[0]}..{ports[-1]}; ports are {MIN_PORT}..{MAX_PORT}, choose another run.port")
+            raise ConfigError(
+                f"run.port={first} takes {ports[0]}..{ports[-1]}; ports are {MIN_PORT}..{MAX_PORT}, choose another "
+                "run.port"
+            )
         for port in ports:
             if not is_free(host, port):
                 raise ConfigError(
@@ -70,7 +74,8 @@ def choose(host: str, count: int, first: int | None) -> list[int]:
                     "end the process that holds it, choose another run.port, or leave run.port unset"
                 )
         return ports
-    # Below those that the machine gives to outgoing connections: gloo makes many before the last of these is listened on.
+    # Below those that the machine gives to outgoing connections: gloo makes many before the last of these is listened
+    # on.
     candidates = random.SystemRandom().sample(range(LOWEST, LARGEST), LARGEST - LOWEST)
     chosen = list(itertools.islice((port for port in candidates if is_free(host, port)), count))
     if len(chosen) < count:

@@ -71,13 +71,21 @@ class Identity(NamedTuple):
 
 @contextmanager
 def job_store(
-    url: str, run_dir: Path, key: str, *, host: str, port: int | None = None, connections: int = 100, held: Sequence[int] = ()
+    url: str,
+    run_dir: Path,
+    key: str,
+    *,
+    host: str,
+    port: int | None = None,
+    connections: int = 100,
+    held: Sequence[int] = (),
 ) -> Iterator[Server | None]:
-    """Start a server of the job's own, where ``url`` asks for one, with its URL in the environment of this process and of those
-    that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
+    """Start a server of the job's own, where ``url`` asks for one, with its URL in the environment of this process and
+    of those that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
 
     Args:
-        connections: Processes that may hold the store open at once: every trainer rank, every explorer, and the supervisor.
+        connections: Processes that may hold the store open at once: every trainer rank, every explorer, and the
+            supervisor.
         held: Descriptors of the run directory's lock, which PostgreSQL's processes keep open as all others do.
 
     Raises as :meth:`Server.start`.
@@ -116,8 +124,10 @@ def live_url(run_dir: Path, key: str | None) -> str | None:
     address = run_dir / "postgres" / ADDRESS
     where = address.read_text() if address.is_file() else "it is starting"
     mend = (
-        f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its report when it ends, and its "
-        "metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key that the job was started with, on a node that "
+        f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its "
+        "report when it ends, and its "
+        "metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key that the job was started with, "
+        "on a node that "
         "reaches that address"
     )
     host, _, port = where.rpartition(":")
@@ -148,7 +158,9 @@ def with_own_password(url: str, key: str) -> str:
     """
     parsed = make_url(url)
     if parsed.username != NAME or parsed.database != NAME:
-        raise ConfigError(f"{VARIABLE} is set on node 0 only: export it on every node, its password is not sent over the network")
+        raise ConfigError(
+            f"{VARIABLE} is set on node 0 only: export it on every node, its password is not sent over the network"
+        )
     return _url(key, str(parsed.host), parsed.port)
 
 
@@ -156,12 +168,14 @@ def _url(key: str, host: str, port: int | None) -> str:
     password = hmac.new(key.encode(), b"megarl postgres", hashlib.sha256).hexdigest()
     # A server that asks for the password itself instead of a proof is not ours, but listens on its port.
     query = {"require_auth": "scram-sha-256"}
-    return URL.create("postgresql+psycopg", NAME, password, host, port, NAME, query).render_as_string(hide_password=False)
+    return URL.create("postgresql+psycopg", NAME, password, host, port, NAME, query).render_as_string(
+        hide_password=False
+    )
 
 
 class Server:
-    """``folder`` holds the data, the server's log, and a lock that the server itself keeps: no second one starts there, on
-    whichever node, while any process of the first is alive.
+    """``folder`` holds the data, the server's log, and a lock that the server itself keeps: no second one starts there,
+    on whichever node, while any process of the first is alive.
 
     Args:
         key: The job's. It may be another one at each start.
@@ -186,7 +200,11 @@ class Server:
         self.log = self.folder / "server.log"
         self.host, self.port = host, port
         self._key, self._held = key, list(held)
-        self._settings = {"max_connections": str(connections + 5), **SETTINGS, **(settings or {})}  # 3 are the superuser's
+        self._settings = {
+            "max_connections": str(connections + 5),
+            **SETTINGS,
+            **(settings or {}),
+        }  # 3 are the superuser's
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -204,15 +222,18 @@ class Server:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The server's exit status, None while it runs. It can be started again when it died; its port stays the same."""
+        """The server's exit status, None while it runs. It can be started again when it died; its port stays the
+        same."""
         assert self._process is not None, "not started"
         return self._process.poll()
 
     def start(self) -> None:
-        """Make the data where there are none, start, and return when the store can be opened. Ends when this process ends.
+        """Make the data where there are none, start, and return when the store can be opened. Ends when this process
+        ends.
 
         Raises:
-            ConfigError: no PostgreSQL is installed or not the data's, nobody but root can run it, or another server has the data.
+            ConfigError: no PostgreSQL is installed or not the data's, nobody but root can run it, or another server has
+                the data.
             JobError: it does not start; with its last lines.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -227,14 +248,21 @@ class Server:
                 _give(self.data, identity.uid)
             else:
                 self._make(programs, run)
-            (self.data / "postmaster.pid").unlink(missing_ok=True)  # of a killed one: none that runs would let the lock go
+            (self.data / "postmaster.pid").unlink(
+                missing_ok=True
+            )  # of a killed one: none that runs would let the lock go
             (self.data / "pg_hba.conf").write_text("host all all all scram-sha-256\n")
             run(self._single(programs, self.data), login)
             if self.port is None:
                 self.port = ports.choose(self.host, 1, None)[0]
             addresses = ",".join(dict.fromkeys([self.host, "127.0.0.1"]))
             settings = {"listen_addresses": addresses, "port": str(self.port), **self._settings}
-            argv = [str(programs / "postgres"), "-D", str(self.data), *(f"--{name}={value}" for name, value in settings.items())]
+            argv = [
+                str(programs / "postgres"),
+                "-D",
+                str(self.data),
+                *(f"--{name}={value}" for name, value in settings.items()),
+            ]
             with self.log.open("ab") as output:
                 self._process = subprocess.Popen[bytes](
                     argv,
@@ -253,7 +281,9 @@ class Server:
             self.stop()
             raise
         (self.folder / ADDRESS).write_text(f"{self.host}:{self.port}")
-        log.info("PostgreSQL on %s:%d (pid %d, as %s), data in %s", self.host, self.port, self.pid, identity.name, self.data)
+        log.info(
+            "PostgreSQL on %s:%d (pid %d, as %s), data in %s", self.host, self.port, self.pid, identity.name, self.data
+        )
 
     def stop(self) -> None:
         """End it in order: what is under way is rolled back, the files are left complete."""
@@ -272,28 +302,57 @@ class Server:
         shutil.rmtree(new, ignore_errors=True)
         # The superuser has no password: nobody can log in as it, it is for the line below and in ``start``.
         unsafe = ["--no-sync"] if self._settings.get("fsync") == "off" else []
-        run([programs / "initdb", "-D", new, "--username=postgres", "--auth=reject", "--encoding=UTF8", "--locale=C", "--no-instructions", *unsafe])
+        run(
+            [
+                programs / "initdb",
+                "-D",
+                new,
+                "--username=postgres",
+                "--auth=reject",
+                "--encoding=UTF8",
+                "--locale=C",
+                "--no-instructions",
+                *unsafe,
+            ]
+        )
         run(self._single(programs, new), f"CREATE ROLE {NAME}\nCREATE DATABASE {NAME} OWNER {NAME}\n")
         new.rename(self.data)
 
     def _single(self, programs: Path, data: Path) -> list[str | Path]:
         """A server without a port that runs the lines of its input: as superuser, before anybody can connect."""
         settings = {**self._settings, "exit_on_error": "on", "log_min_error_statement": "panic"}
-        return [programs / "postgres", "--single", "-D", data, *(w for name, value in settings.items() for w in ("-c", f"{name}={value}")), "postgres"]
+        return [
+            programs / "postgres",
+            "--single",
+            "-D",
+            data,
+            *(w for name, value in settings.items() for w in ("-c", f"{name}={value}")),
+            "postgres",
+        ]
 
     def _run(self, identity: Identity, keep: Sequence[int], argv: list[str | Path], text: str = "") -> None:
         """Raises JobError with the last lines of a program that fails, or does not end."""
         process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder,
-            env=_environment(), start_new_session=True, pass_fds=keep, **_ending_with_us(identity.options, signal.SIGKILL),
-        )  # fmt: skip
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            env=_environment(),
+            start_new_session=True,
+            pass_fds=keep,
+            **_ending_with_us(identity.options, signal.SIGKILL),
+        )
         try:
             output, _ = process.communicate(text, timeout=START_S)
         except BaseException as error:
             _kill_session(process)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            raise JobError(f"{argv[0]} has not ended after {START_S:g} s in {self.folder}; look whether that file system responds") from None
+            raise JobError(
+                f"{argv[0]} has not ended after {START_S:g} s in {self.folder}; look whether that file system responds"
+            ) from None
         if process.returncode != 0:
             said = output.replace(self._password, "***")
             raise JobError(f"{argv[0]} ended with status {process.returncode} in {self.folder}:\n{_tail(said)}")
@@ -307,15 +366,17 @@ class Server:
             except ConfigError as error:
                 late = time.monotonic() > deadline
                 if self.poll() is not None or late:
-                    ending = f"does not answer after {START_S:g} s ({error})" if late else f"ended with status {self.poll()}"
+                    ending = (
+                        f"does not answer after {START_S:g} s ({error})" if late else f"ended with status {self.poll()}"
+                    )
                     said = _tail(self.log.read_text(errors="replace"))
                     raise JobError(f"the job's PostgreSQL {ending}; its last lines ({self.log}):\n{said}") from None
                 time.sleep(0.05)
 
 
 def find_server(version: str | None = None) -> Path:
-    """The folder of PostgreSQL's ``initdb`` and ``postgres``: of PATH, else the newest of Debian's. ``version``: the major version
-    that the data were made with, which no other reads.
+    """The folder of PostgreSQL's ``initdb`` and ``postgres``: of PATH, else the newest of Debian's. ``version``: the
+    major version that the data were made with, which no other reads.
 
     Raises ConfigError when it is not installed.
     """
@@ -326,10 +387,18 @@ def find_server(version: str | None = None) -> Path:
     for folder, major in found.items():
         if version in (None, major):
             return folder
-    mend = "install it (Debian: apt install postgresql) or add it to PATH on the node that runs the supervisor, or set store.url to a server of yours"
+    mend = (
+        "install it (Debian: apt install postgresql) or add it to PATH on the node that runs the supervisor, or set "
+        "store.url to a server of yours"
+    )
     if found:
-        raise ConfigError(f"store.url={OWN_SERVER}: the run's data are PostgreSQL {version}'s, here is {', '.join(found.values())}; {mend}")
-    raise ConfigError(f"store.url={OWN_SERVER} needs PostgreSQL's server, and initdb is neither in PATH nor in {DEBIAN}; {mend}")
+        raise ConfigError(
+            f"store.url={OWN_SERVER}: the run's data are PostgreSQL {version}'s, here is {', '.join(found.values())}; "
+            f"{mend}"
+        )
+    raise ConfigError(
+        f"store.url={OWN_SERVER} needs PostgreSQL's server, and initdb is neither in PATH nor in {DEBIAN}; {mend}"
+    )
 
 
 def _version(folder: Path) -> str:
@@ -368,12 +437,14 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{folder} is in use by another PostgreSQL server, of an earlier start of this job or on another node; end that one"
+                        f"{folder} is in use by another PostgreSQL server, of an earlier start of this job or on "
+                        "another node; end that one"
                     ) from None
                 time.sleep(0.1)
             except OSError as error:
                 raise ConfigError(
-                    f"{folder}/lock cannot be locked ({error.strerror}), so two servers could ruin the data; put run.dir on a file "
+                    f"{folder}/lock cannot be locked ({error.strerror}), so two servers could ruin the data; put "
+                    "run.dir on a file "
                     "system with flock, or set store.url to a server of yours"
                 ) from error
         yield handle
@@ -392,19 +463,24 @@ def _identity(folder: Path) -> Identity:
         if entry.pw_name in ("postgres", "nobody")
     ]
     candidates.sort(key=lambda identity: identity.name, reverse=True)  # postgres shares its files with nobody
-    # In a namespace of its own root can be called otherwise: for containers with one user, and run.dirs that only root enters.
+    # In a namespace of its own root can be called otherwise: for containers with one user, and run.dirs that only root
+    # enters.
     candidates.append(Identity("root under another number", 0, {"preexec_fn": _rename_root}))
     for identity in candidates:
         _give(folder, identity.uid)
         with suppress(OSError, subprocess.SubprocessError):
             probe = 'test "$(id -u)" != 0 && test -w "$0" && cd "$0"'
             argv = ["/bin/sh", "-c", probe, str(folder)]
-            done = subprocess.run(argv, cwd="/", env=_environment(), capture_output=True, timeout=LOCK_S, **identity.options)
+            done = subprocess.run(
+                argv, cwd="/", env=_environment(), capture_output=True, timeout=LOCK_S, **identity.options
+            )
             if done.returncode == 0:
                 return identity
     raise ConfigError(
-        f"store.url={OWN_SERVER}: PostgreSQL refuses to run as root, and here neither the users postgres and nobody can (they must "
-        f"be able to enter {folder}) nor root in a user namespace; run the job as another user, put run.dir where others may "
+        f"store.url={OWN_SERVER}: PostgreSQL refuses to run as root, and here neither the users postgres and nobody "
+        "can (they must "
+        f"be able to enter {folder}) nor root in a user namespace; run the job as another user, put run.dir where "
+        "others may "
         "enter, or set store.url to a server of yours"
     )
 

@@ -33,12 +33,12 @@ MODEL_RECIPE = ".from_scratch.json"
 
 
 def prepare_data(config: Config, *, verbose: bool = False) -> None:
-    """Write the taskset's files that are missing, or that were made with other settings, where it names a generator. That of
-    the expert rows only for an algorithm that needs them.
+    """Write the taskset's files that are missing, or that were made with other settings, where it names a generator.
+    That of the expert rows only for an algorithm that needs them.
 
     Raises:
-        ConfigError: a file is missing and there is no generator; the generator or an option is unknown; or a file made with
-            other settings belongs to a run that has begun, or lies where other runs may use it.
+        ConfigError: a file is missing and there is no generator; the generator or an option is unknown; or a file made
+            with other settings belongs to a run that has begun, or lies where other runs may use it.
     """
     missing = missing_data(config)
     write_data(config, missing)
@@ -50,7 +50,8 @@ def prepare_data(config: Config, *, verbose: bool = False) -> None:
 
 
 def missing_data(config: Config) -> dict[str, Path]:
-    """Files of the taskset, by split, that are to be written: missing ones, and those that were made with other settings.
+    """Files of the taskset, by split, that are to be written: missing ones, and those that were made with other
+    settings.
 
     Raises ConfigError as ``prepare_data``.
     """
@@ -63,7 +64,14 @@ def missing_data(config: Config) -> dict[str, Path]:
         return {}
     stale: dict[Change, None] = {}
     for split, path in files.items():
-        wanted = recipe(taskset.generate, _sizes(config), seed=taskset.seed, options=taskset.options, kind=kind_of_rows(config), split=split)
+        wanted = recipe(
+            taskset.generate,
+            _sizes(config),
+            seed=taskset.seed,
+            options=taskset.options,
+            kind=kind_of_rows(config),
+            split=split,
+        )
         made_with = read_recipe(path) if path.is_file() else None
         if made_with is not None and (changed := list(changes(made_with, wanted))):
             _check_replaceable(config, path, changed)
@@ -100,8 +108,8 @@ def prepare_model(config: Config) -> None:
     """Write a randomly initialised HF checkpoint to ``model.path`` when there is none and the settings describe one.
 
     Raises:
-        ConfigError: there is no checkpoint and ``model.from_scratch`` is not set, or one cannot be made here; one that is to
-            be made again has other files beside it.
+        ConfigError: there is no checkpoint and ``model.from_scratch`` is not set, or one cannot be made here; one that
+            is to be made again has other files beside it.
     """
     if needs_model(config):
         write_model(config, Path(config.model.path))
@@ -114,9 +122,15 @@ def needs_model(config: Config) -> bool:
     """
     path, wanted = Path(config.model.path), config.model.from_scratch
     if path.exists() and not (path / "config.json").is_file():
-        raise ConfigError(f"model.path={path} is there but has no config.json; give an HF checkpoint, or a path that does not exist yet")
+        raise ConfigError(
+            f"model.path={path} is there but has no config.json; give an HF checkpoint, or a path that does not exist "
+            "yet"
+        )
     if not path.exists() and (wanted is None or hub.is_name(config.model.path)):
-        fix = hub.advice("model.path", config.model.path) or "give an HF checkpoint, or describe one in model.from_scratch"
+        fix = (
+            hub.advice("model.path", config.model.path)
+            or "give an HF checkpoint, or describe one in model.from_scratch"
+        )
         raise ConfigError(f"model.path={path} has no config.json; {fix}")
     if not path.exists():
         return True
@@ -163,8 +177,8 @@ def make(config: Config) -> Config:
 
 
 def with_prompt_limit(config: Config) -> Config:
-    """The settings with ``rollout.max_prompt_tokens`` and ``taskset.date``, which a run keeps from its start and a new one takes from
-    its rows, and from the clock where the model's chat template writes the day.
+    """The settings with ``rollout.max_prompt_tokens`` and ``taskset.date``, which a run keeps from its start and a new
+    one takes from its rows, and from the clock where the model's chat template writes the day.
 
     Raises:
         DataError, CheckpointError: rows or tokenizer cannot be read.
@@ -187,11 +201,13 @@ def with_prompt_limit(config: Config) -> Config:
 
 
 def with_limit_of_run(config: Config) -> Config:
-    """The settings with the ``rollout.max_prompt_tokens`` and ``taskset.date`` of the run that has begun in ``run.dir``, where they
-    leave them out."""
+    """The settings with the ``rollout.max_prompt_tokens`` and ``taskset.date`` of the run that has begun in
+    ``run.dir``, where they leave them out."""
     resolved = Path(config.run.dir) / "resolved.json"
     rollout, taskset = config.rollout, config.taskset
-    if None not in (rollout.max_prompt_tokens, taskset.date) or not (has_checkpoints(resolved.parent) and resolved.is_file()):
+    if None not in (rollout.max_prompt_tokens, taskset.date) or not (
+        has_checkpoints(resolved.parent) and resolved.is_file()
+    ):
         return config
     begun = load_resolved(resolved)
     if rollout.max_prompt_tokens is None:
@@ -219,12 +235,14 @@ def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> Non
     run_dir = Path(config.run.dir)
     if has_checkpoints(run_dir):
         raise ConfigError(
-            f"{path} was made with other settings: {described(changed)}; the run in {run_dir} was trained on it. Take another "
+            f"{path} was made with other settings: {described(changed)}; the run in {run_dir} was trained on it. Take "
+            "another "
             f"run.name, set what it was made with, or remove {run_dir}"
         )
     if not path.resolve().is_relative_to(run_dir.resolve()):
         raise ConfigError(
-            f"{path} was made with other settings: {described(changed)}; it is outside run.dir={run_dir}, so other runs may use "
+            f"{path} was made with other settings: {described(changed)}; it is outside run.dir={run_dir}, so other "
+            "runs may use "
             "it. Remove it to make it anew, give another path, or set what it was made with"
         )
 
@@ -233,7 +251,9 @@ def _check_only(path: Path, names: Collection[str]) -> None:
     """Raise ConfigError where the directory of a model has other files than those with which one is made."""
     other = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.exists() else []
     if other:
-        raise ConfigError(f"model.path={path} has {other[0]}, which was not made with it; move it away to make the model anew")
+        raise ConfigError(
+            f"model.path={path} has {other[0]}, which was not made with it; move it away to make the model anew"
+        )
 
 
 def _read_model_recipe(path: Path) -> Mapping[str, Any]:

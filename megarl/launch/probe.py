@@ -1,7 +1,8 @@
-"""Liveness probe of an engine, by its node's supervisor: its core answers between two steps, and none of its processes is stopped.
+"""Liveness probe of an engine, by its node's supervisor: its core answers between two steps, and none of its processes
+is stopped.
 
-vLLM's ``/health`` is answered by the server alone, also when the core waits forever for a worker. The core's answer may take as long as
-a step of it does.
+vLLM's ``/health`` is answered by the server alone, also when the core waits forever for a worker. The core's answer may
+take as long as a step of it does.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Probe:
             try:
                 if self.state != STOPPED and self._answers():
                     self.count += 1
-            except OSError as error:  # no descriptor is free, say: without this thread the engine would count as stalled
+            except (
+                OSError
+            ) as error:  # no descriptor is free, say: without this thread the engine would count as stalled
                 log.warning("the engine at %s cannot be looked at: %s", self._url or "another node's server", error)
             time.sleep(EVERY_S)
 

@@ -91,7 +91,8 @@ class Child:
         return self._process.poll()
 
     def tail(self) -> str:
-        """Its last lines, as it printed them; before them the first exception of late, which an orderly end can follow."""
+        """Its last lines, as it printed them; before them the first exception of late, which an orderly end can
+        follow."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(self._start, log.seek(0, os.SEEK_END) - TAIL_BYTES))

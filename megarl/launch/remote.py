@@ -64,7 +64,11 @@ class RemoteProcess:
     def poll(self) -> int | None:
         """Return the exit status, None while it runs."""
         if self._ending is None and (fault := self._node.fault()) is not None:
-            self._ending = {"status": 1, "tail": f"its node {self._node.name} is lost: {fault}", "at": self._node.lost_at}
+            self._ending = {
+                "status": 1,
+                "tail": f"its node {self._node.name} is lost: {fault}",
+                "at": self._node.lost_at,
+            }
         return None if self._ending is None else int(self._ending["status"])
 
     def tail(self) -> str:
@@ -159,7 +163,9 @@ class RemoteNode:
         process = RemoteProcess(spec, self)
         with self._news:
             self._processes[spec.name] = process
-        env = {name: value for name, value in spec.env.items() if name != KEY_VARIABLE}  # it has the key, and no wire should
+        env = {
+            name: value for name, value in spec.env.items() if name != KEY_VARIABLE
+        }  # it has the key, and no wire should
         if VARIABLE in env:
             env[VARIABLE] = without_password(env[VARIABLE])
         self._ask(STARTED_S, do="start", spec=asdict(replace(spec, env=env)))
@@ -173,7 +179,8 @@ class RemoteNode:
         return fault
 
     def is_there(self) -> bool:
-        """Return True if it answers; a node that is cut off is silent for ``cluster.heartbeat_s`` before it counts as lost."""
+        """Return True if it answers; a node that is cut off is silent for ``cluster.heartbeat_s`` before it counts as
+        lost."""
         with suppress(JobError):
             self._ask(2 * self._channel.silence_s, do="ports", count=0)
         return self.fault() is None
@@ -195,7 +202,8 @@ class RemoteNode:
         return self._fault
 
     def end(self) -> None:
-        """Its supervisor ends, with status 0: only the head's says how the job ended, and srun takes the largest of all."""
+        """Its supervisor ends, with status 0: only the head's says how the job ended, and srun takes the largest of
+        all."""
         self.tell(do="end")
         with self._news:
             self._news.wait_for(lambda: self._fault is not None, END_S)
@@ -222,7 +230,8 @@ class Gathering:
                 self._door = socket.create_server((allocation.head, allocation.port))
             except OSError as error:
                 raise ConfigError(
-                    f"node 0 cannot listen on {allocation.head}:{allocation.port} ({error.strerror}); set MEGARL_HEAD to an address of it, "
+                    f"node 0 cannot listen on {allocation.head}:{allocation.port} ({error.strerror}); set MEGARL_HEAD "
+                    "to an address of it, "
                     "MEGARL_HEAD_PORT to a free port"
                 ) from error
 
@@ -231,7 +240,9 @@ class Gathering:
             threading.Thread(target=self._let_in, daemon=True, name="door").start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._came:  # who is still on the way would wait for a head that is gone
             self._came.wait_for(lambda: self._expected <= self._nodes.keys(), LATE_S)
         self._closed.set()
@@ -285,7 +296,9 @@ class Gathering:
             missing = sorted(self._expected - self._nodes.keys())
             if missing:
                 raise JobError(
-                    f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self._allocation.nodes} did not come to "
-                    f"{self._allocation.head}:{self._allocation.port} within cluster.connect_timeout_s={patience_s:g}: look at their output"
+                    f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self._allocation.nodes} did "
+                    "not come to "
+                    f"{self._allocation.head}:{self._allocation.port} within cluster.connect_timeout_s={patience_s:g}: "
+                    "look at their output"
                 )
             return [self._nodes[rank] for rank in sorted(self._expected)]

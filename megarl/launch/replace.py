@@ -1,4 +1,5 @@
-"""Engines, the explorer and reward hosts of an attempt that have died are started again, while the trainer waits for them."""
+"""Engines, the explorer and reward hosts of an attempt that have died are started again, while the trainer waits for
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LOOK_S = 1.0
 CONNECT_S = 0.3
 LOOK_AGAIN_S = 0.05
 CLOSED_S = 5.0
-"""Seconds that a server may live on that listens no more: vLLM's waits forever for its last answers when a worker has died."""
+"""Seconds that a server may live on that listens no more: vLLM's waits forever for its last answers when a worker has
+died."""
 SERVERS = frozenset({ProcessKind.ENGINE, ProcessKind.REWARD_HOST})
 """Kinds that never end by themselves."""
 FREE_S = 10.0
@@ -33,8 +35,9 @@ FREE_S = 10.0
 class Replacements:
     """Replaces what has died of ``started``, in place, at most ``left`` times.
 
-    Not a trainer rank, nothing on a lost node, and nothing whose successor would fail alike: an engine or a reward host that ended
-    by itself before it ever listened, an explorer that said why it cannot go on (status 1). Those stay dead, for ``watch`` to tell.
+    Not a trainer rank, nothing on a lost node, and nothing whose successor would fail alike: an engine or a reward host
+    that ended by itself before it ever listened, an explorer that said why it cannot go on (status 1). Those stay dead,
+    for ``watch`` to tell.
     """
 
     def __init__(self, started: list[Started], left: int) -> None:
@@ -50,7 +53,8 @@ class Replacements:
         """Reason why a dead process was not replaced, where it could have been."""
 
     def replace_dead(self) -> bool:
-        """Return True if all that had died was replaced, what dies meanwhile left to the next call. Raises JobError when one cannot be started again."""
+        """Return True if all that had died was replaced, what dies meanwhile left to the next call. Raises JobError
+        when one cannot be started again."""
         self._look()
         if not self._dead():
             return True
@@ -70,7 +74,8 @@ class Replacements:
         left = f", {self._left} left" if self._left else " used up" if self._all else ""
         return (
             f"not started again: cluster.replacements={self._all}{left}{f' ({used})' if used else ''}; "
-            "mend what its log tells, raise cluster.replacements, or have cluster.restarts start the job again from its newest checkpoint"
+            "mend what its log tells, raise cluster.replacements, or have cluster.restarts start the job again from "
+            "its newest checkpoint"
         )
 
     def _look(self) -> None:
@@ -89,7 +94,9 @@ class Replacements:
                 self._closed.pop(unit, None)
             elif now - self._closed.setdefault(unit, now) > CLOSED_S:
                 self._closed[unit] = now
-                log.error("%s lives but listens at %s no more (%s); killing it", s.process.name, s.spec.listens, s.process.log)
+                log.error(
+                    "%s lives but listens at %s no more (%s); killing it", s.process.name, s.spec.listens, s.process.log
+                )
                 s.process.signal(signal.SIGKILL)
 
     def _dead(self) -> list[Started]:
@@ -105,14 +112,21 @@ class Replacements:
         return unit in self._up or any(_by_signal(s.process) for s in members)
 
     def _replace(self, unit: str) -> None:
-        """All parts of an engine that spans nodes, once nothing of it is left: what a server forked holds its port as well."""
+        """All parts of an engine that spans nodes, once nothing of it is left: what a server forked holds its port as
+        well."""
         members = self._members(unit)
         self._left -= 1
         self._replaced[unit] += 1
         for s in members:
             if failed(s.process):
                 left = f"cluster.replacements: {self._left} left"
-                log.error("%s, its last word %r (%s); starting it again (%s)", ending(s.process), _cause(s.process), s.process.log, left)
+                log.error(
+                    "%s, its last word %r (%s); starting it again (%s)",
+                    ending(s.process),
+                    _cause(s.process),
+                    s.process.log,
+                    left,
+                )
         self._up.discard(unit)
         self._closed.pop(unit, None)
         for s in members:
@@ -148,12 +162,15 @@ def _until_free(name: str, address: str) -> None:
         if time.monotonic() > deadline:
             if listens is None:  # that cannot be told: the successor itself will find out
                 return
-            raise JobError(f"{name} cannot be started again: somebody else listens at {address}, {FREE_S:g} s after it was ended")
+            raise JobError(
+                f"{name} cannot be started again: somebody else listens at {address}, {FREE_S:g} s after it was ended"
+            )
         time.sleep(LOOK_AGAIN_S)
 
 
 def failed(process: Process) -> bool:
-    """True if it has ended and should not have: an explorer ends with 0 when the trainer has closed the job, an engine or a reward host never."""
+    """True if it has ended and should not have: an explorer ends with 0 when the trainer has closed the job, an engine
+    or a reward host never."""
     status = process.poll()
     return status is not None and (status != 0 or kind_of(process.name) in SERVERS)
 

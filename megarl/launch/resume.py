@@ -98,7 +98,8 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
 def _needs_another_past(change: Change) -> bool:
     """Return True if the run's checkpoints lack what the new value would go on from."""
     if change.setting == "reference.refresh":
-        # The reference of the last refresh is in the checkpoints only where a number of steps was set; that of step 0 is out of date.
+        # The reference of the last refresh is in the checkpoints only where a number of steps was set; that of step 0
+        # is out of date.
         return change.new != "every_iteration" and not (isinstance(change.old, int) and isinstance(change.new, int))
     if change.setting == "algorithm.name":
         try:
@@ -137,7 +138,9 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Call
         damaged.append((candidates.pop(), fault))
     if damaged and not candidates:
         faults = "; ".join(f"{path}: {fault}" for path, fault in damaged)
-        raise CheckpointError(f"no checkpoint can be read: {faults}; put its files back, or remove {folder} to begin anew")
+        raise CheckpointError(
+            f"no checkpoint can be read: {faults}; put its files back, or remove {folder} to begin anew"
+        )
     for path, fault in damaged:
         log.warning("%s is damaged and does not count: %s; the run goes on from %s", path, fault, candidates[-1])
         if rename:
@@ -180,7 +183,8 @@ def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str
 
 
 def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
-    """Before anything is written: a run that has checkpoints goes on with its own store, or one of which no owner is recorded.
+    """Before anything is written: a run that has checkpoints goes on with its own store, or one of which no owner is
+    recorded.
 
     Raises:
         ConfigError: the store is another run's, which would lose what this run does not have.
@@ -188,17 +192,19 @@ def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
     owner = store.run_id()
     if owner is not None and owner != run_id(run_dir) and has_checkpoints(run_dir):
         raise ConfigError(
-            f"store.url={shown(config.store.url)} is the store of another run (run {owner}; {run_dir / 'run_id'} has {run_id(run_dir)}); "
+            f"store.url={shown(config.store.url)} is the store of another run (run {owner}; {run_dir / 'run_id'} has "
+            f"{run_id(run_dir)}); "
             "give the URL that this run had before"
         )
 
 
 def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
-    """Make sure that the store has the steps of the newest checkpoint. Where it has lost the last ones, as after a power cut, the
-    newest checkpoint whose steps it has counts instead, and later ones are renamed.
+    """Make sure that the store has the steps of the newest checkpoint. Where it has lost the last ones, as after a
+    power cut, the newest checkpoint whose steps it has counts instead, and later ones are renamed.
 
     Raises:
-        ConfigError: it has those of none: it was removed, or is another run's, and the report would show a part as if it were all.
+        ConfigError: it has those of none: it was removed, or is another run's, and the report would show a part as if
+            it were all.
     """
     candidates = finished(run_dir / "checkpoints")
     steps = {path: int(read_state(path)["step"]) for path in candidates}
@@ -208,17 +214,24 @@ def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
         return
     newest, done = candidates[-1], steps[candidates[-1]]
     missing = sorted(set(range(1, done + 1)) - recorded)
-    lacks = f"knows nothing of {len(missing)} of the {done} steps that {newest} has behind it (the first is {missing[0]})"
+    lacks = (
+        f"knows nothing of {len(missing)} of the {done} steps that {newest} has behind it (the first is {missing[0]})"
+    )
     if not covered or not steps[covered[-1]]:
         raise ConfigError(
-            f"store.url={shown(config.store.url)} {lacks}: was the file removed or replaced? Put it back, or take another run.name; "
+            f"store.url={shown(config.store.url)} {lacks}: was the file removed or replaced? Put it back, or take "
+            "another run.name; "
             f"the weights of the run so far are in {run_dir / 'checkpoints'}"
         )
     for path in candidates[candidates.index(covered[-1]) + 1 :]:
         _set_aside(path, "uncovered")
     _name_latest(covered[-1])
     log.warning(
-        "THE RUN GOES BACK to %s: store.url=%s %s, as after a power cut. Later checkpoints are now named uncovered_%s*; if the store "
+        "THE RUN GOES BACK to %s: store.url=%s %s, as after a power cut. Later checkpoints are now named "
+        "uncovered_%s*; if the store "
         "is not this run's, stop, put the right one in its place and give them their names back",
-        covered[-1], shown(config.store.url), lacks, PREFIX,
-    )  # fmt: skip
+        covered[-1],
+        shown(config.store.url),
+        lacks,
+        PREFIX,
+    )

@@ -34,18 +34,21 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
     if refresh == "every_iteration" and (kl_config.place == "reward" or kl_config.target is not None):
         what = "algorithm.kl.place=reward" if kl_config.place == "reward" else f"algorithm.kl.target={kl_config.target}"
         raise ConfigError(
-            f"reference.refresh=every_iteration with {what}: the KL to a reference that each step begins with is 0 where it is measured; "
+            f"reference.refresh=every_iteration with {what}: the KL to a reference that each step begins with is 0 "
+            "where it is measured; "
             "refresh every N steps, or keep the KL in the loss with a fixed coefficient"
         )
     if config.reward.shuffle and config.reward_model.path is not None:
         raise ConfigError(
-            "reward.shuffle=true with reward_model.path: the model's scores would not be shuffled, so this is no control; leave one out"
+            "reward.shuffle=true with reward_model.path: the model's scores would not be shuffled, so this is no "
+            "control; leave one out"
         )
     if "expert" in algorithm.needs and config.taskset.expert is None:
         raise ConfigError(f"algorithm.name={name} needs taskset.expert, a file of rows with a response")
     if "greedy" in algorithm.needs and config.reward_model.path is not None:
         raise ConfigError(
-            f"reward_model.path with algorithm.name={name}: the greedy answers that others are compared with get no model score; leave it "
+            f"reward_model.path with algorithm.name={name}: the greedy answers that others are compared with get no "
+            "model score; leave it "
             "out, or take another algorithm"
         )
     unused = {"critic": CriticConfig(), "reward_model": RewardModelConfig()}
@@ -57,7 +60,8 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
     rollout, buffer = config.rollout, config.reward.overlong_buffer
     if buffer is not None and buffer > rollout.max_response_tokens:
         raise ConfigError(
-            f"reward.overlong_buffer={buffer} is more than rollout.max_response_tokens={rollout.max_response_tokens}; lower it"
+            f"reward.overlong_buffer={buffer} is more than rollout.max_response_tokens={rollout.max_response_tokens}; "
+            "lower it"
         )
     responses = config.trainer.tasks_per_step * config.algorithm.group_size
     kl.adapted(config.algorithm.kl.coef, 0.0, responses, config.algorithm.kl)
@@ -78,9 +82,12 @@ def check_budget(config: Config, algorithm: Algorithm) -> None:
         piece = 2 * parallel.cp if parallel.cp > 1 else 1
         if config.trainer.packing and (wanted := pair * (longest + -longest % piece)) > budget:
             raise ConfigError(
-                f"trainer.max_tokens_per_micro_batch={budget} does not hold {'a pair of sequences' if pair > 1 else 'one sequence'} of "
-                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens ({setting}.cp={parallel.cp}); raise it to {wanted}"
+                f"trainer.max_tokens_per_micro_batch={budget} does not hold "
+                f"{'a pair of sequences' if pair > 1 else 'one sequence'} of "
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens "
+                f"({setting}.cp={parallel.cp}); raise it to {wanted}"
             )
+
 
 def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
     """The sections of the settings whose models a job has beside the actor."""
@@ -142,7 +149,11 @@ def _check_vocabulary(role: str, path: Path, size: int, actor: Path, actor_size:
     if not all(file.is_file() for file in files):
         if size != actor_size:
             raise ConfigError(f"{role}.path={path} has vocab_size={size}, the actor {actor_size}: {given}")
-        log.warning("%s.path=%s: no tokenizer.json to compare with the actor's; make sure that its tokens are the same", role, path)
+        log.warning(
+            "%s.path=%s: no tokenizer.json to compare with the actor's; make sure that its tokens are the same",
+            role,
+            path,
+        )
         return
     from tokenizers import Tokenizer
 
@@ -150,6 +161,11 @@ def _check_vocabulary(role: str, path: Path, size: int, actor: Path, actor_size:
     strange = min((token for token in mine if other.get(token) != mine[token]), key=mine.__getitem__, default=None)
     if strange is not None:
         there = f"is {other[strange]}" if strange in other else "does not occur"
-        raise ConfigError(f"{role}.path={path}: the actor's token {mine[strange]}, {strange!r}, {there} in its tokenizer.json: {given}")
+        raise ConfigError(
+            f"{role}.path={path}: the actor's token {mine[strange]}, {strange!r}, {there} in its tokenizer.json: "
+            f"{given}"
+        )
     if max(mine.values()) >= size:
-        raise ConfigError(f"{role}.path={path} has vocab_size={size}, the actor's tokens go up to {max(mine.values())}: {given}")
+        raise ConfigError(
+            f"{role}.path={path} has vocab_size={size}, the actor's tokens go up to {max(mine.values())}: {given}"
+        )

@@ -36,7 +36,9 @@ def check_writable(setting: str, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        raise ConfigError(f"{setting} cannot be made or written in ({nearest}: {error.strerror}); set it to another place") from error
+        raise ConfigError(
+            f"{setting} cannot be made or written in ({nearest}: {error.strerror}); set it to another place"
+        ) from error
 
 
 @contextmanager
@@ -61,7 +63,9 @@ def own_run_dir(run_dir: Path) -> Iterator[int]:
     try:
         _lock(run_dir, handle)
         handle.truncate(0)
-        handle.write(f"{os.getpid()} {os.uname().nodename} {os.environ.get('SLURM_JOB_ID', '')} {start_ticks(os.getpid())}")
+        handle.write(
+            f"{os.getpid()} {os.uname().nodename} {os.environ.get('SLURM_JOB_ID', '')} {start_ticks(os.getpid())}"
+        )
         handle.flush()
         yield handle.fileno()
     finally:
@@ -109,7 +113,8 @@ def _in_use(run_dir: Path, pid: str, host: str, lives: bool, holders: Iterable[i
 
 
 def _holders(handle: IO[str]) -> dict[int, str]:
-    """Living processes of this machine that hold the lock -> the process that took it, whose descriptor they inherited."""
+    """Living processes of this machine that hold the lock -> the process that took it, whose descriptor they
+    inherited."""
     found: dict[int, str] = {}
     lock = os.fstat(handle.fileno())
     for folder in Path("/proc").glob("[0-9]*"):
@@ -124,8 +129,8 @@ def _holders(handle: IO[str]) -> dict[int, str]:
 def _end(orphans: Sequence[int], supervisor: str) -> None:
     """Kill what a supervisor that is dead has left: its guard is gone too, or would have done it.
 
-    A process that leads a session ends with all of it, as the job's own do. Of any other process the group may be the shell's that
-    started the job, and this process's own: only it is killed.
+    A process that leads a session ends with all of it, as the job's own do. Of any other process the group may be the
+    shell's that started the job, and this process's own: only it is killed.
     """
     names = ", ".join(f"process {pid}" for pid in orphans)
     log.warning("ending %s: left of process %s, which is dead, and alive %g s later", names, supervisor, ORPHANS_S)
@@ -138,7 +143,8 @@ def _end(orphans: Sequence[int], supervisor: str) -> None:
 
 
 def run_id(run_dir: Path) -> str:
-    """The run's identity, made when it is first asked for; its store has it too, so that no other run's is taken for it."""
+    """The run's identity, made when it is first asked for; its store has it too, so that no other run's is taken for
+    it."""
     path = run_dir / "run_id"
     if not path.is_file():
         write_text(path, secrets.token_hex(8))
@@ -152,7 +158,8 @@ def _holder(text: str) -> tuple[str, str, str, str]:
 
 
 def _is_alive(pid: str, started: str) -> bool:
-    """Return True if the process lives, and is no later one of the same number. ``started`` is empty in a lock of an older version."""
+    """Return True if the process lives, and is no later one of the same number. ``started`` is empty in a lock of an
+    older version."""
     if not (pid.isascii() and pid.isdecimal()) or (started and str(start_ticks(int(pid))) != started):
         return False
     try:

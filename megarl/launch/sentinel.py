@@ -1,4 +1,5 @@
-"""Notices that a job does not move although all its processes live; says who is where, and ends whom the others wait for."""
+"""Notices that a job does not move although all its processes live; says who is where, and ends whom the others wait
+for."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class _Seen:
 class Sentinel:
     """Watchdog of one attempt. ``logs`` is where stacks are written: ``stall_<k>.txt``.
 
-    Trainer ranks wait for each other, so they stall together: while any of them moves, all are left alone, unless one is stopped by a
-    signal. A process of another kind is ended when it is silent by itself.
+    Trainer ranks wait for each other, so they stall together: while any of them moves, all are left alone, unless one
+    is stopped by a signal. A process of another kind is ended when it is silent by itself.
     """
 
     def __init__(self, config: Config, logs: Path) -> None:
@@ -50,7 +51,8 @@ class Sentinel:
         self._seen: dict[Process, _Seen] = {}
         self._work = -1
         self._idle_s = 0.0
-        """Seconds that the trainer has waited for an explorer without a finished sample, whose engines generated nothing."""
+        """Seconds that the trainer has waited for an explorer without a finished sample, whose engines generated
+        nothing."""
 
     def look(self, started: Sequence[Started]) -> None:
         """Call often; at most once a second it costs something.
@@ -84,7 +86,8 @@ class Sentinel:
             self._give_up(idle, alive)
 
     def _pace(self, process: Process, sign: Sign, syncing: bool) -> float:
-        """Share of a process's timeout that a second uses up: an engine may not answer while its workers take weights."""
+        """Share of a process's timeout that a second uses up: an engine may not answer while its workers take
+        weights."""
         if not syncing or kind_of(process.name) is not ProcessKind.ENGINE or sign.state == STOPPED:
             return 1.0
         return self._stall_s / max(self._stall_s, self._config.sync.timeout_s)
@@ -106,7 +109,9 @@ class Sentinel:
         return self._seen[process].sign.state == STOPPED
 
     def _stalled(self, trainers: Sequence[Process], late: set[Process]) -> bool:
-        return bool(trainers) and (late.issuperset(trainers) or any(p in late and self._is_stopped(p) for p in trainers))
+        return bool(trainers) and (
+            late.issuperset(trainers) or any(p in late and self._is_stopped(p) for p in trainers)
+        )
 
     def _idle(self, passed: float) -> str | None:
         """Report of a rollout that has stood still for too long."""
@@ -119,15 +124,22 @@ class Sentinel:
         if self._idle_s <= self._stall_s + self._config.rollout.request_timeout_s:
             return None
         return (
-            f"the trainer waits for a rollout of which no sample has ended and no token was generated for {self._idle_s:.0f} s "
-            f"(cluster.stall_s={self._stall_s:g} beyond rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); "
+            "the trainer waits for a rollout of which no sample has ended and no token was generated for "
+            f"{self._idle_s:.0f} s "
+            f"(cluster.stall_s={self._stall_s:g} beyond "
+            f"rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); "
             f"the explorer: {explorers[0].phase}"
         )
 
     def _end(self, helpers: set[Process], alive: Sequence[Started]) -> None:
         """SIGKILL, which makes a death of a stall."""
         names = ", ".join(sorted(p.name for p in helpers))
-        log.error("%s", self._account(f"{names} gave no sign of life (cluster.stall_s={self._stall_s:g}) and will be killed", alive))
+        log.error(
+            "%s",
+            self._account(
+                f"{names} gave no sign of life (cluster.stall_s={self._stall_s:g}) and will be killed", alive
+            ),
+        )
         for process in helpers:
             process.signal(signal.SIGKILL)
         self._seen.clear()  # whoever waited for them gets time again
@@ -135,7 +147,9 @@ class Sentinel:
     def _give_up(self, what: str, alive: Sequence[Started]) -> None:
         text = self._account(what, alive)
         for s in alive:
-            if kind_of(s.process.name) is ProcessKind.TRAINER:  # blocked, they would only use up the grace that others get to end
+            if (
+                kind_of(s.process.name) is ProcessKind.TRAINER
+            ):  # blocked, they would only use up the grace that others get to end
                 s.process.signal(signal.SIGKILL)
         raise JobError(text)
 
@@ -146,7 +160,9 @@ class Sentinel:
             for p, s in self._seen.items()
         ]
         text = f"{stacks.table(rows)}\n{stacks.verdict(rows)}"
-        path = self._write(f"{what}\n{text}\n\n" + "\n".join(f"--- {r.name}\n{r.account.stacks or 'no stacks'}" for r in rows))
+        path = self._write(
+            f"{what}\n{text}\n\n" + "\n".join(f"--- {r.name}\n{r.account.stacks or 'no stacks'}" for r in rows)
+        )
         return f"{what}; {path}\n{text}"
 
     def _write(self, text: str) -> str:

@@ -19,9 +19,14 @@ from megarl.rollout.engine import group_members
 
 STOPPED = "T"
 STATES = {
-    "R": "running", "S": "asleep", "D": "waits for a disk or a device", "T": "stopped by a signal", "t": "held by a debugger",
-    "Z": "has ended", "X": "has ended",
-}  # fmt: skip
+    "R": "running",
+    "S": "asleep",
+    "D": "waits for a disk or a device",
+    "T": "stopped by a signal",
+    "t": "held by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+}
 """Linux' letters."""
 ANSWER_S = 2.0
 """Seconds that processes get to write their stacks."""
@@ -96,7 +101,9 @@ class Place(NamedTuple):
             return "did not write its stacks"
         if self.collective:
             return f"in {self.collective} from {self.frame}"
-        return f"{'waits at' if self.waits else 'in no collective:'} {self.frame}" + (f": {self.source}" if self.source else "")
+        return f"{'waits at' if self.waits else 'in no collective:'} {self.frame}" + (
+            f": {self.source}" if self.source else ""
+        )
 
 
 def state_of(pid: int) -> str:
@@ -161,7 +168,8 @@ def threads(text: str) -> dict[int, list[Frame]]:
 
 
 def place_of(account: Account) -> Place:
-    """Place of the main thread; or of another one that is in a collective where the main thread is not, as autograd's threads of a GPU are."""
+    """Place of the main thread; or of another one that is in a collective where the main thread is not, as autograd's
+    threads of a GPU are."""
     found = threads(account.stacks)
     main = account.thread if account.thread in found else next(reversed(found), 0)  # the oldest is written last
     places = [_place(found.pop(main, [])), *(_place(frames) for frames in found.values())]
@@ -211,7 +219,9 @@ def table(rows: Sequence[Row]) -> str:
     """Table with one line a process: name, phase and step, seconds of silence, place."""
     cells = [("process", "phase", "silent", "where"), *(row.cells() for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
-    return "\n".join(" | ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in cells)
+    return "\n".join(
+        " | ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in cells
+    )
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -235,7 +245,10 @@ def verdict(rows: Sequence[Row]) -> str:
         calls = ", ".join(sorted({row.place.collective for row in odd}))
         return f"likely: {_names(odd)} to blame: in {calls}, while the others are in {usual}"
     if kinds:
-        return f"all ranks wait in {next(iter(kinds))}: a connection between them is lost, or they are in it with different groups"
+        return (
+            f"all ranks wait in {next(iter(kinds))}: a connection between them is lost, or they are in it with "
+            "different groups"
+        )
     return "no rank is in a collective: see their stacks"
 
 

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def rebuild_damaged_store(config: Config, *, rename: bool = True, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Make a damaged SQLite store again from the rows that can be read and the run's ``metrics.jsonl``, with a warning; the damaged
-    file is kept. Without ``rename`` there is only the warning.
+    """Make a damaged SQLite store again from the rows that can be read and the run's ``metrics.jsonl``, with a warning;
+    the damaged file is kept. Without ``rename`` there is only the warning.
 
     Raises:
         ConfigError: ``store.url`` cannot be read.
@@ -35,14 +35,21 @@ def rebuild_damaged_store(config: Config, *, rename: bool = True, stopping: Call
     aside = repair.rebuild(path, stopping)
     restored = _restore_steps(config.store.url, metrics)
     log.warning(
-        "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has what could be read of it, and %d steps that only "
-        "metrics.jsonl had. Answers of earlier steps may be missing in the report; training loses nothing, since it goes on from "
-        "a checkpoint.", path, fault, aside, restored,
-    )  # fmt: skip
+        "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has what could be read of it, and %d steps that "
+        "only "
+        "metrics.jsonl had. Answers of earlier steps may be missing in the report; training loses nothing, since it "
+        "goes on from "
+        "a checkpoint.",
+        path,
+        fault,
+        aside,
+        restored,
+    )
 
 
 def _emptied(path: Path, metrics: Path) -> str | None:
-    """The fault of a file without a byte in a run that has steps; before the first step a killed start leaves such a file."""
+    """The fault of a file without a byte in a run that has steps; before the first step a killed start leaves such a
+    file."""
     return "it has 0 bytes" if path.is_file() and path.stat().st_size == 0 and _written(metrics) else None
 
 

@@ -1,4 +1,5 @@
-"""Starts the processes of one attempt of a job on its nodes and watches them; a dead one is replaced, or ends the attempt with its last lines."""
+"""Starts the processes of one attempt of a job on its nodes and watches them; a dead one is replaced, or ends the
+attempt with its last lines."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ WATCH_S = 0.1
 FENCE_S = 1.0
 """Seconds between two checks for a later attempt."""
 ENGINES_SHARE = 0.25
-"""Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save then."""
+"""Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save
+then."""
 STOP_S = 10.0
 """Seconds that processes get to end after SIGTERM once one of them has died."""
 
 
-def start_attempt(config: Config, nodes: Sequence[Node], attempt: int, key: str, *, trainers: int | None = None) -> list[Started]:
-    """Start engines, trainer ranks, reward hosts and the explorer, each on its node. An offline job has trainer ranks alone.
+def start_attempt(
+    config: Config, nodes: Sequence[Node], attempt: int, key: str, *, trainers: int | None = None
+) -> list[Started]:
+    """Start engines, trainer ranks, reward hosts and the explorer, each on its node. An offline job has trainer ranks
+    alone.
 
     ``trainers``: as ``place`` takes it.
 
@@ -90,7 +95,8 @@ def _logs(config: Config, attempt: int) -> Path:
 
 
 def _node_environment(node: Node) -> dict[str, str]:
-    """Environment that names the network on which a node's processes listen; the machine of a job without others has loopback, and no interface."""
+    """Environment that names the network on which a node's processes listen; the machine of a job without others has
+    loopback, and no interface."""
     if not node.interface:
         return {}
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), node.interface)
@@ -98,22 +104,29 @@ def _node_environment(node: Node) -> dict[str, str]:
 
 
 def stop(started: Sequence[Started], grace_s: float) -> None:
-    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, on every node at once."""
+    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, on every node at
+    once."""
     on_every_node(started, lambda node, names: node.stop(names, grace_s))
 
 
 def watch(
-    started: Sequence[Started], stop_request: StopRequest, config: Config, attempt: int | None = None, server: Server | None = None
+    started: Sequence[Started],
+    stop_request: StopRequest,
+    config: Config,
+    attempt: int | None = None,
+    server: Server | None = None,
 ) -> None:
-    """Wait until the trainer has ended, finished or stopped on request, then end the rest. Meanwhile replace what has died and can be.
+    """Wait until the trainer has ended, finished or stopped on request, then end the rest. Meanwhile replace what has
+    died and can be.
 
     Args:
         attempt: Number of this one; a later one in the run's directory ends it.
-        server: The job's own database: started again when it has ended, be it by the signal with which Slurm stops a whole step.
+        server: The job's own database: started again when it has ended, be it by the signal with which Slurm stops a
+            whole step.
 
     Raises:
-        JobError: a process died and was not replaced; carries its name, exit status and last lines. Or the trainer does not move: who is
-            where. All others are gone by then.
+        JobError: a process died and was not replaced; carries its name, exit status and last lines. Or the trainer does
+            not move: who is where. All others are gone by then.
         LastingError: it was of something that would come again.
         FencedError: a later attempt has begun.
     """
@@ -145,9 +158,14 @@ def watch(
             late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
             early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in trainers)  # had no handler yet
             if stop_request.count > 2 or late or early:
-                log.warning("ending at once: what is not saved within %g s is lost; the run resumes from the newest checkpoint that is whole", STOP_S)
+                log.warning(
+                    "ending at once: what is not saved within %g s is lost; the run resumes from the newest checkpoint "
+                    "that is whole",
+                    STOP_S,
+                )
                 return
-            # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is news.
+            # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is
+            # news.
             if asked_at is None:
                 replaced = replacements.replace_dead()
                 if stop_request.count:

@@ -1,6 +1,8 @@
-"""Sweeps: one job for each combination of swept settings, in hydra's own syntax (``a=1,2``, ``range``, ``choice``, ``glob``).
+"""Sweeps: one job for each combination of swept settings, in hydra's own syntax (``a=1,2``, ``range``, ``choice``,
+``glob``).
 
-A combination's number is its place in hydra's order (the last sweep turns fastest), so that the tasks of a Slurm array agree on it.
+A combination's number is its place in hydra's order (the last sweep turns fastest), so that the tasks of a Slurm array
+agree on it.
 """
 
 from __future__ import annotations
@@ -29,17 +31,19 @@ STOPPED = 130
 class Combination(NamedTuple):
     number: int
     slug: str
-    """``algorithm=grpo,trainer.optimizer.lr=1e-5``: what is swept, and the name of its directory in the sweep's ``run.dir``."""
+    """``algorithm=grpo,trainer.optimizer.lr=1e-5``: what is swept, and the name of its directory in the sweep's
+    ``run.dir``."""
     config: Config
 
 
 def combinations(overrides: Sequence[str], index: int | None = None, own: str | None = None) -> list[Combination]:
-    """Every combination (or number ``index`` alone), composed: all of them are valid settings, each with a directory of its own.
+    """Every combination (or number ``index`` alone), composed: all of them are valid settings, each with a directory of
+    its own.
     ``own``: see :func:`megarl.config.compose`.
 
     Raises:
-        ConfigError: naming the combination whose settings are none; or nothing is swept, or in a way that has no fixed order; or
-            there is none of this number.
+        ConfigError: naming the combination whose settings are none; or nothing is swept, or in a way that has no fixed
+            order; or there is none of this number.
     """
     found: list[Combination] = []
     for number, (words, swept) in enumerate(expanded := _expanded(overrides, own)):
@@ -70,14 +74,20 @@ def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[li
     choices: list[list[str]] = []
     swept: list[int] = []
     with hydra_at(config_dirs(own)):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())  # it knows what a glob can match
+        parser = OverridesParser.create(
+            config_loader=GlobalHydra.instance().config_loader()
+        )  # it knows what a glob can match
         try:
-            for number, (text, override) in enumerate(zip(overrides, parser.parse_overrides(list(overrides)), strict=True)):
+            for number, (text, override) in enumerate(
+                zip(overrides, parser.parse_overrides(list(overrides)), strict=True)
+            ):
                 if not override.is_sweep_override():
                     choices.append([text])
                     continue
                 if not override.is_discrete_sweep():
-                    raise ConfigError(f"{text}: an interval has no list of values; give values, or range(start,stop,step)")
+                    raise ConfigError(
+                        f"{text}: an interval has no list of values; give values, or range(start,stop,step)"
+                    )
                 if getattr(override.value(), "shuffle", False):
                     raise ConfigError(f"{text}: a shuffled sweep has another order in each process; leave shuffle out")
                 values = list(override.sweep_string_iterator())
@@ -88,7 +98,10 @@ def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[li
         except HydraException as error:
             raise ConfigError(f"the sweep could not be read: {grammar_fault(overrides) or error}") from error
     if not swept:
-        raise ConfigError("-m without anything to sweep; give a setting several values (trainer.optimizer.lr=1e-5,3e-5), or leave -m out")
+        raise ConfigError(
+            "-m without anything to sweep; give a setting several values (trainer.optimizer.lr=1e-5,3e-5), or leave -m "
+            "out"
+        )
     return [(list(words), [words[number] for number in swept]) for words in itertools.product(*choices)]
 
 
@@ -110,11 +123,12 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, 
     Without ``index`` every one is checked as ``megarl train --check`` does before the first starts.
 
     Returns:
-        0 when all are finished, 1 when one failed (the others are run all the same), 130 when it was stopped; with ``index`` what
-        ``megarl train`` returns.
+        0 when all are finished, 1 when one failed (the others are run all the same), 130 when it was stopped; with
+        ``index`` what ``megarl train`` returns.
 
     Raises:
-        ConfigError: a combination is not valid, or there is none of this number. With ``index`` also what its run raises.
+        ConfigError: a combination is not valid, or there is none of this number. With ``index`` also what its run
+            raises.
     """
     found = combinations(overrides, index, own)
     from megarl.launch.checks import check

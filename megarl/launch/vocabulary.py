@@ -1,4 +1,5 @@
-"""The tokenizer against the model's vocabulary: a token without an embedding ends an engine at the first request that has it."""
+"""The tokenizer against the model's vocabulary: a token without an embedding ends an engine at the first request that
+has it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from megarl.tasksets import ChatTokenizer, encode_demonstrations, encode_prefere
 log = logging.getLogger(__name__)
 
 
-def check_vocabulary(config: Config, rows: Mapping[str, Rows], tokenizer: ChatTokenizer, size: int, *, sampled: Sequence[str]) -> None:
+def check_vocabulary(
+    config: Config, rows: Mapping[str, Rows], tokenizer: ChatTokenizer, size: int, *, sampled: Sequence[str]
+) -> None:
     """The model has an embedding for every token of ``rows`` (by split), and for the end of a response.
 
     Args:
@@ -24,11 +27,15 @@ def check_vocabulary(config: Config, rows: Mapping[str, Rows], tokenizer: ChatTo
         sampled: Splits whose rows are prompts alone.
 
     Raises:
-        ConfigError, DataError: it lacks one, with the row. A larger tokenizer of which no row uses more is only warned of.
+        ConfigError, DataError: it lacks one, with the row. A larger tokenizer of which no row uses more is only warned
+            of.
     """
     if tokenizer.largest_id < size:
         return
-    what = f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.largest_id} and the model vocab_size={size}"
+    what = (
+        f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.largest_id} and the model "
+        f"vocab_size={size}"
+    )
     fix = "take the model's own tokenizer, or resize the model's embeddings"
     if (end := max(tokenizer.eos_ids)) >= size:
         raise ConfigError(f"{what}: end-of-sequence token {end} has no embedding; {fix}")
@@ -37,7 +44,8 @@ def check_vocabulary(config: Config, rows: Mapping[str, Rows], tokenizer: ChatTo
         for number, texts in enumerate(_encoded(found, tokenizer, path, split in sampled)):
             if (largest := max(int(ids.max(initial=0)) for ids in texts)) >= size:
                 raise DataError(
-                    f"{place_of(path, number)} (taskset.{split}) has token {largest}, {tokenizer.token(largest)!r}, and {what}; {fix}, or drop the row"
+                    f"{place_of(path, number)} (taskset.{split}) has token {largest}, {tokenizer.token(largest)!r}, "
+                    f"and {what}; {fix}, or drop the row"
                 )
     log.warning("%s; no row has a token without an embedding", what)
 

@@ -47,7 +47,9 @@ class Trainer(ABC):
         if config.trainer.async_checkpoint:
             checkpoint_writer.of_process()  # before models and a GPU: it is a fork of this process
         self.timeout_s = groups.patience_s(config.cluster.stall_s)
-        position = groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s)  # seeds torch's generators too
+        position = groups.initialize(
+            config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s
+        )  # seeds torch's generators too
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
         self.context = RunContext(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), position.rank)
@@ -155,12 +157,14 @@ class Trainer(ABC):
         with self.timeline.phase("load"), self.starting():
             models.build(state.step, self.checkpoints.newest(), reference)
         gc.collect()
-        gc.freeze()  # modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart
+        # modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart
+        gc.freeze()
         if state.step:
             self.checkpoints.put_random_states(models)
 
     def stepped(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Make all steps that are left and the last evaluation; return the last state, and False when the job is asked to stop."""
+        """Make all steps that are left and the last evaluation; return the last state, and False when the job is asked
+        to stop."""
         try:
             self.connect()
             while state.step < self.config.trainer.steps:
@@ -176,7 +180,8 @@ class Trainer(ABC):
             return state, False
 
     def evaluated(self, state: TrainState) -> bool:
-        """Evaluate before the first step and every ``trainer.eval_interval`` steps, again in a job that resumes there."""
+        """Evaluate before the first step and every ``trainer.eval_interval`` steps, again in a job that resumes
+        there."""
         number, interval = state.step, self.config.trainer.eval_interval
         if number and (not interval or number % interval):
             return True
@@ -201,9 +206,11 @@ class Trainer(ABC):
         self.checkpoints.commit(state, self.models, version=self.version, interval=interval, **labels)
 
     def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
-        """Bring models, store and metrics to the newest checkpoint, or to the run's start where there is none; return its state.
+        """Bring models, store and metrics to the newest checkpoint, or to the run's start where there is none; return
+        its state.
 
-        Equal to the checkpoint to the bit, but for the count of rollbacks: the tasks and seeds of what follows are others.
+        Equal to the checkpoint to the bit, but for the count of rollbacks: the tasks and seeds of what follows are
+        others.
         """
         self.checkpoints.settle(wait=True)
         before = state.step
@@ -217,7 +224,8 @@ class Trainer(ABC):
         self.reporter.event("rollback", event)
         self.reporter.rewind(state)
         self.reporter.say(
-            f"went back from step {before} to step {state.step}, by {'a checkpoint' if self.checkpoints.newest() else 'the beginning'}; "
+            f"went back from step {before} to step {state.step}, by "
+            f"{'a checkpoint' if self.checkpoints.newest() else 'the beginning'}; "
             f"rollback {state.rollbacks}: from here on steps take other tasks"
         )
         return state

@@ -30,7 +30,8 @@ class StepBatch:
 
     @property
     def outside(self) -> list[list[int]]:
-        """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no pair."""
+        """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no
+        pair."""
         trained = {number for units in self.updates for unit in units for number in unit}
         return [[i] for i in range(len(self.sequences)) if i not in trained]
 
@@ -84,7 +85,8 @@ def _units(experiences: list[Experience], algorithm: Algorithm, settings: Algori
 
 
 def updates_of(units: Sequence[list[int]], updates: int, *, exactly: bool = False) -> list[list[list[int]]]:
-    """Units in order in ``updates`` equal parts; fewer parts when there are fewer units, unless ``exactly`` so many are asked for."""
+    """Units in order in ``updates`` equal parts; fewer parts when there are fewer units, unless ``exactly`` so many are
+    asked for."""
     updates = updates if exactly else min(updates, len(units))
     cuts = [u * len(units) // updates for u in range(updates + 1)] if updates else []
     return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]

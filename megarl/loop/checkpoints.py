@@ -37,7 +37,8 @@ class Checkpointer:
         """Checkpoints in a row that had no room on the disk."""
 
     def _folder(self, *, warming_up: bool) -> Path:
-        """Checkpoints of a phase. Apart, because a higher step of the warm start comes before step 0 of what follows."""
+        """Checkpoints of a phase. Apart, because a higher step of the warm start comes before step 0 of what
+        follows."""
         return self._context.run_dir / "checkpoints" / ("warm_start" if warming_up else "")
 
     def newest(self) -> Path | None:
@@ -45,7 +46,8 @@ class Checkpointer:
         return saving.newest(self._folder(warming_up=False), self._folder(warming_up=True))
 
     def resume(self, models: Models) -> TrainState:
-        """Give the actor the weights of the newest checkpoint, or those the run begins with; return the state beside them.
+        """Give the actor the weights of the newest checkpoint, or those the run begins with; return the state beside
+        them.
 
         Raises:
             CheckpointError: it cannot be loaded.
@@ -65,7 +67,8 @@ class Checkpointer:
         before, now = saved.get("made", {}).get("data"), self._data_cursor(state)
         if before is not None and before != now:
             self._reporter.say(
-                f"the order of the data is another than before: {found} was at {before}, with these settings it is at {now}"
+                f"the order of the data is another than before: {found} was at {before}, with these settings it is at "
+                f"{now}"
             )
         self._reporter.say(f"resumed from {found}")
         return state
@@ -73,17 +76,25 @@ class Checkpointer:
     def put_random_states(self, models: Models) -> None:
         """Restore the random generators of the newest checkpoint. After all models are built: that draws numbers."""
         if (found := self.newest()) is not None and not saving.put_random_states(found, models.parts()):
-            self._reporter.say("random generators begin anew from trainer.seed: the checkpoint was made on another grid")
+            self._reporter.say(
+                "random generators begin anew from trainer.seed: the checkpoint was made on another grid"
+            )
 
     def commit(
-        self, state: TrainState, models: Models, *, version: WeightsVersion | None = None, interval: bool = False, **labels: int
+        self,
+        state: TrainState,
+        models: Models,
+        *,
+        version: WeightsVersion | None = None,
+        interval: bool = False,
+        **labels: int,
     ) -> None:
         """Checkpoint models, optimizers and ``state``; nothing to do when the newest checkpoint holds ``state``.
 
         Args:
             version: Last published weights.
-            interval: A periodic checkpoint, without which the job can go on. With ``trainer.async_checkpoint`` it counts
-                once ``settle`` has found it written. On a full disk it is left out, at most
+            interval: A periodic checkpoint, without which the job can go on. With ``trainer.async_checkpoint`` it
+                counts once ``settle`` has found it written. On a full disk it is left out, at most
                 ``trainer.max_failed_checkpoints`` - 1 times in a row. Any other counts when this returns.
             labels: Of the phase in the timeline.
 
@@ -122,7 +133,8 @@ class Checkpointer:
         return self._pending is not None
 
     def settle(self, *, wait: bool = False, needed: bool = False) -> None:
-        """Let a checkpoint count that was written in the background, once all ranks have written it or after waiting for that.
+        """Let a checkpoint count that was written in the background, once all ranks have written it or after waiting
+        for that.
 
         Args:
             needed: The job cannot go on without it, were the disk full.
@@ -151,14 +163,16 @@ class Checkpointer:
             self._pending.give_up()
 
     def _do_without(self, error: DiskFullError) -> None:
-        """Count a checkpoint that had no room. The store learns of it by the step's metrics alone: it may lie on the same disk."""
+        """Count a checkpoint that had no room. The store learns of it by the step's metrics alone: it may lie on the
+        same disk."""
         self.failed += 1
         if self.failed >= (limit := self._context.config.trainer.max_failed_checkpoints):
             raise LastingError(
                 f"{error}; {self.failed} checkpoints in a row had no room (trainer.max_failed_checkpoints={limit})"
             ) from error
         self._reporter.say(
-            f"WARNING: {error}. Training goes on without this checkpoint ({self.failed} of at most {limit - 1} in a row); "
+            f"WARNING: {error}. Training goes on without this checkpoint ({self.failed} of at most {limit - 1} in a "
+            "row); "
             f"the newest is {self.newest() or 'none'}"
         )
 
@@ -174,7 +188,9 @@ class Checkpointer:
 
     def _data_cursor(self, state: TrainState) -> dict[str, int] | None:
         config = self._context.config.trainer
-        return None if state.warming_up else data_cursor(self._num_tasks, state.step, config.tasks_per_step, config.seed)
+        return (
+            None if state.warming_up else data_cursor(self._num_tasks, state.step, config.tasks_per_step, config.seed)
+        )
 
     def _fence(self) -> None:
         """Return when the store would keep the steps that a checkpoint counts through a power cut.

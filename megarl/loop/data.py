@@ -1,4 +1,5 @@
-"""Order of the data: which tasks and rows a step takes, as pure functions of seed and step, so that a resumed run goes on."""
+"""Order of the data: which tasks and rows a step takes, as pure functions of seed and step, so that a resumed run goes
+on."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def extra_tasks(task_ids: Sequence[str], step: int, extra: int, count: int, seed
 
 
 def data_cursor(num_tasks: int, step: int, count: int, seed: int) -> dict[str, int] | None:
-    """Position in the order of the training tasks at which a step begins. None where rows of a file are counted instead."""
+    """Position in the order of the training tasks at which a step begins. None where rows of a file are counted
+    instead."""
     if not num_tasks:
         return None
     epoch, offset = divmod(step * count, num_tasks)

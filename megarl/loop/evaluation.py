@@ -54,8 +54,12 @@ class Evaluation:
             sources = {task.task_id: task.data_source for task in self._store.tasks("eval", images=False)}
             metrics |= sampled_metrics(right, n, [sources[task] for task in tasks])
         event = {
-            "rollout_id": rollout_id, "step": step, "accuracy": accuracy, "samples": n, "standard_error": standard_error(right / n)
-        }  # fmt: skip
+            "rollout_id": rollout_id,
+            "step": step,
+            "accuracy": accuracy,
+            "samples": n,
+            "standard_error": standard_error(right / n),
+        }
         if n > 1:
             event |= {"pass": metrics[f"val/pass@{n}"], "pass_standard_error": metrics.get(f"val/pass@{n}_se")}
         self._reporter.event("evaluation", event)

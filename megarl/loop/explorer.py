@@ -1,8 +1,9 @@
 """The explorer process: claims groups, keeps the engines busy, has every answer scored as it ends, writes whole groups.
 
 ``python -m megarl.loop.explorer --config RUN/resolved.json`` with the engines' URLs in ``MEGARL_ENGINES`` (commas
-between), the job's key in ``MEGARL_JOB_KEY`` and its attempt in ``MEGARL_ATTEMPT``. Ends with 0 when the job is closed, with 143 on SIGTERM or SIGINT (its
-claims are given back), with 1 and the reason when the engines or the store fail for good. Imports no torch.
+between), the job's key in ``MEGARL_JOB_KEY`` and its attempt in ``MEGARL_ATTEMPT``. Ends with 0 when the job is closed,
+with 143 on SIGTERM or SIGINT (its claims are given back), with 1 and the reason when the engines or the store fail for
+good. Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from megarl.tasksets import ChatTokenizer, chat_messages
 log = logging.getLogger(__name__)
 
 RETRY_S, LONGEST_RETRY_S = 0.5, 4.0
-"""Waits before asking again for samples that an engine failed to give, each twice as long as the one before: it may be replaced meanwhile."""
+"""Waits before asking again for samples that an engine failed to give, each twice as long as the one before: it may be
+replaced meanwhile."""
 
 NEWS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
@@ -137,7 +139,8 @@ class Explorer:
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
         calls: Calls over which newly claimed groups are spread (one for each engine).
         patience_s: How long samples are asked for again while engines give none of them.
-        news: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to the terminal.
+        news: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to the
+            terminal.
     """
 
     def __init__(
@@ -345,7 +348,8 @@ def experience(
 
 
 def _segments(completion: Completion, asked: WeightsVersion) -> tuple[Segment, ...]:
-    """Segments, one for each set of weights; an engine that names none ran with those that the rollout was asked for."""
+    """Segments, one for each set of weights; an engine that names none ran with those that the rollout was asked
+    for."""
     spans = completion.versions or [("default", 0, len(completion.token_ids))]
     last = len(spans) - 1
     return tuple(
@@ -360,15 +364,21 @@ def _segments(completion: Completion, asked: WeightsVersion) -> tuple[Segment, .
 
 
 def _asks(group: _Group) -> list[_Ask]:
-    """The group's samples as one prompt; after a failure each missing one by itself, with the seed that it had. The greedy
-    answer is a prompt of its own."""
+    """The group's samples as one prompt; after a failure each missing one by itself, with the seed that it had. The
+    greedy answer is a prompt of its own."""
     missing, size, images = group.missing, group.claim.group_size, group.claim.task.images
     sampled = [j for j in missing if j != GREEDY]
-    asks = [] if len(sampled) == len(missing) else [_Ask(Prompt(group.prompt_ids, greedy=True, images=images), group, GREEDY)]
+    asks = (
+        []
+        if len(sampled) == len(missing)
+        else [_Ask(Prompt(group.prompt_ids, greedy=True, images=images), group, GREEDY)]
+    )
     if len(sampled) == size:
         return [*asks, _Ask(Prompt(group.prompt_ids, size, group.seed, images=images), group, 0)]
     seeds = [None if group.seed is None else group.seed + j for j in sampled]
-    return asks + [_Ask(Prompt(group.prompt_ids, 1, seed, images=images), group, j) for j, seed in zip(sampled, seeds, strict=True)]
+    return asks + [
+        _Ask(Prompt(group.prompt_ids, 1, seed, images=images), group, j) for j, seed in zip(sampled, seeds, strict=True)
+    ]
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
@@ -388,7 +398,8 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobErro
 
 
 async def explore(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
-    """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go on."""
+    """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go
+    on."""
     tokenizer = ChatTokenizer.of(config)
     patience_s = config.rollout.start_timeout_s + config.sync.timeout_s  # an engine is replaced, and given the weights
     store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
@@ -396,7 +407,9 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
         async with (
             EngineClient(engines, key, config.rollout.request_timeout_s, pulse.worked) as engine,
             _judge(config, engines, key, patience_s) as judge,
-            RewardPool(await _with_hosts_of_nodes(config.reward), judge, key, _logs(config) / "reward_output.log") as scorer,
+            RewardPool(
+                await _with_hosts_of_nodes(config.reward), judge, key, _logs(config) / "reward_output.log"
+            ) as scorer,
         ):
             explorer = Explorer(
                 store,

@@ -33,7 +33,9 @@ NO_GROUP = GroupStats(0.0, 0.0, 1)
 class Learner:
     """Computes with a step's batch, on every rank alike."""
 
-    def __init__(self, config: Config, algorithm: Algorithm, models: Models, updates: UpdateFilter, ranks: Ranks) -> None:
+    def __init__(
+        self, config: Config, algorithm: Algorithm, models: Models, updates: UpdateFilter, ranks: Ranks
+    ) -> None:
         self._config = config
         self._algorithm = algorithm
         self._models = models
@@ -41,7 +43,8 @@ class Learner:
         self._ranks = ranks
 
     def infer(self, batch: StepBatch) -> None:
-        """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's, values."""
+        """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
+        values."""
         sequences, needs = batch.sequences, self._algorithm.needs
         # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
         rest = batch.outside if "old_logp" in needs else []
@@ -70,7 +73,8 @@ class Learner:
         return state, estimated | updated
 
     def estimate(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
-        """Fill advantages (and returns) of every token; return the state with the KL coefficient of the next step, and metrics."""
+        """Fill advantages (and returns) of every token; return the state with the KL coefficient of the next step, and
+        metrics."""
         sequences, config = batch.sequences, self._config.algorithm
         coef = kl_coef(state, config.kl)
         metrics: dict[str, float] = {}
@@ -123,7 +127,13 @@ class Learner:
             actor.optimizer.restart(config.trainer.optimizer)
         for i, units in enumerate(batch.updates * config.trainer.ppo_epochs):
             if critic is not None:
-                learn(i, critic, objectives.returns(settings, sequences), units, learning_rate(config.critic.optimizer, number))
+                learn(
+                    i,
+                    critic,
+                    objectives.returns(settings, sequences),
+                    units,
+                    learning_rate(config.critic.optimizer, number),
+                )
             if not alone:
                 learn(i, actor, policy, units, learning_rate(config.trainer.optimizer, actor_step))
         return state, mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | self._updates.end(state)
@@ -166,5 +176,7 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, 
 def model_scores(model: FrozenModel, experiences: list[Experience]) -> list[float]:
     """The reward model's score of each whole answer."""
     sequences = of_experiences(experiences)
-    found: list[float] = model.answers(sequences, [model.micro_batches(sequences)])[sequences.scored(score_pad(model.hf_config))].tolist()
+    found: list[float] = model.answers(sequences, [model.micro_batches(sequences)])[
+        sequences.scored(score_pad(model.hf_config))
+    ].tolist()
     return found

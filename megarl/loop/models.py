@@ -60,7 +60,8 @@ class Models:
         return TrainedModel(self.hf_config, config.model, config.parallel, head, cut, config.trainer.optimizer)
 
     def build(self, step: int, checkpoint: Path | None, own_reference: Path) -> None:
-        """Build the other models with the weights that they have at ``step``; those that are there are kept and given these.
+        """Build the other models with the weights that they have at ``step``; those that are there are kept and given
+        these.
 
         Args:
             step: Completed steps; at 0 reference and critic begin with the actor's weights.
@@ -75,7 +76,9 @@ class Models:
             if self.reference is None:
                 parallel, grid = self._grid(config.reference)
                 cut = cut_for(parallel, config.trainer)
-                self.reference = FrozenModel(self.hf_config, self._settings(config.reference), parallel, self.head, cut, grid)
+                self.reference = FrozenModel(
+                    self.hf_config, self._settings(config.reference), parallel, self.head, cut, grid
+                )
             if step and config.reference.refresh == "never":
                 self.reference.load_hf(own_reference)
             else:
@@ -105,7 +108,11 @@ class Models:
         parallel, grid = self._grid(role)
         settings, cut = self._settings(role), cut_for(parallel, config.trainer)
         critic = TrainedModel(hf_config, settings, parallel, None, cut, role.optimizer, grid)
-        same = self.reward_model is not None and role.path == config.reward_model.path and settings == self.reward_model.model_config
+        same = (
+            self.reward_model is not None
+            and role.path == config.reward_model.path
+            and settings == self.reward_model.model_config
+        )
         if path is None:
             critic.copy_from(self.actor, bucket_bytes=config.sync.bucket_bytes)  # its score head begins with zeros
         elif same and self.reward_model is not None:
@@ -134,8 +141,8 @@ class Models:
         return {"actor": self.actor_part()} | self._other_parts()
 
     def _other_parts(self) -> dict[str, state.Part]:
-        """Parts beside the actor. A reference that never changes has its files in the run directory; one that every step
-        replaces needs none."""
+        """Parts beside the actor. A reference that never changes has its files in the run directory; one that every
+        step replaces needs none."""
         found = {}
         if self.critic is not None:
             found["critic"] = state.Part(self.critic.chunks, self.critic.optimizer.inner, self.critic.grid)
@@ -145,7 +152,9 @@ class Models:
 
     def export_actor(self, target: Path, rank: int) -> None:
         """Write the actor as an ordinary HF checkpoint; every rank calls it, rank 0 writes."""
-        plan = build_plan(self.actor.layout, hf_layout(self.hf_config, head="score" if self.actor.head is None else "lm"))
+        plan = build_plan(
+            self.actor.layout, hf_layout(self.hf_config, head="score" if self.actor.head is None else "lm")
+        )
         with writing(target):
             hf.export_hf(plan, rank, self.actor.proven_tensors(), Path(self._config.model.path), target)
 

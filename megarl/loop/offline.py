@@ -22,13 +22,7 @@ from megarl.loop.models import Models
 from megarl.loop.scoring import ScoringModels
 from megarl.loop.state import TrainState
 from megarl.metrics import OFFLINE_CONSOLE, mean_of_sums
-from megarl.tasksets import (
-    ChatTokenizer,
-    encode_demonstrations,
-    encode_preferences,
-    read_preferences,
-    read_rows,
-)
+from megarl.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, read_preferences, read_rows
 from megarl.training import objectives
 from megarl.training.objectives import Kept, Objective
 
@@ -38,7 +32,8 @@ class Rows:
     """A file's rows as token ids."""
 
     units: tuple[tuple[tuple[np.ndarray, np.ndarray], ...], ...]
-    """(prompt ids, answer ids) of each sequence of each row: one of a demonstration, the chosen and the rejected of a preference."""
+    """(prompt ids, answer ids) of each sequence of each row: one of a demonstration, the chosen and the rejected of a
+    preference."""
     margins: tuple[float, ...]
 
     def __len__(self) -> int:
@@ -78,7 +73,9 @@ class OfflineTrainer(Trainer):
         """Read the rows."""
         with self.timeline.phase("load"), self.starting():
             tokenizer, pairs = ChatTokenizer.of(self.config), "pairs" in self.algorithm.needs
-            self.rows, held_out = (read(path, tokenizer, pairs=pairs) for path in (self.config.taskset.train, self.config.taskset.eval))
+            self.rows, held_out = (
+                read(path, tokenizer, pairs=pairs) for path in (self.config.taskset.train, self.config.taskset.eval)
+            )
             self.test = self.batch_of(held_out, range(len(held_out)))
 
     def step(self, state: TrainState) -> TrainState:

@@ -1,4 +1,5 @@
-"""One reader per node: the first rank of each node reads the store and hands what it has read to the node's other ranks."""
+"""One reader per node: the first rank of each node reads the store and hands what it has read to the node's other
+ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class NodeReader:
         return self._world == 1 or dist.get_rank() == self._reader
 
     def read(self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool] = lambda: False) -> list[T] | None:
-        """All parts, the same on every rank; only readers call ``parts``. None on every rank when ``stopping()`` on some reader.
+        """All parts, the same on every rank; only readers call ``parts``. None on every rank when ``stopping()`` on
+        some reader.
 
         A part is in memory at most four times, on the reader, while it is handed on.
 
@@ -68,7 +70,9 @@ class NodeReader:
             found.append(part)
         return found if self._all_well(fault) else None
 
-    def _messages(self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool]) -> Iterator[tuple[Any, Fault, bool]]:
+    def _messages(
+        self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool]
+    ) -> Iterator[tuple[Any, Fault, bool]]:
         """(part, None, False) for each, then what ended it."""
         fault: Fault = None
         try:
@@ -114,7 +118,9 @@ class RolloutReader:
     def experiences(self, rollout_id: str) -> list[Experience] | None:
         """Experiences of a rollout; None on every rank when the job is asked to stop."""
         store = self._store
-        parts = self._reader.read(lambda: (store.experiences(rollout_id, span) for span in store.spans(rollout_id)), self._stopping)
+        parts = self._reader.read(
+            lambda: (store.experiences(rollout_id, span) for span in store.spans(rollout_id)), self._stopping
+        )
         return None if parts is None else [experience for part in parts for experience in part]
 
     def metrics(self, rollout_id: str) -> dict[str, float]:

@@ -49,7 +49,9 @@ class Reporter:
             warm_start_step=warm_start_step,
             step=step,
             tensorboard="tensorboard" in config.trainer.trackers,
-            trackers=open_trackers(config.trainer.trackers, Run(config.run.name, self._context.run_dir, to_dict(config))),
+            trackers=open_trackers(
+                config.trainer.trackers, Run(config.run.name, self._context.run_dir, to_dict(config))
+            ),
         )
 
     def rewind(self, state: TrainState) -> None:

@@ -35,7 +35,8 @@ class StepGroups:
     experiences: list[Experience]
     """Whole groups; their statistics come with the reward model's scores."""
     rollout_ids: tuple[str, ...]
-    """All that the step asked for. A step belongs to its checkpoint with all of them: they carry its number in the store."""
+    """All that the step asked for. A step belongs to its checkpoint with all of them: they carry its number in the
+    store."""
     report: Report
     """Counts of the groups of all these rollouts, dynamic sampling aside."""
     metrics: dict[str, float]
@@ -45,7 +46,13 @@ class Rollouts:
     """Training groups of a step. Every rank makes the same calls; rank 0 writes the requests."""
 
     def __init__(
-        self, context: RunContext, algorithm: Algorithm, store: Store, reporter: Reporter, reader: RolloutReader, wait: Wait
+        self,
+        context: RunContext,
+        algorithm: Algorithm,
+        store: Store,
+        reporter: Reporter,
+        reader: RolloutReader,
+        wait: Wait,
     ) -> None:
         self._context = context
         self._algorithm = algorithm
@@ -58,9 +65,9 @@ class Rollouts:
     def groups(self, state: TrainState, version: WeightsVersion, vocab_size: int) -> StepGroups | None:
         """Ask for this step's groups, wait, and verify them; None when the job is asked to stop.
 
-        With ``algorithm.dynamic_sampling`` groups that are all right or all wrong are left out, and further rollouts of other
-        tasks are asked for, at most ``algorithm.max_extra_rollouts``, until there are ``trainer.tasks_per_step`` groups; of more,
-        the first ones count.
+        With ``algorithm.dynamic_sampling`` groups that are all right or all wrong are left out, and further rollouts of
+        other tasks are asked for, at most ``algorithm.max_extra_rollouts``, until there are ``trainer.tasks_per_step``
+        groups; of more, the first ones count.
 
         Args:
             version: The weights to sample with, published last.
@@ -108,8 +115,10 @@ class Rollouts:
         metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": float(min(len(groups), wanted))}
         if dynamic and not groups and report.kept:
             raise LastingError(
-                f"algorithm.dynamic_sampling=true: none of the {report.kept} groups of {len(ids)} rollouts of step {step + 1} is "
-                f"between all right ({metrics['rollout/all_right']:.0f}) and all wrong ({metrics['rollout/all_wrong']:.0f}); raise "
+                f"algorithm.dynamic_sampling=true: none of the {report.kept} groups of {len(ids)} rollouts of step "
+                f"{step + 1} is "
+                f"between all right ({metrics['rollout/all_right']:.0f}) and all wrong "
+                f"({metrics['rollout/all_wrong']:.0f}); raise "
                 "algorithm.max_extra_rollouts or algorithm.group_size, take other tasks, or set it to false"
             )
         metrics |= part_metrics(experiences) | verifier_metrics(raw)
@@ -123,10 +132,20 @@ class Rollouts:
         count, seed = config.trainer.tasks_per_step, data_seed(config.trainer.seed, state)
         rollout_id = f"train-{step:06d}" + (f"-{extra}" if extra else "")
         if self._context.rank == 0:
-            tasks = extra_tasks(self._tasks, step, extra, count, seed) if extra else tasks_of_step(self._tasks, step, count, seed)
+            tasks = (
+                extra_tasks(self._tasks, step, extra, count, seed)
+                if extra
+                else tasks_of_step(self._tasks, step, count, seed)
+            )
             own_seed = drawn_seed(seed, step, extra, EXTRA) if extra else seed * 1_000_003 + step
-            sampling = {"temperature": config.rollout.temperature, "max_tokens": config.rollout.max_response_tokens, "seed": own_seed}
+            sampling = {
+                "temperature": config.rollout.temperature,
+                "max_tokens": config.rollout.max_response_tokens,
+                "seed": own_seed,
+            }
             if "greedy" in self._algorithm.needs:
                 sampling["greedy"] = True
-            self._store.request_rollout(rollout_id, "train", step, version, tasks, config.algorithm.group_size, sampling)
+            self._store.request_rollout(
+                rollout_id, "train", step, version, tasks, config.algorithm.group_size, sampling
+            )
         return rollout_id

@@ -12,8 +12,8 @@ from megarl.loop.models import Models
 class ScoringModels(Models):
     """The actor is the reward model, once the warm start (which is a language model's) is over.
 
-    A checkpoint of step 0 holds the weights after the warm start, later ones the reward model. Without a warm start the job
-    may go on with a sequence-classification checkpoint.
+    A checkpoint of step 0 holds the weights after the warm start, later ones the reward model. Without a warm start the
+    job may go on with a sequence-classification checkpoint.
     """
 
     def make_actor(self, checkpoint: Path | None) -> None:

@@ -1,7 +1,7 @@
 """Bad optimizer updates: a loss or gradient norm that is not finite, or a norm far above those before it.
 
-An update is checked when its gradients are there and nothing has been changed by them. The decision is the same on every rank,
-made from what all of them know together, so it does not matter which rank of which grid saw the first NaN.
+An update is checked when its gradients are there and nothing has been changed by them. The decision is the same on
+every rank, made from what all of them know together, so it does not matter which rank of which grid saw the first NaN.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class UpdateFilter:
             self._in_a_row = 0
         return {"training/skipped_updates": float(self._left_out), "training/rollbacks": float(state.rollbacks)}
 
-    def admits(self, state: TrainState, model: str, sums: Sums, norm: float, update: int = 0) -> tuple[bool, TrainState]:
+    def admits(
+        self, state: TrainState, model: str, sums: Sums, norm: float, update: int = 0
+    ) -> tuple[bool, TrainState]:
         """Return False for an update that is to be left out, and the state with the norms to measure spikes by.
 
         Every rank calls it.
@@ -72,9 +74,14 @@ class UpdateFilter:
         before = state.grad_norms.get(model, [])
         if shared[0]:
             reason, action, setting = _not_finite(losses, norm), config.on_nonfinite, "on_nonfinite"
-        elif (usual := _usual(before, config.spike_factor, config.spike_window)) is not None and float(shared[1]) > usual[1]:
-            reason = (f"the gradient's norm is {norm:.4g}, above {config.spike_factor:g} times the median {usual[0]:.4g} of the last "
-                f"{len(before)} updates")  # fmt: skip
+        elif (usual := _usual(before, config.spike_factor, config.spike_window)) is not None and float(
+            shared[1]
+        ) > usual[1]:
+            reason = (
+                f"the gradient's norm is {norm:.4g}, above {config.spike_factor:g} times the median "
+                f"{usual[0]:.4g} of the last "
+                f"{len(before)} updates"
+            )
             action, setting = config.on_spike, "on_spike"
         else:
             # An update without gradient is no measure: all answers of its groups have the same reward.
@@ -96,7 +103,8 @@ class UpdateFilter:
         """Count a bad step. Raises LastingError where the job is to end."""
         if action == "stop":
             raise LastingError(
-                f"{what} (trainer.guard.{setting}=stop); look at the data and the learning rate of that step, or set it to skip or "
+                f"{what} (trainer.guard.{setting}=stop); look at the data and the learning rate of that step, or set "
+                "it to skip or "
                 "rollback to go on without it"
             )
         if not self._bad:
@@ -104,7 +112,8 @@ class UpdateFilter:
             self._in_a_row += 1
         if self._in_a_row >= self._config.max_bad_steps:
             raise LastingError(
-                f"{what}; {self._in_a_row} steps in a row had such updates (trainer.guard.max_bad_steps={self._config.max_bad_steps}), so "
+                f"{what}; {self._in_a_row} steps in a row had such updates "
+                f"(trainer.guard.max_bad_steps={self._config.max_bad_steps}), so "
                 "it is no passing fault: lower the learning rate, look at rewards and data"
                 + (", raise trainer.guard.spike_factor" if setting == "on_spike" else "")
                 + ", or go on from an earlier checkpoint by removing the later ones"
@@ -120,7 +129,11 @@ def _not_finite(losses: Sequence[float], norm: float) -> str:
     everyone: list[float | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     bad = [(rank, loss) for rank, loss in enumerate(everyone) if loss is not None]
-    told = f"the loss is {bad[0][1]} on rank{'s' * (len(bad) > 1)} {', '.join(str(rank) for rank, _ in bad)}, " if bad else ""
+    told = (
+        f"the loss is {bad[0][1]} on rank{'s' * (len(bad) > 1)} {', '.join(str(rank) for rank, _ in bad)}, "
+        if bad
+        else ""
+    )
     return f"{told}the gradient's norm is {norm}"
 
 

@@ -45,7 +45,13 @@ class RolloutWaiter:
     """Waits for rollouts, shows their progress, and meanwhile settles checkpoints and joins replaced engines."""
 
     def __init__(
-        self, context: RunContext, store: Store, ranks: Ranks, reporter: Reporter, weights: WeightSync, checkpoints: Checkpointer
+        self,
+        context: RunContext,
+        store: Store,
+        ranks: Ranks,
+        reporter: Reporter,
+        weights: WeightSync,
+        checkpoints: Checkpointer,
     ) -> None:
         self._context = context
         self._store = store

@@ -32,7 +32,13 @@ class WarmStart:
     """Steps of supervised fine-tuning on ``taskset.warm_start``."""
 
     def __init__(
-        self, config: Config, models: Models, updates: UpdateFilter, ranks: Ranks, reporter: Reporter, checkpoints: Checkpointer
+        self,
+        config: Config,
+        models: Models,
+        updates: UpdateFilter,
+        ranks: Ranks,
+        reporter: Reporter,
+        checkpoints: Checkpointer,
     ) -> None:
         self._config = config
         self._models = models
@@ -62,7 +68,10 @@ class WarmStart:
         else:
             actor.optimizer.restart(config.optimizer)
         begins = state.step
-        with self._reporter.progress(config.steps, "warm start", "step") as bar, self._reporter.timeline.phase("warm_start"):
+        with (
+            self._reporter.progress(config.steps, "warm start", "step") as bar,
+            self._reporter.timeline.phase("warm_start"),
+        ):
             bar.update(state.step)
             while state.step < config.steps:
                 if self._ranks.stop_requested():

@@ -33,7 +33,9 @@ class Stopped(Exception):
 class WeightSync:
     """The engines of a job as all its trainer ranks see them together."""
 
-    def __init__(self, context: RunContext, ranks: Ranks, reporter: Reporter, models: Models, publisher: WeightPublisher) -> None:
+    def __init__(
+        self, context: RunContext, ranks: Ranks, reporter: Reporter, models: Models, publisher: WeightPublisher
+    ) -> None:
         self.version = WeightsVersion(context.attempt, 0)
         """Last published; 0 is none."""
         self._context = context
@@ -73,7 +75,9 @@ class WeightSync:
     def _publish(self, *, abort: bool = False) -> dict[str, float]:
         actor = self._models.actor
         written = actor.written()
-        report = self._together(lambda: self._publisher.publish(actor.tensors, self.version, written=written, abort=abort))
+        report = self._together(
+            lambda: self._publisher.publish(actor.tensors, self.version, written=written, abort=abort)
+        )
         return report.metrics() | {"sync/probe_diff_max": self._together(self._probe)}
 
     def _probe(self) -> float:

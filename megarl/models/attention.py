@@ -1,10 +1,10 @@
 """The attention between queries, keys and values of Megatron's local spec, by ``scaled_dot_product_attention``.
 
-Megatron's own ``DotProductAttention`` materialises the scores, knows no packed sequences and refuses context parallelism. This one
-is causal self-attention without dropout and never makes a mask.
+Megatron's own ``DotProductAttention`` materialises the scores, knows no packed sequences and refuses context
+parallelism. This one is causal self-attention without dropout and never makes a mask.
 
-Shape legend: s rows of this rank (a share of the sequence under context parallelism), b sequences, t tokens of packed sequences on
-this rank, h query heads and g key/value heads of this rank, d width of a head.
+Shape legend: s rows of this rank (a share of the sequence under context parallelism), b sequences, t tokens of packed
+sequences on this rank, h query heads and g key/value heads of this rank, d width of a head.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from megarl.models.attention_layout import PackedLayout, packed_layout
 class CoreAttention(MegatronModule):  # type: ignore[misc]
     """Megatron's ``core_attention``; see ``forward``.
 
-    Under context parallelism the ranks exchange shares of the sequence for shares of the heads (Megatron calls it ``a2a``;
-    DeepSpeed-Ulysses, 2309.14509), so that each computes whole sequences of h / cp heads with the same code, and back. It takes no
-    more memory than the shares do, unlike gathered keys and values. ``cp`` must divide h (``parallel.grid`` checks it).
+    Under context parallelism the ranks exchange shares of the sequence for shares of the heads (Megatron calls it
+    ``a2a``; DeepSpeed-Ulysses, 2309.14509), so that each computes whole sequences of h / cp heads with the same code,
+    and back. It takes no more memory than the shares do, unlike gathered keys and values. ``cp`` must divide h
+    (``parallel.grid`` checks it).
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         assert attention_type == "self" and attn_mask_type == AttnMaskType.causal, "only causal self-attention"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no dropout"
-        assert not config.apply_query_key_layer_scaling and config.softmax_type == "vanilla" and config.window_size is None
+        assert (
+            not config.apply_query_key_layer_scaling and config.softmax_type == "vanilla" and config.window_size is None
+        )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group = pg_collection.cp
@@ -69,8 +72,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         Args:
             query, key, value: [s, b, h or g, d], or packed [t, h or g, d]; ``value`` may be narrower than the others.
             attention_mask: None.
-            packed_seq_params: Megatron's PackedSeqParams with ``qkv_format="thd"`` and the ``cu_seqlens_q`` of the whole
-                sequences (multiples of 2 * cp). Its index tensors are kept on it for the layers to come.
+            packed_seq_params: Megatron's PackedSeqParams with ``qkv_format="thd"`` and the ``cu_seqlens_q`` of the
+                whole sequences (multiples of 2 * cp). Its index tensors are kept on it for the layers to come.
 
         Returns:
             [s, b, h * d] or [t, h * d], d being the values' width.
@@ -112,7 +115,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             out = self._bucketed(query, key, value, layout)
         return out.view(*shares, *out.shape[1:])
 
-    def _bucketed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    def _bucketed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
+    ) -> torch.Tensor:
         """One causal call for each bucket; at most ``PADDING_BOUND`` times the memory of the arguments besides them."""
         found = layout.buckets
         sizes = [rows * width for rows, width in found.shapes]
@@ -161,7 +166,8 @@ def layout_of(params: Any, cp: int) -> PackedLayout:
 
 
 class _Spread(torch.autograd.Function):
-    """Rows to the places of their buckets. What lies after a sequence's end is read by nobody, so it has no gradient."""
+    """Rows to the places of their buckets. What lies after a sequence's end is read by nobody, so it has no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -210,7 +216,8 @@ def _all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _to_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
-    """[..., h, d] of this rank's rows -> [cp, ..., h / cp, d]: the rows of every rank, this rank's part of the heads."""
+    """[..., h, d] of this rank's rows -> [cp, ..., h / cp, d]: the rows of every rank, this rank's part of the
+    heads."""
     cp = group.size()
     parts = []
     for x in (query, _enough_heads(key, query.shape[-2], cp), _enough_heads(value, query.shape[-2], cp)):
@@ -227,7 +234,8 @@ def _to_rows(out: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _enough_heads(x: torch.Tensor, heads: int, cp: int) -> torch.Tensor:
-    """Key/value heads that ``cp`` ranks can be dealt: as they are, or each as often as the ranks or the queries need it."""
+    """Key/value heads that ``cp`` ranks can be dealt: as they are, or each as often as the ranks or the queries need
+    it."""
     own = x.shape[-2]
     if own % cp == 0:
         return x

@@ -1,4 +1,5 @@
-"""Index arithmetic of the attention over packed sequences: buckets of similar length, taken from context-parallel shares.
+"""Index arithmetic of the attention over packed sequences: buckets of similar length, taken from context-parallel
+shares.
 
 Plain tensors of integers, computed once per micro-batch on the CPU; nothing here imports Megatron.
 """
@@ -12,7 +13,8 @@ import torch
 from megarl.batching.zigzag import share_rows
 
 PADDING_BOUND = 1.5
-"""Places of the buckets per token, at most. So padded queries, keys, values take at most half as much again as the packed ones."""
+"""Places of the buckets per token, at most. So padded queries, keys, values take at most half as much again as the
+packed ones."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,12 @@ class Buckets:
 
 
 def buckets(lengths: torch.Tensor) -> Buckets:
-    """Deal sequences (int64 [n], in the order in which they are packed) to buckets whose width is their longest sequence.
+    """Deal sequences (int64 [n], in the order in which they are packed) to buckets whose width is their longest
+    sequence.
 
     Lengths in (2^k, 3 * 2^(k-1)] share a bucket, and those in (3 * 2^(k-1), 2^(k+1)]: no sequence is padded to
-    1.5 times its length, and n sequences of lengths up to L make at most 2 * log2(L) + 1 buckets. Empty sequences have no place.
+    1.5 times its length, and n sequences of lengths up to L make at most 2 * log2(L) + 1 buckets. Empty sequences have
+    no place.
     """
     lengths = lengths.to("cpu", torch.int64)
     starts = lengths.cumsum(0) - lengths
@@ -53,7 +57,8 @@ def buckets(lengths: torch.Tensor) -> Buckets:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """``Buckets`` that take tokens from, and give them back to, the shares of all context-parallel ranks laid one after the other."""
+    """``Buckets`` that take tokens from, and give them back to, the shares of all context-parallel ranks laid one after
+    the other."""
 
     buckets: Buckets
     order: torch.Tensor | None

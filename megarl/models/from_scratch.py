@@ -59,8 +59,8 @@ def create(path: str | os.PathLike[str], config: FromScratchConfig, corpus: Iter
     ``corpus`` are texts as the model will see them, without the chat template: prompts and answers. The same arguments
     write the same bytes. The directory appears whole or not at all.
 
-    Raises ConfigError when the directory exists, the model type is none of ``MODELS``, heads do not group, or the vocabulary is
-    smaller than the corpus' characters.
+    Raises ConfigError when the directory exists, the model type is none of ``MODELS``, heads do not group, or the
+    vocabulary is smaller than the corpus' characters.
     """
     path = Path(path)
     if path.exists():
@@ -175,8 +175,8 @@ def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = make_model(hf_config).to(torch.float32)
-        # transformers leaves the pad token's row 0 and never trains it. Here it is a token like any other, and the slope of a norm at 0
-        # is 1/√eps: one that is sampled would be most of a step's gradient.
+        # transformers leaves the pad token's row 0 and never trains it. Here it is a token like any other, and the
+        # slope of a norm at 0 is 1/√eps: one that is sampled would be most of a step's gradient.
         with torch.no_grad():
             model.get_input_embeddings().weight[hf_config.pad_token_id].normal_(0.0, config.initializer_range)
     model.generation_config = GenerationConfig(

@@ -39,8 +39,9 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's own output layer, with its parameters, checkpoints and collectives; only ``forward`` can do more.
 
     While a ``Request`` is set it returns float32 [s, b, 2] of (log-prob, entropy) over the whole vocabulary, equal on
-    all tensor-parallel ranks. GPTModel's transposed copy and Float16Module's upcast then meet this instead of [s, b, V],
-    and the logits, in the model's dtype, are the only tensor of their size: the backward writes the gradient over them.
+    all tensor-parallel ranks. GPTModel's transposed copy and Float16Module's upcast then meet this instead of [s, b,
+    V], and the logits, in the model's dtype, are the only tensor of their size: the backward writes the gradient over
+    them.
     """
 
     request: Request | None = None

@@ -1,13 +1,16 @@
-"""Routers whose experts are kept in balance: the losses and the bias of ``model.router``, the same however an update is cut.
+"""Routers whose experts are kept in balance: the losses and the bias of ``model.router``, the same however an update is
+cut.
 
-For a router of E experts that chooses k, with scores s_{t,e} that sum to 1 over e (softmax, or sigmoids divided by their sum):
+For a router of E experts that chooses k, with scores s_{t,e} that sum to 1 over e (softmax, or sigmoids divided by
+their sum):
 
-    balance = (1/N) Σ_n Σ_e f_{n,e}·P_{n,e},  f_{n,e} = E/(k·T_n) Σ_t 1(e among the k best of t),  P_{n,e} = 1/T_n Σ_t s_{t,e}
-    z       = 1/T Σ_t (logsumexp_e logits_{t,e})²
+    balance = (1/N) Σ_n Σ_e f_{n,e}·P_{n,e},  f_{n,e} = E/(k·T_n) Σ_t 1(e among the k best of t),  P_{n,e} = 1/T_n Σ_t
+    s_{t,e} z       = 1/T Σ_t (logsumexp_e logits_{t,e})²
     bias_e += rate · sign(mean load − load_e), after an update
 
-over the N sequences of an update, of T_n tokens, T in all (DeepSeek-V3, 2412.19437 eq. 17–20 and 16; ST-MoE, 2202.08906 eq. 5).
-Both losses add up over the layers. Megatron's own are means of one micro-batch, so they change with how an update is cut.
+over the N sequences of an update, of T_n tokens, T in all (DeepSeek-V3, 2412.19437 eq. 17–20 and 16; ST-MoE, 2202.08906
+eq. 5). Both losses add up over the layers. Megatron's own are means of one micro-batch, so they change with how an
+update is cut.
 
 Shape legend: t tokens of this rank in a micro-batch, E experts, n sequences of the micro-batch.
 """
@@ -50,7 +53,8 @@ class Router(TopKRouter):
         super().__init__(**arguments)
         self.settings = settings
         self.sequence: torch.Tensor | None = None
-        """int64 [t]: which of the micro-batch's sequences a token belongs to, -1 for padding; None where no update is computed."""
+        """int64 [t]: which of the micro-batch's sequences a token belongs to, -1 for padding; None where no update is
+        computed."""
 
     def begin(self, size: UpdateSize) -> None:
         """Forget the update before."""
@@ -60,7 +64,9 @@ class Router(TopKRouter):
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.weight.device)
         """This rank's share of (balance, z)."""
 
-    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Probabilities and choices, [t, E] each."""
         probs, chosen = super().routing(logits, padding_mask)
         # Recomputation runs a layer twice, the first time without gradients.
@@ -124,8 +130,8 @@ def sequences_of_tokens(stage: Any, row: torch.Tensor) -> torch.Tensor:
 
 
 def measured(found: Sequence[Router], name: str, device: torch.device) -> Sums:
-    """Metrics of an update, the same on every rank of the model: both losses as means over the layers, and the largest load of an
-    expert in shares of its layer's mean. Every rank calls it; ``load`` is then that of all ranks.
+    """Metrics of an update, the same on every rank of the model: both losses as means over the layers, and the largest
+    load of an expert in shares of its layer's mean. Every rank calls it; ``load`` is then that of all ranks.
 
     ``device``: of the model, for a stage without routers too: a collective of CPU and GPU tensors would hang.
     """

@@ -26,7 +26,8 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
     mend = "or set model.transformer_impl to local"
     if parallel.backend != "nccl":
         raise ConfigError(
-            f"model.transformer_impl=transformer_engine with parallel.backend={parallel.backend}: TransformerEngine computes on "
+            f"model.transformer_impl=transformer_engine with parallel.backend={parallel.backend}: TransformerEngine "
+            "computes on "
             f"CUDA alone; set parallel.backend to nccl, {mend}"
         )
     try:
@@ -39,7 +40,8 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> Any:
-    """TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts as ``config`` says."""
+    """TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts as ``config``
+    says."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
 
@@ -59,8 +61,8 @@ def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> 
         attention.core_attention = CoreAttention
         if config.multi_latent_attention:
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
-            # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again, loses the
-            # gradient that the other ranks' heads have for the shared rotary key.
+            # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again,
+            # loses the gradient that the other ranks' heads have for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -2,7 +2,8 @@
 
 Shape legend: s sequence length, b rows of the micro-batch, H hidden size.
 
-Source: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification``: a linear without bias after the last norm);
+Source: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification``: a linear without bias after the last
+    norm);
 Megatron-Core 0.16.1 ``models/gpt/gpt_model.py``.
 """
 
@@ -20,9 +21,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 class ScoreHead(torch.nn.Module):
     """A linear of one row, whole on every tensor-parallel rank, in the place of GPTModel's output layer.
 
-    Under sequence parallelism each rank scores its share of the sequence and the scores are gathered, which moves H times less
-    than gathering what they are computed from. The weight's gradient is then that of the share: the mark ``sequence_parallel``
-    makes Megatron add the shares up (``finalize_model_grads``). Without it every rank has the whole gradient.
+    Under sequence parallelism each rank scores its share of the sequence and the scores are gathered, which moves H
+    times less than gathering what they are computed from. The weight's gradient is then that of the share: the mark
+    ``sequence_parallel`` makes Megatron add the shares up (``finalize_model_grads``). Without it every rank has the
+    whole gradient.
 
     Saved as Megatron saves any tensor that all ranks of a stage have alike, under ``output_layer.weight``.
     """
@@ -37,7 +39,8 @@ class ScoreHead(torch.nn.Module):
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """[s, b, H] (a share of s where the sequence is cut) -> (float32 [s, b, 1], equal on all tensor-parallel ranks; None).
+        """[s, b, H] (a share of s where the sequence is cut) -> (float32 [s, b, 1], equal on all tensor-parallel ranks;
+        None).
 
         Computed in float32 whatever the model's dtype is: a value of 100 in bfloat16 is known to within 0.25 only.
         """
@@ -45,7 +48,9 @@ class ScoreHead(torch.nn.Module):
         scores = F.linear(input_.float(), self.weight.float())
         if self.sequence_parallel:
             # Every rank computes the whole loss from the gathered scores, so each takes its share of that one gradient.
-            scores = gather_from_sequence_parallel_region(scores, tensor_parallel_output_grad=False, group=self.tp_group)
+            scores = gather_from_sequence_parallel_region(
+                scores, tensor_parallel_output_grad=False, group=self.tp_group
+            )
         return scores, None
 
 
@@ -53,8 +58,8 @@ class ScoreModel(GPTModel):  # type: ignore[misc]
     """Megatron's own model; only its checkpoints are read more strictly."""
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Megatron lets an output weight of another shape pass, for vocabularies that are padded otherwise. Here that would take the
-        first row of a language model's output weight for the head, without a word."""
+        """Megatron lets an output weight of another shape pass, for vocabularies that are padded otherwise. Here that
+        would take the first row of a language model's output weight for the head, without a word."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
         if self.post_process:
             state[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
@@ -64,11 +69,16 @@ class ScoreModel(GPTModel):  # type: ignore[misc]
 def smallest_output(gpt: Mapping[str, Any], pre_process: bool, post_process: bool, tp: int) -> dict[str, Any]:
     """GPTModel's arguments with an output weight that takes (next to) no memory until ``install`` replaces it.
 
-    A model in one piece that shares its embedding allocates none; a last stage by itself needs the vocabulary for nothing else.
+    A model in one piece that shares its embedding allocates none; a last stage by itself needs the vocabulary for
+    nothing else.
     """
     if pre_process and post_process:
         return {**gpt, "share_embeddings_and_output_weights": True}
-    return {**gpt, "vocab_size": tp if post_process else gpt["vocab_size"], "share_embeddings_and_output_weights": False}
+    return {
+        **gpt,
+        "vocab_size": tp if post_process else gpt["vocab_size"],
+        "share_embeddings_and_output_weights": False,
+    }
 
 
 def install(stage: torch.nn.Module) -> None:

@@ -42,7 +42,9 @@ def gae(
     if native.twin():
         return gae_reference(rewards, values, cu_seqlens, gamma=gamma, lam=lam, bootstrap=bootstrap)
     offsets = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam)
-    advantages, returns = packed_gae(rewards.detach(), values.detach(), offsets, bootstrap.detach(), gamma, lam).unbind(0)
+    advantages, returns = packed_gae(rewards.detach(), values.detach(), offsets, bootstrap.detach(), gamma, lam).unbind(
+        0
+    )
     return advantages, returns
 
 
@@ -96,9 +98,20 @@ def packed_gae(
     few_long = sequences < 128 and slots > 4 * sequences
     scratch = rewards.new_empty(slots if few_long else 0, dtype=torch.float64)
     native.run(
-        "gae", rewards, rewards.data_ptr(), values.data_ptr(), cu_seqlens.data_ptr(), sequences, tokens,
-        bootstrap.data_ptr(), gamma, lam, results[0].data_ptr(), results[1].data_ptr(), scratch.data_ptr() if few_long else 0,
-    )  # fmt: skip
+        "gae",
+        rewards,
+        rewards.data_ptr(),
+        values.data_ptr(),
+        cu_seqlens.data_ptr(),
+        sequences,
+        tokens,
+        bootstrap.data_ptr(),
+        gamma,
+        lam,
+        results[0].data_ptr(),
+        results[1].data_ptr(),
+        scratch.data_ptr() if few_long else 0,
+    )
     return results
 
 

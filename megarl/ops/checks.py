@@ -10,6 +10,7 @@ import torch
 REFERENCE = (torch.float32, torch.float64)
 """Dtypes of the plain-torch references: float64 for exact values and gradient checks."""
 
+
 def tensor(
     name: str,
     x: torch.Tensor,
@@ -51,9 +52,9 @@ def offsets(name: str, cu: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
 
 
 def rising(name: str, cu: torch.Tensor, tokens: int) -> None:
-    """Raise ValueError unless ``cu`` rises from 0 to ``tokens``. Looked at on the CPU only: elsewhere the CPU would wait
-    for the device, and kernels clamp what it holds instead. While a compiler traces, values are not known; they are
-    inside of an op, when it runs."""
+    """Raise ValueError unless ``cu`` rises from 0 to ``tokens``. Looked at on the CPU only: elsewhere the CPU would
+    wait for the device, and kernels clamp what it holds instead. While a compiler traces, values are not known; they
+    are inside of an op, when it runs."""
     if torch.compiler.is_compiling() or cu.device.type != "cpu":
         return
     if cu[0] != 0 or cu[-1] != tokens or bool((cu.diff() < 0).any()):

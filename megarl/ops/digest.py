@@ -1,12 +1,14 @@
 """A 64-bit checksum of tensors whose parts add up: both sides of a weight sync compare without moving weights.
 
-The logical tensor is read as bytes, little endian, its elements in row-major order, and cut into blocks of 8 bytes. A block
-whose bits are v (elements that are not there count as 0) and that has n elements adds ``(v + (v >> 32) + n) · K(block)``,
-modulo 2**64. This is linear in the elements, so any split into boxes adds up, even one that cuts through a block.
+The logical tensor is read as bytes, little endian, its elements in row-major order, and cut into blocks of 8 bytes. A
+block whose bits are v (elements that are not there count as 0) and that has n elements adds ``(v + (v >> 32) + n) ·
+K(block)``, modulo 2**64. This is linear in the elements, so any split into boxes adds up, even one that cuts through a
+block.
 
-K is odd, so a change within one block is always seen, but for blocks whose upper 32 bits are all ones. Changes in several
-blocks go unseen with the chance of a random 64-bit number being a multiple of 2**(64 − z), where z ≤ 31 is the number of low
-bits (of its 32-bit word) that every change leaves alone. It is a checksum, no protection from someone who seeks a collision.
+K is odd, so a change within one block is always seen, but for blocks whose upper 32 bits are all ones. Changes in
+several blocks go unseen with the chance of a random 64-bit number being a multiple of 2**(64 − z), where z ≤ 31 is the
+number of low bits (of its 32-bit word) that every change leaves alone. It is a checksum, no protection from someone who
+seeks a collision.
 """
 
 from __future__ import annotations
@@ -100,4 +102,6 @@ def _check(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
     if any(not 0 <= lo <= lo + n <= size for lo, n, size in zip(start, x.shape, shape, strict=True)):
         raise ValueError(f"a box of {tuple(x.shape)} at start {tuple(start)} does not lie within shape {tuple(shape)}")
     if math.prod(shape) * x.element_size() > 2**63:
-        raise ValueError(f"a tensor of shape {tuple(shape)} and {x.element_size()} bytes an element has more than 2**63 bytes")
+        raise ValueError(
+            f"a tensor of shape {tuple(shape)} and {x.element_size()} bytes an element has more than 2**63 bytes"
+        )

@@ -52,8 +52,8 @@ def linear_logprob(
     Returns:
         (logp, entropy), float32 [T], equal on all ranks of the group.
 
-    The upstream gradient must be the same on all ranks. The gradient of ``hidden`` is **this rank's part**, to be summed
-    over the group by the caller (Megatron's ``copy_to_tensor_model_parallel_region`` and
+    The upstream gradient must be the same on all ranks. The gradient of ``hidden`` is **this rank's part**, to be
+    summed over the group by the caller (Megatron's ``copy_to_tensor_model_parallel_region`` and
     ``gather_from_sequence_parallel_region`` do so); that of ``weight`` is whole. In half precision each chunk's product
     for ``weight`` is rounded once, they are added up in float32, and the sum is rounded once.
 
@@ -69,7 +69,13 @@ def linear_logprob(
     chunk = _check(hidden, weight, targets, group, vocab_start, vocab_size, temperature, logits_bytes)
     if native.twin():
         return linear_logprob_reference(
-            hidden, weight, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
+            hidden,
+            weight,
+            targets,
+            group=group,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
+            temperature=temperature,
         )
     if chunk >= hidden.shape[0]:
         with torch.autocast(hidden.device.type, enabled=False):  # a budget must not change the GEMM's precision
@@ -119,7 +125,13 @@ def linear_logprob_loss(
     chunk = _check(hidden, weight, targets, group, *shard, logits_bytes)
     if native.twin():
         logp, entropy = linear_logprob_reference(
-            hidden, weight, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
+            hidden,
+            weight,
+            targets,
+            group=group,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
+            temperature=temperature,
         )
         shares = [_scalar(loss(logp[rows], entropy[rows], rows)) for rows in _chunks(hidden.shape[0], chunk)]
         return torch.stack(shares).sum() if shares else logp.sum()
@@ -303,7 +315,9 @@ def _check(
 def _scalar(share: Any) -> torch.Tensor:
     if not isinstance(share, torch.Tensor) or share.dim():
         what = f"shape {list(share.shape)}" if isinstance(share, torch.Tensor) else type(share).__name__
-        raise ValueError(f"loss must return a scalar tensor for a chunk, got {what}; return its sum over the chunk's rows")
+        raise ValueError(
+            f"loss must return a scalar tensor for a chunk, got {what}; return its sum over the chunk's rows"
+        )
     return share
 
 

@@ -63,9 +63,13 @@ def vocab_parallel_logprob(
         return vocab_parallel_logprob_reference(
             logits, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
         )
-    # Rows that overlap (an expanded tensor) cannot hold one gradient each, and what a compiler has planned must not change.
+    # Rows that overlap (an expanded tensor) cannot hold one gradient each, and what a compiler has planned must not
+    # change.
     inplace = (
-        inplace_backward and not torch.compiler.is_compiling() and not _is_leafs(logits) and logits.stride(0) >= logits.shape[1]
+        inplace_backward
+        and not torch.compiler.is_compiling()
+        and not _is_leafs(logits)
+        and logits.stride(0) >= logits.shape[1]
     )
     ranks = "" if group is None or group.size() == 1 else group.group_name
     shard = (vocab_start, vocab_size, temperature)
@@ -176,12 +180,7 @@ def _gradient(
 class _LogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        shard: tuple[int, int, float],
-        ranks: str,
-        inplace: bool,
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: tuple[int, int, float], ranks: str, inplace: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stats = local_stats(logits, targets, *shard)
         stats = gather_stats(stats, ranks) if ranks else stats[None]
@@ -243,7 +242,9 @@ def _check_logits(logits: torch.Tensor) -> None:
         raise ValueError(f"logits must have contiguous columns, got strides {logits.stride()}; call .contiguous()")
 
 
-def _check_rows(logits: torch.Tensor, dtype: torch.dtype, *, targets: torch.Tensor, **others: torch.Tensor | None) -> None:
+def _check_rows(
+    logits: torch.Tensor, dtype: torch.dtype, *, targets: torch.Tensor, **others: torch.Tensor | None
+) -> None:
     """Check the kernels' inputs beside logits: number of rows, contiguity, dtype."""
     rows = logits.shape[0]
     checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(rows,), like=logits)
@@ -262,8 +263,8 @@ def _is_leafs(logits: torch.Tensor) -> bool:
 
 
 def check_shard(columns: int, group: torch.distributed.ProcessGroup | None, vocab_start: int, vocab_size: int) -> None:
-    """Raise TypeError or ValueError unless the ranks' columns make up the vocabulary: a target that lies on none of them
-    would silently count as logit 0."""
+    """Raise TypeError or ValueError unless the ranks' columns make up the vocabulary: a target that lies on none of
+    them would silently count as logit 0."""
     for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
         if not isinstance(value, int | torch.SymInt):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -274,7 +275,10 @@ def check_shard(columns: int, group: torch.distributed.ProcessGroup | None, voca
     _check_shards(columns, group, vocab_start, vocab_size)
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     if vocab_start != rank * columns:
-        raise ValueError(f"vocab_start must be {rank * columns} on rank {rank} of {ranks} with {columns} columns each, got {vocab_start}")
+        raise ValueError(
+            f"vocab_start must be {rank * columns} on rank {rank} of {ranks} with {columns} columns each, got "
+            f"{vocab_start}"
+        )
     if vocab_size > ranks * columns:
         raise ValueError(
             f"vocab_size is {vocab_size}, but {ranks} rank(s) with {columns} columns each hold {ranks * columns}; "

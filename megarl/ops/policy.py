@@ -11,9 +11,9 @@ GSPO 2507.18071, CISPO 2506.13585, KL estimators Schulman 2020.
     cispo: −sg(min(ρ, 1 + clip_high))·A·logp
     v_t: ``is_weight``, a constant;  d = ref − logp: k1 = −d, k2 = d²/2, k3 = expm1(d) − d
 
-A masked token takes no part whatever it holds, NaN included, and its gradient is exactly 0. A factor of 0 (an advantage, an
-``is_weight``, the slope of a clipped surrogate) times a ratio that overflowed is 0. Inside, everything is float64. A row's sums
-and gradients are the same bits whatever rows surround it, whatever the number of threads.
+A masked token takes no part whatever it holds, NaN included, and its gradient is exactly 0. A factor of 0 (an
+advantage, an ``is_weight``, the slope of a clipped surrogate) times a ratio that overflowed is 0. Inside, everything is
+float64. A row's sums and gradients are the same bits whatever rows surround it, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def policy_loss(
         ref_logp: float32 [T]; needed by ``kl``. Coefficient 0 gives the metric alone.
         is_weight: float32 [T], multiplies the surrogate and gets no gradient (truncated importance sampling).
         kl_coef, entropy_coef: finite; ``kl_coef`` must be 0 without ``kl``.
-        clip_low, clip_high: at least 0, infinity too; ``clip_low`` above 1 leaves no lower bound, which cispo never has.
+        clip_low, clip_high: at least 0, infinity too; ``clip_low`` above 1 leaves no lower bound, which cispo never
+            has.
         dual_clip: above 1 and finite, ppo_clip only.
         scale: finite, multiplies every weight: 1 / aggregation length, 1 / global denominator.
 
@@ -133,9 +134,26 @@ def policy_loss_reference(
 ) -> PolicyLoss:
     """Reference for :func:`policy_loss`, from plain torch operations and autograd; float32 or float64."""
     offsets = _check(
-        logp, entropy, old_logp, advantages, cu_seqlens, mask, ref_logp, is_weight, importance, objective, kl, aggregation,
-        clip_low, clip_high, dual_clip, kl_coef, entropy_coef, scale, dtypes=checks.REFERENCE,
-    )  # fmt: skip
+        logp,
+        entropy,
+        old_logp,
+        advantages,
+        cu_seqlens,
+        mask,
+        ref_logp,
+        is_weight,
+        importance,
+        objective,
+        kl,
+        aggregation,
+        clip_low,
+        clip_high,
+        dual_clip,
+        kl_coef,
+        entropy_coef,
+        scale,
+        dtypes=checks.REFERENCE,
+    )
     checks.rising("cu_seqlens", offsets, logp.shape[0])
     keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     rows = offsets.numel() - 1
@@ -247,9 +265,25 @@ def policy_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(∂total/∂logp [T], ∂total/∂entropy [T] or [0] where it is 0, sums of each row [N, 8] in PolicySums' order)."""
     cu_seqlens = _check(
-        logp, entropy, old_logp, advantages, cu_seqlens, mask, ref_logp, is_weight, importance, objective, kl, aggregation,
-        clip_low, clip_high, dual_clip, kl_coef, entropy_coef, scale,
-    )  # fmt: skip
+        logp,
+        entropy,
+        old_logp,
+        advantages,
+        cu_seqlens,
+        mask,
+        ref_logp,
+        is_weight,
+        importance,
+        objective,
+        kl,
+        aggregation,
+        clip_low,
+        clip_high,
+        dual_clip,
+        kl_coef,
+        entropy_coef,
+        scale,
+    )
     checks.rising("cu_seqlens", cu_seqlens, logp.shape[0])
     how = native.library.Policy(
         importance=IMPORTANCE.index(importance), objective=OBJECTIVES.index(objective), kl=ESTIMATORS.index(kl),
@@ -258,7 +292,9 @@ def policy_rows(
     )  # fmt: skip
     # Kept in variables: the kernel reads them through their addresses.
     logp, old_logp, advantages = logp.contiguous(), old_logp.contiguous(), advantages.contiguous()
-    entropy, ref_logp, is_weight, mask = (None if x is None else x.contiguous() for x in (entropy, ref_logp, is_weight, mask))
+    entropy, ref_logp, is_weight, mask = (
+        None if x is None else x.contiguous() for x in (entropy, ref_logp, is_weight, mask)
+    )
     tokens, rows = logp.shape[0], cu_seqlens.shape[0] - 1
     grad_logp = torch.zeros_like(logp)  # of tokens that cu_seqlens leaves out, too
     grad_entropy = logp.new_zeros(tokens if entropy is not None and entropy_coef else 0)
@@ -274,11 +310,7 @@ def policy_rows(
 class _Policy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logp: torch.Tensor,
-        entropy: torch.Tensor | None,
-        given: tuple[Any, ...],
-        settings: tuple[Any, ...],
+        ctx: Any, logp: torch.Tensor, entropy: torch.Tensor | None, given: tuple[Any, ...], settings: tuple[Any, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grad_logp, grad_entropy, rows = policy_rows(logp, entropy, *given, *settings)
         kl_coef, entropy_coef = settings[-3:-1]
@@ -347,7 +379,9 @@ def _check(
     if dual_clip is not None:
         checks.number("dual_clip", dual_clip)
         if not dual_clip > 1 or objective != "ppo_clip":
-            raise ValueError(f"dual_clip must be above 1 and goes with objective ppo_clip, got {dual_clip} with {objective}")
+            raise ValueError(
+                f"dual_clip must be above 1 and goes with objective ppo_clip, got {dual_clip} with {objective}"
+            )
     if kl is not None and ref_logp is None:
         raise ValueError(f"ref_logp must be given with kl={kl!r}")
     if kl is None and kl_coef:

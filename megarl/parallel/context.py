@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank computes the same loss from what it gathers, so the gradient of its own share is its slice, not a sum."""
+    """Every rank computes the same loss from what it gathers, so the gradient of its own share is its slice, not a
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, columns: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

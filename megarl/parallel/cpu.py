@@ -203,7 +203,8 @@ def _fused_layout_adam() -> None:
 
 
 def _absent_transformer_engine() -> None:
-    """Without TransformerEngine one module takes its placeholder for the real one, and another forgets to define a name."""
+    """Without TransformerEngine one module takes its placeholder for the real one, and another forgets to define a
+    name."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -224,7 +225,8 @@ def _expert_counts_on_host() -> None:
 
 
 def _uneven_shares() -> None:
-    """Experts cut by tensor parallelism (etp) exchange unequal numbers of tokens; NCCL takes unequal shares, gloo equal ones."""
+    """Experts cut by tensor parallelism (etp) exchange unequal numbers of tokens; NCCL takes unequal shares, gloo equal
+    ones."""
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -232,14 +234,18 @@ def _uneven_shares() -> None:
     def padded(share: torch.Tensor, size: int) -> torch.Tensor:
         return torch.cat([share, share.new_zeros(size - len(share), *share.shape[1:])])
 
-    def gather_shares(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def gather_shares(
+        tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return gather(tensor, group, None, use_global_buffer)
         longest = int(max(sizes))
         shares = gather(padded(tensor, longest), group).split(longest)
         return torch.cat([share[: int(size)] for share, size in zip(shares, sizes, strict=True)])
 
-    def reduce_shares(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def reduce_shares(
+        tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return reduce_scatter(tensor, group, None, use_global_buffer)
         shares, longest = tensor.split([int(size) for size in sizes]), int(max(sizes))

@@ -32,11 +32,14 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, se
 
 
 def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, ParallelConfig]:
-    """Setting of each grid of the trainer's ranks -> the grid. A role that names none has the actor's; ``parallel`` comes first.
+    """Setting of each grid of the trainer's ranks -> the grid. A role that names none has the actor's; ``parallel``
+    comes first.
 
     ``roles``: those of the job beside the actor.
     """
-    return {"parallel": config.parallel} | {f"{role}.parallel": getattr(config, role).parallel or config.parallel for role in roles}
+    return {"parallel": config.parallel} | {
+        f"{role}.parallel": getattr(config, role).parallel or config.parallel for role in roles
+    }
 
 
 def check_roles(config: Config, roles: Sequence[str] = ROLES) -> None:

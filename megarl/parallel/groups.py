@@ -29,7 +29,8 @@ USUAL_S = 600.0
 
 @dataclass(frozen=True)
 class Position:
-    """Place of this rank in the grid. Global rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)), Megatron's order.
+    """Place of this rank in the grid. Global rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)),
+    Megatron's order.
 
     Within a stage the same ranks, counted as etp_rank + etp * (ep_rank + ep * k), hold the experts.
     """
@@ -46,7 +47,8 @@ class Position:
 
 
 def patience_s(stall_s: float) -> float:
-    """Seconds that collectives wait for a rank: torch's usual time, and longer than the supervisor, who can say for which (``cluster.stall_s``)."""
+    """Seconds that collectives wait for a rank: torch's usual time, and longer than the supervisor, who can say for
+    which (``cluster.stall_s``)."""
     return max(USUAL_S, 2 * stall_s)
 
 
@@ -69,7 +71,9 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
         )
     if parallel.backend == "nccl":
         torch.manual_seed(seed)  # else Megatron's way to seed a GPU does it
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))  # of those that the supervisor lets it see
+        torch.cuda.set_device(
+            int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        )  # of those that the supervisor lets it see
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         rank = int(os.environ["RANK"])
@@ -77,7 +81,11 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
         if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # gloo would listen where the host's name points
         dist.init_process_group(
-            BACKENDS[parallel.backend], store=_store(host, port, world, rank, timeout), world_size=world, rank=rank, timeout=timeout
+            BACKENDS[parallel.backend],
+            store=_store(host, port, world, rank, timeout),
+            world_size=world,
+            rank=rank,
+            timeout=timeout,
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -118,18 +126,19 @@ def position() -> Position:
 class Grid:
     """One model's process groups, so that models with different grids live in one world and take turns.
 
-    Megatron-Core keeps the groups of one grid in module globals. ``active()`` puts this grid's there and, afterwards, back what
-    was there; random numbers too, so that a model draws the same whichever others there are. Groups are made when the object is:
-    every rank makes its grids in the same order.
+    Megatron-Core keeps the groups of one grid in module globals. ``active()`` puts this grid's there and, afterwards,
+    back what was there; random numbers too, so that a model draws the same whichever others there are. Groups are made
+    when the object is: every rank makes its grids in the same order.
 
-    Megatron's own way, handing a ``ProcessGroupCollection`` to every object, does not reach everywhere in 0.16.1: schedules ask
-    ``parallel_state`` for stages and virtual ranks, experts and checkpoints for replica numbers, the optimizer for its gloo groups.
-    One place that was missed would compute on another model's groups without a word, so all of them are exchanged together.
+    Megatron's own way, handing a ``ProcessGroupCollection`` to every object, does not reach everywhere in 0.16.1:
+    schedules ask ``parallel_state`` for stages and virtual ranks, experts and checkpoints for replica numbers, the
+    optimizer for its gloo groups. One place that was missed would compute on another model's groups without a word, so
+    all of them are exchanged together.
     """
 
     def __init__(self, parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_S) -> None:
-        """Makes the groups of ``parallel`` (in the world as it is, or joining it; see ``initialize`` for what it raises) and leaves
-        what was in place as it was."""
+        """Makes the groups of ``parallel`` (in the world as it is, or joining it; see ``initialize`` for what it
+        raises) and leaves what was in place as it was."""
         cpu.install()
         before = _State.taken()
         _State.blank().put()
@@ -149,7 +158,8 @@ class Grid:
 
     @contextmanager
     def active(self) -> Iterator[Position]:
-        """Within, Megatron computes on this grid. May be nested in another's, not within itself: random numbers would repeat."""
+        """Within, Megatron computes on this grid. May be nested in another's, not within itself: random numbers would
+        repeat."""
         before = _State.taken()
         self._state.put()
         try:
@@ -205,7 +215,8 @@ _SHARED = {"_global_process_group_list"}
 
 
 def _group_names() -> list[str]:
-    """Globals of parallel_state that belong to one grid: by how they are written, so that none of a newer version is missed."""
+    """Globals of parallel_state that belong to one grid: by how they are written, so that none of a newer version is
+    missed."""
     from megatron.core import parallel_state
 
     return [name for name in vars(parallel_state) if name.startswith("_") and name.isupper() and name not in _SHARED]

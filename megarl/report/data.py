@@ -246,7 +246,8 @@ def _store_url(config: Config, run_dir: Path) -> str | None:
 
 
 def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Experience]:
-    """Read the answers of an evaluation; none, and a note, where one is damaged: a start of the run does not look at answers of steps that are done."""
+    """Read the answers of an evaluation; none, and a note, where one is damaged: a start of the run does not look at
+    answers of steps that are done."""
     try:
         return store.experiences(rollout_id)
     except StoreDamagedError as error:

@@ -144,7 +144,12 @@ def kernels() -> Iterator[Check]:
         return
     paths = ", ".join(f"{name}: {value}" for name, value in ops.backend().items())
     if torch.cuda.is_available() and not ops.has_cuda_kernels():
-        yield Check("warn", "kernels", paths, "install again where nvcc is on the PATH (pip install -e .), or set trainer.kernels=torch")
+        yield Check(
+            "warn",
+            "kernels",
+            paths,
+            "install again where nvcc is on the PATH (pip install -e .), or set trainer.kernels=torch",
+        )
         return
     yield Check("ok", "kernels", paths)
 

@@ -85,7 +85,10 @@ def _headline(run: Run) -> str:
     before, after = percent(run.before), percent(run.after)
     if run.offline:
         preferences = bool(run.accuracies)
-        head = f"Held-out {'preferences' if preferences else 'loss'} {offline.change(run, by_accuracy=preferences) or 'not measured yet'}"
+        head = (
+            f"Held-out {'preferences' if preferences else 'loss'} "
+            f"{offline.change(run, by_accuracy=preferences) or 'not measured yet'}"
+        )
     elif run.after is not None and run.after.accuracy is not None:
         head = f"Held-out accuracy {before} → {after}"
     elif run.before is not None and run.before.accuracy is not None:
@@ -101,16 +104,25 @@ def _headline(run: Run) -> str:
         ("mean reward, last step", svg.number(rewards[-1][1]) if rewards else "—"),
     ]
     if run.offline:
-        tiles = [*tiles[1:3], ("held-out loss", offline.change(run, by_accuracy=False) or "—"), ("held-out rows", str(run.held_out))]
+        tiles = [
+            *tiles[1:3],
+            ("held-out loss", offline.change(run, by_accuracy=False) or "—"),
+            ("held-out rows", str(run.held_out)),
+        ]
     boxes = "".join(f'<div class="card"><b>{escape(value)}</b><span>{label}</span></div>' for label, value in tiles)
     notes = "".join(f'<p class="note">{escape(clean(note))}</p>' for note in run.notes)
     name = escape(f"{run.config.run.name} · {run.config.algorithm.name}")
-    return f'<header><div class="soft">{name}</div><h1>{head}</h1><div class="soft">{escape(status(run))}</div></header>{notes}<div class="tiles">{boxes}</div>'
+    return (
+        f'<header><div class="soft">{name}</div><h1>{head}</h1><div '
+        f'class="soft">{escape(status(run))}</div></header>{notes}<div class="tiles">{boxes}</div>'
+    )
 
 
 def _curve(run: Run) -> str:
     if run.offline:
-        return _section("Loss", "Of each step; diamonds: of the held-out rows.", _card(offline.charts(run), scroll=True))
+        return _section(
+            "Loss", "Of each step; diamonds: of the held-out rows.", _card(offline.charts(run), scroll=True)
+        )
     rewards = run.series("critic/rewards/mean")
     shared = share_axis(rewards)
     markers = svg.Markers("held-out accuracy", run.accuracies) if run.accuracies else None
@@ -143,7 +155,10 @@ def _accuracy(run: Run) -> str:
         step = "—" if evaluation is None or evaluation.step is None else evaluation.step
         body.append((label, step, accuracy(evaluation), right(evaluation), asked(run, evaluation), faults, length))
     how = sampling(run.config.evaluation)
-    text = f"{how.capitalize()}{' answers' if how == 'greedy' else ''} to tasks that no training row asks; ± one standard error."
+    text = (
+        f"{how.capitalize()}{' answers' if how == 'greedy' else ''} to tasks that no training row asks; ± one standard "
+        "error."
+    )
     one_answer = run.config.evaluation.samples == 1
     if one_answer and run.after is not None and run.after.statuses and run.before is not None and run.before.statuses:
         text += f" {run.learned} tasks went from wrong to right, {run.unlearned} from right to wrong."
@@ -219,7 +234,8 @@ def _phase_table(run: Run) -> str:
         label = f"{name} (waiting)" if name in WAITING else name
         body.append((label, *(f"{p[name]:.1f}" if name in p else "" for p in seconds), f"{longest / wall:.1%}", bar))
     idle = [
-        wall - sum(p.values()) if kind_of(n) is ProcessKind.TRAINER else None for n, p in zip(processes, seconds, strict=True)
+        wall - sum(p.values()) if kind_of(n) is ProcessKind.TRAINER else None
+        for n, p in zip(processes, seconds, strict=True)
     ]
     body.append(("in no phase", *("" if rest is None else f"{max(rest, 0.0):.1f}" for rest in idle), "", ""))
     numeric = range(1, len(processes) + 2)
@@ -246,16 +262,44 @@ def _verifiers(run: Run) -> str:
         answers = total("answers")
         times: list[str] = []
         for name in ("seconds", "waited_s"):
-            pairs = [(m[f"reward/{verifier}/{name}/mean"], m[f"reward/{verifier}/answers"]) for _, m in run.steps if f"reward/{verifier}/{name}/mean" in m]
+            pairs = [
+                (m[f"reward/{verifier}/{name}/mean"], m[f"reward/{verifier}/answers"])
+                for _, m in run.steps
+                if f"reward/{verifier}/{name}/mean" in m
+            ]
             most = max(value for _, value in run.series(f"reward/{verifier}/{name}/max"))
             times += [f"{1000 * sum(mean * n for mean, n in pairs) / answers:.1f}", f"{1000 * most:.0f}"]
-        body.append((verifier, f"{answers:.0f}", *times, *(f"{total(what):.0f}" for what in ("error", "timeout", "retries", "kills"))))
+        body.append(
+            (
+                verifier,
+                f"{answers:.0f}",
+                *times,
+                *(f"{total(what):.0f}" for what in ("error", "timeout", "retries", "kills")),
+            )
+        )
     if not body:
         return ""
-    head = ("verifier", "answers", "ms, mean", "ms, most", "ms waited, mean", "ms waited, most", "errors", "timeouts", "retries", "workers killed")
-    parts = {name.removeprefix("reward/parts/"): run.series(name)[-1][1] for name in names if name.startswith("reward/parts/")}
+    head = (
+        "verifier",
+        "answers",
+        "ms, mean",
+        "ms, most",
+        "ms waited, mean",
+        "ms waited, most",
+        "errors",
+        "timeouts",
+        "retries",
+        "workers killed",
+    )
+    parts = {
+        name.removeprefix("reward/parts/"): run.series(name)[-1][1]
+        for name in names
+        if name.startswith("reward/parts/")
+    }
     said = "; ".join(f"{name} {value:.3f}" for name, value in parts.items())
-    note = f'<p class="soft">Parts of the reward in the last step, means, unweighted: {escape(said)}.</p>' if parts else ""
+    note = (
+        f'<p class="soft">Parts of the reward in the last step, means, unweighted: {escape(said)}.</p>' if parts else ""
+    )
     return _section("Rewards", "Waited: for a free reward process.", _card(_table(head, body)) + note)
 
 
@@ -317,7 +361,10 @@ def _chart_card(title: str, metric: str, unit: str, points: svg.Series) -> str:
 def _legend(names: Sequence[str]) -> str:
     def swatch(name: str) -> str:
         css = svg.fill(name, waits=name in WAITING)
-        return f'<li><svg viewBox="0 0 14 14" aria-hidden="true"><rect class="{css}" width="14" height="14" rx="2"/></svg>{escape(name)}</li>'
+        return (
+            f'<li><svg viewBox="0 0 14 14" aria-hidden="true"><rect class="{css}" width="14" height="14" '
+            f'rx="2"/></svg>{escape(name)}</li>'
+        )
 
     return f'<ul class="legend">{"".join(swatch(name) for name in names)}</ul>'
 
@@ -330,7 +377,11 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 def _process_order(name: str) -> tuple[bool, str, int]:
     stem, _, rank = name.rpartition("_")
-    return (kind_of(name) is not ProcessKind.TRAINER, stem, int(rank)) if rank.isascii() and rank.isdecimal() else (True, name, 0)
+    return (
+        (kind_of(name) is not ProcessKind.TRAINER, stem, int(rank))
+        if rank.isascii() and rank.isdecimal()
+        else (True, name, 0)
+    )
 
 
 def _answer(answer: Answer | None) -> _Html:

@@ -41,7 +41,9 @@ def charts(run: Run) -> str:
     if run.accuracies:
         markers = svg.Markers("held-out, chosen preferred", run.accuracies)
         points = run.series("rewards/accuracies")
-        drawn += svg.line_chart("Chosen answer preferred", points, markers=markers, width=WIDTH, height=HEIGHT, zero=True)
+        drawn += svg.line_chart(
+            "Chosen answer preferred", points, markers=markers, width=WIDTH, height=HEIGHT, zero=True
+        )
     return drawn
 
 

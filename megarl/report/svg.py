@@ -165,7 +165,8 @@ def line_chart(
         body.append(_line(axes, smoothed(points), "mean"))
         for x, y in thinned(points, 120):  # what a pointing device shows
             body.append(
-                f'<circle class="hit" cx="{axes.x(x)}" cy="{axes.y(y)}" r="5"><title>step {x}: {number(y)}</title></circle>'
+                f'<circle class="hit" cx="{axes.x(x)}" cy="{axes.y(y)}" r="5"><title>step {x}: '
+                f"{number(y)}</title></circle>"
             )
     for x, y in marked:
         cx, cy = axes.x(x), axes.y(y)
@@ -174,7 +175,8 @@ def line_chart(
         above = cy > 34
         title = f"{markers.label if markers else ''} at step {x}: {text}"
         body.append(
-            f'<path class="mark" d="M{cx} {cy - 6}L{cx + 6} {cy}L{cx} {cy + 6}L{cx - 6} {cy}Z"><title>{escape(title)}</title></path>'
+            f'<path class="mark" d="M{cx} {cy - 6}L{cx + 6} {cy}L{cx} {cy + 6}L{cx - 6} '
+            f'{cy}Z"><title>{escape(title)}</title></path>'
         )
         body.append(
             f'<text class="value" x="{cx}" y="{cy - 11 if above else cy + 20}" text-anchor="{anchor}">{text}</text>'
@@ -188,7 +190,8 @@ def line_chart(
 def stacked_chart(
     label: str, steps: Mapping[int, Mapping[str, float]], order: Sequence[str], *, width: int, height: int
 ) -> str:
-    """Bars of seconds by step, one colour a phase, ``order`` from the bottom; over 120 steps bars are means of several."""
+    """Bars of seconds by step, one colour a phase, ``order`` from the bottom; over 120 steps bars are means of
+    several."""
     numbers = list(steps)
     count = min(len(numbers), 120)
     bars = [numbers[i * len(numbers) // count : (i + 1) * len(numbers) // count] for i in range(count)]
@@ -243,7 +246,8 @@ def lanes_chart(
         body.append(f'<text class="tick" x="{at + 4}" y="{top - 8}">step {number_}</text>')
     for seconds in ticks(0.0, end - start, 8):
         body.append(
-            f'<text class="tick" x="{x(start + seconds):.1f}" y="{height - 6}" text-anchor="middle">{number(seconds)} s</text>'
+            f'<text class="tick" x="{x(start + seconds):.1f}" y="{height - 6}" text-anchor="middle">{number(seconds)} '
+            "s</text>"
         )
     return _svg(width, height, f"What every process did during {end - start:.1f} seconds", "".join(body))
 
@@ -256,5 +260,8 @@ def _bar(phase: Phase, left: float, right: float, y: float, row: int, waits: boo
     text = ""
     if wide > 8 + 6.6 * len(phase.name):
         ink = "inkwait" if waits else "ink"
-        text = f'<text class="{ink}" x="{left + wide / 2:.1f}" y="{y + row / 2 + 4}" text-anchor="middle">{escape(phase.name)}</text>'
+        text = (
+            f'<text class="{ink}" x="{left + wide / 2:.1f}" y="{y + row / 2 + 4}" '
+            f'text-anchor="middle">{escape(phase.name)}</text>'
+        )
     return f'<g><title>{title}</title><rect class="{fill(phase.name, waits=waits)}" {box}/>{text}</g>'

@@ -64,7 +64,10 @@ def accuracy(evaluation: Evaluation | None) -> str:
     text = _with_error(evaluation.accuracy, evaluation.standard_error)
     if evaluation.passed is None:
         return text
-    return f"{text} (avg@{evaluation.samples}); pass@{evaluation.samples} {_with_error(evaluation.passed, evaluation.passed_error)}"
+    return (
+        f"{text} (avg@{evaluation.samples}); pass@{evaluation.samples} "
+        f"{_with_error(evaluation.passed, evaluation.passed_error)}"
+    )
 
 
 def _with_error(share: float, error: float | None) -> str:
@@ -75,7 +78,9 @@ def sampling(config: EvaluationConfig) -> str:
     """Sampling of held-out tasks, e.g. ``8 answers at temperature 0.6, top-p 0.95``."""
     if not config.temperature:
         return "greedy"
-    kept = (f", top-p {config.top_p:g}" if config.top_p < 1 else "") + (f", top-k {config.top_k}" if config.top_k else "")
+    kept = (f", top-p {config.top_p:g}" if config.top_p < 1 else "") + (
+        f", top-k {config.top_k}" if config.top_k else ""
+    )
     return f"{config.samples} answer{'s' if config.samples > 1 else ''} at temperature {config.temperature:g}{kept}"
 
 

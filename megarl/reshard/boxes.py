@@ -49,8 +49,8 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def at(start: Shape, extents: Shape) -> Box:
-    """The box of ``extents`` that begins at ``start``. Leading axes that only ``start`` has are single indices (the expert
-    axis of a stacked tensor)."""
+    """The box of ``extents`` that begins at ``start``. Leading axes that only ``start`` has are single indices (the
+    expert axis of a stacked tensor)."""
     lead = len(start) - len(extents)
     return tuple((s, s + (1 if axis < lead else extents[axis - lead])) for axis, s in enumerate(start))
 
@@ -81,7 +81,8 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def split(box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box, in row-major order, into boxes of at most ``limit`` elements: by rows, and within a row where one is too long."""
+    """Cut a box, in row-major order, into boxes of at most ``limit`` elements: by rows, and within a row where one is
+    too long."""
     if volume(box) <= limit:
         yield box
         return

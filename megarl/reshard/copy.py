@@ -1,6 +1,7 @@
 """Weights from one model to another in the same processes: critic from actor, reference from actor.
 
-The two may be cut for different grids of the same ranks, have different dtypes, and differ in the tensors that are named.
+The two may be cut for different grids of the same ranks, have different dtypes, and differ in the tensors that are
+named.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from megarl.reshard.transport import GroupTransport
 HEADS = ("lm_head.weight", "score.weight")
 """Tensors that a critic and an actor do not share."""
 
-_FAILURE = "weights differ from those that they were copied from; do not use this model, start again from the newest checkpoint"
+_FAILURE = (
+    "weights differ from those that they were copied from; do not use this model, start again from the newest "
+    "checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -48,25 +52,27 @@ def copy_weights(
     group: dist.ProcessGroup | None = None,
     transport: Transport | None = None,
 ) -> CopyReport:
-    """Write the destination model's weights from the source model's, and prove that they are the same. Every rank calls it.
+    """Write the destination model's weights from the source model's, and prove that they are the same. Every rank calls
+    it.
 
-    Extra memory is four buckets at most, on the host: NCCL has one queue for both directions between two ranks, in which one that
-    expects a message before it sends its own would wait forever.
+    Extra memory is four buckets at most, on the host: NCCL has one queue for both directions between two ranks, in
+    which one that expects a message before it sends its own would wait forever.
 
-    The elements are cast to the destination's dtype on the way and compared as they are there afterwards: the digests that the
-    senders made of what they sent against digests of what is in the tensors now. A model with an optimizer must be told
-    afterwards (``weights_changed``).
+    The elements are cast to the destination's dtype on the way and compared as they are there afterwards: the digests
+    that the senders made of what they sent against digests of what is in the tensors now. A model with an optimizer
+    must be told afterwards (``weights_changed``).
 
     Args:
         source, destination: Layouts of both models over the ranks of ``group`` (None: the default group).
         source_tensors, destination_tensors: Local name -> tensor on this rank, shaped as the layouts say.
         bucket_bytes: Most bytes of one message.
-        left_out: Logical tensors that need not be in both models. Those that are in one only stay out of it, and are reported.
+        left_out: Logical tensors that need not be in both models. Those that are in one only stay out of it, and are
+            reported.
         transport: How messages travel (None: point to point within ``group``).
 
     Raises:
-        PlanError: a tensor that is not in ``left_out`` is missing on one side or has another shape there, the layouts have different
-            numbers of ranks, or the tensors are not the layout's. Nothing has been written then.
+        PlanError: a tensor that is not in ``left_out`` is missing on one side or has another shape there, the layouts
+            have different numbers of ranks, or the tensors are not the layout's. Nothing has been written then.
         WeightSyncError: on every rank, naming tensors and ranks whose digests differ.
     """
     plan, missing = _plan(source, destination, frozenset(left_out))
@@ -90,7 +96,8 @@ def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tupl
     """The plan for what both have, and the names of the rest."""
     if source.num_ranks != destination.num_ranks:
         raise PlanError(
-            f"weights go from {source.name} with {source.num_ranks} ranks to {destination.name} with {destination.num_ranks}; both "
+            f"weights go from {source.name} with {source.num_ranks} ranks to {destination.name} with "
+            f"{destination.num_ranks}; both "
             "models must be on the same ranks: give both grids the same product of sizes"
         )
     missing = tuple(sorted(source.tensors.keys() ^ destination.tensors.keys()))
@@ -99,7 +106,8 @@ def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tupl
         where = {name: destination.name if name in source.tensors else source.name for name in unnamed}
         text = ", ".join(f"{name} has no place in {where[name]}" for name in unnamed[:5])
         raise PlanError(
-            f"{text}{f' and {len(unnamed) - 5} more' if len(unnamed) > 5 else ''}: weights go from {source.name} to {destination.name}; "
+            f"{text}{f' and {len(unnamed) - 5} more' if len(unnamed) > 5 else ''}: weights go from {source.name} to "
+            f"{destination.name}; "
             "both models must come from the same config.json, or name in left_out what only one of them has"
         )
     plan = build_plan(source, destination.only(lambda name: name in source.tensors), colocated=True)
@@ -107,7 +115,8 @@ def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tupl
 
 
 def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype of the model. Raises PlanError unless the tensors are the layout's, all of this dtype but for those with their own."""
+    """The dtype of the model. Raises PlanError unless the tensors are the layout's, all of this dtype but for those
+    with their own."""
     own = {row.local: layout.dtype_of(row.parts[0]) for row, _ in layout.rows_of(rank)}
     shapes = layout.local_shapes(rank)
     dtypes = [tensors[local].dtype for local in shapes if local in tensors and own[local] is None]
@@ -117,7 +126,8 @@ def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Te
         found = "no such tensor" if tensor is None else (tuple(tensor.shape), tensor.dtype)
         if found != wanted:
             raise PlanError(
-                f"{row.local} on rank {rank} of {layout.name} must have shape and dtype {wanted}, found {found}; build model and "
+                f"{row.local} on rank {rank} of {layout.name} must have shape and dtype {wanted}, found {found}; build "
+                "model and "
                 "layout from the same config.json, grid and vocabulary padding"
             )
     return dtypes[0]

@@ -2,7 +2,8 @@
 
 A share is described along the one axis that tensor parallelism cuts; everything else is whole.
 
-Sources: Megatron-Core 0.16.1 ``transformer/attention.py`` (``get_query_key_value_tensors``: heads interleaved per query group),
+Sources: Megatron-Core 0.16.1 ``transformer/attention.py`` (``get_query_key_value_tensors``: heads interleaved per query
+    group),
 ``tensor_parallel/layers.py``; vLLM 0.32.0 ``model_executor/layers/linear.py`` (``QKVParallelLinear``),
 ``vocab_parallel_embedding.py`` (64 rows padding).
 """
@@ -58,8 +59,8 @@ def _vocab(vocab: int, padded: int, ways: int, k: int) -> Split:
 
 
 def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
-    """Megatron: each query group is its query heads, then its key head, then its value head; the whole of them is cut into equal
-    runs of rows, so that with more shares than groups a share has a part of one."""
+    """Megatron: each query group is its query heads, then its key head, then its value head; the whole of them is cut
+    into equal runs of rows, so that with more shares than groups a share has a part of one."""
     head, queries = sizes.head, sizes.heads // sizes.kv_heads * sizes.head
     each = (sizes.q + 2 * sizes.kv) // ways
     lo, hi = k * each, (k + 1) * each
@@ -77,8 +78,8 @@ def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
 
 
 def _head_blocks(sizes: ModelSizes, ways: int, k: int) -> Split:
-    """vLLM: the share's query heads, then its key heads, then its value heads; with more shares than key/value heads, each of
-    those lies on ``ways / kv_heads`` neighbouring shares."""
+    """vLLM: the share's query heads, then its key heads, then its value heads; with more shares than key/value heads,
+    each of those lies on ``ways / kv_heads`` neighbouring shares."""
     queries = sizes.q // ways
     if ways >= sizes.kv_heads:
         keys, first = sizes.head, k // (ways // sizes.kv_heads)

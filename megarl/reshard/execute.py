@@ -1,8 +1,11 @@
 """Executes a plan: pack slices into buckets, send, unpack. Nothing here knows what the tensors mean.
 
-Both sides cut the plan into the same buckets and every rank works through its own in one global order. That order is why nothing
-deadlocks: of all buckets under way, the first one's receiver waits for nothing else, and neither does its sender. Each side has
-at most two buckets alive: a sender packs one while the other is on its way, a receiver unpacks one while the next arrives.
+Both sides cut the plan into the same buckets and every rank works through its own in one global order. That order is
+why nothing
+deadlocks: of all buckets under way, the first one's receiver waits for nothing else, and neither does its sender. Each
+    side has
+at most two buckets alive: a sender packs one while the other is on its way, a receiver unpacks one while the next
+arrives.
 
 A message begins with its bucket's number among those of its link, and a link ends with a message that has nothing else:
 a message that is lost, or comes twice, is named with its tensors and ranks.
@@ -28,10 +31,13 @@ from megarl.reshard.layout import Layout
 from megarl.reshard.plan import Kind, Link, Move, ReshardPlan
 
 Digests = dict[tuple[int, str], int]
-"""(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders add."""
+"""(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders
+add."""
 
 _MODULUS = 1 << 64
-_SYNC_FAILURE = "weights differ after the sync from what was sent; do not sample from this engine, sync again or restart it"
+_SYNC_FAILURE = (
+    "weights differ after the sync from what was sent; do not sample from this engine, sync again or restart it"
+)
 _ALIGNMENT = 16
 """Bytes; every dtype may be viewed at a multiple of it."""
 HEADER = _ALIGNMENT
@@ -62,7 +68,8 @@ class Transport(Protocol):
         ...
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
-        """Start sending part of an ``allocate``-d buffer to destination rank ``rank``; it must not change until ``wait()`` returns."""
+        """Start sending part of an ``allocate``-d buffer to destination rank ``rank``; it must not change until
+        ``wait()`` returns."""
         ...
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
@@ -75,7 +82,8 @@ class Transport(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Elements ``box`` (within the move's box, in logical coordinates); they lie row-major in the bucket from byte ``offset`` on."""
+    """Elements ``box`` (within the move's box, in logical coordinates); they lie row-major in the bucket from byte
+    ``offset`` on."""
 
     move: Move
     box: Box
@@ -114,12 +122,13 @@ def bytes_of(layout: Layout, dtype: torch.dtype) -> int:
 
 
 def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> list[Bucket]:
-    """The buckets of these moves (all of every link that they are on), at most ``capacity`` bytes each, in the global order.
+    """The buckets of these moves (all of every link that they are on), at most ``capacity`` bytes each, in the global
+    order.
 
-    A destination is filled window by window: a run of its local tensors, in order, that makes one bucket at least. An engine has
-    a second copy of every layer that is begun and not complete, so what is begun is kept to one window. Replicas begin with
-    different windows, so that they ask different pipeline stages; within a window links are interleaved by the distance between
-    their ends, so that neighbouring buckets have different senders and receivers.
+    A destination is filled window by window: a run of its local tensors, in order, that makes one bucket at least. An
+    engine has a second copy of every layer that is begun and not complete, so what is begun is kept to one window.
+    Replicas begin with different windows, so that they ask different pipeline stages; within a window links are
+    interleaved by the distance between their ends, so that neighbouring buckets have different senders and receivers.
     """
     links: dict[Link, list[Move]] = defaultdict(list)
     for move in moves:
@@ -222,7 +231,8 @@ def send(
 ) -> Digests:
     """Send everything that source rank ``rank`` has to send, cast to ``dtype`` (or what a tensor keeps of its own).
 
-    ``tensors``: local name -> tensor, as the source layout names and shapes them; any float dtype and device. Returns the
+    ``tensors``: local name -> tensor, as the source layout names and shapes them; any float dtype and device. Returns
+        the
     digests of what was sent, after the cast. Raises PlanError when ``tensors`` are not the layout's.
     """
     _check_tensors(plan.source, rank, tensors)
@@ -244,8 +254,8 @@ def receive(
 ) -> None:
     """Receive everything that destination rank ``rank`` needs, and zero its padding.
 
-    ``write(local)`` gives the local tensor to write into (asked for again for every chunk); ``wrote(local, numel)`` is called
-    after each write: the numbers of one local tensor add up to its size.
+    ``write(local)`` gives the local tensor to write into (asked for again for every chunk); ``wrote(local, numel)`` is
+    called after each write: the numbers of one local tensor add up to its size.
     """
     buckets = _buckets_to(plan, rank, bucket_bytes, dtype)
     incoming = _Incoming(plan, rank, write, wrote, transport, buckets)
@@ -348,8 +358,8 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The receiving half: expects the next bucket while it puts one's chunks where they belong; zeroes a tensor's padding before
-    its first chunk."""
+    """The receiving half: expects the next bucket while it puts one's chunks where they belong; zeroes a tensor's
+    padding before its first chunk."""
 
     def __init__(
         self,
@@ -389,7 +399,9 @@ class _Incoming:
             raise WeightSyncError(f"{bucket} did not arrive: {error}") from error
         if (number := int(_number(message)[0])) != bucket.number:
             what = "came twice" if number < bucket.number else "was lost"
-            raise WeightSyncError(f"{bucket} was expected, message {number} of that link arrived: one {what}; sync again")
+            raise WeightSyncError(
+                f"{bucket} was expected, message {number} of that link arrived: one {what}; sync again"
+            )
         return message
 
     @torch.no_grad()
@@ -446,13 +458,15 @@ def _check_tensors(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor
         found = tuple(tensors[local].shape) if local in tensors else "no such tensor"
         if found != shape:
             raise PlanError(
-                f"{local} on rank {rank} of {layout.name} must have shape {shape}, found {found}; build model and layout from "
+                f"{local} on rank {rank} of {layout.name} must have shape {shape}, found {found}; build model and "
+                "layout from "
                 "the same config.json, grid and vocabulary padding"
             )
 
 
 def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> dict[str, int]:
-    """Logical tensor -> digest of what ``rank`` holds of it now; ``read(local)`` gives the local tensor in the layout's shape."""
+    """Logical tensor -> digest of what ``rank`` holds of it now; ``read(local)`` gives the local tensor in the layout's
+    shape."""
     digests: dict[str, int] = defaultdict(int)
     for piece in layout.pieces(rank):
         view = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
@@ -471,7 +485,8 @@ def merge(parts: Iterable[Digests]) -> Digests:
 
 
 def compare(plan: ReshardPlan, sent: Digests, got: Digests, failure: str = _SYNC_FAILURE) -> None:
-    """Raise WeightsDiffer naming every (logical tensor, destination tensor, ranks) whose two digests differ or lack one side.
+    """Raise WeightsDiffer naming every (logical tensor, destination tensor, ranks) whose two digests differ or lack one
+    side.
 
     ``failure``: what the message begins with.
     """

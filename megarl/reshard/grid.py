@@ -13,9 +13,11 @@ from megarl.reshard.layout import Owners
 
 @dataclass(frozen=True)
 class MegatronGrid(GridSizes):
-    """Rank order is Megatron's default ``tp-cp-ep-dp-pp``: rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)).
+    """Rank order is Megatron's default ``tp-cp-ep-dp-pp``: rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp *
+    pp_rank)).
 
-    Experts live on a grid of their own inside each pipeline stage: rank in stage = etp_rank + etp * (ep_rank + ep * expert_dp_rank).
+    Experts live on a grid of their own inside each pipeline stage: rank in stage = etp_rank + etp * (ep_rank + ep *
+    expert_dp_rank).
     """
 
     def check(self, setting: str = "parallel") -> None:
@@ -88,13 +90,7 @@ class MegatronGrid(GridSizes):
         per_chunk = [n // self.vpp for n in per_stage]
         turn = sum(per_chunk)
         return tuple(
-            tuple(
-                range(
-                    v * turn + sum(per_chunk[:p]),
-                    v * turn + sum(per_chunk[: p + 1]),
-                )
-                for v in range(self.vpp)
-            )
+            tuple(range(v * turn + sum(per_chunk[:p]), v * turn + sum(per_chunk[: p + 1])) for v in range(self.vpp))
             for p in range(self.pp)
         )
 
@@ -148,7 +144,8 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) ->
 
 
 def shares_heads(kv_heads: int, ways: int) -> bool:
-    """Return True if key/value heads (0: there are none of their own) can be dealt to ``ways`` ranks, or each to several of them."""
+    """Return True if key/value heads (0: there are none of their own) can be dealt to ``ways`` ranks, or each to
+    several of them."""
     return not kv_heads or kv_heads % ways == 0 or ways % kv_heads == 0
 
 
@@ -177,7 +174,8 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> N
             f"set {setting}.first_stage_layers and {setting}.last_stage_layers so that the other stages share the rest "
             "evenly"
             if uneven
-            else f"set {setting}.pp to {divisors(num_layers)}, or give the first or last stage another number of layers "
+            else f"set {setting}.pp to {divisors(num_layers)}, or give the first or last stage another number of "
+            "layers "
             f"({setting}.first_stage_layers, {setting}.last_stage_layers)"
         )
         raise ConfigError(f"{setting}.pp={grid.pp} does not divide num_hidden_layers={num_layers} of {name}; {fix}")

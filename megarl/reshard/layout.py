@@ -1,7 +1,7 @@
 """A layout is a table: which pieces of which logical tensors lie where in which local tensor of which rank.
 
-It can be read both ways: by rank (:meth:`Layout.pieces`) and by tensor (:meth:`Layout.copies`). Both are computed when asked
-for, so that a rank of a large job looks at its own part only.
+It can be read both ways: by rank (:meth:`Layout.pieces`) and by tensor (:meth:`Layout.copies`). Both are computed when
+asked for, so that a rank of a large job looks at its own part only.
 """
 
 from __future__ import annotations
@@ -250,5 +250,6 @@ def check_tiling(what: str, target: Box, regions: list[tuple[Box, str]]) -> None
     covered = sum(boxes.volume(box) for box, _ in regions)
     if covered != boxes.volume(target):
         raise PlanError(
-            f"{what} is not wholly written: {covered} of its {boxes.volume(target)} elements, from {[s for _, s in regions]}"
+            f"{what} is not wholly written: {covered} of its {boxes.volume(target)} elements, from "
+            f"{[s for _, s in regions]}"
         )

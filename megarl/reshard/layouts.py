@@ -1,6 +1,7 @@
 """The layouts that exist: Megatron-Core's grid, its checkpoints, vLLM's fused shards, and plain HF files.
 
-All come from the tables of ``megarl.architectures``; how tensors are cut is in ``cuts.py``, who holds what in ``grid.py``.
+All come from the tables of ``megarl.architectures``; how tensors are cut is in ``cuts.py``, who holds what in
+``grid.py``.
 """
 
 from __future__ import annotations
@@ -70,10 +71,13 @@ def megatron_layout(
     head: Head = "lm",
     setting: str = "parallel",
 ) -> Layout:
-    """Layout of each trainer rank's tensors, under the names of ``GPTModel.named_parameters()`` (and the router's bias, a buffer).
+    """Layout of each trainer rank's tensors, under the names of ``GPTModel.named_parameters()`` (and the router's bias,
+    a buffer).
 
-    With ``grid.vpp`` > 1 names are prefixed ``chunk<v>.``. ``mtp``: the model was built with its multi-token prediction layers.
-    ``head="score"``: a critic or reward model. ``setting``: the section of the settings that the grid comes from, for errors.
+    With ``grid.vpp`` > 1 names are prefixed ``chunk<v>.``. ``mtp``: the model was built with its multi-token prediction
+    layers.
+    ``head="score"``: a critic or reward model. ``setting``: the section of the settings that the grid comes from, for
+        errors.
     Raises ConfigError for a grid that does not divide the model, ArchitectureError for an unknown model.
     """
     arch = architecture(hf_config, head)
@@ -147,8 +151,8 @@ def dist_layout(
 ) -> Layout:
     """A Megatron dist_checkpointing checkpoint: one rank whose local tensors are the global ones, under their keys.
 
-    Layers that are all alike are stacked on a leading axis, layers that differ have their number in the key; experts are always
-    stacked. ``vocab``: rows of the stored embedding (None: the vocabulary padded to ``VOCAB_MULTIPLE``).
+    Layers that are all alike are stacked on a leading axis, layers that differ have their number in the key; experts
+    are always stacked. ``vocab``: rows of the stored embedding (None: the vocabulary padded to ``VOCAB_MULTIPLE``).
     """
     arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
@@ -185,8 +189,8 @@ def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: Transfo
 
 
 def _dist_name(param: Param, transformer_impl: TransformerImpl, latent: bool) -> str:
-    """A parameter's key: the local spec saves norms under the names that they have where TransformerEngine fuses them, in
-    grouped-query models and there in layers with experts too (``sharded_state_dict_keys_map`` of its layer spec)."""
+    """A parameter's key: the local spec saves norms under the names that they have where TransformerEngine fuses them,
+    in grouped-query models and there in layers with experts too (``sharded_state_dict_keys_map`` of its layer spec)."""
     if param.per_expert:
         return param.megatron.replace(f"local_experts.{EXPERT}", "experts")
     if transformer_impl == "transformer_engine":
@@ -205,7 +209,8 @@ def vllm_layout(
     """Layout of the engines' workers, under vLLM's parameter names; rank = tp_rank + tp * (pp_rank + pp * replica).
 
     A tied model has ``lm_head.weight`` as a tensor of its own: on CPU it computes from its own packed copy.
-    ``expert_parallel``: whole experts on each rank instead of a share of each. Raises ConfigError for a grid that does not
+    ``expert_parallel``: whole experts on each rank instead of a share of each. Raises ConfigError for a grid that does
+        not
     divide the model.
     """
     arch = architecture(hf_config)
@@ -274,7 +279,8 @@ def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> s
 
 
 def _vllm_layers(num_layers: int, pp: int) -> list[int]:
-    """Layers of each stage: ``vllm.distributed.utils.get_pp_indices`` gives what is left over to the stages before the last."""
+    """Layers of each stage: ``vllm.distributed.utils.get_pp_indices`` gives what is left over to the stages before the
+    last."""
     counts = [num_layers // pp] * pp
     for i in range(2, num_layers % pp + 2):
         counts[-i] += 1
@@ -286,7 +292,9 @@ def _vllm_experts(experts: int, ways: int) -> list[int]:
     return [experts // ways + (rank < experts % ways) for rank in range(ways)]
 
 
-def hf_layout(hf_config: HFConfig, only: Collection[str] | None = None, *, mtp: bool = False, head: Head = "lm") -> Layout:
+def hf_layout(
+    hf_config: HFConfig, only: Collection[str] | None = None, *, mtp: bool = False, head: Head = "lm"
+) -> Layout:
     """One rank that holds every logical tensor whole (or those named in ``only``), under its HF name.
 
     ``head="score"``: those of a ``...ForSequenceClassification`` with one label.
@@ -360,7 +368,8 @@ def _check_vllm(name: str, sizes: ModelSizes, padded_vocab: int, tp: int, pp: in
         )
     if expert_parallel and tp > sizes.experts:
         raise ConfigError(
-            f"rollout.expert_parallel=True with rollout.tp={tp} leaves ranks without any of the {sizes.experts} experts of {name}; "
+            f"rollout.expert_parallel=True with rollout.tp={tp} leaves ranks without any of the {sizes.experts} "
+            f"experts of {name}; "
             f"set rollout.tp to at most {sizes.experts}"
         )
     rules = [("num_attention_heads", sizes.heads), ("the padded vocabulary", padded_vocab)]

@@ -1,8 +1,8 @@
 """A transfer is a plan: the intersection of what the source ranks hold with what the destination ranks need.
 
-Pure and deterministic: every process builds the same plan from the two layouts, without a device or a process group, and
-``fingerprint`` proves it. Nothing is computed before it is asked for: a rank that asks for its own moves looks at its own
-tensors only. Source and destination ranks are two rank spaces; a transport maps them to processes.
+Pure and deterministic: every process builds the same plan from the two layouts, without a device or a process group,
+and ``fingerprint`` proves it. Nothing is computed before it is asked for: a rank that asks for its own moves looks at
+its own tensors only. Source and destination ranks are two rank spaces; a transport maps them to processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from megarl.reshard.layout import Copy, Layout, Owners, Piece, check_tiling
 
 
 class Move(NamedTuple):
-    """Elements ``box`` of a logical tensor go from ``src_local[src_at...]`` on rank ``src`` to ``dst_local[dst_at...]`` on ``dst``."""
+    """Elements ``box`` of a logical tensor go from ``src_local[src_at...]`` on rank ``src`` to ``dst_local[dst_at...]``
+    on ``dst``."""
 
     src: int
     dst: int
@@ -70,8 +71,8 @@ Kind = tuple[tuple[Owners, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """Every element of every destination rank is written exactly once: what is asked of the plan is checked on the way, and
-    :meth:`check` asks for all of it.
+    """Every element of every destination rank is written exactly once: what is asked of the plan is checked on the way,
+    and :meth:`check` asks for all of it.
 
     Data-parallel copies of a source tensor share the sending evenly, and no rank talks to more of them than that takes.
     """
@@ -115,7 +116,8 @@ class ReshardPlan:
                 self._wants_of_kind(dst)
 
     def only(self, tensors: Callable[[str], bool]) -> ReshardPlan:
-        """The part of the plan that concerns these logical tensors: a destination tensor goes with all that is in it."""
+        """The part of the plan that concerns these logical tensors: a destination tensor goes with all that is in
+        it."""
         return replace(self, destination=self.destination.only(tensors))
 
     # ------------------------------------------------------------------ how much
@@ -171,7 +173,8 @@ class ReshardPlan:
     def _wants(self, dst: int, tensors: Collection[str] | None = None, sender: int | None = None) -> _Wants:
         """The common boxes of a destination rank's pieces with the source's, checked to tile each piece.
 
-        With ``sender`` only those (among ``tensors``) that this source rank has; then tiling cannot be seen and is not checked.
+        With ``sender`` only those (among ``tensors``) that this source rank has; then tiling cannot be seen and is not
+        checked.
         """
         wants: list[_Want] = []
         numbers: dict[tuple[int, ...], int] = {}
@@ -187,7 +190,8 @@ class ReshardPlan:
                 ]
                 if sender is None and not (len(hits) == 1 and hits[0][1] == piece.box):
                     check_tiling(
-                        f"{piece.tensor} of {self.source.name} into {piece.local} on rank {dst} of {self.destination.name}",
+                        f"{piece.tensor} of {self.source.name} into {piece.local} on rank {dst} of "
+                        f"{self.destination.name}",
                         piece.box,
                         [(common, f"source piece {list(copy.box)}") for copy, common in hits],
                     )
@@ -208,7 +212,8 @@ class ReshardPlan:
         return {}
 
     def _copies(self, tensor: str) -> tuple[Copy, ...]:
-        """Distinct source boxes of a tensor in order; of a box that lies in two places (a tied output weight) the first."""
+        """Distinct source boxes of a tensor in order; of a box that lies in two places (a tied output weight) the
+        first."""
         found = self._known_copies.get(tensor)
         if found is None:
             by_box: dict[Box, Copy] = {}
@@ -222,10 +227,10 @@ class ReshardPlan:
     def _senders(self, dst: int, wants: _Wants) -> Iterator[tuple[_Want, int]]:
         """The wants in order, each with its source rank; cut along axis 0 where two ranks share one.
 
-        What a destination rank takes from the same n copies is laid end to end on a circle that these copies divide evenly; the
-        needs of its R replicas follow each other, n/R of the circle each. So all copies send the same to within a row, and each
-        rank takes from as few as that allows. It depends on wants with the same copies only: a source rank that looks at its own
-        wants finds what everybody else does.
+        What a destination rank takes from the same n copies is laid end to end on a circle that these copies divide
+        evenly; the needs of its R replicas follow each other, n/R of the circle each. So all copies send the same to
+        within a row, and each rank takes from as few as that allows. It depends on wants with the same copies only: a
+        source rank that looks at its own wants finds what everybody else does.
         """
         replica, replicas = self._replica_of[dst]
         near = [self._nearest(dst, ranks) for ranks in wants.sets]
@@ -269,28 +274,26 @@ class ReshardPlan:
 
 
 def build_plan(
-    source: Layout,
-    destination: Layout,
-    *,
-    colocated: bool = False,
-    nearness: Callable[[int, int], int] | None = None,
+    source: Layout, destination: Layout, *, colocated: bool = False, nearness: Callable[[int, int], int] | None = None
 ) -> ReshardPlan:
     """Plan the moves that write every element of every destination rank exactly once.
 
-    Raises PlanError naming a tensor that the source lacks or has in another shape; the rest is checked where it is asked for
-    (``ReshardPlan.check`` asks for everything).
+    Raises PlanError naming a tensor that the source lacks or has in another shape; the rest is checked where it is
+    asked for (``ReshardPlan.check`` asks for everything).
     """
     for name, shape in destination.tensors.items():
         if source.tensors.get(name) != shape:
             raise PlanError(
-                f"{name} has shape {shape} in {destination.name} and {source.tensors.get(name, 'no place')} in {source.name}; "
+                f"{name} has shape {shape} in {destination.name} and {source.tensors.get(name, 'no place')} in "
+                f"{source.name}; "
                 "both layouts must come from the same config.json"
             )
     return ReshardPlan(source, destination, colocated, nearness)
 
 
 def _share(want: _Want, ranks: tuple[int, ...], start: int, circle: int) -> Iterator[tuple[_Want, int]]:
-    """Cut a want that begins at ``start`` of ``circle`` elements, which ``ranks`` divide evenly, where their parts meet."""
+    """Cut a want that begins at ``start`` of ``circle`` elements, which ``ranks`` divide evenly, where their parts
+    meet."""
     (origin, high), rest = want.box[0], want.box[1:]
     row = boxes.volume(rest)
     low, end = origin, start + want.size

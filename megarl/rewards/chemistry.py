@@ -1,6 +1,7 @@
 """Chemical formulas and equations as school answers write them: ``H_2O``, ``Fe³⁺``, ``\\ce{2H2 + O2 -> 2H2O}``.
 
-Case, counts, charges and coefficients matter; the way of writing, the order of an equation's terms and conditions over its arrow do not.
+Case, counts, charges and coefficients matter; the way of writing, the order of an equation's terms and conditions over
+its arrow do not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Pa U Np Pu"""
 ELEMENTS = frozenset(_ELEMENTS.split())
 WORDS = frozenset(("He", "In", "As", "No", "Be", "At", "I", "Os", "La", "Po", "Ho", "Pa", "Am", "Re"))
 """Symbols that are also words, names or units: alone they are no formula."""
-SINGLE_CAPITALS = frozenset(["CO", "NO", "HF", "HI", "KI", "KF", "KOH", "CN", "OH", "HCN", "KCN", "CS", "BN", "HCO", "KBH", "NOF"])
+SINGLE_CAPITALS = frozenset(
+    ["CO", "NO", "HF", "HI", "KI", "KF", "KOH", "CN", "OH", "HCN", "KCN", "CS", "BN", "HCO", "KBH", "NOF"]
+)
 """Formulas of nothing but one-letter elements; other capitals are points, or abbreviations."""
 MOLECULES = frozenset(["H2", "N2", "O2", "F2", "I2", "O3", "S8", "P4", "C60"])
 """Molecules of one one-letter element; any other such is an indexed name."""
@@ -34,17 +37,32 @@ _REPLACEMENTS = [
         (r"\\(?:ce|mathrm|text|textrm|mathbf|textbf|mathsf|rm|operatorname|boldsymbol|bm)\s*" + _GROUP, r"\1"),
         (r"\$|\\[()\[\],;:! ]|\*\*|`|\\q?quad(?![a-z])|\\(?:left|right|displaystyle|rm)(?![a-z])|~", " "),
         (r"\\(?:xrightarrow|xlongequal|xlongrightarrow|xrightleftharpoons)\s*(?:\[[^\]]*\])?\s*" + _GROUP, " → "),
-        (r"\\(?:stackrel|overset|underset)\s*" + _GROUP + r"\s*\{\s*(?:=[=\s]*|-+>|→|\\[a-z]*(?:arrow|to|equal))\s*\}", " → "),
+        (
+            r"\\(?:stackrel|overset|underset)\s*"
+            + _GROUP
+            + r"\s*\{\s*(?:=[=\s]*|-+>|→|\\[a-z]*(?:arrow|to|equal))\s*\}",
+            " → ",
+        ),
         (r"<=+>|<-+>|⇌|⇋|↔|\\(?:rightleftharpoons|leftrightharpoons|leftrightarrow)(?![a-z])", " ⇌ "),
-        (r"[-=]+>|→|⟶|➔|⇒|\\(?:to|rightarrow|longrightarrow|Rightarrow)(?![a-z])", " → "), (r"→\s*\[[^\]]*\]", "→"),
-        (r"-+\s*\(?\s*[一-鿿△Δ,、]+\s*\)?\s*-*\s*→|→\s*\^?\s*[({]\s*(?:[一-鿿△Δ,、]|\\Delta|\\triangle)+\s*[)}]", " → "),
-        (r"=+\s*[(]?\s*(?:[一-鿿△Δ,、]+)\s*[)]?\s*=+", "="), (r"=(?:\s*=)*", "="),
-        (r"\\uparrow|(?<=\w)\s\^(?=\s|$)", "↑"), (r"\\downarrow|(?<=\w)\sv(?=\s|$)", "↓"),
+        (r"[-=]+>|→|⟶|➔|⇒|\\(?:to|rightarrow|longrightarrow|Rightarrow)(?![a-z])", " → "),
+        (r"→\s*\[[^\]]*\]", "→"),
+        (
+            r"-+\s*\(?\s*[一-鿿△Δ,、]+\s*\)?\s*-*\s*→|→\s*\^?\s*[({]\s*(?:[一-鿿△Δ,、]|\\Delta|\\triangle)+\s*[)}]",
+            " → ",
+        ),
+        (r"=+\s*[(]?\s*(?:[一-鿿△Δ,、]+)\s*[)]?\s*=+", "="),
+        (r"=(?:\s*=)*", "="),
+        (r"\\uparrow|(?<=\w)\s\^(?=\s|$)", "↑"),
+        (r"\\downarrow|(?<=\w)\sv(?=\s|$)", "↓"),
         (r"\\(?:cdot|bullet|ast)(?![a-z])|[·•∙⋅*]|(?<=[\da-zA-Z)])\.(?=\d*[A-Z])", "·"),
-        (r"\{\}", ""), (r"(?<=[A-Za-z)\]])\s*_\s*\{?\s*(\d+)\s*\}?", r"\1"), (r"\s+(?=[_^·↑↓])|(?<=[·^_])\s+|(?<=[A-Za-z\d)\]])\s+(?=[A-Z(\[])", ""),
-        (r"\^\s*(\d+)(?=[A-Z_{])", r"^{\1}"), (r"_\s*(\d+)", r"_{\1}"), (r"\^\s*(\d*[+-])(?!\d)", r"^{\1}"),
+        (r"\{\}", ""),
+        (r"(?<=[A-Za-z)\]])\s*_\s*\{?\s*(\d+)\s*\}?", r"\1"),
+        (r"\s+(?=[_^·↑↓])|(?<=[·^_])\s+|(?<=[A-Za-z\d)\]])\s+(?=[A-Z(\[])", ""),
+        (r"\^\s*(\d+)(?=[A-Z_{])", r"^{\1}"),
+        (r"_\s*(\d+)", r"_{\1}"),
+        (r"\^\s*(\d*[+-])(?!\d)", r"^{\1}"),
     )
-]  # fmt: skip
+]
 
 _BODY = r"(?:[A-Z][a-z]?|[()\[\]]|(?<=[A-Za-z)\]])\d+)+"
 _TERM = re.compile(
@@ -75,7 +93,9 @@ class Reading:
 
 
 def _written(text: str) -> str:
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda run: "^{" + "".join(_SUPER[sign] for sign in run.group()) + "}", text).translate(_SUB)
+    text = re.sub(
+        "[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda run: "^{" + "".join(_SUPER[sign] for sign in run.group()) + "}", text
+    ).translate(_SUB)
     text = half_width(text)
     for pattern, to in _REPLACEMENTS:
         text = pattern.sub(to, text)
@@ -122,13 +142,18 @@ def same(gold: Reading, pred: Reading | None) -> bool:
     if pred is None or gold.sign != pred.sign:
         return False
     for ours, theirs in zip(gold.sides, pred.sides, strict=True):
-        if Counter((term.name, term.coefficient) for term in ours) != Counter((term.name, term.coefficient) for term in theirs):
+        if Counter((term.name, term.coefficient) for term in ours) != Counter(
+            (term.name, term.coefficient) for term in theirs
+        ):
             return False
     return all(_agree(gold, pred, kind) for kind in ("mark", "state"))
 
 
 def _agree(gold: Reading, pred: Reading, kind: str) -> bool:
-    given = [{(k, term.name): getattr(term, kind) for k, side in enumerate(reading.sides) for term in side} for reading in (gold, pred)]
+    given = [
+        {(k, term.name): getattr(term, kind) for k, side in enumerate(reading.sides) for term in side}
+        for reading in (gold, pred)
+    ]
     return given[0] == given[1] or not all(any(marks.values()) for marks in given)
 
 
@@ -167,7 +192,8 @@ def _term(match: re.Match[str], sign: str) -> Term | None:
 
 
 def _plain_charge(body: str, sign: str) -> tuple[str, str]:
-    """Read the charge of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is the charge of a single atom, or after another digit."""
+    """Read the charge of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is the charge of a single atom, or after
+    another digit."""
     digits = re.search(r"\d*$", body)
     count = digits.group() if digits else ""
     single = re.fullmatch(r"[A-Z][a-z]?\d", body)

@@ -1,4 +1,5 @@
-"""The process that runs a reward function, as its owner sees it: a socket, an exit status, and an end that spares nothing it started."""
+"""The process that runs a reward function, as its owner sees it: a socket, an exit status, and an end that spares
+nothing it started."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ DRAIN_S = 0.1
 class RewardProcess:
     """A ``megarl.rewards.worker`` in a process group of its own. It ends with the thread that started it.
 
-    It is connected by a socket and not by pipes: asyncio's ``Process.wait`` waits for the end of every pipe, which a process that
-    was forked from it may hold open.
+    It is connected by a socket and not by pipes: asyncio's ``Process.wait`` waits for the end of every pipe, which a
+    process that was forked from it may hold open.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._process = process
         self.reader = reader
         self.writer = writer

@@ -1,7 +1,7 @@
 """Programs, judged by running them in a sandbox: stdin and stdout, calls, assertions.
 
-The settings are ``reward.code`` (``CodeConfig``); the key of a service is in the environment, MEGARL_SANDBOX_KEY. docs/sandbox.md
-has what is isolated and how.
+The settings are ``reward.code`` (``CodeConfig``); the key of a service is in the environment, MEGARL_SANDBOX_KEY.
+docs/sandbox.md has what is isolated and how.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ NAMES = {
     "math": ("ceil", "comb", "floor", "gcd", "inf", "isqrt", "lcm", "sqrt"),
 }
 MODULES = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "sys")
-"""Modules that LiveCodeBench's and verl's checkers import for a program. Here only those it seems to use, as each costs time."""
+"""Modules that LiveCodeBench's and verl's checkers import for a program. Here only those it seems to use, as each costs
+time."""
 WORD = re.compile(r"\b[A-Za-z_]\w*\b", re.ASCII)
 
 
 def scorer(rest: str, config: CodeConfig) -> Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]:
-    """The scorer of every code data source; ``rest`` only names the set. Raises SandboxError where programs cannot be isolated."""
+    """The scorer of every code data source; ``rest`` only names the set. Raises SandboxError where programs cannot be
+    isolated."""
     from megarl.sandbox.client import open_sandbox
 
     return make_scorer(open_sandbox(config.url, config.python), config)
@@ -55,12 +57,14 @@ def check_code(config: RewardConfig) -> str:
     code = config.code
     if code.item_s >= config.timeout_s:
         raise ConfigError(
-            f"reward.code.item_s={code.item_s:g}: must be below reward.timeout_s={config.timeout_s:g}, or a slow program ends its worker and "
+            f"reward.code.item_s={code.item_s:g}: must be below reward.timeout_s={config.timeout_s:g}, or a slow "
+            "program ends its worker and "
             f"has no verdict; set reward.timeout_s={code.item_s + 2:g}"
         )
     if code.url and code.python:
         raise ConfigError(
-            f"reward.code.python={code.python}: the service at reward.code.url={code.url} has its own interpreter; start it with --python, "
+            f"reward.code.python={code.python}: the service at reward.code.url={code.url} has its own interpreter; "
+            "start it with --python, "
             "and leave one of the two settings out"
         )
     return open_sandbox(code.url, code.python).describe()
@@ -68,7 +72,9 @@ def check_code(config: RewardConfig) -> str:
 
 def limits_of(config: CodeConfig) -> Limits:
     memory = config.memory_mib * MIB
-    return Limits(cpu_s=config.cpu_s, wall_s=config.wall_s, total_s=config.item_s, address_space_bytes=memory, memory_bytes=memory)
+    return Limits(
+        cpu_s=config.cpu_s, wall_s=config.wall_s, total_s=config.item_s, address_space_bytes=memory, memory_bytes=memory
+    )
 
 
 def make_scorer(sandbox: Sandbox, config: CodeConfig) -> Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]:
@@ -80,7 +86,13 @@ def make_scorer(sandbox: Sandbox, config: CodeConfig) -> Callable[[str, Any, dic
                 return {**_score_cases(sandbox, program, row, config), "pred": program}
             return {**_score_asserts(sandbox, program, row, config), "pred": program}
         except (DataError, SandboxError) as error:
-            return {"score": 0.0, "status": "error", "acc": False, "pred": program, "reason": f"{type(error).__name__}: {error}"}
+            return {
+                "score": 0.0,
+                "status": "error",
+                "acc": False,
+                "pred": program,
+                "reason": f"{type(error).__name__}: {error}",
+            }
 
     return score
 
@@ -101,7 +113,9 @@ def _score_cases(sandbox: Sandbox, program: str, row: Cases, config: CodeConfig)
             why = why or (wrong and f"test {done}: {wrong}")
             if why and config.score == "all":
                 return _verdict(passed, row.tests, config, why)
-        if len(results) < len(tests) and struck:  # one test too slow by itself, so the time of all is spent: that is no doubt about the answer
+        if (
+            len(results) < len(tests) and struck
+        ):  # one test too slow by itself, so the time of all is spent: that is no doubt about the answer
             return _verdict(passed, row.tests, config, why)
         if len(results) < len(tests):
             return {**_verdict(passed, row.tests, config, _spent(done, len(row.tests), config)), "status": "timeout"}
@@ -140,7 +154,8 @@ def _spent(done: int, total: int, config: CodeConfig) -> str:
 
 
 def complete(program: str, row: Asserts) -> str:
-    """HumanEval's answers go on from the prompt, or are whole functions; either way what the prompt imports and defines is there."""
+    """HumanEval's answers go on from the prompt, or are whole functions; either way what the prompt imports and defines
+    is there."""
     program += _method_as_function(program, row.checks.entry)
     if not row.prompt:
         return with_imports(program)
@@ -148,8 +163,13 @@ def complete(program: str, row: Asserts) -> str:
 
 
 def _method_as_function(program: str, entry: str | None) -> str:
-    """A line that names a method of ``class Solution`` as the function that was asked for; '' where it is not needed."""
-    if not entry or not re.search(r"^class Solution\b", program, re.MULTILINE) or not re.search(rf"^[ \t]+def {entry}\b", program, re.MULTILINE):
+    """A line that names a method of ``class Solution`` as the function that was asked for; '' where it is not
+    needed."""
+    if (
+        not entry
+        or not re.search(r"^class Solution\b", program, re.MULTILINE)
+        or not re.search(rf"^[ \t]+def {entry}\b", program, re.MULTILINE)
+    ):
         return ""
     defined = re.search(rf"^(?:def {entry}\b|{entry}\s*=)", program, re.MULTILINE)
     return "" if defined else f"\n{entry} = Solution().{entry}\n"
@@ -161,7 +181,11 @@ def with_imports(program: str) -> str:
         return program  # must stand first
     words = set(WORD.findall(program))
     lines = [f"import {name}" for name in MODULES if name in words]
-    lines += [f"from {module} import {', '.join(found)}" for module, names in NAMES.items() if (found := [n for n in names if n in words])]
+    lines += [
+        f"from {module} import {', '.join(found)}"
+        for module, names in NAMES.items()
+        if (found := [n for n in names if n in words])
+    ]
     return "; ".join(lines) + "\n" + program
 
 

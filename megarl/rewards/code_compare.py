@@ -13,7 +13,8 @@ from typing import Any
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
 """Tolerances of floats, as ``numpy.allclose`` in APPS' own checker."""
 INTEGER_ABSOLUTE = 1e-6
-"""Tolerance of a float where an integer is expected: 1.9999999999 is 2, 333333.3333 is not 333333 (which it is in APPS)."""
+"""Tolerance of a float where an integer is expected: 1.9999999999 is 2, 333333.3333 is not 333333 (which it is in
+APPS)."""
 INTEGER = re.compile(r"[+-]?\d+\Z", re.ASCII)
 FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\Z", re.ASCII)
 
@@ -48,7 +49,8 @@ def _close(found: float, expected: float) -> bool:
 
 
 def same_value(returned: str, expected: Any) -> bool:
-    """``returned``: JSON of ``sandbox.inside.values``. ``expected``: plain JSON, in which a tuple is a list and keys are strings.
+    """``returned``: JSON of ``sandbox.inside.values``. ``expected``: plain JSON, in which a tuple is a list and keys
+    are strings.
 
     A list of one may also stand for its element, as in APPS' rows.
     """
@@ -83,7 +85,9 @@ def _same_tagged(kind: str, content: Any, expected: Any) -> bool:
     if kind == "float":  # inf and nan, which JSON's writers spell as Python does
         return isinstance(expected, float) and content == repr(expected)
     if kind == "range":
-        return isinstance(expected, list) and len(range(*content)) == len(expected) and list(range(*content)) == expected
+        return (
+            isinstance(expected, list) and len(range(*content)) == len(expected) and list(range(*content)) == expected
+        )
     if kind == "dict":
         return isinstance(expected, dict) and len(content) == len(expected) and _same_items(content, dict(expected))
     return False

@@ -7,8 +7,14 @@ import re
 from megarl.rewards.math_extract import after_thinking
 
 PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3", "pypy", "pypy3")
-_FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)(?:^[ \t]*(?P=fence)|(?P<open>\Z))", re.DOTALL | re.MULTILINE)
-_IN_SENTENCE = re.compile(rf"(?P<indent>)(?P<fence>```)[ \t]*(?P<info>{'|'.join(PYTHON)})[ \t]*\n(?P<body>.*?)(?:^[ \t]*```|(?P<open>\Z))", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCE = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)(?:^[ \t]*(?P=fence)|(?P<open>\Z))",
+    re.DOTALL | re.MULTILINE,
+)
+_IN_SENTENCE = re.compile(
+    rf"(?P<indent>)(?P<fence>```)[ \t]*(?P<info>{'|'.join(PYTHON)})[ \t]*\n(?P<body>.*?)(?:^[ \t]*```|(?P<open>\Z))",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
 _QUOTED = re.compile(r"^> ?(?=\s*(?:```|~~~))", re.MULTILINE)
 _LANGUAGE = re.compile(r"[ \t{.]*([\w+-]*)")
 _TAGS = (("<answer>", "</answer>"), ("[PYTHON]", "[/PYTHON]"))

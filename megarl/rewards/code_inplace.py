@@ -1,4 +1,5 @@
-"""Finds tests that look at what a program's function did to its argument. The sandbox passes copies, so they would always see none of it."""
+"""Finds tests that look at what a program's function did to its argument. The sandbox passes copies, so they would
+always see none of it."""
 
 from __future__ import annotations
 
@@ -10,21 +11,36 @@ from collections.abc import Iterator
 from megarl.sandbox.interface import Checks
 from megarl.sandbox.names import undefined
 
-MAKERS = ("list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict", "bytearray", "sorted", "copy", "deepcopy")
+MAKERS = (
+    "list",
+    "dict",
+    "set",
+    "deque",
+    "defaultdict",
+    "Counter",
+    "OrderedDict",
+    "bytearray",
+    "sorted",
+    "copy",
+    "deepcopy",
+)
 CHANGEABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 
 
 @functools.lru_cache(maxsize=64)  # the answers of a group have the same tests
 def looked_at_in_place(checks: Checks) -> str | None:
-    """A name of a list, dict or set that the tests give to the program and read in a later statement, other than to give it again.
+    """A name of a list, dict or set that the tests give to the program and read in a later statement, other than to
+    give it again.
 
-    None without any. Within one statement they are taken to want the value returned (``assert f(x) == sorted(x)``). Raises SyntaxError or
-    ValueError for tests that do not parse.
+    None without any. Within one statement they are taken to want the value returned (``assert f(x) == sorted(x)``).
+    Raises SyntaxError or ValueError for tests that do not parse.
     """
     source = "\n".join([checks.setup, *checks.tests])
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
-    made = set(_changeable_names(nodes)) & {item.id for node in nodes if isinstance(node, ast.Call) for item in _names_given(node)}
+    made = set(_changeable_names(nodes)) & {
+        item.id for node in nodes if isinstance(node, ast.Call) for item in _names_given(node)
+    }
     if not made:
         return None
     theirs = {name for name in undefined(source) if not hasattr(builtins, name)} | {"candidate", checks.entry}
@@ -48,18 +64,29 @@ def _scopes(tree: ast.Module) -> Iterator[list[ast.stmt]]:
 def _in_scope(body: list[ast.stmt], made: set[str], theirs: set[str | None]) -> str | None:
     given: set[str] = set()
     for statement in _simple(body):
-        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and _root(node.func) in theirs and not _makes_object(node, theirs)]
+        calls = [
+            node
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Call) and _root(node.func) in theirs and not _makes_object(node, theirs)
+        ]
         arguments = [item for call in calls for item in _names_given(call)]
-        read = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node not in arguments}
+        read = {
+            node.id
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node not in arguments
+        }
         if found := given & read:
             return min(found)
         given |= {item.id for item in arguments} & made
-        given -= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        given -= {
+            node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
     return None
 
 
 def _simple(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Statements in order, with compound ones taken apart: their heads, then what they hold. Not into functions and classes."""
+    """Statements in order, with compound ones taken apart: their heads, then what they hold. Not into functions and
+    classes."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
@@ -74,7 +101,12 @@ def _simple(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 def _makes_object(node: ast.expr, theirs: set[str | None]) -> bool:
     """``Solution()``: by its name a class of the program, whose constructor is not what the tests are about."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in theirs and node.func.id[:1].isupper()
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in theirs
+        and node.func.id[:1].isupper()
+    )
 
 
 def _root(node: ast.expr) -> str | None:
@@ -101,4 +133,6 @@ def _changeable(node: ast.expr) -> bool:
         return any(map(_changeable, node.elts))
     if isinstance(node, ast.BinOp):
         return _changeable(node.left) or _changeable(node.right)
-    return isinstance(node, CHANGEABLE) or (isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in MAKERS)
+    return isinstance(node, CHANGEABLE) or (
+        isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in MAKERS
+    )

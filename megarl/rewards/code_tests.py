@@ -2,12 +2,12 @@
 
 | format | where |
 |---|---|
-| ``{"inputs": [...], "outputs": [...]}``: stdin and stdout; with ``"fn_name"`` arguments and returned value | APPS, TACO, CodeContests, verl's prime rows |
-| ``{"input_output": ...}``, the same in JSON | APPS as it is published |
-| ``[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]``, ``func_name`` in ``extra_info["metadata"]`` | LiveCodeBench |
-| ``[{"input": ..., "output": ..., "type": "stdin_stdout" or "function_call", "fn_name"?}]`` | PrimeIntellect, DeepCoder |
-| ``{"test_list": [...], "test_setup_code": ..., "test_imports": [...]}``, or a list of assertions | MBPP |
-| ``{"test": ..., "entry_point": ..., "prompt": ...}`` | HumanEval |
+| ``{"inputs": [...], "outputs": [...]}``: stdin and stdout; with ``"fn_name"`` arguments and returned value | APPS,
+TACO, CodeContests, verl's prime rows | | ``{"input_output": ...}``, the same in JSON | APPS as it is published |
+| ``[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]``, ``func_name`` in ``extra_info["metadata"]``
+| LiveCodeBench | | ``[{"input": ..., "output": ..., "type": "stdin_stdout" or "function_call", "fn_name"?}]`` |
+PrimeIntellect, DeepCoder | | ``{"test_list": [...], "test_setup_code": ..., "test_imports": [...]}``, or a list of
+assertions | MBPP | | ``{"test": ..., "entry_point": ..., "prompt": ...}`` | HumanEval |
 | ``{"assert_case": [...]}`` | verl's prime rows |
 
 What is not in the ground truth is looked for in ``extra_info``. Strings may be JSON.
@@ -43,7 +43,8 @@ class Asserts:
 
 
 def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases | Asserts:
-    """Raises DataError, naming the field, for a row without usable tests: none, or such as do not parse or look at arguments."""
+    """Raises DataError, naming the field, for a row without usable tests: none, or such as do not parse or look at
+    arguments."""
     info = extra_info or {}
     truth = _json(ground_truth)
     if isinstance(truth, str) and "assert" in truth and "test" not in info:
@@ -53,7 +54,10 @@ def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases 
     if isinstance(truth, list):
         truth = {"test_list": truth} if truth and all(isinstance(item, str) for item in truth) else {"cases": truth}
     if not isinstance(truth, dict):
-        raise DataError(f"ground_truth of a code row: {str(ground_truth)[:80]!r} is no tests; known formats: megarl/rewards/code_tests.py")
+        raise DataError(
+            f"ground_truth of a code row: {str(ground_truth)[:80]!r} is no tests; known formats: "
+            "megarl/rewards/code_tests.py"
+        )
     if "input_output" in truth:
         inner = _json(truth["input_output"])
         if not isinstance(inner, dict):
@@ -63,11 +67,14 @@ def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases 
     for known, read in READERS.items():
         if known in fields and fields[known] is not None and (known in truth or not set(READERS) & set(truth)):
             return _usable(read(fields))
-    raise DataError(f"ground_truth of a code row has the fields {sorted(map(str, truth))}; expected one of {', '.join(READERS)}")
+    raise DataError(
+        f"ground_truth of a code row has the fields {sorted(map(str, truth))}; expected one of {', '.join(READERS)}"
+    )
 
 
 def check_row(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> None:
-    """Check a job's rows before it starts: raises DataError where every answer would be an ``error``. Only reads; nothing is run."""
+    """Check a job's rows before it starts: raises DataError where every answer would be an ``error``. Only reads;
+    nothing is run."""
     parse(ground_truth, extra_info)
 
 
@@ -80,7 +87,8 @@ def _usable(row: Cases | Asserts) -> Cases | Asserts:
         raise DataError(f"tests of a code row: the tests do not parse: {error}") from error
     if name is not None:
         raise DataError(
-            f"tests of a code row: pass {name!r} to the program and look at it afterwards; what a function does to its arguments is not seen "
+            f"tests of a code row: pass {name!r} to the program and look at it afterwards; what a function does to its "
+            "arguments is not seen "
             "here, so a right answer could be wrong. Have the tests look at what is returned, or leave the row out"
         )
     return row
@@ -105,7 +113,10 @@ def _livecodebench(fields: dict[str, Any]) -> Cases:
     for key in ("cases", "public_test_cases", "private_test_cases"):
         found = _json(fields.get(key) or [])
         if isinstance(found, str):
-            raise DataError(f"{key} of a code row: is packed (zlib and pickle); unpack it when the rows are made, pickles are not read here")
+            raise DataError(
+                f"{key} of a code row: is packed (zlib and pickle); unpack it when the rows are made, pickles are not "
+                "read here"
+            )
         cases += found
     if not cases or not all(isinstance(case, dict) and {"input", "output"} <= set(case) for case in cases):
         raise DataError("tests of a code row: must be a list of {input, output, testtype}, at least one")
@@ -115,7 +126,12 @@ def _livecodebench(fields: dict[str, Any]) -> Cases:
             tests.append(Test(_text(case["input"])))
             expected.append(_text(case["output"]))
             continue
-        name = case.get("fn_name") or (case.get("metadata") or {}).get("func_name") or metadata.get("func_name") or fields.get("fn_name")
+        name = (
+            case.get("fn_name")
+            or (case.get("metadata") or {}).get("func_name")
+            or metadata.get("func_name")
+            or fields.get("fn_name")
+        )
         if not name:
             raise DataError("a functional test of a code row: no func_name in extra_info['metadata']")
         tests.append(Test(call=Call(name, _arguments(case["input"]))))
@@ -184,7 +200,8 @@ def _text(value: Any) -> str:
 
 
 def _arguments(value: Any) -> tuple[Any, ...]:
-    """A list of arguments, or lines with one each in JSON. A dict with whole numbers as keys has numbers as keys, as in APPS."""
+    """A list of arguments, or lines with one each in JSON. A dict with whole numbers as keys has numbers as keys, as in
+    APPS."""
     items: Iterable[Any] = value if isinstance(value, list) else map(_json, _text(value).split("\n"))
     return tuple(_number_keys(item) for item in items)
 

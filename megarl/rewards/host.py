@@ -1,7 +1,8 @@
-"""``megarl rewards serve``: worker processes for a job's pool on another machine. One connection, one process; it ends with it.
+"""``megarl rewards serve``: worker processes for a job's pool on another machine. One connection, one process; it ends
+with it.
 
-At the start of a connection both sides prove that they know the key (``proof.py``); without that nothing is started. Then lines go
-to and from the process as they are, so its protocol is that of ``worker.py``.
+At the start of a connection both sides prove that they know the key (``proof.py``); without that nothing is started.
+Then lines go to and from the process as they are, so its protocol is that of ``worker.py``.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
             await target.drain()
 
 
-async def serve(host: str, port: int, key: str, workers: int, started: Callable[[int], None], output: Output | None = None) -> None:
+async def serve(
+    host: str, port: int, key: str, workers: int, started: Callable[[int], None], output: Output | None = None
+) -> None:
     """Until cancelled; calls ``started`` with the port."""
     try:
         async with RewardHost(host, port, key, workers, output) as service:

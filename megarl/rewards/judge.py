@@ -54,7 +54,12 @@ class _RequestFailed(RuntimeError):
     """A request got no usable answer, after all retries."""
 
     def __init__(
-        self, message: str, status: Literal["error", "timeout"] = "error", wait_s: float | None = 0.0, *, away: bool = False
+        self,
+        message: str,
+        status: Literal["error", "timeout"] = "error",
+        wait_s: float | None = 0.0,
+        *,
+        away: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -73,17 +78,22 @@ class Judge:
         patience_s: How long one of these engines is waited for that is being replaced.
 
     Raises:
-        ConfigError: a setting is missing or wrong; on entering: the cache cannot be opened, or the server does not tell its model.
+        ConfigError: a setting is missing or wrong; on entering: the cache cannot be opened, or the server does not tell
+            its model.
     """
 
-    def __init__(self, config: JudgeConfig, engines: Sequence[str] = (), key: str | None = None, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, config: JudgeConfig, engines: Sequence[str] = (), key: str | None = None, patience_s: float = 0.0
+    ) -> None:
         _check_settings(config)
         self._config = config
         self._patience_s = patience_s if config.url == JUDGE_IS_ROLLOUT else 0.0
         self._rubric = read_rubric(config.rubric)
         if config.url == JUDGE_IS_ROLLOUT:
             if not engines:
-                raise ConfigError("reward.judge.url=rollout: there are no engines here (MEGARL_ENGINES); give the URL of a server")
+                raise ConfigError(
+                    "reward.judge.url=rollout: there are no engines here (MEGARL_ENGINES); give the URL of a server"
+                )
             bases = [f"{engine.rstrip('/')}/v1" for engine in engines]
             self._model = config.model or ROLLOUT_MODEL
         else:
@@ -97,7 +107,8 @@ class Judge:
         self._session: aiohttp.ClientSession | None = None
         self._cache: JudgementCache | None = None
         self.counts: Counter[str] = Counter()
-        """Since the start: requests, retries, cached and shared judgements, prompt_tokens and completion_tokens as the server counts."""
+        """Since the start: requests, retries, cached and shared judgements, prompt_tokens and completion_tokens as the
+        server counts."""
 
     async def __aenter__(self) -> Self:
         cache = self._config.cache
@@ -132,12 +143,18 @@ class Judge:
             self._cache.close()
 
     async def score(
-        self, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, question: str | None = None
+        self,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: dict[str, Any] | None = None,
+        question: str | None = None,
     ) -> dict[str, Any]:
-        """The verdict over one answer, what it thought before ``</think>`` left out. Never raises for what the server does.
+        """The verdict over one answer, what it thought before ``</think>`` left out. Never raises for what the server
+        does.
 
-        ``question`` is that of ``extra_info`` where it is not given. Returns ``score``, ``status``, ``acc``, ``votes_for``,
-        ``votes_against``, ``cached``; ``reason`` of an error or timeout. An answer with nothing after its thoughts is wrong, unasked.
+        ``question`` is that of ``extra_info`` where it is not given. Returns ``score``, ``status``, ``acc``,
+        ``votes_for``, ``votes_against``, ``cached``; ``reason`` of an error or timeout. An answer with nothing after
+        its thoughts is wrong, unasked.
         """
         question = question or str((extra_info or {}).get("question") or "")
         answer, reference = after_thinking(solution_str).strip(), reference_text(ground_truth)
@@ -157,7 +174,18 @@ class Judge:
 
     def _cache_key(self, question: str, answer: str, reference: str) -> str:
         c = self._config
-        parts = [CACHE_FORMAT, c.url, self._model, self._rubric, question, answer, reference, c.votes, c.temperature, c.max_tokens]
+        parts = [
+            CACHE_FORMAT,
+            c.url,
+            self._model,
+            self._rubric,
+            question,
+            answer,
+            reference,
+            c.votes,
+            c.temperature,
+            c.max_tokens,
+        ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     async def _judgement(self, key: str, question: str, answer: str, reference: str) -> dict[str, Any]:
@@ -212,15 +240,22 @@ class Judge:
     async def models(self) -> list[str]:
         """Names that the server has, at least one. Raises ConfigError when it tells none."""
         try:
-            names = await self._request("GET", "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]])
+            names = await self._request(
+                "GET", "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]]
+            )
         except _RequestFailed as failure:
-            raise ConfigError(f"{failure}; correct the URL or the key ({KEY_VARIABLE}), or set reward.judge.model") from failure
+            raise ConfigError(
+                f"{failure}; correct the URL or the key ({KEY_VARIABLE}), or set reward.judge.model"
+            ) from failure
         if not names:
-            raise ConfigError(f"reward.judge.url={self._config.url} has no models; set reward.judge.model, or start one there")
+            raise ConfigError(
+                f"reward.judge.url={self._config.url} has no models; set reward.judge.model, or start one there"
+            )
         return names
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
-        """``read`` of the answer's JSON. Asked again, at the next engine, when the connection or the server fails. Raises _RequestFailed."""
+        """``read`` of the answer's JSON. Asked again, at the next engine, when the connection or the server fails.
+        Raises _RequestFailed."""
         attempt, until = 0, time.monotonic() + self._patience_s
         while True:
             self.counts["requests"] += 1
@@ -244,13 +279,19 @@ class Judge:
                 text = (await answer.read()).decode(errors="replace")
                 status, wait_s = answer.status, _retry_after(answer.headers.get("Retry-After"))
         except TimeoutError:
-            raise _RequestFailed(f"the judge at {url} gave no answer within {self._config.timeout_s:g} s", "timeout") from None
+            raise _RequestFailed(
+                f"the judge at {url} gave no answer within {self._config.timeout_s:g} s", "timeout"
+            ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _RequestFailed(self._hide(f"the judge at {url} cannot be reached: {type(error).__name__}: {error}"), away=True) from None
+            raise _RequestFailed(
+                self._hide(f"the judge at {url} cannot be reached: {type(error).__name__}: {error}"), away=True
+            ) from None
         if status != 200:
             again = status in (408, 429) or status >= 500
             raise _RequestFailed(
-                self._hide(f"the judge at {url} answered {status}: {text[:300]}"), wait_s=wait_s if again else None, away=status == 503
+                self._hide(f"the judge at {url} answered {status}: {text[:300]}"),
+                wait_s=wait_s if again else None,
+                away=status == 503,
             )
         try:
             return read(json.loads(text))
@@ -263,7 +304,15 @@ class Judge:
 
 
 def _failure(status: str, reason: str) -> dict[str, Any]:
-    return {"score": 0.0, "status": status, "acc": False, "votes_for": 0, "votes_against": 0, "cached": False, "reason": reason}
+    return {
+        "score": 0.0,
+        "status": status,
+        "acc": False,
+        "votes_for": 0,
+        "votes_against": 0,
+        "cached": False,
+        "reason": reason,
+    }
 
 
 def _retry_after(header: str | None) -> float:
@@ -280,20 +329,33 @@ def _retry_after(header: str | None) -> float:
 
 def _check_settings(config: JudgeConfig) -> None:
     if config.url is None:
-        raise ConfigError("reward.judge.url is not set, and rows go to the judge; give a server's base URL (http://HOST:PORT/v1) or rollout")
+        raise ConfigError(
+            "reward.judge.url is not set, and rows go to the judge; give a server's base URL (http://HOST:PORT/v1) or "
+            "rollout"
+        )
     if config.url != JUDGE_IS_ROLLOUT:
         parts = urlsplit(config.url)
         if parts.username or parts.password:
-            raise ConfigError(f"reward.judge.url holds a user or password; put the key into the environment, {KEY_VARIABLE}")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.rstrip("/").endswith("/chat/completions"):
             raise ConfigError(
-                f"reward.judge.url={config.url!r} is no base URL; write http://HOST:PORT/v1 (what stands before /chat/completions) or rollout"
+                f"reward.judge.url holds a user or password; put the key into the environment, {KEY_VARIABLE}"
+            )
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.path.rstrip("/").endswith("/chat/completions")
+        ):
+            raise ConfigError(
+                f"reward.judge.url={config.url!r} is no base URL; write http://HOST:PORT/v1 (what stands before "
+                "/chat/completions) or rollout"
             )
     elif config.model not in (None, ROLLOUT_MODEL):
-        raise ConfigError(f"reward.judge.model={config.model!r} with url=rollout, where the model is {ROLLOUT_MODEL}; leave it out")
+        raise ConfigError(
+            f"reward.judge.model={config.model!r} with url=rollout, where the model is {ROLLOUT_MODEL}; leave it out"
+        )
     if config.votes > 1 and config.temperature == 0:
         raise ConfigError(
-            f"reward.judge.votes={config.votes} at temperature 0 are the same reply {config.votes} times; set reward.judge.temperature above 0, or votes to 1"
+            f"reward.judge.votes={config.votes} at temperature 0 are the same reply {config.votes} times; set "
+            "reward.judge.temperature above 0, or votes to 1"
         )
 
 
@@ -311,8 +373,10 @@ def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
     if config.url == JUDGE_IS_ROLLOUT:
         if config.max_tokens >= context_tokens:
             raise ConfigError(
-                f"reward.judge.max_tokens={config.max_tokens} leaves no room for a prompt in the engines' {context_tokens} tokens "
-                "(rollout.max_prompt_tokens + rollout.max_response_tokens): rubric, question and answer come first; lower it"
+                f"reward.judge.max_tokens={config.max_tokens} leaves no room for a prompt in the engines' "
+                f"{context_tokens} tokens "
+                "(rollout.max_prompt_tokens + rollout.max_response_tokens): rubric, question and answer come first; "
+                "lower it"
             )
         return
     asyncio.run(_check_model(config))
@@ -321,4 +385,6 @@ def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
 async def _check_model(config: JudgeConfig) -> None:
     async with Judge(dataclasses.replace(config, cache=None)) as judge:  # entering asks for a model where none is named
         if config.model is not None and config.model not in (names := await judge.models()):
-            raise ConfigError(f"reward.judge.model={config.model!r} is not at {config.url}, which has {', '.join(names[:20])}")
+            raise ConfigError(
+                f"reward.judge.model={config.model!r} is not at {config.url}, which has {', '.join(names[:20])}"
+            )

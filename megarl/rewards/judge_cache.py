@@ -22,8 +22,9 @@ BUSY_S = 60.0
 class JudgementCache:
     """Key -> verdict, with the judge's replies for who wants to read them (``SELECT result, replies FROM judgements``).
 
-    Each write is one transaction, of SQLite's ordinary journal. Reads and writes happen in a thread of its own, so that an event
-    loop does not wait for the disk. A file that fails later is told and done without: a judgement is worth more than its copy.
+    Each write is one transaction, of SQLite's ordinary journal. Reads and writes happen in a thread of its own, so that
+    an event loop does not wait for the disk. A file that fails later is told and done without: a judgement is worth
+    more than its copy.
 
     Raises ConfigError when the file cannot be opened.
     """
@@ -36,11 +37,13 @@ class JudgementCache:
             self._connection.execute("PRAGMA synchronous=NORMAL")
             with self._connection:
                 self._connection.execute(
-                    "CREATE TABLE IF NOT EXISTS judgements (key TEXT PRIMARY KEY, result TEXT NOT NULL, replies TEXT NOT NULL) WITHOUT ROWID"
+                    "CREATE TABLE IF NOT EXISTS judgements (key TEXT PRIMARY KEY, result TEXT NOT NULL, replies TEXT "
+                    "NOT NULL) WITHOUT ROWID"
                 )
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(
-                f"reward.judge.cache={path}: cannot be opened ({error}); remove the file, or choose another path or null"
+                f"reward.judge.cache={path}: cannot be opened ({error}); remove the file, or choose another path or "
+                "null"
             ) from error
         self._thread = ThreadPoolExecutor(1, "judge-cache")
 

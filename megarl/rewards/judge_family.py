@@ -1,4 +1,5 @@
-"""The judge as a plain function, for a call of ``compute_score`` alone; a job's answers go to one ``Judge`` of its explorer."""
+"""The judge as a plain function, for a call of ``compute_score`` alone; a job's answers go to one ``Judge`` of its
+explorer."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from megarl.config.rewards import RewardConfig
 
 
 def scorer(config: RewardConfig) -> Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]:
-    """Opens connection and cache for each answer, whose question is ``extra_info['question']``. Not from within an event loop.
+    """Opens connection and cache for each answer, whose question is ``extra_info['question']``. Not from within an
+    event loop.
 
     ``url: rollout`` needs MEGARL_ENGINES and MEGARL_JOB_KEY. Raises ConfigError, when it is called, for wrong settings.
     """

@@ -1,8 +1,9 @@
-"""Prompt of a judge, and the meaning of its reply. The answer that it judges is untrusted: it may try to give the verdict itself.
+"""Prompt of a judge, and the meaning of its reply. The answer that it judges is untrusted: it may try to give the
+verdict itself.
 
-Only the judge's own reply is read. What an answer can still do is to talk the judge round, or to be quoted by it; so it stands
-between two lines with a code that it cannot know, its control tokens are broken up, and its lines that look like a
-verdict are marked as quotations, which no longer count as one when the judge repeats them.
+Only the judge's own reply is read. What an answer can still do is to talk the judge round, or to be quoted by it; so it
+stands between two lines with a code that it cannot know, its control tokens are broken up, and its lines that look like
+a verdict are marked as quotations, which no longer count as one when the judge repeats them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _VERDICT = re.compile(
 _CONTROL = re.compile(
     r"<(?=[|｜][^<>\n]{1,40}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])"
 )
-"""The first character of what chat templates write between messages, and tokenizers read as control tokens wherever it stands."""
+"""The first character of what chat templates write between messages, and tokenizers read as control tokens wherever it
+stands."""
 
 
 class Vote(NamedTuple):
@@ -63,7 +65,8 @@ class Vote(NamedTuple):
 def read_rubric(path: str | None) -> str:
     """The template of ``reward.judge.rubric``, or megarl's own.
 
-    Raises ConfigError when it cannot be read, lacks {question} or {answer}, or has other fields. {reference} may be missing.
+    Raises ConfigError when it cannot be read, lacks {question} or {answer}, or has other fields. {reference} may be
+    missing.
     """
     if path is None:
         return RUBRIC
@@ -72,13 +75,18 @@ def read_rubric(path: str | None) -> str:
         fields = [field + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
                   for _, field, form, conversion in string.Formatter().parse(text) if field is not None]  # fmt: skip
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"reward.judge.rubric={path}: cannot be read ({error}); give a text file, or leave it out") from error
+        raise ConfigError(
+            f"reward.judge.rubric={path}: cannot be read ({error}); give a text file, or leave it out"
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"reward.judge.rubric={path}: {error}; write {{{{ and }}}} for braces that are no field") from error
+        raise ConfigError(
+            f"reward.judge.rubric={path}: {error}; write {{{{ and }}}} for braces that are no field"
+        ) from error
     for field in fields:
         if field not in FIELDS:
             raise ConfigError(
-                f"reward.judge.rubric={path}: unknown field {{{field}}}; it may have {{question}}, {{answer}} and {{reference}}, and "
+                f"reward.judge.rubric={path}: unknown field {{{field}}}; it may have {{question}}, {{answer}} and "
+                f"{{reference}}, and "
                 "writes {{ and }} for other braces"
             )
     for field in FIELDS[:2]:
@@ -110,8 +118,8 @@ def fill(rubric: str, question: str, answer: str, reference: str) -> str:
 def read_vote(reply: str, finish_reason: str | None = "stop") -> Vote | None:
     """The last ``Verdict: correct``, ``Verdict: wrong``, ``Score: 0.7`` or ``Score: 7/10`` that is a line of its own.
 
-    None without such a line after the judge's thinking, in a reply that was cut short (its last line may be a quotation), and for a
-    score that is not between 0 and its top (1 where none is given: "Score: 7" says nothing).
+    None without such a line after the judge's thinking, in a reply that was cut short (its last line may be a
+    quotation), and for a score that is not between 0 and its top (1 where none is given: "Score: 7" says nothing).
     """
     if finish_reason in ("length", "content_filter"):
         return None
@@ -125,7 +133,8 @@ def read_vote(reply: str, finish_reason: str | None = "stop") -> Vote | None:
 
 
 def tally(votes: Sequence[Vote]) -> dict[str, Any]:
-    """The verdict of at least one vote: more for than against, a tie is wrong; with scores among them their mean, right above 0.5."""
+    """The verdict of at least one vote: more for than against, a tie is wrong; with scores among them their mean, right
+    above 0.5."""
     assert votes, "there is nothing to count"
     in_favour = sum(vote.value > 0.5 for vote in votes)
     if any(vote.graded for vote in votes):

@@ -28,11 +28,14 @@ _FORMULA = re.compile(r"[\d\\=^]|[零一二两三四五六七八九十]|\bhalf\b
 _PROMPT_OPTION = re.compile(r"(?:^|[\s(（])([A-H])\s*[.．、:：)）]\s*\S")
 _LINE_OPTION = re.compile(r"^[ \t]*[(（]?([A-H])\s*[.．、)）:：][ \t]*\S.*$", re.MULTILINE)
 _INLINE_OPTION = re.compile(r"(?:[(（]\s*([A-H])\s*[)）]|(?<![A-Za-z0-9(（])([A-H])\s*(?:[.．、](?!\d)|\)))\s*(?=\S)")
-_LABEL_DRESS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*(\(?[A-H][).]?)\s*\}|\$|\\q?quad(?![a-z])|\\[ ,;]")
+_LABEL_DRESS = re.compile(
+    r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*(\(?[A-H][).]?)\s*\}|\$|\\q?quad(?![a-z])|\\[ ,;]"
+)
 
 
 def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> str:
-    """``extra_info.type``, or what the ground truth looks like. Raises DataError for a type that is not one of TYPES."""
+    """``extra_info.type``, or what the ground truth looks like. Raises DataError for a type that is not one of
+    TYPES."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     ground_truth = listed(ground_truth)
     given = info.get("type")
@@ -44,8 +47,15 @@ def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None
         return "true_false"
     if isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str):
         letters = [k12_read.letters(str(item)) for item in ground_truth]
-        texts = {k12_read.plain(text) for text in k12_read.options_of(info).values()} if k12_read.given_options(info) is not None else set()
-        if letters and (all(found and len(found) == 1 for found in letters) or all(k12_read.plain(str(item)) in texts for item in ground_truth)):
+        texts = (
+            {k12_read.plain(text) for text in k12_read.options_of(info).values()}
+            if k12_read.given_options(info) is not None
+            else set()
+        )
+        if letters and (
+            all(found and len(found) == 1 for found in letters)
+            or all(k12_read.plain(str(item)) in texts for item in ground_truth)
+        ):
             return "choice" if len(letters) == 1 else "multiple_choice"
         return "blanks"
     text = half_width(str(ground_truth)).strip()
@@ -62,7 +72,8 @@ def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 
 
 def is_multiple_choice(row: Mapping[str, Any]) -> bool:
-    """Return True if a verl row asks for one or more of given options. For filters: Kimi k1.5 left such items out, R1 kept them.
+    """Return True if a verl row asks for one or more of given options. For filters: Kimi k1.5 left such items out, R1
+    kept them.
 
     By ``extra_info.type`` or ``options`` where a row has them, for any data source; otherwise by a ground truth that is
     a letter, or a prompt that lists options A, B and C. Never raises: a row that says nothing is none.
@@ -79,7 +90,9 @@ def is_multiple_choice(row: Mapping[str, Any]) -> bool:
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
         prompt = "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, Mapping))
     school = str(row.get("data_source", "")).startswith(("k12", "vision/choice"))
-    if isinstance(prompt, str) and (_lists_options(prompt) or (school and {"A", "B", "C"} <= set(_PROMPT_OPTION.findall(prompt)))):
+    if isinstance(prompt, str) and (
+        _lists_options(prompt) or (school and {"A", "B", "C"} <= set(_PROMPT_OPTION.findall(prompt)))
+    ):
         return True
     if not school or truth is None:
         return False
@@ -87,7 +100,8 @@ def is_multiple_choice(row: Mapping[str, Any]) -> bool:
 
 
 def _lists_options(prompt: str) -> bool:
-    """Options A, B, C … in order, each on a line of its own, or on one line after the question. The vertices "A: (0,0), B: (1,0)" are none."""
+    """Options A, B, C … in order, each on a line of its own, or on one line after the question. The vertices "A: (0,0),
+    B: (1,0)" are none."""
     text = _LABEL_DRESS.sub(lambda match: f" {match[1] or ''} ", prompt)
     lines = list(_LINE_OPTION.finditer(text))
     if _in_order([match[1] for match in lines]):
@@ -111,7 +125,8 @@ def _in_order(letters: list[str]) -> bool:
 
 
 def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1.0 only when all of it is right; ``partial`` says how much is. Error for a row without answer or of unknown type."""
+    """1.0 only when all of it is right; ``partial`` says how much is. Error for a row without answer or of unknown
+    type."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     ground_truth = listed(ground_truth)
     if ground_truth is None or (isinstance(ground_truth, (str, list, tuple)) and not ground_truth):
@@ -156,12 +171,22 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
     texts = {k12_read.plain(text) for text in options.values()} - {""}
     for value in map(str, values):
         letters = k12_read.letters(value)
-        if k12_read.plain(value) in texts or (letters and set(letters) <= set(options or letters) and (kind == "multiple_choice" or len(letters) == 1)):
+        if k12_read.plain(value) in texts or (
+            letters and set(letters) <= set(options or letters) and (kind == "multiple_choice" or len(letters) == 1)
+        ):
             continue
-        formulas = not letters and all(any(map(_FORMULA.search, of)) for of in ([value], options.values()))  # may be equal: only the scorer can tell
+        formulas = not letters and all(
+            any(map(_FORMULA.search, of)) for of in ([value], options.values())
+        )  # may be equal: only the scorer can tell
         if not formulas and (options or kind == "multiple_choice"):
-            among = f"none of the options {', '.join(options)}" if options else "no letters, and the row has no extra_info.options"
-            raise DataError(f"{shown} names {among}; mend it, or extra_info.options, or set extra_info.type ({', '.join(TYPES)})")
+            among = (
+                f"none of the options {', '.join(options)}"
+                if options
+                else "no letters, and the row has no extra_info.options"
+            )
+            raise DataError(
+                f"{shown} names {among}; mend it, or extra_info.options, or set extra_info.type ({', '.join(TYPES)})"
+            )
 
 
 def _judge(pred: str, partial: float, **parts: float) -> dict[str, Any]:
@@ -193,9 +218,18 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
     for value in values:
         found = k12_options.named(str(value), options)
         if not found:
-            return verdict("error", pred, f"ground_truth {truth!r:.80} names no option letters; set extra_info.options or extra_info.type")
+            return verdict(
+                "error",
+                pred,
+                f"ground_truth {truth!r:.80} names no option letters; set extra_info.options or extra_info.type",
+            )
         gold |= found
-    chosen = k12_options.named(pred, options, several=True) or k12_contrast.settled(pred) or k12_read.chosen(after_thinking(response)) or set()
+    chosen = (
+        k12_options.named(pred, options, several=True)
+        or k12_contrast.settled(pred)
+        or k12_read.chosen(after_thinking(response))
+        or set()
+    )
     return _judge(pred, len(chosen & gold) / len(gold) if chosen <= gold else 0.0, selected=float(len(chosen)))
 
 
@@ -207,7 +241,8 @@ def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -
 
 
 def _judgement(response: str, pred: str) -> bool | None:
-    """Read a judgement from the last line of a response without box or "answer is", or of a first word with its reason; else of the answer."""
+    """Read a judgement from the last line of a response without box or "answer is", or of a first word with its reason;
+    else of the answer."""
     text = unmarked(response)
     for part in (text.rsplit("\n", 1)[-1], text) if text else ():
         said = k12_truth.truth(part)
@@ -243,19 +278,28 @@ def _any_short(golds: list[str], pred: str, convert: bool) -> bool:
 
 
 def _units_open(info: Mapping[str, Any]) -> bool:
-    """Return True if an answer may be in another unit than the ground truth: the question, if the row has it, names none for it."""
+    """Return True if an answer may be in another unit than the ground truth: the question, if the row has it, names
+    none for it."""
     question = info.get("question") or info.get("problem")
     return not (isinstance(question, str) and measures.asks_for_unit(question))
 
 
 def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
     golds = [str(gold) for gold in (truth if isinstance(truth, (list, tuple)) else [truth])]
-    line = k12_read.plain(unmarked(response).rsplit("\n", 1)[-1])  # "床前明月光，疑是地上霜。" says not that 床前明月光，疑 is 地上霜
+    line = k12_read.plain(
+        unmarked(response).rsplit("\n", 1)[-1]
+    )  # "床前明月光，疑是地上霜。" says not that 床前明月光，疑 is 地上霜
     recited = len(line) > 3 and line in map(k12_read.plain, golds)
     return _judge(pred, float(recited or _any_short(golds, pred, _units_open(info))))
 
 
-_SCORE = {"choice": _choice, "multiple_choice": _multiple, "true_false": _true_false, "blanks": _blanks, "short": _short}
+_SCORE = {
+    "choice": _choice,
+    "multiple_choice": _multiple,
+    "true_false": _true_false,
+    "blanks": _blanks,
+    "short": _short,
+}
 
 
 def scorer(rest: str) -> MathScorer:

@@ -16,16 +16,27 @@ _REFUSED = re.compile(
     rf"|(?P<wrong>{_NAMES})\s*{_WRONG}",
     re.IGNORECASE,
 )
-_AFFIRMED = re.compile(rf"({_NAME})\s*(?:is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?|是?(?:正确|对)的?(?:答案|选项)?|符合题意)$", re.IGNORECASE)
-_LEAD = re.compile(r"^(?:[\s,;.:]|\b(?:so|but|therefore|thus|hence|it\s+is|it's|choose|the\s+answer\s+is)\b|而是|所以|因此|故|应该?|选(?!项)择?|答案|是|为)+", re.IGNORECASE)
+_AFFIRMED = re.compile(
+    rf"({_NAME})\s*(?:is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?|是?(?:正确|对)的?(?:答案|选项)?|符合题意)$",
+    re.IGNORECASE,
+)
+_LEAD = re.compile(
+    r"^(?:[\s,;.:]|\b(?:so|but|therefore|thus|hence|it\s+is|it's|choose|the\s+answer\s+is)\b|而是|所以|因此|故|应该?|选(?!项)择?|答案|是|为)+",
+    re.IGNORECASE,
+)
 
 
 def settled(text: str) -> set[str] | None:
-    """The letters that a text names besides those that it refuses; None where it says more, or takes back what it names."""
+    """The letters that a text names besides those that it refuses; None where it says more, or takes back what it
+    names."""
     text = half_width(text).strip().rstrip(".。! ")
     if len(text) > MAX_TEXT:
         return None
-    refused = {letter for match in _REFUSED.finditer(text) for letter in re.findall("[A-H]", match["refused"] or match["wrong"] or "")}
+    refused = {
+        letter
+        for match in _REFUSED.finditer(text)
+        for letter in re.findall("[A-H]", match["refused"] or match["wrong"] or "")
+    }
     rest = _LEAD.sub("", _REFUSED.sub(" ", text)).strip().rstrip(",;. ")
     affirmed = _AFFIRMED.fullmatch(rest)
     names = k12_read.letters(affirmed[1] if affirmed else rest) if refused or affirmed else None

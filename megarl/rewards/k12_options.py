@@ -13,7 +13,9 @@ _ALONE_FORM = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
 _ALONE = re.compile(_ALONE_FORM.format("[A-H]"))
 _ARTICLE = re.compile(r"^(?:An?|The)\s+(?=[a-z])")
 _BEGINS = re.compile(r"^(?:an?|the)\s", re.IGNORECASE)
-_COUNTED = re.compile(r"(?:\d+|[零一二两三四五六七八九十百千]+|[A-Za-z-]+)\s*(?:.*?\b(?P<noun>[A-Za-z]{3,})|[一-鿿]+(?P<han>[一-鿿]))")
+_COUNTED = re.compile(
+    r"(?:\d+|[零一二两三四五六七八九十百千]+|[A-Za-z-]+)\s*(?:.*?\b(?P<noun>[A-Za-z]{3,})|[一-鿿]+(?P<han>[一-鿿]))"
+)
 _TEXTS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
 _BETWEEN = re.compile(r"(?:[\s,;、&+|]|\.(?!\d)|\band\b|和|与|及|以及)+", re.IGNORECASE)
 _LEAD = re.compile(r"(?:both\s+)?(?:(?:the|an?)\s+)?", re.IGNORECASE)
@@ -49,7 +51,14 @@ def _matching(text: str, options: Mapping[str, str]) -> set[str]:
     said = k12_read.plain(text)
     written = {letter for letter, option in options.items() if said and k12_read.plain(option) == said}
     exact = {letter for letter in written if options[letter].strip() == text.strip()}  # Co and CO
-    return exact or {letter for letter in written if same_short(options[letter], text)} or written or {letter for letter in options if same_short(options[letter], text) and not _other_noun(options[letter], text)}
+    return (
+        exact
+        or {letter for letter in written if same_short(options[letter], text)}
+        or written
+        or {
+            letter for letter in options if same_short(options[letter], text) and not _other_noun(options[letter], text)
+        }
+    )
 
 
 def _other_noun(option: str, text: str) -> bool:
@@ -104,7 +113,11 @@ def by_texts(text: str, options: Mapping[str, str]) -> set[str] | None:
 
 
 def _bare(text: str) -> str:
-    text = re.sub(r"\$|\\[()\[\],;! ]|\*\*|`|[\"]", " ", _TEXTS.sub(r" \1 ", half_width(text.replace("、", "\0")).replace("\0", "、").replace(r"\\", ";")))
+    text = re.sub(
+        r"\$|\\[()\[\],;! ]|\*\*|`|[\"]",
+        " ",
+        _TEXTS.sub(r" \1 ", half_width(text.replace("、", "\0")).replace("\0", "、").replace(r"\\", ";")),
+    )
     return " ".join(text.split()).rstrip(".").casefold()
 
 
@@ -131,4 +144,8 @@ def same_circled(wanted: Sequence[int], pred: str, options: Mapping[str, str]) -
         found = by_texts(pred, options)
         return found is not None and sorted(map(sequences.label, found), key=str) == sorted(wanted, key=str)
     first, rest = pred.strip()[:1], pred.strip()[1:]  # ② osmosis
-    return sequences.circled(first) == list(wanted) and sequences.circled_in(rest) == [] and not re.search(r"或|不|\bor\b|\bnot\b|\d", rest)
+    return (
+        sequences.circled(first) == list(wanted)
+        and sequences.circled_in(rest) == []
+        and not re.search(r"或|不|\bor\b|\bnot\b|\d", rest)
+    )

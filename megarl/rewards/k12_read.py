@@ -10,8 +10,13 @@ from megarl.rewards.math_structure import split
 from megarl.rewards.normalize import clean, half_width, words
 from megarl.rewards.numerals import with_digits
 
-_NOISE = re.compile(r"^\[?(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|选项|答案|选择|应选|故选|选)\]?\s*(?:is|are|为|是|:)?\s*:?\s*", re.IGNORECASE)
-_CIRCLED_LETTERS = {code: chr(ord("A") + code - 0x24B6) for code in range(0x24B6, 0x24BE)} | {code: chr(ord("A") + code - 0x24D0) for code in range(0x24D0, 0x24D8)}
+_NOISE = re.compile(
+    r"^\[?(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|选项|答案|选择|应选|故选|选)\]?\s*(?:is|are|为|是|:)?\s*:?\s*",
+    re.IGNORECASE,
+)
+_CIRCLED_LETTERS = {code: chr(ord("A") + code - 0x24B6) for code in range(0x24B6, 0x24BE)} | {
+    code: chr(ord("A") + code - 0x24D0) for code in range(0x24D0, 0x24D8)
+}
 _ITEM = re.compile(r"[(\[]?\s*([A-H])(?![a-z0-9])\s*[)\]]?\s*(?:[.:、)]|项|选项)?")
 _LABELLED = re.compile(r"[(\[]?([A-H])(?:\s*[)\]]\s*[.:,、]?|\s*[.:、]|,(?=\s*[一-鿿]))\s*(?=\S)(.*)", re.DOTALL)
 _JOINED = re.compile(r"(?:[\s,;&+/、]|\band\b|和|与|及|以及)*", re.IGNORECASE)
@@ -20,7 +25,12 @@ _JOINED = re.compile(r"(?:[\s,;&+/、]|\band\b|和|与|及|以及)*", re.IGNOREC
 def letters(text: str) -> list[str] | None:
     """Option letters that an answer names, each once, in its order; None when it names none or says more than that."""
     text = _NOISE.sub("", _NOISE.sub("", half_width_letters(text)))
-    if re.fullmatch(r"\(?[a-h]\)?\.?", text) or re.fullmatch(r"[a-h]{2,6}", text) and len(set(text)) == len(text) and text == "".join(sorted(text)):
+    if (
+        re.fullmatch(r"\(?[a-h]\)?\.?", text)
+        or re.fullmatch(r"[a-h]{2,6}", text)
+        and len(set(text)) == len(text)
+        and text == "".join(sorted(text))
+    ):
         text = text.upper()
     found: list[str] = []
     at = 0
@@ -50,7 +60,9 @@ def _labelled(text: str) -> list[str] | None:
     lines = [line.strip() for line in re.split(r"[\n;]", text) if line.strip()]
     found = [_LABELLED.fullmatch(line) for line in lines]
     names = [match.group(1) for match in found if match]
-    if len(names) != len(lines) or any(match and re.search(r"(?:^|[\s,(])[A-H][.、:)]|\bor\b|或", match.group(2)) for match in found):
+    if len(names) != len(lines) or any(
+        match and re.search(r"(?:^|[\s,(])[A-H][.、:)]|\bor\b|或", match.group(2)) for match in found
+    ):
         return None
     return list(dict.fromkeys(names))
 
@@ -70,7 +82,9 @@ def half_width_letters(text: str) -> str:
     return re.sub(r"(?<!\\)\$|\\[()\s,;]|[\"']", "", text).strip().rstrip(".;!").strip()
 
 
-_CHOSEN = re.compile(r"(?:故|所以|因此|应该|应|答案)\s*,?\s*(?:选择|选|是|为)\s*:?\s*([A-H](?:[\s,、和与]*[A-H])*)(?![A-Za-z]|\s*(?:吗|[?？]))|\b(?:option|choice)s?\s+\(?([A-H])\)?(?![A-Za-z]|\s*[?？])")
+_CHOSEN = re.compile(
+    r"(?:故|所以|因此|应该|应|答案)\s*,?\s*(?:选择|选|是|为)\s*:?\s*([A-H](?:[\s,、和与]*[A-H])*)(?![A-Za-z]|\s*(?:吗|[?？]))|\b(?:option|choice)s?\s+\(?([A-H])\)?(?![A-Za-z]|\s*[?？])"
+)
 
 
 def chosen(text: str) -> set[str] | None:
@@ -83,7 +97,10 @@ def chosen(text: str) -> set[str] | None:
     return set(re.findall("[A-H]", matches[-1].group(1) or matches[-1].group(2)))
 
 
-_LISTED = re.compile(r"(?:^|(?<=[\s(（;；,，。?？]))[(（]?([A-H])\s*[.．、:：)）]\s*(.+?)\s*(?=[\s;；,，(（][(（]?[A-H]\s*[.．、:：)）]|$)", re.DOTALL)
+_LISTED = re.compile(
+    r"(?:^|(?<=[\s(（;；,，。?？]))[(（]?([A-H])\s*[.．、:：)）]\s*(.+?)\s*(?=[\s;；,，(（][(（]?[A-H]\s*[.．、:：)）]|$)",
+    re.DOTALL,
+)
 
 
 def given_options(info: Mapping[str, Any]) -> Any:
@@ -99,7 +116,11 @@ def options_of(info: Mapping[str, Any]) -> dict[str, str]:
     """Letter -> text, of ``extra_info.options`` / ``choices`` (a mapping or list), or of a question that lists them."""
     given = given_options(info)
     if isinstance(given, Mapping):
-        return {half_width(str(letter)).strip("(). ").upper(): str(text) for letter, text in given.items() if text is not None}
+        return {
+            half_width(str(letter)).strip("(). ").upper(): str(text)
+            for letter, text in given.items()
+            if text is not None
+        }
     if isinstance(given, (list, tuple)):
         texts = [re.sub(r"^[(（]?[A-H][)）.．、:：]\s*", "", str(text)) for text in given]
         return dict(zip("ABCDEFGH", texts, strict=False))
@@ -110,13 +131,16 @@ def options_of(info: Mapping[str, Any]) -> dict[str, str]:
     return found if {"A", "B"} <= set(found) else {}
 
 
-_NUMBERED = re.compile(r"(?:^|(?<=[\s,;、。]))(?:\((\d{1,2})\)|(\d{1,2})[.、:)](?!\d)|第([一二三四五六七八九十\d])[空个题]+\s*:?|\b[Bb]lank\s*(\d{1,2})\s*[.:]?)\s*|([①②③④⑤⑥⑦⑧⑨⑩])\s*")
+_NUMBERED = re.compile(
+    r"(?:^|(?<=[\s,;、。]))(?:\((\d{1,2})\)|(\d{1,2})[.、:)](?!\d)|第([一二三四五六七八九十\d])[空个题]+\s*:?|\b[Bb]lank\s*(\d{1,2})\s*[.:]?)\s*|([①②③④⑤⑥⑦⑧⑨⑩])\s*"
+)
 _SEPARATES = re.compile(r"(?:\s|[,、]|[-=]+>|→|⇒|\\(?:to|rightarrow)(?![a-z])|\b(?:and|then)\b|和)*")
 _CIRCLED = "①②③④⑤⑥⑦⑧⑨⑩"
 
 
 def split_blanks(text: str, count: int | None = None, commas: bool = False) -> list[str]:
-    """The answers to several blanks: numbered, or between ; or line breaks, or (for ``count`` blanks, ``commas``) commas.
+    """The answers to several blanks: numbered, or between ; or line breaks, or (for ``count`` blanks, ``commas``)
+    commas.
 
     With ``count``, the first way that gives so many; else the first that gives more than one.
     """
@@ -126,7 +150,12 @@ def split_blanks(text: str, count: int | None = None, commas: bool = False) -> l
     ways += [re.split(r"(?<=[一-鿿])\.", text)] if count is not None else []
     if count is not None or commas:
         joined = re.sub(r"(?:,\s*)?\\text\s*\{\s*(?:and|和)\s*\}|\s+and\s+", ",", text)
-        ways += [text.split("、"), re.split(r"(?<!\d),|,(?!\d{3}(?!\d))", text) if "(" not in text else [text], split(text, {","}) or [text], split(joined, {","}) or [text]]
+        ways += [
+            text.split("、"),
+            re.split(r"(?<!\d),|,(?!\d{3}(?!\d))", text) if "(" not in text else [text],
+            split(text, {","}) or [text],
+            split(joined, {","}) or [text],
+        ]
         ways.append(re.split(r"\$?\s*(?:和|与|以及)\s*\$?", text))
         ways.append(text.split())
     ways = [[part.strip().strip(",，;、").strip() for part in way if part.strip()] for way in ways]
@@ -142,8 +171,13 @@ def _numbered(text: str) -> list[str]:
         return _bracketed(text)
     if not marks or marks[0].start() != 0:
         return [text]
-    numbers = [str(_CIRCLED.index(mark.group(5)) + 1) if mark.group(5) else next(filter(None, mark.groups())) for mark in marks]
-    numbers = [str("一二三四五六七八九十".index(number) + 1) if number in "一二三四五六七八九十" else number for number in numbers]
+    numbers = [
+        str(_CIRCLED.index(mark.group(5)) + 1) if mark.group(5) else next(filter(None, mark.groups())) for mark in marks
+    ]
+    numbers = [
+        str("一二三四五六七八九十".index(number) + 1) if number in "一二三四五六七八九十" else number
+        for number in numbers
+    ]
     if len(marks) < 2 or numbers != [str(k + 1) for k in range(len(marks))]:
         return [text]
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
@@ -161,7 +195,11 @@ def plain(text: str) -> str:
     """Words without case, articles, punctuation and 《》, for comparison as text. Signs of mathematics are kept."""
     text = clean(re.sub(r"[《》〈〉「」『』“”]", "", text))
     if re.search(r"[\\^_=<>+*/|\[\](){}]|\d", text):
-        return re.sub(r"\s+", "", text.casefold()) if re.search(r"[一-鿿]|[A-Za-z]{3}", text) and not re.search(r"\\", text) else text
+        return (
+            re.sub(r"\s+", "", text.casefold())
+            if re.search(r"[一-鿿]|[A-Za-z]{3}", text) and not re.search(r"\\", text)
+            else text
+        )
     return re.sub(r"(?<=[一-鿿])\s+(?=[一-鿿])", "", words(text))
 
 
@@ -170,7 +208,10 @@ _MONTHS = (
     "january", "february", "march", "april", "may", "june",
     "july", "august", "september", "october", "november", "december",
 )  # fmt: skip
-_ENGLISH_DATE = re.compile(rf"(?:({'|'.join(_MONTHS)})\s+(\d{{1,2}})|(\d{{1,2}})\s+({'|'.join(_MONTHS)}))(?:st|nd|rd|th)?(?:,?\s+(\d{{4}}))?", re.IGNORECASE)
+_ENGLISH_DATE = re.compile(
+    rf"(?:({'|'.join(_MONTHS)})\s+(\d{{1,2}})|(\d{{1,2}})\s+({'|'.join(_MONTHS)}))(?:st|nd|rd|th)?(?:,?\s+(\d{{4}}))?",
+    re.IGNORECASE,
+)
 
 
 def date(text: str) -> tuple[int, int, int] | None:
@@ -191,7 +232,9 @@ def same_date(gold: tuple[int, int, int], pred: tuple[int, int, int]) -> bool:
     return gold[1:] == pred[1:] and (gold[0] == pred[0] or gold[0] == 0)
 
 
-_CLOCK = re.compile(r"(\d{1,2}):(\d{2})|(\d{1,2}|[零一二两三四五六七八九十]{1,3})[点时](?:(半)|整|(\d{1,2}|[零一二三四五六七八九十]{1,3})分?)?")
+_CLOCK = re.compile(
+    r"(\d{1,2}):(\d{2})|(\d{1,2}|[零一二两三四五六七八九十]{1,3})[点时](?:(半)|整|(\d{1,2}|[零一二三四五六七八九十]{1,3})分?)?"
+)
 
 
 def clock(text: str) -> tuple[int, int] | None:

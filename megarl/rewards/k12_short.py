@@ -1,4 +1,5 @@
-"""Comparison of two short school answers: words, formulas of chemistry, orders, relations, dates, measures, mathematics."""
+"""Comparison of two short school answers: words, formulas of chemistry, orders, relations, dates, measures,
+mathematics."""
 
 from __future__ import annotations
 

@@ -6,17 +6,71 @@ import re
 
 from megarl.rewards.normalize import half_width
 
-_TRUE = frozenset((
-    "true", "t", "yes", "y", "correct", "right", "对", "正确", "是", "√", "✓", "✔", "对的", "正确的", "真", "是的", "成立", "v", "\\checkmark", "checkmark", "没错", "无误",
-))  # fmt: skip
-_FALSE = frozenset(["false", "f", "no", "n", "incorrect", "wrong", "错", "错误", "否", "×", "✗", "✘", "x", "错的", "错误的", "假", "不是", "不对", "不正确", "不成立", "\\times", "times", "不是的", "untrue"]) | {"not true", "not correct", "not right"}
-_DOUBT = re.compile(r"\b(?:or|n?either|nor|maybe|perhaps|possibly|unsure|not sure|probably)\b|[?？]|或|(?<!不)可能|不知道|不确定|不清楚|无法")
+_TRUE = frozenset(
+    (
+        "true",
+        "t",
+        "yes",
+        "y",
+        "correct",
+        "right",
+        "对",
+        "正确",
+        "是",
+        "√",
+        "✓",
+        "✔",
+        "对的",
+        "正确的",
+        "真",
+        "是的",
+        "成立",
+        "v",
+        "\\checkmark",
+        "checkmark",
+        "没错",
+        "无误",
+    )
+)
+_FALSE = frozenset(
+    [
+        "false",
+        "f",
+        "no",
+        "n",
+        "incorrect",
+        "wrong",
+        "错",
+        "错误",
+        "否",
+        "×",
+        "✗",
+        "✘",
+        "x",
+        "错的",
+        "错误的",
+        "假",
+        "不是",
+        "不对",
+        "不正确",
+        "不成立",
+        "\\times",
+        "times",
+        "不是的",
+        "untrue",
+    ]
+) | {"not true", "not correct", "not right"}
+_DOUBT = re.compile(
+    r"\b(?:or|n?either|nor|maybe|perhaps|possibly|unsure|not sure|probably)\b|[?？]|或|(?<!不)可能|不知道|不确定|不清楚|无法"
+)
 _NEVER = r"(?:not|never|cannot|can't|isn't|isnt|aren't|wasn't|doesn't|don't|no\s+longer|不可能|并非|并不|不是|没有|不能|不|没|非|无|未)"
 _BETWEEN = r"(?:\s*(?:be|a|an|the|at\s+all|really|actually|in\s+fact|logically|mathematically|strictly|是|能|会|够)\b|\s*(?:是|能|会|说|认为))*\s*"
 _PARTLY = r"(?:always|entirely|completely|necessarily|fully|totally|exactly|wholly|altogether|perfectly|universally|generally|all|quite|strictly\s+speaking|完全|一定|必然|总是|总|全|都)"
 _UNSURE = re.compile(rf"(?:{_NEVER}{_BETWEEN}{_PARTLY}|未必|不见得){_BETWEEN}$")
 _NEGATIONS = re.compile(rf"(?:{_NEVER}{_BETWEEN})+$")
-_BELIEF = re.compile(r"(?:not|n't|never)\s+(?:think|believe|agree|say|consider|find)\b[^.,;]{0,40}$|(?:不认为|不觉得|不同意)[^,.;]{0,20}$")
+_BELIEF = re.compile(
+    r"(?:not|n't|never)\s+(?:think|believe|agree|say|consider|find)\b[^.,;]{0,40}$|(?:不认为|不觉得|不同意)[^,.;]{0,20}$"
+)
 _NOUN = r"(?!\s+(?:answers?|values?|terms?|numbers?|order|spelling|angles?|angled|triangles?|sides?|hand|forms?|words?|sums?|results?|units?|formula|name)\b)"
 _PREDICATE = re.compile(
     rf"(?P<true>\b(?:true|correct|right|accurate|valid)\b{_NOUN}|正确(?!的?(?:答案|顺序|结果|值|读法|写法|是[^的]|应)|的(?:说法|表述)(?:是|为|应))|成立|(?<!相)(?<!绝)(?<!面)(?<!反)对(?![于应称边角比照话数顶象面立])|(?<![认天])真(?!分|空|正|实)|√|✓|✔|\\checkmark)"
@@ -33,7 +87,9 @@ _CLAIM = re.compile(
     r"|(?:说法|结论|判断|命题|题目|题|答案|这句话|句子|此|这|它)(?:[^,.;:!。]{0,8})(?:正确|错|对|成立|有误)|应该?[是为]\s*[对错正√×][^,.;:!。]{0,3}$"
 )
 _CONDITION = re.compile(r"\bif\b|\bwere\b|\bwould\b|\bonly\b|如果|假如|若|只有|\bunless\b")
-_NOT_THE_ANSWER = re.compile(r"(?:\b(?:is|was)\s+not|\bisn't)\s+(?:the|my|an?)\s+(?:\w+\s+)?(?:answer|choice|verdict)\b|不是(?:正确)?答案")
+_NOT_THE_ANSWER = re.compile(
+    r"(?:\b(?:is|was)\s+not|\bisn't)\s+(?:the|my|an?)\s+(?:\w+\s+)?(?:answer|choice|verdict)\b|不是(?:正确)?答案"
+)
 _SURE = r"(?:a|an|also|definitely|certainly|indeed|clearly|obviously|always|absolutely|totally|completely|entirely|fully|perfectly|in\s+fact|really|actually|so|thus|therefore|simply|just|logically|mathematically|strictly)"
 _CARRIED = re.compile(
     rf"(?:^|[,.;:(\"'。√×✓✗✔✘]|\s[-–—]+|\b(?:is|are|was|be|as|say|holds?|remains?|answer|hence|thus|therefore|so|statement|claim)\b|['’]s\b)\s*(?:{_SURE}\s+)*$"
@@ -49,9 +105,13 @@ _HEDGED = re.compile(
     r"|but|disagree|hard|unclear|supposed\w*|alleged\w*|pretend\w*|too|most|many|few|either)\b"
     r"|部分|有些|有的|有时|偶尔|多数|一半|基本|几乎|貌似|似乎|好像|看似|也许|据说|怀疑|是否|难说|很难|不敢|谈不上|近乎|差不多|反对|否认|与否|吗"
 )
-_HEDGE_BEHIND = re.compile(r"\s*(?:but\s+|though\s+)?(?:only\s+)?(?:mostly|partly|partially|in\s+part|sometimes|rarely|almost|nearly|usually|often|to\s+some\s+extent|for\s+the\s+most\s+part|部分|有时|基本上?|也许|大概)\b[^,;.]{0,12}$|[?？]\s*$")
+_HEDGE_BEHIND = re.compile(
+    r"\s*(?:but\s+|though\s+)?(?:only\s+)?(?:mostly|partly|partially|in\s+part|sometimes|rarely|almost|nearly|usually|often|to\s+some\s+extent|for\s+the\s+most\s+part|部分|有时|基本上?|也许|大概)\b[^,;.]{0,12}$|[?？]\s*$"
+)
 _APOLOGY = re.compile(r"^(?:对不起|抱歉|不好意思|(?:i['’]?m\s+)?sorry)\s*[,.!;:]?\s*", re.IGNORECASE)
-_CLAUSE = re.compile(r"[,.;:!?/()。]|\\\\|\bbut\b|\band\b|\bso\b|\bwait\b|\bactually\b|\btherefore\b|\bhence\b|但是?|所以|因此|然而|其实")
+_CLAUSE = re.compile(
+    r"[,.;:!?/()。]|\\\\|\bbut\b|\band\b|\bso\b|\bwait\b|\bactually\b|\btherefore\b|\bhence\b|但是?|所以|因此|然而|其实"
+)
 
 
 def stripped(text: str) -> str:
@@ -77,7 +137,11 @@ def truth(text: str) -> bool | None:
     sentence = stripped(text).casefold()[:300]
     if head := _HEAD.match(sentence):
         said = head["letter"] == "t" if head["letter"] else exact_truth(head["word"])
-        return None if said is None or _taken_back(sentence[head.end() :], said) or _HEDGE_BEHIND.match(sentence[head.end() :]) else said
+        return (
+            None
+            if said is None or _taken_back(sentence[head.end() :], said) or _HEDGE_BEHIND.match(sentence[head.end() :])
+            else said
+        )
     if _DOUBT.search(sentence) or _CONDITION.search(sentence):
         return None
     found = _predicates(sentence, strict=True)
@@ -94,7 +158,9 @@ def _predicates(text: str, strict: bool = False) -> set[bool | None]:
     for match in _PREDICATE.finditer(text):
         before, said = text[max(0, match.start() - 60) : match.start()], bool(match["true"])
         unsure, negations = _UNSURE.search(before), _NEGATIONS.search(before)
-        if strict and not _judges(before, min((m.start() for m in (unsure, negations) if m), default=len(before)), text[match.end() :]):
+        if strict and not _judges(
+            before, min((m.start() for m in (unsure, negations) if m), default=len(before)), text[match.end() :]
+        ):
             found.add(None)
         elif unsure or _BELIEF.search(before):
             found.add(False if said else None)
@@ -105,16 +171,22 @@ def _predicates(text: str, strict: bool = False) -> set[bool | None]:
 
 
 def _judges(before: str, at: int, after: str) -> bool:
-    """Return True if a predicate between ``before`` and ``after``, with negations from ``at`` on, is a plain judgement."""
+    """Return True if a predicate between ``before`` and ``after``, with negations from ``at`` on, is a plain
+    judgement."""
     carried = at < len(before) or _CARRIED.search(before)
     return bool(carried and _SETTLED.match(after)) and not _HEDGED.search(before)
 
 
 def _taken_back(reason: str, said: bool) -> bool:
-    """Return True if what follows a judgement says the opposite of it; a reason may well speak of other things that are true or false."""
+    """Return True if what follows a judgement says the opposite of it; a reason may well speak of other things that are
+    true or false."""
     if _opposite_clause(reason, said):
         return True
-    claims = [match.group() for match in _CLAIM.finditer(reason) if not _CONDITION.search(reason[max(0, match.start() - 12) : match.end()])]
+    claims = [
+        match.group()
+        for match in _CLAIM.finditer(reason)
+        if not _CONDITION.search(reason[max(0, match.start() - 12) : match.end()])
+    ]
     return any((not said) in _predicates(claim) or None in _predicates(claim) for claim in claims)
 
 
@@ -122,6 +194,7 @@ def _opposite_clause(text: str, said: bool) -> bool:
     """``true, no``: a clause that is nothing but the opposite, or ends in yes or no against it."""
     clauses = _CLAUSE.split(text)
     return any(
-        (not re.fullmatch(r"\s*[a-z]?\s*", clause) and exact_truth(clause) is (not said)) or clause.split()[-1:] == ["no" if said else "yes"]
+        (not re.fullmatch(r"\s*[a-z]?\s*", clause) and exact_truth(clause) is (not said))
+        or clause.split()[-1:] == ["no" if said else "yes"]
         for clause in clauses
     )

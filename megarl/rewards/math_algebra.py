@@ -16,11 +16,14 @@ from megarl.rewards.normalize import Quantity, rounds_to
 
 MAX_LENGTH = 400
 MAX_EXPONENT = 20_000
-"""2^{2024} is an answer; 10^{10^{10}} is an attack. Also for factorials (a twentieth of it) and digits of one number."""
+"""2^{2024} is an answer; 10^{10^{10}} is an attack. Also for factorials (a twentieth of it) and digits of one
+number."""
 
 _NESTED_POWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\{[^{}]*!|\{[^{}]*\{[^{}]*\^|(?:\{[^{}]*\}|\w)\s*\^)")
 _SMALL_TOWER = re.compile(r"\^\s*\{\s*(\d{1,2})\s*\^\s*\{?\s*(\d{1,2})\s*\}?\s*\}")
-_UNEVALUATED = re.compile(r"\\(?:int|iint|oint|sum|prod|lim|det|max|min|gcd|lcm|mathrm\{d\})(?![a-z])|\\frac\s*\{\s*d\s*\}|\\bmod|\\pmod")
+_UNEVALUATED = re.compile(
+    r"\\(?:int|iint|oint|sum|prod|lim|det|max|min|gcd|lcm|mathrm\{d\})(?![a-z])|\\frac\s*\{\s*d\s*\}|\\bmod|\\pmod"
+)
 _CAPITAL = re.compile(r"\\math[a-z]+\s*\{[A-Z]\}|\\[A-Za-z]+|([A-Z])(?:_\{?(\w+)\}?)?")
 """Capital letters that are variables; math-verify makes them small, and R would equal r."""
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
@@ -28,11 +31,13 @@ _DERIVATIVE = re.compile(r"\\partial|\\d+ot(?![a-z])|\\prime|'|\\frac\s*\{\s*d\s
 """SymPy takes dx/dt for 0 where x is a symbol; differential equations are compared as text."""
 _POINTS = 4
 FAULTS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
-"""Errors that SymPy raises on expressions that make no sense to it (SympifyError is a ValueError). They equal nothing."""
+"""Errors that SymPy raises on expressions that make no sense to it (SympifyError is a ValueError). They equal
+nothing."""
 
 
 def tractable(text: str) -> bool:
-    """Return True if algebra on it stays small: no towers of powers, huge factorials, endless digits or deep nesting."""
+    """Return True if algebra on it stays small: no towers of powers, huge factorials, endless digits or deep
+    nesting."""
     if len(text) > MAX_LENGTH or ":" in text or re.search(r"\d{60}", text):
         return False
     depth = deepest = 0
@@ -63,7 +68,8 @@ def tractable(text: str) -> bool:
 
 
 def unevaluated(gold: str, pred: str) -> bool:
-    """A prediction that is the task rather than its result: ``\\sum``, ``\\int`` and the like that gold does not have."""
+    """A prediction that is the task rather than its result: ``\\sum``, ``\\int`` and the like that gold does not
+    have."""
     return any(word not in gold for word in _UNEVALUATED.findall(pred))
 
 
@@ -74,7 +80,8 @@ def has_angle(text: str) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def expression(text: str, unevaluated: bool = False) -> Any:
-    """math-verify's SymPy object for a cleaned answer, or None where it finds none. ``unevaluated``: as it was written."""
+    """math-verify's SymPy object for a cleaned answer, or None where it finds none. ``unevaluated``: as it was
+    written."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig  # type: ignore[import-untyped]
     from math_verify import LatexExtractionConfig, parse  # type: ignore[import-untyped]
 
@@ -137,7 +144,9 @@ def _has_value(value: Any, number: Quantity) -> bool:
     if not (approximate.is_Float or approximate.is_Rational):
         return False
     exact = Fraction(str(approximate)) if approximate.is_finite else Fraction(0)
-    return bool(approximate.is_finite) and (abs(exact - number.value) <= Fraction(1, 10**25) * abs(exact) or rounds_to(number, exact))
+    return bool(approximate.is_finite) and (
+        abs(exact - number.value) <= Fraction(1, 10**25) * abs(exact) or rounds_to(number, exact)
+    )
 
 
 def _equal(first: Any, second: Any) -> bool:
@@ -184,7 +193,8 @@ def _number_at(expr: Any, point: dict[Any, Any]) -> Any:
 
 
 def _same_values(first: Any, second: Any) -> bool | None:
-    """Return True if two expressions agree at every point where both have a value; None when too few points have one."""
+    """Return True if two expressions agree at every point where both have a value; None when too few points have
+    one."""
     import sympy  # type: ignore[import-untyped]
 
     if not first.free_symbols and not second.free_symbols:

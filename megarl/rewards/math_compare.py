@@ -1,4 +1,5 @@
-"""Comparison of a predicted answer with the right one: structure first, then atoms as words, numbers, equations, expressions."""
+"""Comparison of a predicted answer with the right one: structure first, then atoms as words, numbers, equations,
+expressions."""
 
 from __future__ import annotations
 
@@ -14,9 +15,16 @@ MAX_ANSWER = 2000
 _TIME = re.compile(r"(\d{1,2}:\d{2})(?::\d{2})?\s*(a\.?m|p\.?m)?\.?", re.IGNORECASE)
 _EQUALS = re.compile(r"(?<![<>!:\\])=|\\equiv(?![a-z])")
 _APPROX = re.compile(r"\\approx(?![a-z])|\\simeq|\\doteq|\\sim(?![a-z])")
-_FUNCTION = re.compile(r"[fghFGHPQTN](?:_\{?\w+\}?)?'*\s*\(.*\)|(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?'*\s*\((?:[A-Za-z],?\s*)+\)|[A-Za-z]\^\{-1\}\s*\([A-Za-z]\)|[A-Z]{1,3}|[A-Za-z]{2,}(?:\s[A-Za-z]+){0,4}")
-_CONDITION = re.compile(r"(?:if|suppose|let|assum\w*|unless|not|never|without|except|exclud\w*|we\s+(?:exclude|reject|discard))\b", re.IGNORECASE)
-_TUPLE_NAME = re.compile(r"[A-Za-z]\w{0,3}(?:\([a-z]\))?|\([A-Za-z_0-9{}, \\]+\)|\\[a-z]+|\\(?:vec|overline|mathbf)\s*\{\w+\}|\\vec \w")
+_FUNCTION = re.compile(
+    r"[fghFGHPQTN](?:_\{?\w+\}?)?'*\s*\(.*\)|(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?'*\s*\((?:[A-Za-z],?\s*)+\)|[A-Za-z]\^\{-1\}\s*\([A-Za-z]\)|[A-Z]{1,3}|[A-Za-z]{2,}(?:\s[A-Za-z]+){0,4}"
+)
+_CONDITION = re.compile(
+    r"(?:if|suppose|let|assum\w*|unless|not|never|without|except|exclud\w*|we\s+(?:exclude|reject|discard))\b",
+    re.IGNORECASE,
+)
+_TUPLE_NAME = re.compile(
+    r"[A-Za-z]\w{0,3}(?:\([a-z]\))?|\([A-Za-z_0-9{}, \\]+\)|\\[a-z]+|\\(?:vec|overline|mathbf)\s*\{\w+\}|\\vec \w"
+)
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?\s*(?:[.:)]\s*\S.*|\([^()]*\))?", re.DOTALL)
 
 _LETTERS = re.compile(r"\W*(?:[A-J]{1,4}\b\W*)+")
@@ -24,7 +32,8 @@ _LETTERS = re.compile(r"\W*(?:[A-J]{1,4}\b\W*)+")
 
 
 def equal(gold: str, pred: str, question: str = "") -> bool:
-    """Return True if ``pred`` is the answer ``gold``. Both as they were written; ``question`` is where an echo is looked for."""
+    """Return True if ``pred`` is the answer ``gold``. Both as they were written; ``question`` is where an echo is
+    looked for."""
     if len(pred) > MAX_ANSWER and len(pred) > 2 * len(gold):
         return False
     first, second = clean(gold), clean(pred)
@@ -81,7 +90,11 @@ def _as_matrix(node: Node) -> Node:
     """``[[1,2],[3,4]]``."""
     rows = node.items
     nested = node.brackets == "[]" and all(row.kind == "tuple" and row.brackets == "[]" for row in rows)
-    return Node("matrix", node.text, tuple(Node("list", row.text, row.items) for row in rows), "matrix") if nested else node
+    return (
+        Node("matrix", node.text, tuple(Node("list", row.text, row.items) for row in rows), "matrix")
+        if nested
+        else node
+    )
 
 
 def _as_list(node: Node) -> Node:
@@ -111,8 +124,10 @@ def _same_unordered(gold: tuple[Node, ...], pred: tuple[Node, ...]) -> bool:
 def _same_shared_name(gold: Node, pred: Node) -> bool:
     """``x=1,2``: the name stands for every item."""
     changed = [Node(node.kind, node.text, _named(node.items)) for node in (gold, pred)]
-    return changed[0].items != gold.items and _same_unordered(changed[0].items, pred.items) or (
-        changed[1].items != pred.items and _same_unordered(gold.items, changed[1].items)
+    return (
+        changed[0].items != gold.items
+        and _same_unordered(changed[0].items, pred.items)
+        or (changed[1].items != pred.items and _same_unordered(gold.items, changed[1].items))
     )
 
 
@@ -151,7 +166,9 @@ def same_atom(gold: str, pred: str) -> bool:
         return True
     if re.fullmatch(r"[A-J]", gold) and (choice := _CHOICE.fullmatch(pred)):
         rest = pred[choice.end(1) :]
-        return choice.group(1) == gold and not re.search(r"\b[A-J][.)]|\bor\b", rest[1:]) and not _LETTERS.fullmatch(rest)
+        return (
+            choice.group(1) == gold and not re.search(r"\b[A-J][.)]|\bor\b", rest[1:]) and not _LETTERS.fullmatch(rest)
+        )
     if _is_text(gold):
         return words(gold) == words(pred)
     if gold_time := _TIME.fullmatch(gold):
@@ -182,7 +199,11 @@ def _same_equation(gold: str, pred: str) -> bool:
     pred = re.sub(r"^\s*(?:\\approx|=)\s*(?![a-z=])", "", pred)
     exact = _outer(pred, _APPROX)
     if len(exact) > 1 and not _APPROX.search(gold):  # "\sqrt2 = … \approx 1.414" gives the exact value and a decimal
-        return all(exact) and any(same_atom(gold, part) for part in (exact[0], exact[-1])) and all(_agree(part, exact[-1]) for part in exact[:-1])
+        return (
+            all(exact)
+            and any(same_atom(gold, part) for part in (exact[0], exact[-1]))
+            and all(_agree(part, exact[-1]) for part in exact[:-1])
+        )
     gold_parts, pred_parts = _outer(_APPROX.sub("=", gold), _EQUALS), _outer(_APPROX.sub("=", pred), _EQUALS)
     if not all(gold_parts) or not all(pred_parts):
         return False
@@ -197,7 +218,9 @@ def _same_equation(gold: str, pred: str) -> bool:
     if len(pred_parts) == 1:
         return gold_named and same_atom(gold_parts[-1], pred_parts[0])
     if gold_named and pred_named and squash(gold_parts[0]) == squash(pred_parts[0]):
-        return same_atom(gold_parts[-1], pred_parts[-1]) and all(_agree(part, pred_parts[-1], strict=True) for part in pred_parts[1:-1])
+        return same_atom(gold_parts[-1], pred_parts[-1]) and all(
+            _agree(part, pred_parts[-1], strict=True) for part in pred_parts[1:-1]
+        )
     if len(gold_parts) != 2 or len(pred_parts) != 2:
         return False
     if gold_named and is_constant(gold_parts[1]):
@@ -212,11 +235,16 @@ def _is_lhs(text: str) -> bool:
     """Something that an equation may define: a variable, ``f(x)``, ``AB``, "the area"."""
     if _CONDITION.match(text):
         return False
-    return is_name(text) or bool(_FUNCTION.fullmatch(text)) or bool(re.fullmatch(r"\\(?:angle|vec|overline|triangle|sin|cos|tan)\s*\{?\s*\w+\s*\}?", text))
+    return (
+        is_name(text)
+        or bool(_FUNCTION.fullmatch(text))
+        or bool(re.fullmatch(r"\\(?:angle|vec|overline|triangle|sin|cos|tan)\s*\{?\s*\w+\s*\}?", text))
+    )
 
 
 def _agree(first: str, last: str, strict: bool = False) -> bool:
-    """Return True if a chain's member is a constant of the same value, so that "3 = 5" hedges nothing. ``strict``: formulas too."""
+    """Return True if a chain's member is a constant of the same value, so that "3 = 5" hedges nothing. ``strict``:
+    formulas too."""
     if squash(first) == squash(last):
         return True
     number, value = quantity(first), quantity(last)
@@ -280,7 +308,9 @@ def _same_value(gold: str, pred: str, strict: bool = True) -> bool:
     return math_algebra.same(gold, pred)
 
 
-_TRAILING_UNIT = re.compile(r"(?P<value>.*[\d})!]|.*\\(?:pi|infty))\s+(?P<unit>[A-Za-z一-鿿][A-Za-z一-鿿/^{}\d ]*)|(?P<value2>.*[\d})])(?P<unit2>[一-鿿]+)")
+_TRAILING_UNIT = re.compile(
+    r"(?P<value>.*[\d})!]|.*\\(?:pi|infty))\s+(?P<unit>[A-Za-z一-鿿][A-Za-z一-鿿/^{}\d ]*)|(?P<value2>.*[\d})])(?P<unit2>[一-鿿]+)"
+)
 
 
 def _without_unit(text: str) -> tuple[str, str]:

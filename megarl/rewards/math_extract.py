@@ -14,7 +14,10 @@ MAX_RESPONSE = 200_000
 MAX_NESTED_BOXES = 5
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
-_HEDGED = re.compile(rf"[\s$]*(?:or\b|或|\\text\s*\{{\s*or\s*\}})\s*(?:[$\\\d(+-]|(?:maybe|perhaps|possibly|{'|'.join(NUMERALS)})\b)", re.IGNORECASE)
+_HEDGED = re.compile(
+    rf"[\s$]*(?:or\b|或|\\text\s*\{{\s*or\s*\}})\s*(?:[$\\\d(+-]|(?:maybe|perhaps|possibly|{'|'.join(NUMERALS)})\b)",
+    re.IGNORECASE,
+)
 """After ``\\boxed 5``, which nothing but white space ends."""
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
@@ -26,23 +29,40 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\n|[。！!?？](?!\d)|\.(?=\s+[A-Z一-鿿]|\s*$)")
-_REASON = re.compile(r"\s*,?\s*\b(?:because|since|which\s+is|so\s+that|I\s+hope)\b.*|[，,]\s*(?:因为|所以|因此).*", re.IGNORECASE | re.DOTALL)
+_REASON = re.compile(
+    r"\s*,?\s*\b(?:because|since|which\s+is|so\s+that|I\s+hope)\b.*|[，,]\s*(?:因为|所以|因此).*",
+    re.IGNORECASE | re.DOTALL,
+)
 _INLINE = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[(.+?)\\\]", re.DOTALL)
 _TAIL = re.compile(r"(?:\s*(?:I hope (?:it|this) is correct\.?|<\|[a-z_]+\|>\w*))+\s*$")
 _LAST_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])(?=.)")
 _LETTERS = re.compile(r"\W*(?:[A-H]\b\W*){2,}")
 _ADVERB = re.compile(r"^(?:therefore|thus|hence|simply|just|clearly|then|now)\b[,\s]*", re.IGNORECASE)
-_ONE_NUMBER = re.compile(r"[^\d\\]*?(?P<number>[$€£¥]?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|\s?%)?)(?![A-Za-z0-9_/^*+=-])[^\d\\]*")
-_UNSURE = re.compile(r"\b(?:or|not|no|least|most|than|between|maybe|possibly|either|cannot|can't|about|around|could|might|perhaps|probably)\b|n't\b|或|不|没|至少|至多|可能|[a-zA-Z]-\d", re.IGNORECASE)
-_LEAD = re.compile(
-    r"^(?:(?:so|thus|hence|therefore|then|finally|and)\b|(?:所以|因此|故|综上|答)[，,：:]?)[\s,，:：]*(?:we\s+(?:get|have)\s+)?", re.IGNORECASE
+_ONE_NUMBER = re.compile(
+    r"[^\d\\]*?(?P<number>[$€£¥]?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|\s?%)?)(?![A-Za-z0-9_/^*+=-])[^\d\\]*"
 )
-_SAID = re.compile(r"(?:^|.*[^\w])(?:is|are|equals|was|get|be)\s*:?\s+(?P<en>.+)$|^.*?[是为等于]+[:：]?\s*(?P<zh>[^是为]+)$", re.IGNORECASE)
+_UNSURE = re.compile(
+    r"\b(?:or|not|no|least|most|than|between|maybe|possibly|either|cannot|can't|about|around|could|might|perhaps|probably)\b|n't\b|或|不|没|至少|至多|可能|[a-zA-Z]-\d",
+    re.IGNORECASE,
+)
+_LEAD = re.compile(
+    r"^(?:(?:so|thus|hence|therefore|then|finally|and)\b|(?:所以|因此|故|综上|答)[，,：:]?)[\s,，:：]*(?:we\s+(?:get|have)\s+)?",
+    re.IGNORECASE,
+)
+_SAID = re.compile(
+    r"(?:^|.*[^\w])(?:is|are|equals|was|get|be)\s*:?\s+(?P<en>.+)$|^.*?[是为等于]+[:：]?\s*(?P<zh>[^是为]+)$",
+    re.IGNORECASE,
+)
 
 
-_DENIED_QUESTION = re.compile(r"[?？]\s*(?:不(?:是|对)?的?|错(?:误|了|的)?|否|并非如此|no(?:pe)?|wrong|incorrect|not\s+quite)\s*(?:[,，.。;；:：!！]\s*|$)", re.IGNORECASE)
-_AFFIRMED_QUESTION = re.compile(r"吗?\s*[?？]\s*(?:是的?|对的?|没错|正确|yes|right|correct)\s*[.。!！]*\s*$", re.IGNORECASE)
+_DENIED_QUESTION = re.compile(
+    r"[?？]\s*(?:不(?:是|对)?的?|错(?:误|了|的)?|否|并非如此|no(?:pe)?|wrong|incorrect|not\s+quite)\s*(?:[,，.。;；:：!！]\s*|$)",
+    re.IGNORECASE,
+)
+_AFFIRMED_QUESTION = re.compile(
+    r"吗?\s*[?？]\s*(?:是的?|对的?|没错|正确|yes|right|correct)\s*[.。!！]*\s*$", re.IGNORECASE
+)
 
 
 def after_thinking(text: str) -> str:
@@ -169,7 +189,8 @@ def _states(line: str, formula: str) -> bool:
 
 
 def _of_sentence(line: str) -> str:
-    """A sentence's only formula or number, or what it says that something "is". Nothing is picked out of an "or" or "not"."""
+    """A sentence's only formula or number, or what it says that something "is". Nothing is picked out of an "or" or
+    "not"."""
     line = _LEAD.sub("", line.strip().strip("*").strip()).rstrip(".。 ")
     formulas = [next(filter(None, match.groups())) for match in _INLINE.finditer(line)]
     outside = _INLINE.sub(" ", line)
@@ -178,7 +199,12 @@ def _of_sentence(line: str) -> str:
     if len(formulas) == 1 and not re.search(r"\d", outside) and _states(line, formulas[0]):
         return formulas[0].strip()
     number = _ONE_NUMBER.fullmatch(line)
-    if number and not formulas and not _UNSURE.search(line) and stated(line[: number.start("number")], line[number.end("number") :]):
+    if (
+        number
+        and not formulas
+        and not _UNSURE.search(line)
+        and stated(line[: number.start("number")], line[number.end("number") :])
+    ):
         return number["number"]
     said = _SAID.match(line)
     group = said and ("en" if said["en"] else "zh")

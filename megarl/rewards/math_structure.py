@@ -7,24 +7,40 @@ from dataclasses import dataclass, replace
 
 MAX_NESTING = 12
 
-_TOKEN = re.compile(r"\\\\|\\[{}]|\\[lr]angle|\\begin\{\w+\*?\}|\\end\{\w+\*?\}|\\[a-zA-Z]+|[()\[\]{}]| or | and |[;,]|.", re.DOTALL)
+_TOKEN = re.compile(
+    r"\\\\|\\[{}]|\\[lr]angle|\\begin\{\w+\*?\}|\\end\{\w+\*?\}|\\[a-zA-Z]+|[()\[\]{}]| or | and |[;,]|.", re.DOTALL
+)
 _OPEN = {"(", "[", "{", r"\{", r"\langle"}
 _CLOSE = {")", "]", "}", r"\}", r"\rangle"}
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?'*")
 _NOT_NAMES = {r"\pi", r"\infty", "e", "i"}
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME.pattern})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?(?:\\mid|\||:)\s*([^|:]*)\\\}}")
-_CASES = re.compile(r"(?:\\begin\{cases\}|\\\{\s*\\begin\{(?:array|aligned)\}(?:\s*\{[lcr|\s]*\})?)(.*)\\end\{(?:cases|array|aligned)\}", re.DOTALL)
+_CASES = re.compile(
+    r"(?:\\begin\{cases\}|\\\{\s*\\begin\{(?:array|aligned)\}(?:\s*\{[lcr|\s]*\})?)(.*)\\end\{(?:cases|array|aligned)\}",
+    re.DOTALL,
+)
 _POINT = re.compile(r"([AD-MO-TV-Z]'?)\s*(\(.*\))", re.DOTALL)
 """A point with its name; N(0,1), U(0,1), B(n,p) and C(5,2) are none."""
-_NO_SOLUTION = ("\\emptyset", "no solution", "no solutions", "no real solution", "no real solutions", "empty set", "the empty set", "无解", "空集")
+_NO_SOLUTION = (
+    "\\emptyset",
+    "no solution",
+    "no solutions",
+    "no real solution",
+    "no real solutions",
+    "empty set",
+    "the empty set",
+    "无解",
+    "空集",
+)
 _TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 _COMPARISON = re.compile(r"(<|>|\\leq|\\geq)")
 
 
 @dataclass(frozen=True)
 class Node:
-    """``kind``: atom, list (no brackets), set, tuple (points, vectors, intervals), union, or matrix (items are rows)."""
+    """``kind``: atom, list (no brackets), set, tuple (points, vectors, intervals), union, or matrix (items are
+    rows)."""
 
     kind: str
     text: str
@@ -81,14 +97,24 @@ def _alternatives(text: str, depth: int) -> Node | None:
     parts = [re.sub(r"^(?:or|and)\s", "", _restored(part)) for part in parts]
     items = tuple(parse(part, depth + 1) for part in parts if part)
     solutions = split(text, {",", ";", " and "}) != split(text, {",", ";", " or ", " and "})
-    if solutions and all(item.kind == "tuple" and (item.name or r"\infty" in item.text) for item in items) and len({item.name for item in items}) == 1:
+    if (
+        solutions
+        and all(item.kind == "tuple" and (item.name or r"\infty" in item.text) for item in items)
+        and len({item.name for item in items}) == 1
+    ):
         return Node("union", text, items, name=items[0].name)
-    return (_both(items) if " and " in text and not solutions else None) or Node("list", text, items, solutions=solutions)
+    return (_both(items) if " and " in text and not solutions else None) or Node(
+        "list", text, items, solutions=solutions
+    )
 
 
 def _both(items: tuple[Node, ...]) -> Node | None:
     """``x \\geq 0 and x < 1`` as an interval."""
-    if len(items) != 2 or any(item.kind != "tuple" or not item.name for item in items) or items[0].name != items[1].name:
+    if (
+        len(items) != 2
+        or any(item.kind != "tuple" or not item.name for item in items)
+        or items[0].name != items[1].name
+    ):
         return None
     low, high = sorted(items, key=lambda item: item.items[0].text == r"-\infty")
     if low.items[1].text != r"\infty" or high.items[0].text != r"-\infty" or low.items[0].text == r"-\infty":
@@ -186,14 +212,18 @@ def _inequality(text: str, depth: int) -> Node | None:
         if parts[1] in (">", r"\geq"):
             parts = [_TURNED.get(part, part) for part in reversed(parts)]
         bottom, first, name, second, top = parts
-        if {first, second} - {"<", r"\leq"} or not (is_name(name) and is_constant(bottom) and is_constant(top) and bottom and top):
+        if {first, second} - {"<", r"\leq"} or not (
+            is_name(name) and is_constant(bottom) and is_constant(top) and bottom and top
+        ):
             return None
         return _interval("[" if first == r"\leq" else "(", bottom, top, "]" if second == r"\leq" else ")", name)
     return None
 
 
 def _interval(opening: str, low: str, high: str, closing: str, name: str) -> Node:
-    return Node("tuple", f"{opening}{low},{high}{closing}", (Node("atom", low), Node("atom", high)), opening + closing, name)
+    return Node(
+        "tuple", f"{opening}{low},{high}{closing}", (Node("atom", low), Node("atom", high)), opening + closing, name
+    )
 
 
 def _plus_minus(text: str, depth: int) -> Node | None:

@@ -17,7 +17,8 @@ from megarl.rewards.math_extract import extract, last_box
 from megarl.rewards.normalize import clean
 
 TIME_LIMIT_S = 3.0
-"""CPU time of one verification: a verdict does not depend on the machine's load. ``reward.timeout_s`` limits the wall time."""
+"""CPU time of one verification: a verdict does not depend on the machine's load. ``reward.timeout_s`` limits the wall
+time."""
 FORMATS = ("any", "box", "hashes")
 MathScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
@@ -28,9 +29,12 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the block after ``seconds`` of CPU time, and again until it ends. RuntimeError off the main thread."""
+    """Raise OutOfTime in the block after ``seconds`` of CPU time, and again until it ends. RuntimeError off the main
+    thread."""
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("the math verifier limits its time with signals: call it in a process's main thread, as reward workers do")
+        raise RuntimeError(
+            "the math verifier limits its time with signals: call it in a process's main thread, as reward workers do"
+        )
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime
@@ -68,16 +72,25 @@ def listed(ground_truth: Any) -> Any:
 
 
 def check_listed(ground_truth: Any) -> None:
-    """Raise DataError for what begins as a JSON list of texts and is none, as backslashes that are not doubled make it."""
+    """Raise DataError for what begins as a JSON list of texts and is none, as backslashes that are not doubled make
+    it."""
     if not isinstance(ground_truth, str) or not ground_truth.lstrip().startswith('["'):
         return
     read = listed(ground_truth)
-    if isinstance(read, str) or any(sign in str(leaf) for item in read for leaf in (item if isinstance(item, list) else [item]) for sign in "\f\b\t\r"):
-        raise DataError(f"ground_truth {ground_truth!r:.80} is no JSON list of texts and numbers; write each backslash twice")
+    if isinstance(read, str) or any(
+        sign in str(leaf)
+        for item in read
+        for leaf in (item if isinstance(item, list) else [item])
+        for sign in "\f\b\t\r"
+    ):
+        raise DataError(
+            f"ground_truth {ground_truth!r:.80} is no JSON list of texts and numbers; write each backslash twice"
+        )
 
 
 def golds_of(ground_truth: Any) -> list[str]:
-    """The accepted answers of a row: a number, a text, the box or ``####`` line of a solution, or a list of these (also as JSON)."""
+    """The accepted answers of a row: a number, a text, the box or ``####`` line of a solution, or a list of these (also
+    as JSON)."""
     ground_truth = listed(ground_truth)
     values = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
     return [gold for value in values if (gold := _gold(value))]
@@ -113,11 +126,16 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
     check_listed(ground_truth)
     for gold in _golds(ground_truth):
         if len(gold) <= MAX_ANSWER and not clean(gold):
-            raise DataError(f"ground_truth {ground_truth!r:.80} holds an answer of nothing but punctuation; give a text or a number")
+            raise DataError(
+                f"ground_truth {ground_truth!r:.80} holds an answer of nothing but punctuation; give a text or a number"
+            )
 
 
-def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, answer_format: str = "any") -> dict[str, Any]:
-    """1.0 if the final answer is right (any of several golds), else 0.0; error without a gold, timeout past the limit."""
+def score(
+    solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, answer_format: str = "any"
+) -> dict[str, Any]:
+    """1.0 if the final answer is right (any of several golds), else 0.0; error without a gold, timeout past the
+    limit."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         answer_format, golds = _format(info, answer_format), _golds(ground_truth)
@@ -147,7 +165,10 @@ def _warm() -> None:
 def scorer(rest: str) -> MathScorer:
     """The scorer of ``math`` and ``math/<anything>``. Raises DataError for ``mathematics`` and the like."""
     if rest and rest[0] not in "/_-.":
-        raise DataError(f"data_source 'math{rest}' has no verifier; call it math/{rest} to have it scored as mathematics, or set reward.path")
+        raise DataError(
+            f"data_source 'math{rest}' has no verifier; call it math/{rest} to have it scored as mathematics, or set "
+            "reward.path"
+        )
     return _scorer("any")
 
 

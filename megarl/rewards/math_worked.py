@@ -1,4 +1,5 @@
-"""Test that a constant has been worked out, and is not the task that gives it: ``17^1+23`` for 40, ``2 \\cdot 12\\pi`` for ``24\\pi``."""
+"""Test that a constant has been worked out, and is not the task that gives it: ``17^1+23`` for 40, ``2 \\cdot 12\\pi``
+for ``24\\pi``."""
 
 from __future__ import annotations
 
@@ -13,16 +14,21 @@ from megarl.rewards.normalize import Quantity
 _LITERAL = r"(?:\d+(?:\.\d+)?|\\frac\s*\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+)"
 _EXPONENT = r"\^\s*(?:(?P<digit>\d)|\{\s*(?P<exponent>-?\d+)\s*\}|\{\s*\d{1,2}\s*\^\s*(?:\{\s*[2-9]\s*\}|[2-9])\s*\})"
 _POWER = re.compile(rf"[+-]?\s*(?:\d+(?:\.\d+)?|\(\s*[+-]?\s*{_LITERAL}\s*\))\s*{_EXPONENT}")
-_COUNT = re.compile(r"[+-]?\s*(?:\(?\d+\)?!|\\[dt]?binom\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)|\{?\s*\d+\s*\\choose\s*\d+\s*\}?)")
+_COUNT = re.compile(
+    r"[+-]?\s*(?:\(?\d+\)?!|\\[dt]?binom\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)|\{?\s*\d+\s*\\choose\s*\d+\s*\}?)"
+)
 _FACTOR = r"\d+(?:\s*\^\s*(?:\d|\{\s*\d+\s*\}))?"
 _PRODUCT = rf"{_FACTOR}(?:\s*(?:\\cdot|\\times)\s*{_FACTOR})*"
-_QUOTIENT = re.compile(rf"[+-]?\s*(?:\\frac\s*\{{\s*(?P<top>{_PRODUCT})\s*\}}\s*\{{\s*(?P<bottom>{_PRODUCT})\s*\}}|(?P<top2>{_PRODUCT})(?:\s*/\s*(?P<bottom2>{_FACTOR}))?)")
+_QUOTIENT = re.compile(
+    rf"[+-]?\s*(?:\\frac\s*\{{\s*(?P<top>{_PRODUCT})\s*\}}\s*\{{\s*(?P<bottom>{_PRODUCT})\s*\}}|(?P<top2>{_PRODUCT})(?:\s*/\s*(?P<bottom2>{_FACTOR}))?)"
+)
 _BINOMIAL = re.compile(r"\\[dt]?binom(?!\s*(?:\{\s*\w+\s*\}|\d)\s*(?:\{\s*\w+\s*\}|\d))")
 """Binomial with anything but numbers or letters in it; math-verify evaluates binomials as it parses."""
 
 
 def closed_number(text: str) -> bool:
-    """A power, factorial, binomial, or product or quotient of coprime powers with at most one more whole number on each side."""
+    """A power, factorial, binomial, or product or quotient of coprime powers with at most one more whole number on each
+    side."""
     if match := _POWER.fullmatch(text):
         trivial = ("0", "1", "-0") if re.match(r"[+-]?\s*\d+\s*\^", text) else ("0", "1", "-0", "-1")
         return (match["digit"] or match["exponent"] or "") not in trivial
@@ -55,7 +61,8 @@ def _coprime(bases: list[int]) -> bool:
 
 
 def stands_for(number: Quantity, text: str) -> bool:
-    """Return True if an expression may stand for a written number: a closed form of it, or, for a decimal, an irrational that is worked out."""
+    """Return True if an expression may stand for a written number: a closed form of it, or, for a decimal, an
+    irrational that is worked out."""
     if closed_number(text):
         return True
     if number.places is None or not worked_out(text):
@@ -70,7 +77,8 @@ def stands_for(number: Quantity, text: str) -> bool:
 
 
 def worked_out(text: str) -> bool:
-    """Return True if nothing in a constant is left to add, multiply or evaluate. True of everything with variables, and of what is none."""
+    """Return True if nothing in a constant is left to add, multiply or evaluate. True of everything with variables, and
+    of what is none."""
     if not math_algebra.tractable(text):
         return True
     if _BINOMIAL.search(text):
@@ -109,7 +117,11 @@ def _terms(value: Any) -> Iterator[Any]:
     if value.is_Add:
         for term in value.args:
             yield from _terms(term)
-    elif value.is_Mul and sum(factor.is_Add for factor in value.args) == 1 and all(factor.is_Add or _rational(factor) for factor in value.args):
+    elif (
+        value.is_Mul
+        and sum(factor.is_Add for factor in value.args) == 1
+        and all(factor.is_Add or _rational(factor) for factor in value.args)
+    ):
         yield from _terms(next(factor for factor in value.args if factor.is_Add))
     else:
         yield value
@@ -147,7 +159,8 @@ def _rational(value: Any) -> bool:
 
 
 def _closed(factors: list[Any]) -> bool:
-    """Return True if rational factors are one number or fraction, with powers that are coprime to it and to each other, and factorials."""
+    """Return True if rational factors are one number or fraction, with powers that are coprime to it and to each other,
+    and factorials."""
     import sympy
 
     above, below, bases, powers = 0, 0, [], False

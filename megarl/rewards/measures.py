@@ -27,13 +27,17 @@ pressure: Pa 1 kPa 1e3 MPa 1e6
 amount: mmol 1e-3 mol 1
 """
 _BASE: dict[str, tuple[str, int, Fraction]] = {
-    "ml": ("length", 3, Fraction(1, 10**6)), "l": ("length", 3, Fraction(1, 1000)), "ha": ("length", 2, Fraction(10**4)),
-}  # fmt: skip
+    "ml": ("length", 3, Fraction(1, 10**6)),
+    "l": ("length", 3, Fraction(1, 1000)),
+    "ha": ("length", 2, Fraction(10**4)),
+}
 """Symbol -> (dimension, its power, factor)."""
 for _line in _TABLE.strip().splitlines():
     _dimension, _, _rest = _line.partition(": ")
     _pairs = _rest.split()
-    _BASE |= {symbol: (_dimension, 1, Fraction(factor)) for symbol, factor in zip(_pairs[::2], _pairs[1::2], strict=True)}
+    _BASE |= {
+        symbol: (_dimension, 1, Fraction(factor)) for symbol, factor in zip(_pairs[::2], _pairs[1::2], strict=True)
+    }
 _PIECE = re.compile(r"([^\^/]+?)(?:\^(-?\d))?(?=/|$)")
 _SEGMENT = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*([^\d,;]+?)(?:\s*(?:,|\band\b|零|又)\s*)?(?=\d|$)")
 
@@ -66,7 +70,8 @@ def _factor(symbol: str) -> tuple[Fraction, str] | None:
 
 
 def read(text: str, money: bool = False) -> Measure | None:
-    """A number with a unit that can be converted, or several ("1 h 30 min"). ``money``: 分 is a hundredth of 元, not a minute."""
+    """A number with a unit that can be converted, or several ("1 h 30 min"). ``money``: 分 is a hundredth of 元, not a
+    minute."""
     cleaned = _JOINED.sub(r" \1", clean(text))
     cleaned = re.sub(r"(?<=\d) ?(A|t)$", lambda unit: " amp" if unit[1] == "A" else " ton", cleaned)
     if not re.search(r"\d", cleaned) or len(cleaned) > 80:
@@ -97,7 +102,9 @@ def _several(text: str, money: bool) -> Measure | None:
         at = match.end()
     if at != len(text) or len(parts) < 2 or any(re.search(r"[\^/]", part.unit) for part in parts):
         return None
-    return Measure(sum((part.value for part in parts), Fraction(0)), parts[0].dimension, "+".join(part.unit for part in parts))
+    return Measure(
+        sum((part.value for part in parts), Fraction(0)), parts[0].dimension, "+".join(part.unit for part in parts)
+    )
 
 
 def _unit_value(measure: Measure) -> Fraction:
@@ -105,7 +112,8 @@ def _unit_value(measure: Measure) -> Fraction:
 
 
 def same(gold: str, pred: str, convert: bool) -> bool | None:
-    """Return True if two measures are equal; None where either is none, or values in the same unit differ, which is for others to compare.
+    """Return True if two measures are equal; None where either is none, or values in the same unit differ, which is for
+    others to compare.
 
     ``convert``: whether the question leaves the unit open.
     """
@@ -118,13 +126,24 @@ def same(gold: str, pred: str, convert: bool) -> bool | None:
     return convert and first.dimension == second.dimension and first.value == second.value
 
 
-_ASKABLE = sorted((name for name, symbol in units.names().items() if symbol in _BASE and len(name) + (name >= "一") > 1 or name == "m"), key=len, reverse=True)
-_UNIT = rf"(?:(?:square|cubic|平方|立方)\s*)?(?:{'|'.join(map(re.escape, _ASKABLE))})(?:\^?\{{?[23]\}}?|[²³])?(?![A-Za-z])"
+_ASKABLE = sorted(
+    (
+        name
+        for name, symbol in units.names().items()
+        if symbol in _BASE and len(name) + (name >= "一") > 1 or name == "m"
+    ),
+    key=len,
+    reverse=True,
+)
+_UNIT = (
+    rf"(?:(?:square|cubic|平方|立方)\s*)?(?:{'|'.join(map(re.escape, _ASKABLE))})(?:\^?\{{?[23]\}}?|[²³])?(?![A-Za-z])"
+)
 _ASKED = re.compile(
-    rf"\b(?:in|into|to|nearest|many|much)\s+(?:the\s+nearest\s+|whole\s+)?{_UNIT}|(?:多少|几|合|成|以|单位[:：为是]?)\s*个?{_UNIT}|(?:_{{2,}}|[(（]\s*[)）]|\?|？)\s*\\?,?\s*{_UNIT}",
+    rf"\b(?:in|into|to|nearest|many|much)\s+(?:the\s+nearest\s+|whole\s+)?{_UNIT}|(?:多少|几|合|成|以|单位[:：为是]?)\s*个?{_UNIT}|(?:_{{2,}}|[(（]\s*[)）]|\?|？)\s*\\?,?\s*{_UNIT}"
 )
 
 
 def asks_for_unit(question: str) -> bool:
-    """Return True if a question wants its answer in a unit that it names: ``in cm``, "how many minutes", 多少厘米, ``5 m = ____ cm``."""
+    """Return True if a question wants its answer in a unit that it names: ``in cm``, "how many minutes", 多少厘米, ``5 m =
+    ____ cm``."""
     return bool(_ASKED.search(question[-2000:]))

@@ -29,42 +29,119 @@ _SIGNS: dict[int, str] = {
     )
     for sign in signs
 }  # fmt: skip
-_MATH_SIGNS = str.maketrans({
-    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "±": r"\pm ",
-    "≤": r"\leq ", "≥": r"\geq ", "⩽": r"\leq ", "⩾": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
-    "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "²": "^{2}", "³": "^{3}", "°": " degrees ",
-    "℃": " degrees C ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "∶": ":", "″": "''", "′": "'",
-})  # fmt: skip
+_MATH_SIGNS = str.maketrans(
+    {
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "∙": r"\cdot ",
+        "÷": "/",
+        "∕": "/",
+        "⁄": "/",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "±": r"\pm ",
+        "≤": r"\leq ",
+        "≥": r"\geq ",
+        "⩽": r"\leq ",
+        "⩾": r"\geq ",
+        "≠": r"\neq ",
+        "≈": r"\approx ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "∅": r"\emptyset ",
+        "ℝ": r"\mathbb{R}",
+        "θ": r"\theta ",
+        "α": r"\alpha ",
+        "β": r"\beta ",
+        "λ": r"\lambda ",
+        "²": "^{2}",
+        "³": "^{3}",
+        "°": " degrees ",
+        "℃": " degrees C ",
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+        "∶": ":",
+        "″": "''",
+        "′": "'",
+    }
+)
 
-_WORDS = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|operatorname|bm|boldsymbol)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_WORDS = re.compile(
+    r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|operatorname|bm|boldsymbol)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
 _SUPERSCRIPTS = {sign: plain for sign, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True)}
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]{2,}|[⁰¹⁴⁵⁶⁷⁸⁹]")
 _REPLACEMENTS = [
     (re.compile(pattern), to)
     for pattern, to in (
-        (r"\\left\s*\.|\\right\s*\.", ""), (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|rm|bf|it)(?![a-zA-Z])", ""),
-        (r"^\s*\\(?:therefore|implies|Rightarrow|because)(?![a-zA-Z])", ""), (r"\\colon(?![a-zA-Z])|\{:\}", ":"),
-        (r"\{\s*([^{}]+?)\s*\\over(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\frac{\1}{\2}"), (r"\\(?:[dtc]|nice|s)frac(?![a-zA-Z])", r"\\frac"),
-        (r"^\^\s*\{?\s*(\d+)\s*\}?\s*/\s*_\s*\{?\s*(\d+)\s*\}?$", r"\\frac{\1}{\2}"), (r"^\{\s*(\d+)\s*\}\s*/\s*\{\s*(\d+)\s*\}$", r"\1/\2"),
-        (r"(\\(?:overline|bar|dot))\s*(\d)", r"\1{\2}"), (r"(?<=\d)\.\((\d{1,6})\)", r".\\overline{\1}"),
-        (r"(?<![\d.])(\d{1,12}\.\d{0,12}?)(?:(\d)\2{2,}|(\d{2,6})\3+)\s*(?:\\[lc]?dots(?![a-z])|\.{3}|…)", r"\1\\overline{\2\3}"),
-        (r"^\((\w+)\)\s*_\s*\{?\s*\(?(\d+)\)?\s*\}?$", r"\1_{\2}"), (r"_\s*\{\s*\((\d+)\)\s*\}", r"_{\1}"), (r"(?<=\d)(?:\{,\}|\\,|\\!|,\\!|\\ |~)(?=\d{3}(?!\d))", ","), (r"(?<=\d)\s*(?:\{,\s*\}|,\\!)\s*(?=\d{3}(?!\d))", ","), (r"\{,\}", ","), (r"\\!", ""),
-        (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\thinspace|\\enspace|\\hspace\s*\{[^{}]*\}|\\nonumber", " "), (r"\\phantom\s*\{[^{}]*\}", " "), (r"\s+", " "),
+        (r"\\left\s*\.|\\right\s*\.", ""),
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|rm|bf|it)(?![a-zA-Z])", ""),
+        (r"^\s*\\(?:therefore|implies|Rightarrow|because)(?![a-zA-Z])", ""),
+        (r"\\colon(?![a-zA-Z])|\{:\}", ":"),
+        (r"\{\s*([^{}]+?)\s*\\over(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\frac{\1}{\2}"),
+        (r"\\(?:[dtc]|nice|s)frac(?![a-zA-Z])", r"\\frac"),
+        (r"^\^\s*\{?\s*(\d+)\s*\}?\s*/\s*_\s*\{?\s*(\d+)\s*\}?$", r"\\frac{\1}{\2}"),
+        (r"^\{\s*(\d+)\s*\}\s*/\s*\{\s*(\d+)\s*\}$", r"\1/\2"),
+        (r"(\\(?:overline|bar|dot))\s*(\d)", r"\1{\2}"),
+        (r"(?<=\d)\.\((\d{1,6})\)", r".\\overline{\1}"),
+        (
+            r"(?<![\d.])(\d{1,12}\.\d{0,12}?)(?:(\d)\2{2,}|(\d{2,6})\3+)\s*(?:\\[lc]?dots(?![a-z])|\.{3}|…)",
+            r"\1\\overline{\2\3}",
+        ),
+        (r"^\((\w+)\)\s*_\s*\{?\s*\(?(\d+)\)?\s*\}?$", r"\1_{\2}"),
+        (r"_\s*\{\s*\((\d+)\)\s*\}", r"_{\1}"),
+        (r"(?<=\d)(?:\{,\}|\\,|\\!|,\\!|\\ |~)(?=\d{3}(?!\d))", ","),
+        (r"(?<=\d)\s*(?:\{,\s*\}|,\\!)\s*(?=\d{3}(?!\d))", ","),
+        (r"\{,\}", ","),
+        (r"\\!", ""),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\thinspace|\\enspace|\\hspace\s*\{[^{}]*\}|\\nonumber", " "),
+        (r"\\phantom\s*\{[^{}]*\}", " "),
+        (r"\s+", " "),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![a-zA-Z])|\\textdegree", " degrees "),
-        (r"\\leq?(?:slant)?(?![a-zA-Z])|<=", r"\\leq "), (r"\\geq?(?:slant)?(?![a-zA-Z])|>=", r"\\geq "), (r"\\lt(?![a-zA-Z])", "<"), (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\neq?(?![a-zA-Z])|!=", r"\\neq "), (r"\\(?:infin|infinity)(?![a-zA-Z])", r"\\infty"), (r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset"),
-        (r"\\(?:lbrace|lbrack)(?![a-zA-Z])", r"\\{"), (r"\\rbrace(?![a-zA-Z])", r"\\}"), (r"\\div(?![a-zA-Z])", "/"), (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
-        (r"\\%", "%"), (r"\\(?:\$|textdollar|dollar)", "$"), (r"\\#", "#"), (r"\\&", "&"), (r"(?<!\\)\\_", "_"),
-        (r"\\(?:frac)\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"), (r"\\(?:frac)\s*(\d)\s*\{", r"\\frac{\1}{"), (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\leq?(?:slant)?(?![a-zA-Z])|<=", r"\\leq "),
+        (r"\\geq?(?:slant)?(?![a-zA-Z])|>=", r"\\geq "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\neq?(?![a-zA-Z])|!=", r"\\neq "),
+        (r"\\(?:infin|infinity)(?![a-zA-Z])", r"\\infty"),
+        (r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset"),
+        (r"\\(?:lbrace|lbrack)(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\div(?![a-zA-Z])", "/"),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
+        (r"\\%", "%"),
+        (r"\\(?:\$|textdollar|dollar)", "$"),
+        (r"\\#", "#"),
+        (r"\\&", "&"),
+        (r"(?<!\\)\\_", "_"),
+        (r"\\(?:frac)\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\(?:frac)\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\(?:frac)\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}", r"\\frac{\1}{\2}"),
-        (r"(?<=\d)\s*\{\s*(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})\s*\}", r" \1"), (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"), (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*\(([^()]*)\)|√\s*\{([^{}]*)\}|√\s*(\d+|[a-z])", r"\\sqrt{\1\2\3}"),
-        (r"\*\*", "^"), (r"\^\s*\(([^()]*)\)", r"^{\1}"), (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"), (r"(?<!\\)\*|\\ast(?![a-zA-Z])", r"\\cdot "),
-        (r"(?<![\\a-zA-Z])(sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?![a-zA-Z])", r"\\\1 "), (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
-        (r"\s*(?:或者|或是|或)\s*|\\(?:lor|vee)(?![a-zA-Z])", " or "), (r"(?<=[\w})])\s*(?:和|与|以及|且)\s*(?=[\w\\({-])|\\(?:land|wedge)(?![a-zA-Z])", " and "),
-        (r"\s*[,(]?\s*(?:where |for )?(?:any |all )?(?:integers? )?[kmn]\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z\s*\}?|is an integer|integer)\s*\)?\s*$", ""),
+        (r"(?<=\d)\s*\{\s*(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})\s*\}", r" \1"),
+        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"√\s*\(([^()]*)\)|√\s*\{([^{}]*)\}|√\s*(\d+|[a-z])", r"\\sqrt{\1\2\3}"),
+        (r"\*\*", "^"),
+        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+        (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"),
+        (r"(?<!\\)\*|\\ast(?![a-zA-Z])", r"\\cdot "),
+        (r"(?<![\\a-zA-Z])(sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?![a-zA-Z])", r"\\\1 "),
+        (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
+        (r"\s*(?:或者|或是|或)\s*|\\(?:lor|vee)(?![a-zA-Z])", " or "),
+        (r"(?<=[\w})])\s*(?:和|与|以及|且)\s*(?=[\w\\({-])|\\(?:land|wedge)(?![a-zA-Z])", " and "),
+        (
+            r"\s*[,(]?\s*(?:where |for )?(?:any |all )?(?:integers? )?[kmn]\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z\s*\}?|is an integer|integer)\s*\)?\s*$",
+            "",
+        ),
         (r"\s+", " "),
     )
-]  # fmt: skip
+]
 
 
 def half_width(text: str) -> str:
@@ -118,7 +195,8 @@ def squash(text: str) -> str:
 
 
 def words(text: str) -> str:
-    """Normalize for comparison of words: small letters, no articles, quotation marks, brackets or stops, single spaces."""
+    """Normalize for comparison of words: small letters, no articles, quotation marks, brackets or stops, single
+    spaces."""
     text = re.sub(r"[\"'`*_.,;:!?(){}\[\]$\\]|\b(?:the|an|a)\b(?=\s+\w)", " ", half_width(text).casefold())
     return " ".join(re.sub(r"(?<=\w)-(?=\w)", " ", text).split())
 
@@ -176,7 +254,9 @@ def quantity(text: str) -> Quantity | None:
         for sign in scale:
             value *= _CHINESE_SCALES.get(sign, 1)
     currency = units.unit_of(currency) or "" if currency else ""
-    return Quantity(value, places, digits, bool(got["percent"]), unit or currency, re.sub(r"\s", "", got["ratio"] or ""))
+    return Quantity(
+        value, places, digits, bool(got["percent"]), unit or currency, re.sub(r"\s", "", got["ratio"] or "")
+    )
 
 
 def _value(got: dict[str, str | None]) -> tuple[Fraction | None, int | None, int]:
@@ -192,7 +272,11 @@ def _value(got: dict[str, str | None]) -> tuple[Fraction | None, int | None, int
         if (got["whole"] or got["whole2"]) and int(_plain(top)) >= int(_plain(bottom)):
             return None, None, 0  # 17 23/1 is the sum of 17 and 23, no mixed number
         value = Fraction(int(_plain(top)), int(_plain(bottom)))
-        return (-value if got["fsign"] != got["bsign"] and (got["fsign"] or got["bsign"]) else value) + int(_plain(whole)), None, 0
+        return (
+            (-value if got["fsign"] != got["bsign"] and (got["fsign"] or got["bsign"]) else value) + int(_plain(whole)),
+            None,
+            0,
+        )
     integer, decimal, repeat = _plain(got["integer"] or ""), got["decimal"], got["repeat"]
     if not integer and not decimal and not repeat:
         return None, None, 0
@@ -225,7 +309,11 @@ def rounds_to(decimal: Quantity, value: Fraction) -> bool:
 
 def same_quantity(gold: Quantity, pred: Quantity) -> bool:
     """Equal value, and no other unit. A missing unit or percent sign is forgiven, a wrong one is not."""
-    if (gold.unit and pred.unit and gold.unit != pred.unit) or (gold.percent and pred.unit) or (pred.percent and gold.unit):
+    if (
+        (gold.unit and pred.unit and gold.unit != pred.unit)
+        or (gold.percent and pred.unit)
+        or (pred.percent and gold.unit)
+    ):
         return False
     if pred.unit.startswith("_") and pred.unit not in (gold.unit, "_10"):
         return False  # a number in another base

@@ -13,16 +13,46 @@ TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "nin
 _VALUES = {name: value for value, name in enumerate(NUMERALS)} | {name: 10 * (k + 2) for k, name in enumerate(TENS)}
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _PARTS = {
-    2: "half halves", 3: "third thirds", 4: "quarter quarters fourth fourths", 5: "fifth fifths", 6: "sixth sixths", 7: "seventh sevenths",
-    8: "eighth eighths", 9: "ninth ninths", 10: "tenth tenths", 100: "hundredth hundredths",
-}  # fmt: skip
+    2: "half halves",
+    3: "third thirds",
+    4: "quarter quarters fourth fourths",
+    5: "fifth fifths",
+    6: "sixth sixths",
+    7: "seventh sevenths",
+    8: "eighth eighths",
+    9: "ninth ninths",
+    10: "tenth tenths",
+    100: "hundredth hundredths",
+}
 _DENOMINATORS = {name: value for value, names in _PARTS.items() for name in names.split()}
 _COUNTS = {
-    "half a dozen": 6, "half dozen": 6, "a half dozen": 6, "a dozen": 12, "dozen": 12, "one dozen": 12, "a single one": 1, "a single": 1, "only one": 1,
-    "just one": 1, "a pair of": 2, "a pair": 2, "one pair": 2, "a couple of": 2, "a couple": 2, "a trio of": 3, "a trio": 3,
-}  # fmt: skip
+    "half a dozen": 6,
+    "half dozen": 6,
+    "a half dozen": 6,
+    "a dozen": 12,
+    "dozen": 12,
+    "one dozen": 12,
+    "a single one": 1,
+    "a single": 1,
+    "only one": 1,
+    "just one": 1,
+    "a pair of": 2,
+    "a pair": 2,
+    "one pair": 2,
+    "a couple of": 2,
+    "a couple": 2,
+    "a trio of": 3,
+    "a trio": 3,
+}
 """Counts, after which the things counted may follow: ``a dozen eggs``."""
-_ALONE = {"single": Fraction(1), "half": Fraction(1, 2), "a half": Fraction(1, 2), "hundred": Fraction(100), "一半": Fraction(1, 2), "单个": Fraction(1)}
+_ALONE = {
+    "single": Fraction(1),
+    "half": Fraction(1, 2),
+    "a half": Fraction(1, 2),
+    "hundred": Fraction(100),
+    "一半": Fraction(1, 2),
+    "单个": Fraction(1),
+}
 
 _UNIT = f"(?:{'|'.join(NUMERALS[1:10])})"
 _BELOW_100 = f"(?:(?:{'|'.join(TENS)})(?: {_UNIT})?|{'|'.join(NUMERALS[10:])}|{_UNIT}|zero)"
@@ -49,7 +79,11 @@ _HAN = re.compile(
     rf"|(?:(?P<mixed>{_NUMERAL}|\d+)又)?(?P<low>{_NUMERAL}|\d+)分之(?P<high>{_NUMERAL}|\d+)"
     rf"|(?P<whole>{_NUMERAL})(?:点(?P<decimal>[零〇一二三四五六七八九]+))?(?P<half>个半(?=$|小时|钟头|月))?)"
 )
-_HAN_COUNTS = ((re.compile("^(一[对双]|俩)(?=$|[一-鿿]{1,3}$)"), "两个"), (re.compile("^仨(?=$|[一-鿿]{1,3}$)"), "三个"), (re.compile("^半打(?=$|[一-鿿]{1,3}$)"), "六个"))
+_HAN_COUNTS = (
+    (re.compile("^(一[对双]|俩)(?=$|[一-鿿]{1,3}$)"), "两个"),
+    (re.compile("^仨(?=$|[一-鿿]{1,3}$)"), "三个"),
+    (re.compile("^半打(?=$|[一-鿿]{1,3}$)"), "六个"),
+)
 _HAN_DOZEN = re.compile(f"({_NUMERAL})打(?=$|[一-鿿]{{1,3}}$)")
 
 
@@ -70,7 +104,7 @@ def _english(text: str) -> str | None:
     value = _english_value(match) if match else None
     if match is None or value is None:
         return None
-    return f"{'-' if match['sign'] else ''}{value} {text[match.end():].lstrip()}".strip()
+    return f"{'-' if match['sign'] else ''}{value} {text[match.end() :].lstrip()}".strip()
 
 
 def _english_value(match: re.Match[str]) -> Fraction | None:
@@ -116,7 +150,7 @@ def _chinese(text: str) -> str | None:
     for pattern, numeral in _HAN_COUNTS:
         text = pattern.sub(numeral, text)
     if dozens := _HAN_DOZEN.match(text):
-        return f"{12 * _han(dozens[1])}{text[dozens.end():]}"
+        return f"{12 * _han(dozens[1])}{text[dozens.end() :]}"
     match = _HAN.match(text)
     rest = text[match.end() :] if match else ""
     if match is None or (re.search(rf"[{_SIGNS}]", rest) or len(rest) > 3) and not units.unit_of(rest):
@@ -155,4 +189,6 @@ def _han(numeral: str) -> int:
         else:
             digit = _HAN_DIGITS[sign]
             last = last if digit else 10
-    return total + section + (digit or 0) * (last // 10 if numeral[-1] in _HAN_DIGITS and numeral[-2] in _HAN_UNITS else 1)
+    return (
+        total + section + (digit or 0) * (last // 10 if numeral[-1] in _HAN_DIGITS and numeral[-2] in _HAN_UNITS else 1)
+    )

@@ -1,4 +1,5 @@
-"""The file for what reward functions print: neither the protocol nor the terminal has room for it, and it must not fill a disk."""
+"""The file for what reward functions print: neither the protocol nor the terminal has room for it, and it must not fill
+a disk."""
 
 from __future__ import annotations
 

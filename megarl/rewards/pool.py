@@ -1,4 +1,5 @@
-"""Scores answers while others are still being generated: in worker processes of which one may hang or die at any time."""
+"""Scores answers while others are still being generated: in worker processes of which one may hang or die at any
+time."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ log = logging.getLogger(__name__)
 REVIVE_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0, 60.0)
 """Before each attempt to bring a dead worker up again; then it is given up (its host is gone)."""
 STUCK_S = sum(REVIVE_DELAYS_S) + 2 * len(REVIVE_DELAYS_S) * START_TIMEOUT_S
-"""Beyond ``reward.timeout_s``: the longest time in which every worker may be busy, or on its way up, without a fault of this pool."""
+"""Beyond ``reward.timeout_s``: the longest time in which every worker may be busy, or on its way up, without a fault of
+this pool."""
 USER = "user"
 """The verifier's name where ``reward.path`` is set."""
 
@@ -76,7 +78,11 @@ class Judging(Protocol):
     """Part of ``judge.Judge`` that the pool uses."""
 
     async def score(
-        self, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, question: str | None = None
+        self,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: dict[str, Any] | None = None,
+        question: str | None = None,
     ) -> dict[str, Any]: ...
 
 
@@ -91,7 +97,9 @@ class RewardPool:
     Raises ConfigError on entering when ``reward.path`` cannot be used, or a host of ``reward.hosts`` not be reached.
     """
 
-    def __init__(self, config: RewardConfig, judge: Judging | None = None, key: str = "", output: Path | None = None) -> None:
+    def __init__(
+        self, config: RewardConfig, judge: Judging | None = None, key: str = "", output: Path | None = None
+    ) -> None:
         self._config = config
         self._judge = judge
         self._output = None if output is None else Output(output)
@@ -141,7 +149,8 @@ class RewardPool:
     async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
         """Score one answer. Never raises for what the reward function does: that is the verdict's status.
 
-        An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and ``reward.max_kills`` say.
+        An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
+        ``reward.max_kills`` say.
 
         Args:
             opened: The prompt ended inside a thought (``shape.opens_thinking``).
@@ -162,7 +171,9 @@ class RewardPool:
             self.tally.add(verdict.reward.status, verdict.message)
             return verdict
         if key in self._quarantine:
-            return verdict._replace(message=f"quarantined: this answer ended {self._config.max_kills} reward processes before")
+            return verdict._replace(
+                message=f"quarantined: this answer ended {self._config.max_kills} reward processes before"
+            )
         failures = 0
         while True:
             died_before = verdict.kills
@@ -176,7 +187,9 @@ class RewardPool:
                 return verdict
             if verdict.kills >= self._config.max_kills:
                 self._quarantine.add(key)
-                return verdict._replace(message=f"quarantined after {verdict.kills} reward processes: {verdict.message}")
+                return verdict._replace(
+                    message=f"quarantined after {verdict.kills} reward processes: {verdict.message}"
+                )
             failures += verdict.kills == died_before or verdict.reward.status == "timeout"
             if failures > self._config.retries:
                 return verdict
@@ -236,7 +249,8 @@ class RewardPool:
         )
 
     async def _free_worker(self) -> Worker | None:
-        """The next free one that runs; None when all have been given up. What died while it was idle is nobody's fault."""
+        """The next free one that runs; None when all have been given up. What died while it was idle is nobody's
+        fault."""
         while True:
             worker = await self._next()
             if worker is None:
@@ -251,7 +265,9 @@ class RewardPool:
         limit_s = STUCK_S + self._config.timeout_s
         while True:
             try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._freed_at + limit_s - time.monotonic()):
+                async with asyncio.timeout_at(
+                    asyncio.get_running_loop().time() + self._freed_at + limit_s - time.monotonic()
+                ):
                     worker = await self._idle.get()
                 self._freed_at = time.monotonic()
                 return worker

@@ -21,7 +21,9 @@ def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
     try:
         score_answer = reasoning_gym.get_score_answer_fn(family)
     except ValueError as error:
-        raise DataError(f"data_source 'reasoning_gym/{family}': reasoning-gym has no such family; correct it, or set reward.path") from error
+        raise DataError(
+            f"data_source 'reasoning_gym/{family}': reasoning-gym has no such family; correct it, or set reward.path"
+        ) from error
 
     def score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
         info = extra_info or {}

@@ -1,4 +1,5 @@
-"""A worker process as its pool sees it, on this machine or another: asked one thing at a time, ended when it does not answer."""
+"""A worker process as its pool sees it, on this machine or another: asked one thing at a time, ended when it does not
+answer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megarl.rewards.child import RewardProcess
 from megarl.rewards.output import Output
 
 START_TIMEOUT_S = 120.0
-"""Seconds for starting Python and importing a verifier on a loaded machine; the task's own limit is ``reward.timeout_s``."""
+"""Seconds for starting Python and importing a verifier on a loaded machine; the task's own limit is
+``reward.timeout_s``."""
 CONNECT_S = 10.0
 MAX_LINE_BYTES = 2**24
 CALLER, HOST = "reward caller", "reward host"
@@ -31,7 +33,8 @@ class WorkerError(RuntimeError):
 
 
 class WorkerUnfit(WorkerError):
-    """The worker cannot have a verifier, through no fault of the row: no sandbox where it runs, a package that is missing."""
+    """The worker cannot have a verifier, through no fault of the row: no sandbox where it runs, a package that is
+    missing."""
 
 
 class WorkerDied(WorkerError):
@@ -78,7 +81,8 @@ class Worker:
             await self._ask({"config": to_dict(self._config)}, START_TIMEOUT_S)
         except TimeoutError as error:
             raise ConfigError(
-                f"reward.path={path}: not loaded within {START_TIMEOUT_S:g} s; what it does when it is imported takes too long"
+                f"reward.path={path}: not loaded within {START_TIMEOUT_S:g} s; what it does when it is imported takes "
+                "too long"
             ) from error
         except WorkerDied as error:
             if path is None:
@@ -120,7 +124,8 @@ class Worker:
         return reply
 
     async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one request and return its reply. A worker that does not answer in time, or whose caller gives up, is killed."""
+        """Send one request and return its reply. A worker that does not answer in time, or whose caller gives up, is
+        killed."""
         assert self._reader is not None and self._writer is not None
         try:
             async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
@@ -141,7 +146,9 @@ class Worker:
             await self.kill()
             raise WorkerError(self._named(f"the reward process sent no reply: {error}: {line[:200]!r}")) from error
         if "error" in reply:
-            raise (WorkerUnfit if "prepare" in request and not reply.get("of_row") else WorkerError)(self._named(reply["error"]))
+            raise (WorkerUnfit if "prepare" in request and not reply.get("of_row") else WorkerError)(
+                self._named(reply["error"])
+            )
         return reply
 
     def _named(self, message: str) -> str:
@@ -211,7 +218,11 @@ class LocalWorker(Worker):
 
     async def _ending(self) -> str:
         status = None if self._process is None else await self._process.status()
-        return "the reward process closed its connection" if status is None else f"the reward process ended with code {status}"
+        return (
+            "the reward process closed its connection"
+            if status is None
+            else f"the reward process ended with code {status}"
+        )
 
     async def kill(self) -> None:
         process, self._process = self._process, None
@@ -221,13 +232,23 @@ class LocalWorker(Worker):
 
 
 def addresses(hosts: Sequence[str]) -> list[str]:
-    """HOST:PORT of each process that ``reward.hosts`` asks for. Raises ConfigError for what is not HOST:PORT or HOST:PORT*N."""
+    """HOST:PORT of each process that ``reward.hosts`` asks for. Raises ConfigError for what is not HOST:PORT or
+    HOST:PORT*N."""
     found: list[str] = []
     for entry in hosts:
         address, star, count = entry.partition("*")
         host, _, port = address.rpartition(":")
-        if not entry.isascii() or not host or not port.isdecimal() or (star and not count.isdecimal()) or not 0 < int(port) < 65536 or count == "0":
-            raise ConfigError(f"reward.hosts: {entry!r} is not HOST:PORT*N (N processes of the `megarl rewards serve` there)")
+        if (
+            not entry.isascii()
+            or not host
+            or not port.isdecimal()
+            or (star and not count.isdecimal())
+            or not 0 < int(port) < 65536
+            or count == "0"
+        ):
+            raise ConfigError(
+                f"reward.hosts: {entry!r} is not HOST:PORT*N (N processes of the `megarl rewards serve` there)"
+            )
         found += [address] * int(count or 1)
     return found
 
@@ -285,7 +306,9 @@ class RemoteWorker(Worker):
 
     def _unreachable(self, error: OSError) -> WorkerDied:
         why = str(error) or "no answer"
-        return WorkerDied(f"reward.hosts: {self._address} cannot be reached ({why}); is `megarl rewards serve` up there?")
+        return WorkerDied(
+            f"reward.hosts: {self._address} cannot be reached ({why}); is `megarl rewards serve` up there?"
+        )
 
     async def _ending(self) -> str:
         return f"the reward process at {self._address} ended"
@@ -301,7 +324,8 @@ async def send_line(writer: asyncio.StreamWriter, **message: Any) -> None:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Make the kernel end a connection whose other machine is gone: after 60 s without a sign of it, sent or asked for."""
+    """Make the kernel end a connection whose other machine is gone: after 60 s without a sign of it, sent or asked
+    for."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
@@ -309,7 +333,8 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str]) -> None:
-    """Every host of ``reward.hosts`` gives a worker that can have these verifiers. Raises ConfigError naming the one that does not."""
+    """Every host of ``reward.hosts`` gives a worker that can have these verifiers. Raises ConfigError naming the one
+    that does not."""
     for address in dict.fromkeys(addresses(config.hosts)):
         worker = RemoteWorker(config, address, key)
         try:
@@ -317,7 +342,9 @@ async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str
             for data_source in data_sources:
                 await worker.prepare(data_source)
         except (WorkerError, TimeoutError) as error:
-            raise ConfigError(f"reward.hosts: {str(error) or 'no answer'}; mend that host, or leave {address} out") from error
+            raise ConfigError(
+                f"reward.hosts: {str(error) or 'no answer'}; mend that host, or leave {address} out"
+            ) from error
         finally:
             await worker.kill()
 
@@ -335,5 +362,7 @@ async def await_hosts(hosts: Sequence[str], patience_s: float = START_TIMEOUT_S)
                 break
             except (OSError, TimeoutError) as error:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise ConfigError(f"the reward workers of a node at {address} cannot be reached: {str(error) or 'no answer'}") from error
+                    raise ConfigError(
+                        f"the reward workers of a node at {address} cannot be reached: {str(error) or 'no answer'}"
+                    ) from error
             await asyncio.sleep(0.2)

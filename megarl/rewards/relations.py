@@ -8,8 +8,14 @@ from collections.abc import Callable
 from megarl.rewards.normalize import half_width
 
 _WORDS: tuple[tuple[str, str], ...] = (
-    ("≥", r"(?:greater|larger|bigger|more)\s+than\s+or\s+equal\s+to|at\s+least|(?:not|no)\s+(?:less|smaller|fewer)\s+than|大于(?:或者?)?等于|不小于|不少于|不低于"),
-    ("≤", r"(?:less|smaller|fewer)\s+than\s+or\s+equal\s+to|at\s+most|(?:not|no)\s+(?:greater|more|larger|bigger)\s+than|小于(?:或者?)?等于|不大于|不多于|不超过|不高于"),
+    (
+        "≥",
+        r"(?:greater|larger|bigger|more)\s+than\s+or\s+equal\s+to|at\s+least|(?:not|no)\s+(?:less|smaller|fewer)\s+than|大于(?:或者?)?等于|不小于|不少于|不低于",
+    ),
+    (
+        "≤",
+        r"(?:less|smaller|fewer)\s+than\s+or\s+equal\s+to|at\s+most|(?:not|no)\s+(?:greater|more|larger|bigger)\s+than|小于(?:或者?)?等于|不大于|不多于|不超过|不高于",
+    ),
     ("≠", r"not\s+equal(?:\s+to)?|unequal\s+to|不等于|不相等"),
     ("≈", r"approximately\s+equal\s+to|约等于"),
     (">", r"(?:greater|larger|bigger|more)\s+than|大于"),
@@ -19,9 +25,15 @@ _WORDS: tuple[tuple[str, str], ...] = (
     ("=", r"(?<!not )(?:equal\s+to|equals?)|(?<!不)(?<!约)等于"),
 )
 _COMMANDS = (
-    (">", r"\\gt(?![a-z])"), ("<", r"\\lt(?![a-z])"), ("≥", r"\\geq?(?:slant)?(?![a-z])|>=|⩾"), ("≤", r"\\leq?(?:slant)?(?![a-z])|<=|⩽"), ("≠", r"\\neq?(?![a-z])|!="),
-    ("≈", r"\\approx(?![a-z])"), ("∥", r"\\parallel(?![a-z])|//|‖"), ("⊥", r"\\perp(?![a-z])"),
-)  # fmt: skip
+    (">", r"\\gt(?![a-z])"),
+    ("<", r"\\lt(?![a-z])"),
+    ("≥", r"\\geq?(?:slant)?(?![a-z])|>=|⩾"),
+    ("≤", r"\\leq?(?:slant)?(?![a-z])|<=|⩽"),
+    ("≠", r"\\neq?(?![a-z])|!="),
+    ("≈", r"\\approx(?![a-z])"),
+    ("∥", r"\\parallel(?![a-z])|//|‖"),
+    ("⊥", r"\\perp(?![a-z])"),
+)
 _SIGNS = "".join(sign for sign, _ in _WORDS)
 _TURNED = {">": "<", "<": ">", "≥": "≤", "≤": "≥"}
 _LATEX = {"≥": r"\geq ", "≤": r"\leq ", "≠": r"\neq ", "≈": r"\approx "}
@@ -34,11 +46,16 @@ _FORMULA = re.compile(r"[^一-鿿]*")
 
 def _signed(text: str) -> str:
     """Replace words by signs; nothing else is changed but spaces."""
-    text = re.sub(r"\$|\\[()\[\],;! ]|\*\*|`|[\"']|\\(?:text|mathrm|mbox)\s*(?=\{)", " ", half_width(text)).strip().rstrip(".").strip()
+    text = (
+        re.sub(r"\$|\\[()\[\],;! ]|\*\*|`|[\"']|\\(?:text|mathrm|mbox)\s*(?=\{)", " ", half_width(text))
+        .strip()
+        .rstrip(".")
+        .strip()
+    )
     for pattern, sign in _WRITTEN:
         text = pattern.sub(sign, text)
     if match := _BETWEEN.fullmatch(text):
-        text = f"{match[1]}{ {'平行': '∥', '垂直': '⊥', '相等': '='}[match[3]]}{match[2]}"
+        text = f"{match[1]}{ {'平行': '∥', '垂直': '⊥', '相等': '='}[match[3]] }{match[2]}"
     for pattern, sign in _SAID:
         text = pattern.sub(sign, text)
     return re.sub(rf"\s*([{_SIGNS}])\s*", r"\1", text.strip(" {}"))
@@ -57,7 +74,8 @@ def formula(text: str) -> str:
 
 
 def compare(gold: str, pred: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Return True if ``pred`` is the sign or the comparison ``gold``, turned round or in words; None where neither has words or only a sign."""
+    """Return True if ``pred`` is the sign or the comparison ``gold``, turned round or in words; None where neither has
+    words or only a sign."""
     if len(gold) > 80 or len(pred) > 160:
         return None
     ours = _signed(gold)

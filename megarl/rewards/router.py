@@ -1,4 +1,5 @@
-"""Verifiers of the data sources. A new family of rewards is one file, one row of ``FAMILIES`` and its rows of ``ROUTES``."""
+"""Verifiers of the data sources. A new family of rewards is one file, one row of ``FAMILIES`` and its rows of
+``ROUTES``."""
 
 from __future__ import annotations
 
@@ -27,16 +28,20 @@ FAMILIES: dict[str, Callable[[str, RewardConfig], Scorer]] = {
     "judge": lambda rest, config: judge_family.scorer(config),
     "vision": lambda rest, config: vision.scorer(rest),
 }
-"""Family -> function of what follows the prefix in ``data_source``, and of the settings, that gives the scorer. Heavy imports happen there."""
+"""Family -> function of what follows the prefix in ``data_source``, and of the settings, that gives the scorer. Heavy
+imports happen there."""
 
 RowCheck = Callable[[str, Any, dict[str, Any]], None]
 ROW_CHECKS: dict[str, RowCheck] = {
-    **dict.fromkeys(("math", "math_named", "math_boxed", "gsm8k"), lambda rest, truth, info: math_verifier.check_row(truth, info)),
+    **dict.fromkeys(
+        ("math", "math_named", "math_boxed", "gsm8k"), lambda rest, truth, info: math_verifier.check_row(truth, info)
+    ),
     "k12": lambda rest, truth, info: k12.check_row(truth, info),
     "vision": lambda rest, truth, info: vision.check_row(rest.split("/")[1], truth, info),
     "code": lambda rest, truth, info: code_tests.check_row(truth, info),
 }
-"""Family -> function of what follows the prefix, ground truth and extra_info that raises DataError for what no answer can be judged by."""
+"""Family -> function of what follows the prefix, ground truth and extra_info that raises DataError for what no answer
+can be judged by."""
 
 ROUTES: dict[str, str] = {
     "reasoning_gym": "reasoning_gym",
@@ -53,17 +58,29 @@ ROUTES: dict[str, str] = {
     "vision": "vision",
     "hiyouga/geometry3k": "math_boxed",
     **dict.fromkeys(
-        ("code", "codecontests", "apps", "codeforces", "taco", "humaneval", "openai_humaneval", "mbpp", "livecodebench"), "code"
+        (
+            "code",
+            "codecontests",
+            "apps",
+            "codeforces",
+            "taco",
+            "humaneval",
+            "openai_humaneval",
+            "mbpp",
+            "livecodebench",
+        ),
+        "code",
     ),
 }
 """Prefix of ``data_source`` -> family: verl's names, and ours."""
 
 
 def route(data_source: str, routes: Mapping[str, str]) -> tuple[str, str]:
-    """(family, what follows the prefix) by the longest matching prefix, of ``routes`` (``reward.routes``) before megarl's own.
+    """(family, what follows the prefix) by the longest matching prefix, of ``routes`` (``reward.routes``) before
+    megarl's own.
 
-    What follows a prefix of the user's is the subtype that ``routes`` names (``vision/count``), since only megarl's own names mean
-    something after their prefix.
+    What follows a prefix of the user's is the subtype that ``routes`` names (``vision/count``), since only megarl's own
+    names mean something after their prefix.
 
     Raises:
         DataError: there is none.
@@ -77,7 +94,8 @@ def route(data_source: str, routes: Mapping[str, str]) -> tuple[str, str]:
             family, slash, subtype = table[prefix].partition("/")
             return family, slash + subtype
     raise DataError(
-        f"data_source {data_source!r} has no verifier; known prefixes: {', '.join(ROUTES)}; send it to one of them by reward.routes, "
+        f"data_source {data_source!r} has no verifier; known prefixes: {', '.join(ROUTES)}; send it to one of them by "
+        "reward.routes, "
         "or set reward.path to a Python file with compute_score"
     )
 
@@ -90,14 +108,20 @@ def scorer_for(data_source: str, config: RewardConfig | None = None) -> Scorer:
 
 
 def check_row(data_source: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> None:
-    """Raises DataError for a row that no answer can be judged by, as far as reading it tells. Cheap: nothing is run or solved."""
+    """Raises DataError for a row that no answer can be judged by, as far as reading it tells. Cheap: nothing is run or
+    solved."""
     family, rest = route(data_source, config.routes)
     if family in ROW_CHECKS:
         ROW_CHECKS[family](rest, ground_truth, extra_info)
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, *, config: RewardConfig | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    config: RewardConfig | None = None,
 ) -> dict[str, Any]:
     """Score an answer, in verl's signature. How it is written (``shape``) is a job's to weigh, and no part of this.
 

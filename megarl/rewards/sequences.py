@@ -9,21 +9,35 @@ from megarl.rewards.normalize import half_width
 
 _RUNS = ((0x2460, 20), (0x2474, 20), (0x2776, 10), (0x24F5, 10))
 """First sign and length of each run of numbers in one sign: ① ⑴ ❶ ⓵."""
-_CIRCLED = {chr(first + k): k + 1 for first, length in _RUNS for k in range(length)} | {"➀": 1, "➁": 2, "➂": 3, "➃": 4, "➄": 5}
+_CIRCLED = {chr(first + k): k + 1 for first, length in _RUNS for k in range(length)} | {
+    "➀": 1,
+    "➁": 2,
+    "➂": 3,
+    "➃": 4,
+    "➄": 5,
+}
 _SIGN = f"[{''.join(_CIRCLED)}]"
 _TEXTS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textcircled)\s*\{([^{}]*)\}")
 _ARROW = r"(?:-*[-=]>|→|⟶|➔|➡️?|⇒|\\(?:to|rightarrow|longrightarrow|Rightarrow)(?![a-z]))"
 _SEPARATOR = rf"\s*(?:(?:{_ARROW}|[,;、>|]|-+(?![->])|—+(?!—)|\band\b|和|与|及|\bthen\b)\s*){{1,3}}"
 _MARKED = rf"(?:\(\s*{_SIGN}\s*\)|{_SIGN}|\(\s*\d{{1,2}}\s*\))"
 _NUMBER = rf"(?:{_MARKED}|\d{{1,2}}(?!\d))"
-_NOISE = re.compile(r"^(?:(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|order)\s*(?:is|are|:)?|(?:正确的?)?(?:选项|答案|顺序|序号|选择|应选|故选|选|第|只有|只)(?:是|为|:)?|only)\s*|\s*[个项]?[.。;!]*$", re.IGNORECASE)
+_NOISE = re.compile(
+    r"^(?:(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|order)\s*(?:is|are|:)?|(?:正确的?)?(?:选项|答案|顺序|序号|选择|应选|故选|选|第|只有|只)(?:是|为|:)?|only)\s*|\s*[个项]?[.。;!]*$",
+    re.IGNORECASE,
+)
 _NUMBERS = re.compile(rf"{_NUMBER}(?:(?:{_SEPARATOR}|\s+){_NUMBER})*|{_MARKED}(?:(?:{_SEPARATOR}|\s*){_MARKED})*")
 _LETTERS = re.compile(rf"[A-J](?:(?:{_SEPARATOR}|\s*)[A-J])+|[a-j](?:(?:{_SEPARATOR}|\s*)[a-j])+")
 _ARROWS = re.compile(_ARROW)
 _TURNED_ARROW = re.compile(r"\s*(?:←|⟵|⇐|\\(?:leftarrow|longleftarrow|gets)(?![a-z]))\s*")
 _LISTED = re.compile(r"\s*[;\n|]\s*|\s*[、,]\s*|\s+and\s+|-{2,}|—+")
 _CHAIN = re.compile(r"(<|>|≤|≥)")
-_RELATIONS = ((re.compile(r"\\leq?(?:slant)?(?![a-z])|<=|⩽"), "≤"), (re.compile(r"\\geq?(?:slant)?(?![a-z])|>=|⩾"), "≥"), (re.compile(r"\\lt(?![a-z])"), "<"), (re.compile(r"\\gt(?![a-z])"), ">"))
+_RELATIONS = (
+    (re.compile(r"\\leq?(?:slant)?(?![a-z])|<=|⩽"), "≤"),
+    (re.compile(r"\\geq?(?:slant)?(?![a-z])|>=|⩾"), "≥"),
+    (re.compile(r"\\lt(?![a-z])"), "<"),
+    (re.compile(r"\\gt(?![a-z])"), ">"),
+)
 _TURNED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 Same = Callable[[str, str], bool]
 
@@ -74,7 +88,8 @@ def same_selection(gold: Sequence[int], pred: str) -> bool:
 
 
 def compare(gold: str, pred: str, same: Same) -> bool | None:
-    """Return True if ``pred`` is the order or selection ``gold``; None for a gold that is neither. ``same`` compares items."""
+    """Return True if ``pred`` is the order or selection ``gold``; None for a gold that is neither. ``same`` compares
+    items."""
     gold, pred = _forward(gold.strip(" $")), _forward(pred.strip(" $"))
     if not re.search(rf"{_ARROW}|{_SIGN}|[<>＜＞≤≥]|\\[lg][et]|[A-JＡ-Ｊ]\W*[A-JＡ-Ｊ]|\d\D{{0,3}}\d", gold):
         return None
@@ -118,10 +133,18 @@ def _of_letters(gold: str, pred: str, same: Same) -> bool | None:
         return None
     wanted = re.findall(r"[A-Ja-j](?![a-z]{2})", _words_out(gold))
     arrows = bool(_ARROWS.search(gold))
-    if len(wanted) < (2 if arrows else 3) or len(set(wanted)) < len(wanted) or (wanted == sorted(wanted) and not arrows) or gold.islower():
+    if (
+        len(wanted) < (2 if arrows else 3)
+        or len(set(wanted)) < len(wanted)
+        or (wanted == sorted(wanted) and not arrows)
+        or gold.islower()
+    ):
         return None
     text = _NOISE.sub("", _NOISE.sub("", _bare(pred)))
-    return bool(_LETTERS.fullmatch(text)) and [letter.upper() for letter in re.findall("[A-Ja-j]", _words_out(text))] == wanted
+    return (
+        bool(_LETTERS.fullmatch(text))
+        and [letter.upper() for letter in re.findall("[A-Ja-j]", _words_out(text))] == wanted
+    )
 
 
 def _words_out(text: str) -> str:

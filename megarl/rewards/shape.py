@@ -1,7 +1,8 @@
 """Rewards for how an answer is written, whether it is right or not: form, repetition, language, length. Pure functions.
 
-A word of the language reward is a run of Latin letters, of another alphabet's, or half a word for a Han character (Chinese words
-have about two). Everything here is linear in the length of the text, so that no answer can hold a worker up.
+A word of the language reward is a run of Latin letters, of another alphabet's, or half a word for a Han character
+(Chinese words have about two). Everything here is linear in the length of the text, so that no answer can hold a worker
+up.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _WORD = re.compile(rf"(?P<zh>[{_HAN}])|(?P<en>[A-Za-zÀ-ɏ]+(?:['’][A-Za-zÀ-�
 
 
 def shape_parts(text: str, question: str, config: RewardConfig, *, opened: bool = False) -> dict[str, float]:
-    """The parts that need nothing but an answer's text and whose weight is not 0, unweighted: format, repetition, language.
+    """The parts that need nothing but an answer's text and whose weight is not 0, unweighted: format, repetition,
+    language.
 
     Args:
         question: The last message of the prompt, whose language is meant by ``reward.language.language: prompt``.
@@ -55,7 +57,8 @@ def shape_parts(text: str, question: str, config: RewardConfig, *, opened: bool 
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Return True if a prompt, as the chat template wrote it, ends inside a thought that the answer only has to close."""
+    """Return True if a prompt, as the chat template wrote it, ends inside a thought that the answer only has to
+    close."""
     return prompt.rstrip().endswith("<think>")
 
 
@@ -67,8 +70,8 @@ def as_written(text: str, opened: bool) -> str:
 def format_reward(text: str, form: Form, *, opened: bool = False) -> float:
     """1.0 for the wanted form, else 0.0 (DeepSeek-R1, 2501.12948 §2.2.2).
 
-    Each tag once, in order, nothing but white space outside, the answer not blank; a thought may be, as it is where a model
-    has thinking switched off. The answer of ``think`` is all that is after ``</think>``.
+    Each tag once, in order, nothing but white space outside, the answer not blank; a thought may be, as it is where a
+    model has thinking switched off. The answer of ``think`` is all that is after ``</think>``.
 
     Args:
         opened: The prompt ended with ``<think>`` (``opens_thinking``): the answer begins inside.
@@ -86,8 +89,9 @@ def format_reward(text: str, form: Form, *, opened: bool = False) -> float:
 def repetition_penalty(text: str, ngram: int) -> float:
     """-(share of n-grams that came before), above -1 and at most 0; 0 for texts of fewer than ``ngram`` words.
 
-    Words are what white space parts, in lower case; each Han character is one (Open-R1's ``get_repetition_penalty_reward`` with
-    ``max_penalty=-1``, from 2502.03373 appendix C.2; Open-R1 cuts Chinese with jieba).
+    Words are what white space parts, in lower case; each Han character is one (Open-R1's
+    ``get_repetition_penalty_reward`` with ``max_penalty=-1``, from 2502.03373 appendix C.2; Open-R1 cuts Chinese with
+    jieba).
     """
     words = _TOKEN.findall(text.lower())
     total = len(words) - ngram + 1
@@ -100,9 +104,9 @@ def repetition_penalty(text: str, ngram: int) -> float:
 def language_consistency(text: str, language: Language) -> float:
     """The share of words in ``language``, 0.0 to 1.0 (DeepSeek-R1, 2501.12948 §2.3.2), told by script.
 
-    ``en`` is every word of Latin letters, ``zh`` every Han character, ``other`` all the rest. Not counted: code, formulas, URLs,
-    tags, LaTeX commands, numbers, punctuation, and single Latin letters, which are mostly names of variables. What has
-    no words to count has mixed no languages: 1.0. A blank text has said nothing: 0.0.
+    ``en`` is every word of Latin letters, ``zh`` every Han character, ``other`` all the rest. Not counted: code,
+    formulas, URLs, tags, LaTeX commands, numbers, punctuation, and single Latin letters, which are mostly names of
+    variables. What has no words to count has mixed no languages: 1.0. A blank text has said nothing: 0.0.
     """
     if not text.strip():
         return 0.0
@@ -112,7 +116,8 @@ def language_consistency(text: str, language: Language) -> float:
 
 
 def language_of(question: str) -> Language:
-    """The language of most words, counted as in ``language_consistency``; ``en`` before ``zh`` in a tie or without words."""
+    """The language of most words, counted as in ``language_consistency``; ``en`` before ``zh`` in a tie or without
+    words."""
     counts = _words(question)
     return max(counts, key=counts.__getitem__)
 
@@ -132,14 +137,17 @@ def _words(text: str) -> dict[Language, float]:
 def k15_length_rewards(lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
     """k1.5's length reward of every answer of a group, each from -0.5 to 0.5 (2501.12599 §2.3.3).
 
-    λ = 0.5 - (length - min) / (max - min); a right answer gets λ, a wrong one min(0, λ); all 0 where all lengths are equal.
+    λ = 0.5 - (length - min) / (max - min); a right answer gets λ, a wrong one min(0, λ); all 0 where all lengths are
+    equal.
 
     Args:
         lengths: Response tokens.
         right: Whether the verifier took each answer.
     """
     if len(lengths) != len(right):
-        raise ValueError(f"{len(lengths)} lengths and {len(right)} verdicts of one group; give one of each for every answer")
+        raise ValueError(
+            f"{len(lengths)} lengths and {len(right)} verdicts of one group; give one of each for every answer"
+        )
     if not lengths or min(lengths) == max(lengths):
         return [0.0] * len(lengths)
     shortest, span = min(lengths), max(lengths) - min(lengths)

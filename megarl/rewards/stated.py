@@ -1,7 +1,7 @@
 """Sentences that state the one number or formula in them as it is: "she has 12 left" does, "half of 12" does not.
 
-A whitelist: before it stands a carrier phrase ("there are", ``x =``, 一共有), after it a unit, what is counted, or nothing.
-Besides, the whole sentence has no negation or doubt, and no operation after the number.
+A whitelist: before it stands a carrier phrase ("there are", ``x =``, 一共有), after it a unit, what is counted, or
+nothing. Besides, the whole sentence has no negation or doubt, and no operation after the number.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ spent won took taken found kept ate drank drove rode ran flew saw held lent grew
 
 def _forms(verb: str) -> set[str]:
     stem = verb[:-1] if verb.endswith(("e", "y")) else verb
-    return {verb, f"{verb}s", *(stem + end for end in (("ies", "ied", "ying") if re.search("[^aeiou]y$", verb) else ("es", "ed", "ing")))}
+    return {
+        verb,
+        f"{verb}s",
+        *(stem + end for end in (("ies", "ied", "ying") if re.search("[^aeiou]y$", verb) else ("es", "ed", "ing"))),
+    }
 
 
-_VERB = rf"(?:{'|'.join(sorted(set().union(*map(_forms, _REGULAR.split()), _IRREGULAR.split()), key=len, reverse=True))})"
+_VERB = (
+    rf"(?:{'|'.join(sorted(set().union(*map(_forms, _REGULAR.split()), _IRREGULAR.split()), key=len, reverse=True))})"
+)
 _FILLER = (
     r"(?:a\s+(?:grand\s+)?total\s+of|in\s+(?:total|all)|only|exactly|just|simply|precisely|therefore|thus|hence|then|now|also|still|altogether|indeed|finally"
     r"|equal\s+to|the\s+(?:number|value|integer|(?:final\s+)?answer)|him|her|them|us|me|you|it|that|there|all|his|their|my|our|its|another|the|these|those|to|be|pay|up"
@@ -62,21 +68,62 @@ _PREDICATE = re.compile(
     r"(?:answer|result|value|solution|number|total|sum|left|correct|right|needed|required|remaining)\b|(?:are|were)\s+\w|remain(?:s|ed|ing)?\b|can\s+be\s+seen\b",
     re.IGNORECASE,
 )
-_TAIL = frozenset(["a", "an", "of", "in", "on", "at", "for", "per", "from", "with", "after", "during", "each", "every", "left", "by", "to", "altogether", "total", "today", "by", "this", "these", "there", "inside", "because", "since", "before", "until", "when", "while", "as"])
-_HAN_BEHIND = re.compile(r"^.{0,2}(?:[几万亿半]|千(?![米克瓦帕])|百(?!分))|^.?(?:[成至到加减乘和与]|倍(?!$)|分之)|^[余来对折]|^打$|^.?多|^的.|^是(?!(?:最终|正确|最后)?的?(?:答案|结果)|正确的|对的)")
+_TAIL = frozenset(
+    [
+        "a",
+        "an",
+        "of",
+        "in",
+        "on",
+        "at",
+        "for",
+        "per",
+        "from",
+        "with",
+        "after",
+        "during",
+        "each",
+        "every",
+        "left",
+        "by",
+        "to",
+        "altogether",
+        "total",
+        "today",
+        "by",
+        "this",
+        "these",
+        "there",
+        "inside",
+        "because",
+        "since",
+        "before",
+        "until",
+        "when",
+        "while",
+        "as",
+    ]
+)
+_HAN_BEHIND = re.compile(
+    r"^.{0,2}(?:[几万亿半]|千(?![米克瓦帕])|百(?!分))|^.?(?:[成至到加减乘和与]|倍(?!$)|分之)|^[余来对折]|^打$|^.?多|^的.|^是(?!(?:最终|正确|最后)?的?(?:答案|结果)|正确的|对的)"
+)
 _CLAUSE = re.compile(r"[,;，；:：(（。!！—]")
 
 
 def stated(before: str, after: str, equation: bool = False) -> bool:
-    """Return True if a sentence states what stands between ``before`` and ``after`` unchanged; an equation needs no carrier."""
+    """Return True if a sentence states what stands between ``before`` and ``after`` unchanged; an equation needs no
+    carrier."""
     if _DENIED.search(f"{before}\0{after}") or _CHANGED.search(after):
         return False
     carried = equation or (bool(_CARRIER.search(before.lower())) and not _SIGNED.search(before))
-    return carried and not (before.strip() == "" and after.startswith("!")) and _counted(_CLAUSE.split(after)[0].strip())
+    return (
+        carried and not (before.strip() == "" and after.startswith("!")) and _counted(_CLAUSE.split(after)[0].strip())
+    )
 
 
 def _counted(text: str) -> bool:
-    """Return True if the words after a number are a unit, what is counted or where: ``apples in the box``, 个苹果, "is the answer"."""
+    """Return True if the words after a number are a unit, what is counted or where: ``apples in the box``, 个苹果, "is the
+    answer"."""
     if re.match("[一-鿿]", text):
         return not _HAN_BEHIND.search(text[:4])
     nouns: list[str] = []
@@ -91,4 +138,6 @@ def _counted(text: str) -> bool:
 def _harmless(word: str) -> bool:
     if word in ("", "times", "more", "fewer", "%", "°", "$"):
         return True
-    return not units.stops(word) and (bool(re.fullmatch(r"[a-z][a-z0-9'’/-]+|[一-鿿]+", word)) or units.unit_of(f" {word}") not in (None, ""))
+    return not units.stops(word) and (
+        bool(re.fullmatch(r"[a-z][a-z0-9'’/-]+|[一-鿿]+", word)) or units.unit_of(f" {word}") not in (None, "")
+    )

@@ -21,11 +21,12 @@ ANSWER = "answer"
 
 
 def to_verdict(result: Any) -> dict[str, Any]:
-    """``{score, status, parts}`` of a number, or of a dict with ``score``; of an error also its ``reason``, where it gives one.
+    """``{score, status, parts}`` of a number, or of a dict with ``score``; of an error also its ``reason``, where it
+    gives one.
 
-    A dict's numeric entries, and those of its ``parts``, are kept as parts. ``status`` is the dict's own; or ok / wrong by its
-    ``acc`` (a bool, 0 or 1); or else ok from a score of 1.0 on. Raises TypeError or ValueError for a result that is neither, or
-    not finite, and for more than MAX_PARTS parts or a part whose name is too long or no valid text.
+    A dict's numeric entries, and those of its ``parts``, are kept as parts. ``status`` is the dict's own; or ok / wrong
+    by its ``acc`` (a bool, 0 or 1); or else ok from a score of 1.0 on. Raises TypeError or ValueError for a result that
+    is neither, or not finite, and for more than MAX_PARTS parts or a part whose name is too long or no valid text.
     """
     if not isinstance(result, Mapping):
         score = _number(result, "the result")
@@ -52,34 +53,45 @@ def to_verdict(result: Any) -> dict[str, Any]:
 
 
 def with_question(extra_info: Mapping[str, Any] | None, question: str) -> dict[str, Any]:
-    """``extra_info`` with the prompt's last message as ``question``, where it has none: verifiers see by it who only repeats it."""
+    """``extra_info`` with the prompt's last message as ``question``, where it has none: verifiers see by it who only
+    repeats it."""
     info = dict(extra_info or {})
     return info if info.get("question") else info | {"question": question}
 
 
 def weighed(result: Any, text: str, question: str, opened: bool, config: RewardConfig) -> dict[str, Any]:
-    """``to_verdict`` of what a verifier returned for ``text``, with the shape rewards of the settings; see ``shape_parts``."""
+    """``to_verdict`` of what a verifier returned for ``text``, with the shape rewards of the settings; see
+    ``shape_parts``."""
     return weigh(to_verdict(result), shape_parts(text, question, config, opened=opened), config)
 
 
 def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardConfig) -> dict[str, Any]:
-    """The verdict with ``reward.weight`` · score + Σ weight · part as its score; the parts hold all of them, unweighted.
+    """The verdict with ``reward.weight`` · score + Σ weight · part as its score; the parts hold all of them,
+    unweighted.
 
-    ``shape``: part -> value, for parts with a ``weight`` of their own in the settings. What has no verdict stays as it is.
+    ``shape``: part -> value, for parts with a ``weight`` of their own in the settings. What has no verdict stays as it
+        is.
     """
     if verdict["status"] in NO_VERDICT or (not shape and config.weight == 1.0):
         return verdict
-    score = config.weight * verdict["score"] + sum(getattr(config, name).weight * value for name, value in shape.items())
+    score = config.weight * verdict["score"] + sum(
+        getattr(config, name).weight * value for name, value in shape.items()
+    )
     return {**verdict, "score": score, "parts": {**verdict["parts"], **shape, ANSWER: verdict["score"]}}
 
 
 def _check_names(parts: Mapping[str, float]) -> None:
     """Raise ValueError for too many parts, and for a name that is too long or cannot be stored as UTF-8."""
     if len(parts) > MAX_PARTS:
-        raise ValueError(f"compute_score returned {len(parts)} parts; at most {MAX_PARTS} numbers may stand beside 'score'")
+        raise ValueError(
+            f"compute_score returned {len(parts)} parts; at most {MAX_PARTS} numbers may stand beside 'score'"
+        )
     for name in parts:
         if len(name) > MAX_NAME or name != _valid(name):
-            raise ValueError(f"compute_score returned a part named {name!a:.60}; a name is valid Unicode text of at most {MAX_NAME} characters")
+            raise ValueError(
+                f"compute_score returned a part named {name!a:.60}; a name is valid Unicode text of at most {MAX_NAME} "
+                "characters"
+            )
 
 
 def _valid(text: str) -> str:
@@ -91,7 +103,9 @@ def _right(acc: Any, score: float) -> bool:
     if acc is None:
         return score >= 1.0
     if acc not in (0, 1):
-        raise ValueError(f"compute_score returned acc {acc!r}; it says whether the answer is right: True, False, 1 or 0")
+        raise ValueError(
+            f"compute_score returned acc {acc!r}; it says whether the answer is right: True, False, 1 or 0"
+        )
     return bool(acc)
 
 

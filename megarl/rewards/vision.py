@@ -24,7 +24,13 @@ MAX_GOLD = 1000
 
 def verdict(status: str, score: float, pred: str, reason: str = "", **parts: float) -> dict[str, Any]:
     """The dict that a scorer returns."""
-    result = {"score": score, "acc": status == "ok", "status": status, "pred": pred[:200], "extracted": float(bool(pred))}
+    result = {
+        "score": score,
+        "acc": status == "ok",
+        "status": status,
+        "pred": pred[:200],
+        "extracted": float(bool(pred)),
+    }
     return result | parts | ({"reason": reason} if reason else {})
 
 
@@ -47,7 +53,12 @@ def _number(info: Mapping[str, Any], name: str, default: float | None = None, mo
     value = _setting(info, name, default)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value <= most
+        or not math.isfinite(value)
+    ):
         upper = "" if most == math.inf else f" and at most {most:g}"
         raise ValueError(f"extra_info.{name} {value!r:.40}: expected a number above 0{upper}")
     return float(value)
@@ -70,7 +81,11 @@ def _choice_info(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dic
     """extra_info with its type. Raises ValueError for a type that is no choice."""
     info = dict(extra_info) if isinstance(extra_info, Mapping) else {}
     if info.get("type") is None:
-        info["type"] = "multiple_choice" if ground_truth and k12.question_type(ground_truth, info) == "multiple_choice" else "choice"
+        info["type"] = (
+            "multiple_choice"
+            if ground_truth and k12.question_type(ground_truth, info) == "multiple_choice"
+            else "choice"
+        )
     if info["type"] not in ("choice", "multiple_choice"):
         raise ValueError(f"extra_info.type {info['type']!r:.40}: expected choice or multiple_choice for vision/choice")
     return info
@@ -95,6 +110,7 @@ def score_choice(solution_str: str, ground_truth: Any, extra_info: Mapping[str, 
 
 
 # ---------------------------------------------------------------- counting
+
 
 def _count_gold(ground_truth: Any) -> int:
     """Raises ValueError for a ground truth that is no whole number from 0."""
@@ -126,9 +142,15 @@ def _anls_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[str], fl
     """(accepted texts, threshold). Raises ValueError when either is none."""
     ground_truth = math_verifier.listed(ground_truth)
     values = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
-    golds = [str(value) for value in values if isinstance(value, (str, int, float)) and not isinstance(value, bool) and str(value).strip()]
+    golds = [
+        str(value)
+        for value in values
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool) and str(value).strip()
+    ]
     if not golds or len(golds) != len(values) or any(len(gold) > MAX_GOLD for gold in golds):
-        raise ValueError(f"ground_truth {ground_truth!r:.80}: expected a text or a list of texts, each of 1 to {MAX_GOLD} characters")
+        raise ValueError(
+            f"ground_truth {ground_truth!r:.80}: expected a text or a list of texts, each of 1 to {MAX_GOLD} characters"
+        )
     return golds, _number(info, "threshold", THRESHOLD, most=1.0) or THRESHOLD
 
 
@@ -161,14 +183,18 @@ def _golds(ground_truth: Any, size: int) -> list[Numbers]:
     """Raises ValueError for a ground truth without shapes, or with boxes that have no area."""
     found = shapes(ground_truth, size)
     if not found:
-        raise ValueError(f"ground_truth {ground_truth!r:.80} holds no {'box [x1, y1, x2, y2]' if size == 4 else 'point [x, y]'}")
+        raise ValueError(
+            f"ground_truth {ground_truth!r:.80} holds no {'box [x1, y1, x2, y2]' if size == 4 else 'point [x, y]'}"
+        )
     broken = [box for box in found if size == 4 and not is_box(box)]
     if broken:
         raise ValueError(f"ground_truth box {list(broken[0])}: expected x1 < x2 and y1 < y2")
     return found
 
 
-def _box_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[Numbers], float, tuple[str, str, float | None, float | None], str]:
+def _box_row(
+    ground_truth: Any, info: Mapping[str, Any]
+) -> tuple[list[Numbers], float, tuple[str, str, float | None, float | None], str]:
     """(boxes, threshold, scales, what the score is). Raises ValueError for one that is none."""
     golds = _golds(ground_truth, 4)
     threshold = _number(info, "threshold", THRESHOLD, most=1.0) or THRESHOLD
@@ -180,7 +206,9 @@ def _box_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[Numbers],
     return golds, threshold, scales, by
 
 
-def _point_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[Numbers], float | None, tuple[str, str, float | None, float | None]]:
+def _point_row(
+    ground_truth: Any, info: Mapping[str, Any]
+) -> tuple[list[Numbers], float | None, tuple[str, str, float | None, float | None]]:
     """(boxes or points, radius, scales). Raises ValueError for one that is none."""
     radius, scales = _number(info, "radius"), _scales(info)
     golds = _golds(ground_truth, 4 if radius is None else 2)
@@ -189,7 +217,8 @@ def _point_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[Numbers
 
 
 def score_box(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1.0 when the boxes are as many as the ground truth's and each matches one of them by IoU >= ``extra_info.threshold``.
+    """1.0 when the boxes are as many as the ground truth's and each matches one of them by IoU >=
+    ``extra_info.threshold``.
 
     ``iou``: the mean over the larger number of boxes; it is the score with ``extra_info.score`` "iou".
     """
@@ -216,8 +245,8 @@ def score_box(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any
 
 
 def score_point(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1.0 for one point inside (or on the border of) any of the ground truth's boxes; with ``extra_info.radius``, in the ground
-    truth's coordinates, for one at most so far from any of its points."""
+    """1.0 for one point inside (or on the border of) any of the ground truth's boxes; with ``extra_info.radius``, in
+    the ground truth's coordinates, for one at most so far from any of its points."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         golds, radius, scales = _point_row(ground_truth, info)
@@ -246,7 +275,8 @@ SUBTYPES: dict[str, VisionScorer] = {
 
 
 def check_row(subtype: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
-    """Raise DataError for a row of a subtype (of SUBTYPES) that no answer could be right for. Reads texts only, no SymPy."""
+    """Raise DataError for a row of a subtype (of SUBTYPES) that no answer could be right for. Reads texts only, no
+    SymPy."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         if subtype == "math":
@@ -270,7 +300,10 @@ def scorer(rest: str) -> VisionScorer:
     slash, _, name = rest.partition("/")
     subtype = name.partition("/")[0]
     if slash or subtype not in SUBTYPES:
-        raise DataError(f"data_source 'vision{rest}' has no verifier; it is vision/<subtype> with one of {', '.join(SUBTYPES)}, or set reward.path")
+        raise DataError(
+            f"data_source 'vision{rest}' has no verifier; it is vision/<subtype> with one of {', '.join(SUBTYPES)}, or "
+            "set reward.path"
+        )
     if subtype in ("math", "choice"):
         math_verifier.scorer("")  # imports SymPy and math-verify before an answer waits for them
     return SUBTYPES[subtype]

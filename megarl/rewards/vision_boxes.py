@@ -37,8 +37,8 @@ _CORNERS = {4: ("x1", "y1", "x2", "y2"), 2: ("x", "y")}
 
 
 def answer_text(response: str) -> str:
-    """Text of an answer of coordinates: as in mathematics, but with all lines of an ``<answer>`` tag, and without box or
-    tag also the last code block, or the JSON that a response is."""
+    """Text of an answer of coordinates: as in mathematics, but with all lines of an ``<answer>`` tag, and without box
+    or tag also the last code block, or the JSON that a response is."""
     text = after_thinking(response).strip()
     if text.endswith("</answer>") and (tag := text[:-9].rpartition("<answer>"))[1] and not _MARKED.search(tag[2]):
         text = tag[2].strip()
@@ -129,11 +129,14 @@ def _floats(text: str) -> list[float]:
 
 
 def rescaled(numbers: Numbers, source: str, target: str, width: float | None, height: float | None) -> Numbers:
-    """Coordinates of ``source`` in those of ``target`` (both of SCALES). Raises ValueError when that takes a size that is not given."""
+    """Coordinates of ``source`` in those of ``target`` (both of SCALES). Raises ValueError when that takes a size that
+    is not given."""
     if source == target:
         return numbers
     if "pixels" in (source, target) and (width is None or height is None):
-        raise ValueError(f"coordinates {source} against {target} need extra_info.width and height, the image's size in pixels")
+        raise ValueError(
+            f"coordinates {source} against {target} need extra_info.width and height, the image's size in pixels"
+        )
     sizes = (width or 1.0, height or 1.0)
     factors = [(SCALES[target] or size) / (SCALES[source] or size) for size in sizes]
     return tuple(number * factors[i % 2] for i, number in enumerate(numbers))

@@ -19,7 +19,10 @@ _GROUPS = re.compile(
     re.IGNORECASE,
 )
 """Counts of several words: ``two dozen``, ``a pair of``."""
-_LOOSE = re.compile(r"\b(?:dozens?|couples?|hundreds|thousands|trios?|pairs?(?!\s+of\s+(?:\w+\s+)?(?:glasses|sunglasses|goggles|scissors|pants|trousers|jeans|shorts|pliers|tweezers)\b))\b|几|[对双打](?=$|[一-鿿])", re.IGNORECASE)
+_LOOSE = re.compile(
+    r"\b(?:dozens?|couples?|hundreds|thousands|trios?|pairs?(?!\s+of\s+(?:\w+\s+)?(?:glasses|sunglasses|goggles|scissors|pants|trousers|jeans|shorts|pliers|tweezers)\b))\b|几|[对双打](?=$|[一-鿿])",
+    re.IGNORECASE,
+)
 """Rest of another count: ``two pairs``, ``dozens``."""
 _COUNT = re.compile(
     rf"(?P<digits>(?<![A-Za-z0-9_.,])[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?![\d,.]*[\dA-Za-z_])(?P<behind>\s*(?:[%/^*×:=+-]|\\)\s*[\d{{]?|\s*%)?)"
@@ -33,15 +36,23 @@ _NO_COUNT = re.compile(
     re.IGNORECASE,
 )
 _SECOND_COUNT = re.compile(
-    r"(?<!the )(?<!in )(?<!of )(?<!\d)\d+(?:st|nd|rd|th)\b|\b[xX×]\s?\d|\d\s?[xX×](?![\w-])|\b(?=[VX]|I[IVX])X{0,3}(?:IX|IV|V?I{0,3})\b(?!-)",
+    r"(?<!the )(?<!in )(?<!of )(?<!\d)\d+(?:st|nd|rd|th)\b|\b[xX×]\s?\d|\d\s?[xX×](?![\w-])|\b(?=[VX]|I[IVX])X{0,3}(?:IX|IV|V?I{0,3})\b(?!-)"
 )
-"""Numbers that _COUNT passes over beside the one that it finds: ``4th``, ``x4``, ``IV``; not "the 2nd image", not "A4"."""
-_NOT_COUNTS = re.compile(r"一共|一起|一张|一幅|[图画][片像中里]*[一二三]|第[零一二三四五六七八九十]+|\b(?:the|this|that|each|no|which|every)\s+one\b|\bone\s+of\b", re.IGNORECASE)
-_NONE = re.compile(r"(?:there\s+(?:is|are)\s+)?(?:none|nothing|no\s+[a-z ]{1,40})\.?|there\s+(?:is|are)(?:n[' ]t|\s+not)\s+any(?:\s+[a-z ]{1,40})?|(?:[图画][片像面]?[中里上]?)?没有.{0,12}|无", re.IGNORECASE)
+"""Numbers that _COUNT passes over beside the one that it finds: ``4th``, ``x4``, ``IV``; not "the 2nd image", not
+"A4"."""
+_NOT_COUNTS = re.compile(
+    r"一共|一起|一张|一幅|[图画][片像中里]*[一二三]|第[零一二三四五六七八九十]+|\b(?:the|this|that|each|no|which|every)\s+one\b|\bone\s+of\b",
+    re.IGNORECASE,
+)
+_NONE = re.compile(
+    r"(?:there\s+(?:is|are)\s+)?(?:none|nothing|no\s+[a-z ]{1,40})\.?|there\s+(?:is|are)(?:n[' ]t|\s+not)\s+any(?:\s+[a-z ]{1,40})?|(?:[图画][片像面]?[中里上]?)?没有.{0,12}|无",
+    re.IGNORECASE,
+)
 
 
 def read_count(text: str) -> int | None:
-    """The one whole number that an answer states, in digits or words, whatever is counted; None for none, several, or a guess."""
+    """The one whole number that an answer states, in digits or words, whatever is counted; None for none, several, or a
+    guess."""
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 ", half_width(text).strip())
     text = re.sub(r"[$*`\"'{}]|\\[,;!() ]", " ", text).strip().rstrip(".!").strip()
     if not text or len(text) > MAX_TEXT:

@@ -11,7 +11,9 @@ THRESHOLD = 0.5
 """Threshold of ANLS (ST-VQA, 1905.13648) and of IoU, where a row gives none."""
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|emph)\s*\{([^{}]*)\}")
-_PLAIN = str.maketrans({sign: plain for signs, plain in (("‐‑‒–—−﹣", "-"), ("“”„«»", '"'), ("‘’‚", "'")) for sign in signs})
+_PLAIN = str.maketrans(
+    {sign: plain for signs, plain in (("‐‑‒–—−﹣", "-"), ("“”„«»", '"'), ("‘’‚", "'")) for sign in signs}
+)
 _ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303"}
 _ACCENT = re.compile(r"\\(['`^\"~])\s*\{?([A-Za-z])\}?")
 _BREAKS = re.compile(r"\\\\|<br\s*/?>|\\n(?=[A-Z\s]|$)|\\newline(?![a-z])", re.IGNORECASE)
@@ -40,12 +42,15 @@ def levenshtein(first: str, second: str) -> int:
 
 
 def anls(gold: str, pred: str, threshold: float = THRESHOLD) -> float:
-    """1 − distance / longer length of the texts in small letters with single spaces, or 0 below the threshold (1907.00490, eq. 1)."""
+    """1 − distance / longer length of the texts in small letters with single spaces, or 0 below the threshold
+    (1907.00490, eq. 1)."""
     gold, pred = (" ".join(text.casefold().split()) for text in (gold, pred))
     longer = max(len(gold), len(pred))
     if longer and gold == pred:
         return 1.0
-    if longer == 0 or 1 - abs(len(gold) - len(pred)) / longer < threshold:  # no distance is less than the lengths' difference
+    if (
+        longer == 0 or 1 - abs(len(gold) - len(pred)) / longer < threshold
+    ):  # no distance is less than the lengths' difference
         return 0.0
     similarity = 1 - levenshtein(gold, pred) / longer
     return similarity if similarity >= threshold else 0.0
@@ -54,7 +59,8 @@ def anls(gold: str, pred: str, threshold: float = THRESHOLD) -> float:
 def similarity(gold: str, pred: str, response: str, threshold: float) -> float:
     """The largest ANLS of a text and an answer, each as it is, without its marks, and in one way of writing.
 
-    What stands on several lines, or is quoted in a sentence ("The sign says …"), counts too where it is the text exactly.
+    What stands on several lines, or is quoted in a sentence ("The sign says …"), counts too where it is the text
+    exactly.
     """
     golds = {gold, legible(gold)}
     best = max(anls(one, text, threshold) for one in golds for text in {pred, bare(pred), legible(pred)})
@@ -79,7 +85,8 @@ def bare(text: str) -> str:
 
 
 def legible(text: str) -> str:
-    """Normalize as ``bare`` does, on one line, in composed characters and plain dashes and quotation marks, without LaTeX's escapes."""
+    """Normalize as ``bare`` does, on one line, in composed characters and plain dashes and quotation marks, without
+    LaTeX's escapes."""
     text = _ACCENT.sub(lambda match: match[2] + _ACCENTS[match[1]], _BREAKS.sub(" ", text))
     text = re.sub(r"\\([$%&_#{}])|\\[,;: ]", lambda match: match[1] or " ", _WRAPPED.sub(r"\1", text))
     text = unicodedata.normalize("NFKC", text).translate(_PLAIN)

@@ -1,6 +1,8 @@
-"""The process that runs a reward function: one JSON line in, one out. ``python -m megarl.rewards.worker PARENT SOCKET``.
+"""The process that runs a reward function: one JSON line in, one out. ``python -m megarl.rewards.worker PARENT
+SOCKET``.
 
-The first line holds the settings. It may be killed at any time: it holds nothing. Stdout and stderr are the function's to print to.
+The first line holds the settings. It may be killed at any time: it holds nothing. Stdout and stderr are the function's
+to print to.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from megarl.rewards.verdict import weighed, with_question
 from megarl.user_file import import_file
 
 ADDRESS_SPACE_BYTES = 8 * 2**30
-"""Limit of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not the machine's."""
+"""Limit of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not
+the machine's."""
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -60,10 +63,14 @@ class Function:
     ) -> dict[str, Any]:
         """The weighted verdict; see ``verdict.weighed``. The last two are what shape rewards ask for."""
         if self._user is not None:
-            result = self._user(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+            result = self._user(
+                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+            )
         else:
             self.prepare(data_source)
-            result = self._scorers[data_source](as_written(solution_str, opened), ground_truth, with_question(extra_info, question))
+            result = self._scorers[data_source](
+                as_written(solution_str, opened), ground_truth, with_question(extra_info, question)
+            )
         if inspect.isawaitable(result):
             result = self._loop.run_until_complete(_awaited(result))
         return weighed(result, solution_str, question, opened, self._config)
@@ -78,7 +85,8 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def serve(requests: IO[str], replies: IO[str]) -> None:
-    """Answer requests until their end. The first one holds the settings; its reply says whether the function could be loaded."""
+    """Answer requests until their end. The first one holds the settings; its reply says whether the function could be
+    loaded."""
     try:
         function = Function(from_dict(RewardConfig, _read(requests.readline(), "config")["config"]))
     except (ConfigError, _Malformed) as error:
@@ -123,7 +131,10 @@ def main(arguments: list[str]) -> None:
     die_with(int(arguments[0]), signal.SIGKILL)  # even in the middle of a user's endless loop
     connection = socket.socket(fileno=int(arguments[1]))
     connection.set_inheritable(False)  # not for programs that the function starts
-    requests, replies = connection.makefile("r", encoding="utf-8", errors="replace"), connection.makefile("w", encoding="utf-8")
+    requests, replies = (
+        connection.makefile("r", encoding="utf-8", errors="replace"),
+        connection.makefile("w", encoding="utf-8"),
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     serve(requests, replies)
 

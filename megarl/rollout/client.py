@@ -18,13 +18,14 @@ from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Hear
 HEARTBEAT_S = 5.0
 """Longest time between two frames of an engine; less where ``timeout_s`` is short."""
 LEFT_OUT_S = 5.0
-"""Seconds for which an engine that failed gets no request while others live: one that is dead has the fewest unfinished samples of all."""
+"""Seconds for which an engine that failed gets no request while others live: one that is dead has the fewest unfinished
+samples of all."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to answer ``n`` times. Sample j draws from a generator of its own, seeded with ``seed + j``. A ``greedy`` one
-    is answered at temperature 0, whatever the request's is."""
+    """Token ids to answer ``n`` times. Sample j draws from a generator of its own, seeded with ``seed + j``. A
+    ``greedy`` one is answered at temperature 0, whatever the request's is."""
 
     token_ids: Sequence[int] | np.ndarray
     n: int = 1
@@ -90,13 +91,14 @@ class _Silence:
 
 
 class EngineClient:
-    """Sends each call to the engine with the fewest unfinished samples, of those that have not just failed. Use as an async context
-    manager.
+    """Sends each call to the engine with the fewest unfinished samples, of those that have not just failed. Use as an
+    async context manager.
 
     Args:
         urls: Engine servers, all with the same weights.
         key: The job's key.
-        timeout_s: How long an engine may generate nothing while samples are outstanding and no weight update is under way.
+        timeout_s: How long an engine may generate nothing while samples are outstanding and no weight update is under
+            way.
         progressed: Called when an engine has generated tokens since its last heartbeat.
     """
 
@@ -171,7 +173,9 @@ class EngineClient:
                             continue
                         silence.over()
                         if (sample := (record.request, record.index)) not in missing:
-                            raise FrameError(f"sample {sample[1]} of prompt {sample[0]} was not asked for, or came before")
+                            raise FrameError(
+                                f"sample {sample[1]} of prompt {sample[0]} was not asked for, or came before"
+                            )
                         missing.remove(sample)
                         yield _completion(url, record)
                 decoder.end()
@@ -185,7 +189,12 @@ class EngineClient:
 
 
 def _body(prompt: Prompt) -> dict[str, Any]:
-    body = {"token_ids": [int(t) for t in prompt.token_ids], "n": prompt.n, "seed": prompt.seed, "greedy": prompt.greedy}
+    body = {
+        "token_ids": [int(t) for t in prompt.token_ids],
+        "n": prompt.n,
+        "seed": prompt.seed,
+        "greedy": prompt.greedy,
+    }
     images = [base64.b64encode(image).decode() for image in prompt.images]
     return body | ({"images": images} if images else {})
 

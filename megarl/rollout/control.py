@@ -71,7 +71,8 @@ class EngineControl:
             self.state()
         except EngineError as error:
             raise EngineError(
-                f"{error}; a server without megarl's routes was started from an environment where megarl's entry point in "
+                f"{error}; a server without megarl's routes was started from an environment where megarl's entry point "
+                "in "
                 "vllm.endpoint_plugins is not installed: install the package again (pip install --no-deps -e .)"
             ) from error
         return time.monotonic() - start

@@ -1,8 +1,8 @@
 """Routes of ours in vLLM's server, through its ``vllm.endpoint_plugins`` interface. Imported by the server only.
 
-``POST /megarl/generate`` takes many prompts and streams one frame (``megarl.rollout.frames``) for each sample the moment it ends,
-and heartbeats between them. vLLM's own ``/inference/v1/generate`` takes one prompt a request and either waits for all n samples or
-sends a line a token.
+``POST /megarl/generate`` takes many prompts and streams one frame (``megarl.rollout.frames``) for each sample the
+moment it ends, and heartbeats between them. vLLM's own ``/inference/v1/generate`` takes one prompt a request and either
+waits for all n samples or sends a line a token.
 
 ``Gate`` refuses generation, with the reason, once a weight update has failed: the engine then holds a mixture.
 Requests that come while an update runs are held by vLLM's own pause and are not refused.
@@ -47,9 +47,11 @@ _request_numbers = itertools.count()
 
 
 class PromptBody(msgspec.Struct, frozen=True):
-    """One prompt: ``n`` samples; sample j is seeded with ``seed + j`` when a seed is given. ``greedy``: at temperature 0.
+    """One prompt: ``n`` samples; sample j is seeded with ``seed + j`` when a seed is given. ``greedy``: at temperature
+    0.
 
-    ``images``: files in base64, one for each placeholder among the ids; their frames also hold the expanded ``prompt_ids``.
+    ``images``: files in base64, one for each placeholder among the ids; their frames also hold the expanded
+        ``prompt_ids``.
     """
 
     token_ids: list[int]
@@ -60,8 +62,8 @@ class PromptBody(msgspec.Struct, frozen=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
-    """The body of ``POST /megarl/generate``; ``sampling`` holds keyword arguments of vLLM's SamplingParams. ``heartbeat_s``: the
-    longest time without a frame."""
+    """The body of ``POST /megarl/generate``; ``sampling`` holds keyword arguments of vLLM's SamplingParams.
+    ``heartbeat_s``: the longest time without a frame."""
 
     prompts: list[PromptBody]
     sampling: dict[str, Any]
@@ -100,12 +102,14 @@ class Endpoints:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         state.megarl_process = secrets.token_hex(8)
         state.megarl_progress = Progress(engine_client)
-        state.megarl_refusing = "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None
+        state.megarl_refusing = (
+            "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None
+        )
 
 
 class Gate:
-    """ASGI middleware: 503 with the reason for every generation request while ``state.megarl_refusing`` is set; an engine of a job
-    is born so.
+    """ASGI middleware: 503 with the reason for every generation request while ``state.megarl_refusing`` is set; an
+    engine of a job is born so.
 
     It sets the reason itself when a step of a weight update fails, so that an engine refuses even when the trainer is
     gone. Only ``POST /megarl/refuse`` with ``reason: null`` opens it again.
@@ -128,7 +132,8 @@ class Gate:
             await self._app(scope, receive, send)
 
     async def _pausing(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keeps ``Progress.paused``: the engine core, which knows it too, answers nothing while its workers take weights."""
+        """Keeps ``Progress.paused``: the engine core, which knows it too, answers nothing while its workers take
+        weights."""
         progress: Progress = self._state.megarl_progress
         before, pausing = progress.paused, scope["path"] == _PAUSE_PATH
 
@@ -178,11 +183,14 @@ async def _state(request: Request) -> JSONResponse:
     engine: EngineClient = request.app.state.engine_client
     version, paused = await asyncio.gather(engine.get_weight_version(), engine.is_paused())
     own = request.app.state
-    return JSONResponse({"version": version, "paused": paused, "refusing": own.megarl_refusing, "process": own.megarl_process})
+    return JSONResponse(
+        {"version": version, "paused": paused, "refusing": own.megarl_refusing, "process": own.megarl_process}
+    )
 
 
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:
-    """Sampling parameters of one sample. vLLM keeps its log-probs until it ends: flat ones as numbers in lists, others as two objects a token."""
+    """Sampling parameters of one sample. vLLM keeps its log-probs until it ends: flat ones as numbers in lists, others
+    as two objects a token."""
     return SamplingParams(
         **settings, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
     )
@@ -195,19 +203,32 @@ async def _generate(request: Request) -> Response:
     except (msgspec.ValidationError, msgspec.DecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": str(error)}, status_code=400)
     state = request.app.state
-    return StreamingResponse(_stream(state.engine_client, state.megarl_progress, body, sampled, greedy), media_type=CONTENT_TYPE)
+    return StreamingResponse(
+        _stream(state.engine_client, state.megarl_progress, body, sampled, greedy), media_type=CONTENT_TYPE
+    )
 
 
 async def _stream(
     engine: EngineClient, progress: Progress, body: GenerateBody, sampled: SamplingParams, greedy: SamplingParams
 ) -> AsyncIterator[bytes]:
-    """One frame for each sample, in the order in which they end, and heartbeats. Leaving early aborts what still runs."""
+    """One frame for each sample, in the order in which they end, and heartbeats. Leaving early aborts what still
+    runs."""
     frames: asyncio.Queue[bytes] = asyncio.Queue()
     number = next(_request_numbers)
-    seen = {i: asyncio.create_task(_with_images(engine, prompt)) for i, prompt in enumerate(body.prompts) if prompt.images}
+    seen = {
+        i: asyncio.create_task(_with_images(engine, prompt)) for i, prompt in enumerate(body.prompts) if prompt.images
+    }
     tasks = [
         asyncio.create_task(
-            _answer(engine, progress, prompt, seen.get(i), _seeded(greedy if prompt.greedy else sampled, prompt, j), (number, i, j), frames)
+            _answer(
+                engine,
+                progress,
+                prompt,
+                seen.get(i),
+                _seeded(greedy if prompt.greedy else sampled, prompt, j),
+                (number, i, j),
+                frames,
+            )
         )
         for i, prompt in enumerate(body.prompts)
         for j in range(prompt.n)
@@ -270,7 +291,9 @@ def _record(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Compl
         return Failure(i, j, "finish reason error", refused=False)
     token_ids, flat = list(output.token_ids), output.logprobs
     if flat.token_ids != token_ids:
-        raise RuntimeError(f"vLLM gave log-probs of {len(flat.token_ids)} other tokens than the {len(token_ids)} sampled ones")
+        raise RuntimeError(
+            f"vLLM gave log-probs of {len(flat.token_ids)} other tokens than the {len(token_ids)} sampled ones"
+        )
     return Completion(
         request=i,
         index=j,
@@ -283,15 +306,16 @@ def _record(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Compl
 
 
 async def _with_images(engine: EngineClient, prompt: PromptBody) -> EngineInput:
-    """Compute a prompt with images by vLLM, once for all its samples: images' vectors, and placeholders repeated for them.
+    """Compute a prompt with images by vLLM, once for all its samples: images' vectors, and placeholders repeated for
+    them.
 
     Raises ValueError when an image cannot be decoded or the ids have fewer placeholders than there are images.
     """
     images = await asyncio.to_thread(_decoded, prompt.images)
     request = TokensPrompt(prompt_token_ids=prompt.token_ids, multi_modal_data={"image": images})
     try:
-        # Without vLLM's cache on both sides of the engine: of an image in two prompts, it may leave out the data of the request
-        # that reaches the engine first, which then fails with "cache drift".
+        # Without vLLM's cache on both sides of the engine: of an image in two prompts, it may leave out the data of the
+        # request that reaches the engine first, which then fails with "cache drift".
         [inputs] = await engine.renderer.render_cmpl_async([request], skip_mm_cache=True)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"{len(images)} images do not fit the prompt: {error}") from error

@@ -22,8 +22,8 @@ PLUGIN = "megarl"
 """Entry point of the groups ``vllm.general_plugins`` and ``vllm.endpoint_plugins``, and name of the weight backend."""
 
 UNTIL_PUBLISHED = "MEGARL_UNTIL_PUBLISHED"
-"""Variable that makes a server refuse generation until a publication has succeeded: one that was replaced in the middle of a job
-must not answer with the weights of the model's files."""
+"""Variable that makes a server refuse generation until a publication has succeeded: one that was replaced in the middle
+of a job must not answer with the weights of the model's files."""
 
 _SEGMENT = re.compile(
     r"/dev/shm/(psm_[0-9a-f]+"  # multiprocessing.shared_memory: vLLM's queues
@@ -62,8 +62,8 @@ def engine_process(
     It asks for the job's key on every path: ``$MEGARL_JOB_KEY`` must be in its environment as well.
 
     Args:
-        group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts meet. Part 0 is
-            the server.
+        group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts
+            meet. Part 0 is the server.
     """
     context = context_tokens(rollout)
     argv = [sys.executable, "-m", "megarl.rollout.server" if group is None or group[0] == 0 else "megarl.rollout.part"]
@@ -88,7 +88,16 @@ def engine_process(
     }
     if group is not None:
         part, (meeting, _, meeting_port) = group[0], group[1].rpartition(":")
-        argv += ["--nnodes", str(rollout.nodes), "--node-rank", str(part), "--master-addr", meeting, "--master-port", meeting_port]
+        argv += [
+            "--nnodes",
+            str(rollout.nodes),
+            "--node-rank",
+            str(part),
+            "--master-addr",
+            meeting,
+            "--master-port",
+            meeting_port,
+        ]
         argv += ["--distributed-executor-backend", "mp"]
     if rollout.expert_parallel:
         argv += ["--enable-expert-parallel"]
@@ -103,22 +112,31 @@ def engine_process(
             argv += ["--distributed-executor-backend", "uni"]
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     else:
-        # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be read back.
+        # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be
+        # read back.
         argv += ["--moe-backend", "triton"]
     return argv, environment
 
 
 def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
-    """A new folder for what one engine keeps in temporary files, and the environment that says so: vLLM leaves its sockets behind.
+    """A new folder for what one engine keeps in temporary files, and the environment that says so: vLLM leaves its
+    sockets behind.
 
-    It names its run, whose next start removes it (``remove_stale_folders``) when the supervisor and its guard were killed.
+    It names its run, whose next start removes it (``remove_stale_folders``) when the supervisor and its guard were
+    killed.
     """
     shared = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_folder_root())
-    owner = {"run_dir": None if run_dir is None else str(run_dir.resolve()), "pid": os.getpid(), "start": start_ticks(os.getpid())}
+    owner = {
+        "run_dir": None if run_dir is None else str(run_dir.resolve()),
+        "pid": os.getpid(),
+        "start": start_ticks(os.getpid()),
+    }
     Path(folder, OWNER).write_text(json.dumps(owner))
     environment = {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # what torch has compiled is for later engines too: where it lies without us
+    if (
+        "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    ):  # what torch has compiled is for later engines too: where it lies without us
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # one who has no name
@@ -133,7 +151,8 @@ def _folder_root() -> str:
 
 
 def remove_stale_folders(run_dir: Path) -> list[Path]:
-    """Remove the folders that earlier starts of a run have left on this machine; returns those. One that a living process uses stays."""
+    """Remove the folders that earlier starts of a run have left on this machine; returns those. One that a living
+    process uses stays."""
     removed = []
     for folder in Path(_folder_root()).glob(f"{FOLDER_PREFIX}*"):
         try:
@@ -164,11 +183,12 @@ def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
     if rollout.pp == 1:
         options += ["--enforce-eager"]
     else:
-        # A later stage makes its input buffers while it warms up, which eager mode leaves out; nothing is compiled either way.
+        # A later stage makes its input buffers while it warms up, which eager mode leaves out; nothing is compiled
+        # either way.
         compilation |= {"mode": 1, "custom_ops": ["all"]}
     if _is_mla(model_path):
-        # Its rotary kernel rotates the first head of latent attention's queries only. On machines with AMX vLLM would choose
-        # another backend, whose projection cannot be loaded a second time.
+        # Its rotary kernel rotates the first head of latent attention's queries only. On machines with AMX vLLM would
+        # choose another backend, whose projection cannot be loaded a second time.
         compilation.setdefault("custom_ops", []).append("-rotary_embedding")
         options += ["--attention-backend", "CPU_MLA"]
     return [*options, "--compilation-config", json.dumps(compilation)] if compilation else options
@@ -195,8 +215,8 @@ def last_lines(log: Path, count: int = 25, limit: int = 65536) -> str:
 def shared_memory(group: int) -> set[Path]:
     """Segments in /dev/shm that the processes of a group have made and mapped; with tp > 1 vLLM leaves some behind.
 
-    A model, an environment or a run directory may lie in /dev/shm too and be mapped: only regular files directly in it count, of this
-    user, no older than the group and named as the libraries of ``_SEGMENT`` name theirs.
+    A model, an environment or a run directory may lie in /dev/shm too and be mapped: only regular files directly in it
+    count, of this user, no older than the group and named as the libraries of ``_SEGMENT`` name theirs.
     """
     members = group_members(group)
     since = min(filter(None, map(_started_at, members)), default=0.0) - CLOCK_SLACK_S
@@ -242,15 +262,16 @@ def kill_group(group: int) -> None:
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids of a process group and of the session with its number; left out are those of which only a zombie is left (Linux)."""
+    """Process ids of a process group and of the session with its number; left out are those of which only a zombie is
+    left (Linux)."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 # The command in parentheses may hold spaces: state, parent, group and session follow the last ")".
                 state, _, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                # Of a process that is killed the first thread is a zombie at once; the last one gives back its memory, and only then
-                # closes the sockets on which others of the group may have listened.
+                # Of a process that is killed the first thread is a zombie at once; the last one gives back its memory,
+                # and only then closes the sockets on which others of the group may have listened.
                 if str(group) in numbers and (state != "Z" or len(list((entry / "task").iterdir())) > 1):
                     members.append(int(entry.name))
     return members

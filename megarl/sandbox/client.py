@@ -23,9 +23,11 @@ PAUSE_S = 0.2
 
 
 def open_sandbox(url: str | None = None, python: str | None = None) -> Sandbox:
-    """This machine's sandbox with that interpreter, after its self-test; or with an URL the service there, which has its own.
+    """This machine's sandbox with that interpreter, after its self-test; or with an URL the service there, which has
+    its own.
 
-    Raises SandboxError when the isolation is not proven, the service does not answer, or MEGARL_SANDBOX_KEY is not its key.
+    Raises SandboxError when the isolation is not proven, the service does not answer, or MEGARL_SANDBOX_KEY is not its
+    key.
     """
     if url is None or not url:
         return local_sandbox(python)
@@ -50,7 +52,12 @@ class RemoteSandbox:
         self._connection = kind(parts.hostname, parts.port, timeout=CONNECT_S)
 
     def run(self, program: str, tests: Sequence[Test], limits: Limits, stop: bool = False) -> list[Result]:
-        body = {"program": program, "tests": [wire.a_test_to(t) for t in tests], "limits": wire.to_json(limits), "stop": stop}
+        body = {
+            "program": program,
+            "tests": [wire.a_test_to(t) for t in tests],
+            "limits": wire.to_json(limits),
+            "stop": stop,
+        }
         found = self._ask("POST", "/run", body, REPLY_S + limits.total_s)
         return [wire.result_from(item) for item in found["results"]]
 
@@ -78,12 +85,16 @@ class RemoteSandbox:
                     return json.loads(text)
             except TimeoutError as error:
                 self._connection.close()
-                raise SandboxError(f"the sandbox service at {self._url} did not answer within {timeout_s:g} s") from error
+                raise SandboxError(
+                    f"the sandbox service at {self._url} did not answer within {timeout_s:g} s"
+                ) from error
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 status, why = 0, str(error) or type(error).__name__
             if status == 401:
-                raise SandboxError(f"the sandbox service at reward.code.url={self._url} refuses the key in {wire.KEY_VARIABLE}")
+                raise SandboxError(
+                    f"the sandbox service at reward.code.url={self._url} refuses the key in {wire.KEY_VARIABLE}"
+                )
             if status not in (0, 503) or time.monotonic() > until:
                 raise SandboxError(f"the sandbox service at reward.code.url={self._url} fails: {why}")
             time.sleep(PAUSE_S)

@@ -60,22 +60,66 @@ class Host:
     user: int | None
     """Whom bwrap is started as; None: as who we are. Root's processes are not counted by RLIMIT_NPROC, nobody's are."""
     nested: bool = True
-    """Sandboxes are made inside one that lasts (``inside/mother.py``), not each by a bwrap of its own, which takes five times as long."""
+    """Sandboxes are made inside one that lasts (``inside/mother.py``), not each by a bwrap of its own, which takes five
+    times as long."""
 
     def command(self, first: str, tmp_bytes: int, link: int, passed: int, filter_fd: int | None) -> list[str]:
-        """Start ``first``, of our code inside, as process 1, with ``link`` (and ``passed``, unless -1) as its only ways out."""
+        """Start ``first``, of our code inside, as process 1, with ``link`` (and ``passed``, unless -1) as its only ways
+        out."""
         environment = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
         if first == "mother":
-            environment += ["--setenv", "LD_BIND_NOW", "1"]  # else each process of each sandbox looks up libc's functions again
+            environment += [
+                "--setenv",
+                "LD_BIND_NOW",
+                "1",
+            ]  # else each process of each sandbox looks up libc's functions again
         return [
-            self.bwrap, "--unshare-all", "--unshare-user", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID),
-            "--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv",
-            *environment, *self.binds, "--proc", "/proc", "--dev", "/dev",
-            "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
-            "--size", str(tmp_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+            self.bwrap,
+            "--unshare-all",
+            "--unshare-user",
+            "--uid",
+            str(INSIDE_UID),
+            "--gid",
+            str(INSIDE_UID),
+            "--hostname",
+            "sandbox",
+            "--die-with-parent",
+            "--new-session",
+            "--as-pid-1",
+            "--cap-drop",
+            "ALL",
+            "--clearenv",
+            *environment,
+            *self.binds,
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            "--size",
+            str(SHM_BYTES),
+            "--tmpfs",
+            "/dev/shm",
+            "--remount-ro",
+            "/dev",
+            "--size",
+            str(tmp_bytes),
+            "--tmpfs",
+            "/tmp",
+            "--remount-ro",
+            "/",
+            "--chdir",
+            "/tmp",
             *([] if filter_fd is None else ["--seccomp", str(filter_fd)]),
-            "--", "/python/bin/python3", "-S", "-s", "-c", START, first, str(link), str(passed),
-        ]  # fmt: skip
+            "--",
+            "/python/bin/python3",
+            "-S",
+            "-s",
+            "-c",
+            START,
+            first,
+            str(link),
+            str(passed),
+        ]
 
 
 def popen_user(user: int | None) -> dict[str, Any]:
@@ -84,16 +128,22 @@ def popen_user(user: int | None) -> dict[str, Any]:
 
 @functools.cache
 def find(named: str | None = None) -> Host:
-    """``named``: the interpreter that programs are to have (``reward.code.python``). Raises SandboxError that names what is missing and the fix."""
+    """``named``: the interpreter that programs are to have (``reward.code.python``). Raises SandboxError that names
+    what is missing and the fix."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(
-            "code is only run in bubblewrap, and bwrap is not on the PATH: apt-get install bubblewrap (dnf, pacman: the same "
+            "code is only run in bubblewrap, and bwrap is not on the PATH: apt-get install bubblewrap (dnf, pacman: "
+            "the same "
             "name), or set reward.code.url to a `megarl sandbox serve` on a host that has it"
         )
     user = NOBODY if os.geteuid() == 0 else None
     tried = []
-    for python in [named] if named else [getattr(sys, "_base_executable", sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"]:
+    for python in (
+        [named]
+        if named
+        else [getattr(sys, "_base_executable", sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"]
+    ):
         facts, why = ask(python, user, sources())
         if facts is None:
             tried.append(f"{python}: {why}")
@@ -102,8 +152,10 @@ def find(named: str | None = None) -> Host:
         binds = tuple(_binds(facts, with_site=bool(named)))
         return Host(bwrap, python, version, binds, bytes.fromhex(facts["code"]), seccomp.program(), user)
     raise SandboxError(
-        f"no Python that {'uid 65534 (root starts sandboxes as nobody)' if user else 'this user'} can run: {'; '.join(tried)}. "
-        "Set reward.code.python (megarl sandbox --python) to an interpreter of version 3.9 or later that others may read"
+        f"no Python that {'uid 65534 (root starts sandboxes as nobody)' if user else 'this user'} can run: "
+        f"{'; '.join(tried)}. "
+        "Set reward.code.python (megarl sandbox --python) to an interpreter of version 3.9 or later that others may "
+        "read"
     )
 
 
@@ -114,7 +166,8 @@ def sources() -> dict[str, str]:
 
 
 def ask(python: str, user: int | None, code: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
-    """Ask an interpreter for its version and paths, with our code compiled by it; or the reason why it cannot be used."""
+    """Ask an interpreter for its version and paths, with our code compiled by it; or the reason why it cannot be
+    used."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", PREPARE], input=json.dumps(code), capture_output=True, text=True, timeout=ASK_S,
@@ -131,7 +184,8 @@ def ask(python: str, user: int | None, code: dict[str, str]) -> tuple[dict[str, 
 
 
 def _binds(facts: dict[str, Any], with_site: bool) -> list[str]:
-    """The system's libraries where they are, the interpreter and its standard library under /python: no home, no /etc, no shell."""
+    """The system's libraries where they are, the interpreter and its standard library under /python: no home, no /etc,
+    no shell."""
     arguments = []
     for path in LIBRARIES:
         if os.path.islink(path):

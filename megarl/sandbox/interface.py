@@ -8,19 +8,22 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Limit = Literal["wall", "cpu", "memory", "output", "processes", "file"]
-"""The limit that was exceeded. ``processes`` and ``file`` are told from the program's own last words, the others are seen."""
+"""The limit that was exceeded. ``processes`` and ``file`` are told from the program's own last words, the others are
+seen."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one test. All are positive; of bytes, the address space is per process and memory that of all together."""
+    """Limits of one test. All are positive; of bytes, the address space is per process and memory that of all
+    together."""
 
     cpu_s: int = 4
     wall_s: float = 8.0
     total_s: float = 60.0
-    """Seconds of all tests of one request together, their starts included; tests that no time is left for have no result."""
+    """Seconds of all tests of one request together, their starts included; tests that no time is left for have no
+    result."""
     address_space_bytes: int = 1024 * MIB
     memory_bytes: int = 1024 * MIB
     """Memory of all processes of the test; looked at every 50 ms."""
@@ -36,8 +39,14 @@ class Limits:
         for name in (f.name for f in dataclasses.fields(self)):
             value = getattr(self, name)
             whole = name not in ("wall_s", "total_s")
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 2**40:
-                raise ValueError(f"sandbox limit {name}={value!r}: must be a positive {'integer' if whole else 'number'}")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int if whole else (int, float))
+                or not 0 < value < 2**40
+            ):
+                raise ValueError(
+                    f"sandbox limit {name}={value!r}: must be a positive {'integer' if whole else 'number'}"
+                )
 
 
 @dataclass(frozen=True)
@@ -69,8 +78,8 @@ class Result:
     stderr: str
     """The last 4 KiB."""
     value: str | None
-    """Return value of the call, as ``inside.values`` encodes it, in JSON; None without a call, or when it did not return.
-    Written by the program's own process: believe nothing about it."""
+    """Return value of the call, as ``inside.values`` encodes it, in JSON; None without a call, or when it did not
+    return. Written by the program's own process: believe nothing about it."""
     seconds: float
     cpu_s: float
 
@@ -98,7 +107,8 @@ class Checks:
     setup: str = ""
     """Run before the tests, in their namespace; it may use what the program defines."""
     entry: str | None = None
-    """The program's function that the tests know as ``candidate``; also under its own name. None: only by their own names."""
+    """The program's function that the tests know as ``candidate``; also under its own name. None: only by their own
+    names."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +131,16 @@ class Sandbox(Protocol):
     def run(self, program: str, tests: Sequence[Test], limits: Limits, stop: bool = False) -> list[Result]:
         """Run the program once for each test, each in a fresh process and with an empty /tmp.
 
-        With ``stop``, the first result that is not ``ok`` is the last. There are fewer results than tests when ``limits.total_s`` is over.
+        With ``stop``, the first result that is not ``ok`` is the last. There are fewer results than tests when
+        ``limits.total_s`` is over.
         """
         ...
 
     def check(self, program: str, checks: Checks, limits: Limits) -> CheckResult:
         """Run tests against the program: they in one sandbox, the program in another, each once for all tests.
 
-        ``limits.wall_s`` is each test's, and that of the program's import; ``cpu_s`` times the number of tests is that of all together;
-        memory and the like, too, are of all together.
+        ``limits.wall_s`` is each test's, and that of the program's import; ``cpu_s`` times the number of tests is that
+        of all together; memory and the like, too, are of all together.
         """
         ...
 

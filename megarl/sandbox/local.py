@@ -1,7 +1,8 @@
 """The sandbox on this machine: each batch of tests in a fresh sandbox, each test in a process of its own.
 
-The submission's sandbox holds the program and the input of the test that runs, nothing else. What comes back from it is the submission's
-word and is judged outside; tests written as assertions run in a second sandbox that the submission has no process in.
+The submission's sandbox holds the program and the input of the test that runs, nothing else. What comes back from it is
+the submission's word and is judged outside; tests written as assertions run in a second sandbox that the submission has
+no process in.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SLACK_S = 0.5
 
 
 class LocalSandbox:
-    """See ``Sandbox``. Threads may share one; each has mothers of its own. ``open_sandbox`` makes them, after the self-test."""
+    """See ``Sandbox``. Threads may share one; each has mothers of its own. ``open_sandbox`` makes them, after the
+    self-test."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -35,7 +37,9 @@ class LocalSandbox:
         job = {"kind": "test", "program": without_surrogates(program), "limits": dataclasses.asdict(limits)}
         deadline = time.monotonic() + limits.total_s
         results: list[Result] = []
-        while len(results) < len(tests) and not (stop and results and not results[-1].ok) and time.monotonic() < deadline:
+        while (
+            len(results) < len(tests) and not (stop and results and not results[-1].ok) and time.monotonic() < deadline
+        ):
             with self.open(limits) as box:
                 box.set_job(job)
                 results += _batch(box, tests[len(results) :], limits, deadline, stop)
@@ -51,7 +55,14 @@ class LocalSandbox:
         except (SyntaxError, ValueError) as error:
             why = f"the tests do not parse: {error}"
             return CheckResult(failed, (why,) * len(failed), row_error=why)
-        job = {"kind": "check", "tests": list(texts.tests), "setup": texts.setup, "entry": checks.entry, "asked": asked, "library": library}
+        job = {
+            "kind": "check",
+            "tests": list(texts.tests),
+            "setup": texts.setup,
+            "entry": checks.entry,
+            "asked": asked,
+            "library": library,
+        }
         deadline = time.monotonic() + limits.total_s
         both = dataclasses.replace(limits, cpu_s=limits.cpu_s * max(1, len(failed)), wall_s=limits.total_s + SLACK_S)
         here, there = socket.socketpair()
@@ -86,7 +97,8 @@ class LocalSandbox:
 
     @contextlib.contextmanager
     def open(self, limits: Limits, passed: socket.socket | None = None) -> Iterator[Box]:
-        """A sandbox that nothing has run in; ``passed`` goes into it beside its link. All of it is gone when the context is left."""
+        """A sandbox that nothing has run in; ``passed`` goes into it beside its link. All of it is gone when the
+        context is left."""
         if not self._host.nested:
             outer = Outer(self._host, "launcher", limits.tmp_bytes, passed, filtered=True)
             with Box(outer, outer.link, limits) as box:
@@ -103,7 +115,8 @@ class LocalSandbox:
 
 
 def _batch(box: Box, tests: Sequence[Test], limits: Limits, deadline: float, stop: bool) -> Iterator[Result]:
-    """Results of as many tests as one sandbox may see: until one fails with ``stop``, leaves something behind, or ends the sandbox."""
+    """Results of as many tests as one sandbox may see: until one fails with ``stop``, leaves something behind, or ends
+    the sandbox."""
     for i, test in enumerate(tests):
         left = deadline - time.monotonic()
         if left <= 0:

@@ -21,15 +21,18 @@ LIBRARY = {
     "deque": "collections",
     "isclose": "math",
 }
-"""Names that tests use without importing them, because the programs that they were written with did. Not functions whose names tasks have (gcd)."""
+"""Names that tests use without importing them, because the programs that they were written with did. Not functions
+whose names tasks have (gcd)."""
 
 
 @functools.lru_cache(maxsize=64)  # the answers of a group have the same tests
 def owners(checks: Checks) -> tuple[list[str], dict[str, list[str]]]:
-    """Names to ask the program for; and Python's, as ``{name: [module, attribute or ""]}``. Raises SyntaxError or ValueError.
+    """Names to ask the program for; and Python's, as ``{name: [module, attribute or ""]}``. Raises SyntaxError or
+    ValueError.
 
-    No program may give the tests a ``set``, ``len`` or ``math`` of its own: builtins and modules are Python's. Only where the tests use no
-    other name is a builtin's name the program's: MBPP has a task whose function is called ``sum``.
+    No program may give the tests a ``set``, ``len`` or ``math`` of its own: builtins and modules are Python's. Only
+    where the tests use no other name is a builtin's name the program's: MBPP has a task whose function is called
+    ``sum``.
     """
     source = "\n".join([checks.setup, *checks.tests])
     free = [name for name in undefined(source) if name != checks.entry]
@@ -57,5 +60,7 @@ def library(source: str, free: list[str]) -> dict[str, list[str]]:
     """Select the names that are Python's: modules used as ``name.attribute``, and what ``LIBRARY`` lists."""
     attributes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     bases = {node.id for node in attributes if isinstance(node, ast.Name)} & set(free)
-    found = {name: [ALIASES.get(name, name), ""] for name in bases if name in sys.stdlib_module_names or name in ALIASES}
+    found = {
+        name: [ALIASES.get(name, name), ""] for name in bases if name in sys.stdlib_module_names or name in ALIASES
+    }
     return found | {name: [LIBRARY[name], name] for name in set(LIBRARY) & set(free)}

@@ -1,9 +1,11 @@
-"""The system calls that a program in the sandbox does not get, as a classic BPF program (``bwrap --seccomp``, or ``inside/mother.py``).
+"""The system calls that a program in the sandbox does not get, as a classic BPF program (``bwrap --seccomp``, or
+``inside/mother.py``).
 
 A list of refusals, not of permissions: Python and its extensions need most calls, and the namespaces do the isolating.
-Refused is what reaches around them (other namespaces, other processes' memory, kernel interfaces with a history of holes) and
-what holds memory that no limit counts (System V shared memory, memfds). Sockets are those of the empty network namespace:
-UNIX and IP; not vsock, netlink or the kernel's crypto. Numbers from the kernel's ``unistd_64.h`` and ``asm-generic/unistd.h``.
+Refused is what reaches around them (other namespaces, other processes' memory, kernel interfaces with a history of
+holes) and what holds memory that no limit counts (System V shared memory, memfds). Sockets are those of the empty
+network namespace: UNIX and IP; not vsock, netlink or the kernel's crypto. Numbers from the kernel's ``unistd_64.h`` and
+``asm-generic/unistd.h``.
 """
 
 from __future__ import annotations
@@ -91,8 +93,8 @@ IOCTL = (16, 29)
 X32 = 0x40000000
 """Bit of the second set of system calls of x86_64."""
 CLONE_NEW = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-"""CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME lies in the bits of the exit signal, which
-no signal but those above 127 uses."""
+"""CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME lies in the bits of the exit
+signal, which no signal but those above 127 uses."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 
@@ -149,7 +151,8 @@ def program(machine: str | None = None) -> bytes:
     machine = machine or platform.machine()
     if machine not in AUDIT_ARCH:
         raise SandboxError(
-            f"the sandbox has no list of system calls for {machine}; it knows {', '.join(AUDIT_ARCH)}: set reward.code.url "
+            f"the sandbox has no list of system calls for {machine}; it knows {', '.join(AUDIT_ARCH)}: set "
+            "reward.code.url "
             "to a `megarl sandbox serve` on such a machine"
         )
     return b"".join(_instructions(machine))

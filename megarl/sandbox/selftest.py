@@ -1,6 +1,7 @@
 """Proof, before the first program, that the isolation is there: probes of our own try what a hostile program would try.
 
-A fifth of a second. A kernel, container or cluster that takes away one of the layers is found here and not by a submission.
+A fifth of a second. A kernel, container or cluster that takes away one of the layers is found here and not by a
+submission.
 """
 
 from __future__ import annotations
@@ -25,15 +26,33 @@ LIMITS = Limits(
 TREE = Limits(cpu_s=20, wall_s=20.0, address_space_bytes=256 * MIB, memory_bytes=96 * MIB, processes=8)
 VISIBLE = {
     "top": {"dev", "lib", "lib64", "proc", "python", "tmp", "usr"},
-    "dev": {"console", "core", "fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout", "tty", "urandom", "zero"},
+    "dev": {
+        "console",
+        "core",
+        "fd",
+        "full",
+        "null",
+        "ptmx",
+        "pts",
+        "random",
+        "shm",
+        "stderr",
+        "stdin",
+        "stdout",
+        "tty",
+        "urandom",
+        "zero",
+    },
     "environment": {*ENVIRONMENT, "PYTHONHOME", "LD_LIBRARY_PATH", "PWD", "LC_CTYPE"},
 }
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 GONE_S = 10.0
 MEND = (
     "It needs unprivileged user, pid and network namespaces and seccomp (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; docker run --security-opt seccomp=unconfined "
-    "--security-opt systempaths=unconfined), and Linux 5.14 or later for the limit on processes; or set reward.code.url to a "
+    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; docker run --security-opt "
+    "seccomp=unconfined "
+    "--security-opt systempaths=unconfined), and Linux 5.14 or later for the limit on processes; or set "
+    "reward.code.url to a "
     "`megarl sandbox serve` on a host that has them"
 )
 
@@ -151,7 +170,8 @@ def prove(sandbox: LocalSandbox) -> None:
         raise SandboxError(f"this machine does not isolate programs, so none is run: {error}. {MEND}") from error
     if wrong:
         raise SandboxError(
-            f"this machine does not isolate programs, so none is run; in the sandbox ({sandbox.describe()}): {'; '.join(wrong)}. {MEND}"
+            f"this machine does not isolate programs, so none is run; in the sandbox ({sandbox.describe()}): "
+            f"{'; '.join(wrong)}. {MEND}"
         )
 
 
@@ -168,8 +188,13 @@ def _probe(sandbox: LocalSandbox) -> Iterator[str]:
         return
     found: dict[str, Any] = json.loads(result.stdout)
     expected: dict[str, Any] = {
-        "interfaces": ["lo"], "pids": [1, 2], "uid": 1000, "capabilities": ["0" * 16] * 5, "no_new_privs": "1", "seccomp": "2",
-    }  # fmt: skip
+        "interfaces": ["lo"],
+        "pids": [1, 2],
+        "uid": 1000,
+        "capabilities": ["0" * 16] * 5,
+        "no_new_privs": "1",
+        "seccomp": "2",
+    }
     for name, value in expected.items():
         if found[name] != value:
             yield f"{name} {found[name]} instead of {value}"

@@ -1,7 +1,7 @@
 """``megarl sandbox serve``: this host's sandbox over HTTP, for machines that may not make namespaces.
 
-Whoever has the key can use this host's cores, within the limits that each request names; nothing else. Results are given to whoever
-asked; nothing is kept.
+Whoever has the key can use this host's cores, within the limits that each request names; nothing else. Results are
+given to whoever asked; nothing is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Service:
                 raise ConfigError(f"--{name} {value}: must be at least {least}")
         if len(key) < MIN_KEY:
             raise ConfigError(
-                f"{wire.KEY_VARIABLE} has {len(key)} characters: set it to a random key of at least {MIN_KEY}, here and where the "
+                f"{wire.KEY_VARIABLE} has {len(key)} characters: set it to a random key of at least {MIN_KEY}, here "
+                "and where the "
                 "reward workers run (python -c 'import secrets; print(secrets.token_urlsafe())')"
             )
         self._sandbox = sandbox
@@ -72,7 +73,9 @@ class Service:
     async def _check(self, request: web.Request) -> web.Response:
         def work(body: dict[str, Any]) -> Any:
             checks = wire.checks_from(body["checks"])
-            return {"result": wire.to_json(self._sandbox.check(body["program"], checks, wire.limits_from(body["limits"])))}
+            return {
+                "result": wire.to_json(self._sandbox.check(body["program"], checks, wire.limits_from(body["limits"])))
+            }
 
         return await self._answer(request, work)
 
@@ -102,7 +105,8 @@ def _problem(status: int, text: str, headers: dict[str, str] | None = None) -> w
 
 
 def serve(host: str, port: int, workers: int | None, queue: int, python: str | None = None) -> int:
-    """Until a signal. Raises SandboxError when this host does not isolate, ConfigError for a key or number that will not do."""
+    """Until a signal. Raises SandboxError when this host does not isolate, ConfigError for a key or number that will
+    not do."""
     service = Service(local_sandbox(python), wire.key(), workers or len(os.sched_getaffinity(0)), queue)
     logging.info("sandbox service on http://%s:%d: %s", host, port, service._sandbox.describe())
     web.run_app(service.application(), host=host, port=port, print=None, access_log=None)

@@ -23,13 +23,19 @@ def to_json(value: Any) -> Any:
 
 
 def a_test_to(test: Test) -> Any:
-    call = None if test.call is None else {"function": test.call.function, "arguments": values.encode(list(test.call.arguments))}
+    call = (
+        None
+        if test.call is None
+        else {"function": test.call.function, "arguments": values.encode(list(test.call.arguments))}
+    )
     return {"stdin": test.stdin, "call": call}
 
 
 def a_test_from(data: dict[str, Any]) -> Test:
     call = data.get("call")
-    made = None if call is None else Call(_is(call["function"], str), tuple(_is(values.decode(call["arguments"]), list)))
+    made = (
+        None if call is None else Call(_is(call["function"], str), tuple(_is(values.decode(call["arguments"]), list)))
+    )
     return Test(_is(data["stdin"], str), made)
 
 

@@ -1,6 +1,7 @@
 """A checksum in every row that holds what cannot be made again: written with it, compared where it is read.
 
-Rows of a store from before there were checksums get one when it is first opened, as they are then; later a row without one is damaged.
+Rows of a store from before there were checksums get one when it is first opened, as they are then; later a row without
+one is damaged.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def sealed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(table: Table, row: Mapping[Any, Any], *, unsealed: bool = False) -> bool:
-    """Return True if a row, with all columns of its table, is as it was written. ``unsealed`` takes one that has no checksum yet."""
+    """Return True if a row, with all columns of its table, is as it was written. ``unsealed`` takes one that has no
+    checksum yet."""
     if (covered := _COVERED.get(table.name)) is None:
         return True
     checksum = row.get(CHECKSUM)
@@ -50,8 +52,8 @@ def is_intact(table: Table, row: Mapping[Any, Any], *, unsealed: bool = False) -
 
 
 def check(table: Table, row: Any, checksum: str = CHECKSUM) -> None:
-    """Raise StoreDamagedError where ``row`` is not as it was written; it may have columns of other tables too, and the checksum
-    under another name."""
+    """Raise StoreDamagedError where ``row`` is not as it was written; it may have columns of other tables too, and the
+    checksum under another name."""
     covered = _COVERED[table.name]
     values = covered.of_row(row)
     if not _equal(covered, values, getattr(row, checksum)):

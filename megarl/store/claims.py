@@ -1,4 +1,5 @@
-"""Groups handed to workers and back: what ``Store.claim_groups`` and ``Store.finish_group`` do inside their transaction."""
+"""Groups handed to workers and back: what ``Store.claim_groups`` and ``Store.finish_group`` do inside their
+transaction."""
 
 from __future__ import annotations
 
@@ -40,12 +41,14 @@ class Claim:
 
     @property
     def indices(self) -> list[int]:
-        """Indices of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for one."""
+        """Indices of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for
+        one."""
         return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
 
 
 def is_free(worker: str, claimed_before: float) -> ColumnElement[bool]:
-    """Groups that ``worker`` may claim: those that nobody holds, and those that another has held since before that time."""
+    """Groups that ``worker`` may claim: those that nobody holds, and those that another has held since before that
+    time."""
     expired = (GROUPS.c.state == "claimed") & (GROUPS.c.claimed_at < claimed_before) & (GROUPS.c.claimed_by != worker)
     return or_(GROUPS.c.state == "pending", expired)
 
@@ -57,11 +60,7 @@ _IN_ORDER = (ROLLOUTS.c.sequence, GROUPS.c.position)
 
 
 def claim(
-    connection: Connection,
-    free: ColumnElement[bool],
-    limit: int,
-    max_samples: int | None,
-    held: Mapping[str, Any],
+    connection: Connection, free: ColumnElement[bool], limit: int, max_samples: int | None, held: Mapping[str, Any]
 ) -> list[Row[Any]]:
     """Mark groups as claimed with the columns ``held`` and return them with their rollouts' columns, in order."""
     query = (
@@ -86,7 +85,9 @@ def held_by(connection: Connection, token: str) -> list[Row[Any]]:
     return list(connection.execute(_WITH_ROLLOUT.where(*mine).order_by(*_IN_ORDER)))
 
 
-def claims_of(groups: Sequence[Row[Any]], tasks: Sequence[Row[Any]], images: Mapping[str, tuple[bytes, ...]]) -> list[Claim]:
+def claims_of(
+    groups: Sequence[Row[Any]], tasks: Sequence[Row[Any]], images: Mapping[str, tuple[bytes, ...]]
+) -> list[Claim]:
     """Raises StoreDamagedError."""
     for group in groups:
         check(GROUPS, group)
@@ -119,7 +120,9 @@ def finish(
     # The group's row first: whoever asks for the rollout again deletes that one first too, and waits for us there.
     done = update(GROUPS).where(*mine, GROUPS.c.state == "claimed").values(state="done")
     if connection.execute(done).rowcount != 1:
-        by_us = select(GROUPS.c.group_id).where(*mine, GROUPS.c.state == "done")  # the token stays with what it finished
+        by_us = select(GROUPS.c.group_id).where(
+            *mine, GROUPS.c.state == "done"
+        )  # the token stays with what it finished
         return again and connection.execute(by_us).first() is not None
     connection.execute(insert(EXPERIENCES), rows)
     if metrics is not None:

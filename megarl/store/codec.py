@@ -28,9 +28,14 @@ def dumps(value: Any) -> str:
 
 
 def task_to_row(task: Task) -> dict[str, Any]:
-    """Columns of one task; its images are rows of a table of their own. Raises DataError for a text with a NUL character, which
-    PostgreSQL does not keep."""
-    texts = {"task_id": task.task_id, "data_source": task.data_source, "ability": task.ability, "response": task.response}
+    """Columns of one task; its images are rows of a table of their own. Raises DataError for a text with a NUL
+    character, which PostgreSQL does not keep."""
+    texts = {
+        "task_id": task.task_id,
+        "data_source": task.data_source,
+        "ability": task.ability,
+        "response": task.response,
+    }
     if broken := [name for name, text in texts.items() if text is not None and "\0" in text]:
         raise DataError(f"task {task.task_id!r}: {broken[0]} holds a NUL character; remove it")
     return {
@@ -45,7 +50,8 @@ def task_to_row(task: Task) -> dict[str, Any]:
 
 
 def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
-    """Raises StoreDamagedError. A demonstration's message (``Task.answer``) is not kept: rollouts have no use for it."""
+    """Raises StoreDamagedError. A demonstration's message (``Task.answer``) is not kept: rollouts have no use for
+    it."""
     check(TASKS, row)
     prompt = json.loads(row.prompt)
     prompt = {"messages": prompt} if isinstance(prompt, list) else prompt
@@ -65,7 +71,11 @@ def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
 def _prompt(task: Task) -> Any:
     """The messages alone, as stores from before have them, unless the template is given more."""
     messages = list(task.prompt)
-    return {"messages": messages, "chat_template_kwargs": task.chat_template_kwargs} if task.chat_template_kwargs else messages
+    return (
+        {"messages": messages, "chat_template_kwargs": task.chat_template_kwargs}
+        if task.chat_template_kwargs
+        else messages
+    )
 
 
 def experience_to_row(experience: Experience) -> dict[str, Any]:
@@ -116,7 +126,9 @@ def experience_from_row(row: Any) -> Experience:
         reward=Reward(score=math.nan if row.score is None else row.score, status=row.status, parts=record["parts"]),
         segments=tuple(
             Segment(start, end, WeightsVersion.parse(version), finish_reason)
-            for start, end, version, finish_reason, *_ in record["segments"]  # rows of earlier versions have a fifth value
+            for start, end, version, finish_reason, *_ in record[
+                "segments"
+            ]  # rows of earlier versions have a fifth value
         ),
         finish_reason=record["finish_reason"],
         group_stats=None if stats is None else GroupStats(*stats),

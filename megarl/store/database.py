@@ -43,8 +43,8 @@ def is_pending(url: str) -> bool:
 
 
 def check_url(url: str, nodes: int = 1) -> None:
-    """Make sure that a store can be opened at ``url`` from ``nodes`` nodes; makes no file. Of a server of the job's own,
-    which is not up yet, nothing is asked.
+    """Make sure that a store can be opened at ``url`` from ``nodes`` nodes; makes no file. Of a server of the job's
+    own, which is not up yet, nothing is asked.
 
     Raises:
         ConfigError: it cannot; or it is a file, and more than one node would open it.
@@ -55,8 +55,10 @@ def check_url(url: str, nodes: int = 1) -> None:
     if parsed.get_backend_name() == "sqlite":
         if nodes > 1:
             raise ConfigError(
-                f"store.url={shown(url)} is a file, which {nodes} nodes would open: SQLite's locks hold on one machine only; "
-                f"set store.url={OWN_SERVER} (store=postgres) for a server of the job's own, or give postgresql://USER@HOST/DATABASE"
+                f"store.url={shown(url)} is a file, which {nodes} nodes would open: SQLite's locks hold on one machine "
+                "only; "
+                f"set store.url={OWN_SERVER} (store=postgres) for a server of the job's own, or give "
+                "postgresql://USER@HOST/DATABASE"
             )
         return
     engine = open_engine(url)
@@ -64,7 +66,8 @@ def check_url(url: str, nodes: int = 1) -> None:
         engine.connect().close()
     except SQLAlchemyError as error:
         raise ConfigError(
-            f"store.url={shown(url)} cannot be reached: {reason(error)}; start that server, mend the URL, or leave store.url "
+            f"store.url={shown(url)} cannot be reached: {reason(error)}; start that server, mend the URL, or leave "
+            "store.url "
             "out for a file in run.dir"
         ) from error
     finally:
@@ -110,11 +113,14 @@ def _parsed(url: str) -> URL:
             parsed = parsed.set(drivername="postgresql+psycopg")
         parsed.get_dialect()
     except (ArgumentError, ModuleNotFoundError, ValueError) as error:
-        because = f" ({error})" if isinstance(error, (ModuleNotFoundError, NoSuchModuleError)) else ""  # others may repeat a password
+        because = (
+            f" ({error})" if isinstance(error, (ModuleNotFoundError, NoSuchModuleError)) else ""
+        )  # others may repeat a password
         because = " (its port is not a number)" if isinstance(error, ValueError) else because
         raise ConfigError(
             f"store.url={masked} is no database that can be opened here{because}; write sqlite:///PATH, "
-            "postgresql://USER@HOST:PORT/DATABASE (several hosts: postgresql://USER@/DATABASE?host=A:5432&host=B:5432), or leave it out"
+            "postgresql://USER@HOST:PORT/DATABASE (several hosts: "
+            "postgresql://USER@/DATABASE?host=A:5432&host=B:5432), or leave it out"
         ) from error
     if parsed.get_backend_name() not in ("sqlite", "postgresql"):
         raise ConfigError(
@@ -210,7 +216,9 @@ def _open_postgres(url: URL, answer_s: float) -> Engine:
         )
     except ModuleNotFoundError as missing:
         raise ConfigError(f"store.url={_masked(url)} needs the Python module {missing.name!r}; install it") from missing
-    event.listen(engine, "do_connect", lambda dialect, record, args, settings: connect(_masked(url), answer_s, *args, **settings))
+    event.listen(
+        engine, "do_connect", lambda dialect, record, args, settings: connect(_masked(url), answer_s, *args, **settings)
+    )
     return engine
 
 

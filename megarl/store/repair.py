@@ -22,13 +22,15 @@ from megarl.store.tables import EXPERIENCES, GROUPS, METADATA, ROLLOUTS
 from megarl.store.transactions import SQLITE_LOCKED, Transactions, is_damage
 
 LARGE = (EXPERIENCES,)
-"""Left out at a start: those of the steps to come are deleted, those of earlier steps are compared where they are read."""
+"""Left out at a start: those of the steps to come are deleted, those of earlier steps are compared where they are
+read."""
 _BATCH = 1000
 _FILES = ("", "-wal", "-shm")
 
 
 def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | None:
-    """Reason why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows of all small tables.
+    """Reason why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows of all
+    small tables.
 
     Raises JobError when ``stopping`` returned True before that.
     """
@@ -72,7 +74,8 @@ def _is_unsealed(execute: Callable[[str], Any]) -> bool:
 
 
 def rebuild(path: Path, stopping: Callable[[], bool] = lambda: False) -> Path:
-    """Put a new store with all rows that can be read at ``path``; returns where the damaged one is. Repeat it where it was cut off.
+    """Put a new store with all rows that can be read at ``path``; returns where the damaged one is. Repeat it where it
+    was cut off.
 
     Raises JobError when ``stopping`` returned True before all rows were copied; the damaged store is where it was.
     """
@@ -88,7 +91,9 @@ def rebuild(path: Path, stopping: Callable[[], bool] = lambda: False) -> Path:
             if padded is not None:
                 _remove(padded)
         if Path(f"{new}-wal").exists():
-            raise JobError(f"{new} could not be closed: rows are left in its log {new}-wal; {path} is as it was. Start again")
+            raise JobError(
+                f"{new} could not be closed: rows are left in its log {new}-wal; {path} is as it was. Start again"
+            )
         os.replace(new, rebuilt)
     for name in reversed(_FILES):  # SQLite looks for the log under the name of its file
         if (file := Path(f"{path}{name}")).exists():
@@ -99,15 +104,20 @@ def rebuild(path: Path, stopping: Callable[[], bool] = lambda: False) -> Path:
 
 
 def _aside(path: Path) -> Path:
-    """The name for the damaged file: of an earlier damage none is replaced. Where the file was moved already, its name."""
-    names = (path.with_name(f"{path.name}.damaged{number}") for number in itertools.chain([""], (f"_{n}" for n in itertools.count(2))))
+    """The name for the damaged file: of an earlier damage none is replaced. Where the file was moved already, its
+    name."""
+    names = (
+        path.with_name(f"{path.name}.damaged{number}")
+        for number in itertools.chain([""], (f"_{n}" for n in itertools.count(2)))
+    )
     if path.exists():
         return next(name for name in names if not name.exists())
     return list(itertools.takewhile(lambda name: name.exists(), names))[-1]
 
 
 def _padded(path: Path) -> Path | None:
-    """A copy with zeros for the pages that a shortened file lacks: without them SQLite reads no page at all. None where none lack."""
+    """A copy with zeros for the pages that a shortened file lacks: without them SQLite reads no page at all. None where
+    none lack."""
     with path.open("rb") as file:
         header = file.read(100)
     if len(header) < 100 or not header.startswith(b"SQLite format 3\0") or header[24:28] != header[92:96]:
@@ -175,7 +185,9 @@ def _readable(old: sqlite3.Connection, table: Table) -> Iterator[dict[str, Any]]
     last = -1
     for order in ("ASC", "DESC"):
         try:
-            for row in old.execute(f"SELECT rowid AS rowid_, * FROM {table.name} WHERE rowid > ? ORDER BY rowid {order}", (last,)):
+            for row in old.execute(
+                f"SELECT rowid AS rowid_, * FROM {table.name} WHERE rowid > ? ORDER BY rowid {order}", (last,)
+            ):
                 last = row["rowid_"] if order == "ASC" else last
                 yield dict(row)
         except sqlite3.DatabaseError as error:
@@ -196,5 +208,6 @@ def _incomplete(connection: Connection) -> list[str]:
     return [
         row.rollout_id
         for row in connection.execute(select(ROLLOUTS))
-        if groups.get(row.rollout_id) != row.num_groups or members.get(row.rollout_id) != row.num_groups * row.group_size
+        if groups.get(row.rollout_id) != row.num_groups
+        or members.get(row.rollout_id) != row.num_groups * row.group_size
     ]

@@ -6,8 +6,8 @@ finish it: whatever happens to explorers, a group's experiences are written once
 
 Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
 (``transactions.py``); each says why a repetition does no harm. SQLite runs in WAL mode with ``synchronous=NORMAL``:
-killing any process loses no committed transaction. A power cut may lose those since the last ``sync``, which comes before
-every checkpoint's manifest. WAL needs a local file system.
+killing any process loses no committed transaction. A power cut may lose those since the last ``sync``, which comes
+before every checkpoint's manifest. WAL needs a local file system.
 """
 
 from __future__ import annotations
@@ -26,28 +26,13 @@ from megarl.schema import GREEDY, Experience, Task, WeightsVersion
 from megarl.store import claims
 from megarl.store.checksums import check, sealed
 from megarl.store.claims import Claim, RolloutKind, images_of
-from megarl.store.codec import (
-    dumps,
-    experience_from_row,
-    experience_to_row,
-    task_from_row,
-    task_to_row,
-)
-from megarl.store.tables import (
-    EVENTS,
-    EXPERIENCES,
-    GROUPS,
-    JOB,
-    ROLLOUT_METRICS,
-    ROLLOUTS,
-    STEPS,
-    TASK_IMAGES,
-    TASKS,
-)
+from megarl.store.codec import dumps, experience_from_row, experience_to_row, task_from_row, task_to_row
+from megarl.store.tables import EVENTS, EXPERIENCES, GROUPS, JOB, ROLLOUT_METRICS, ROLLOUTS, STEPS, TASK_IMAGES, TASKS
 from megarl.store.transactions import Transactions, put
 
 SPAN_BYTES = 64 * 2**20
-"""Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by side."""
+"""Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
+side."""
 LEASE_S = 3600.0
 """Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
 
@@ -59,8 +44,8 @@ class Store:
 
     Args:
         url: ``store.url``, or SQLAlchemy's for sqlite or postgresql.
-        attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun. None
-            (reports, tools) writes whatever attempt there is.
+        attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun.
+            None (reports, tools) writes whatever attempt there is.
         outage_s: How long a database that does not answer is waited for; 0 fails at once.
 
     Raises:
@@ -79,8 +64,8 @@ class Store:
         self._database.close()
 
     def begin_attempt(self, attempt: int) -> None:
-        """Count a start of the job, before any of its processes starts: those of earlier ones can write nothing any more. This
-        handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
+        """Count a start of the job, before any of its processes starts: those of earlier ones can write nothing any
+        more. This handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
 
         Raises FencedError when the stored attempt is not smaller.
         """
@@ -124,7 +109,8 @@ class Store:
         return self._read(lambda connection: list(connection.scalars(query)))
 
     def tasks(self, split: str, *, images: bool = True) -> list[Task]:
-        """A split's tasks in the order in which they were added; without ``images`` those are not read, and each has none."""
+        """A split's tasks in the order in which they were added; without ``images`` those are not read, and each has
+        none."""
 
         def work(connection: Connection) -> list[Task]:
             rows = connection.execute(select(TASKS).where(TASKS.c.split == split).order_by(TASKS.c.position)).all()
@@ -150,8 +136,8 @@ class Store:
 
         ``sampling``: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples.
 
-        Safe to repeat: a call knows its own rollout by the time at which it asked, and does not replace that one, whose groups
-        may be claimed already.
+        Safe to repeat: a call knows its own rollout by the time at which it asked, and does not replace that one, whose
+        groups may be claimed already.
 
         Raises DataError for an unknown task id.
         """
@@ -196,7 +182,8 @@ class Store:
         self._write(work)
 
     def discard_rollouts(self, from_step: int) -> None:
-        """Forget every rollout of a step >= ``from_step`` with its experiences, and metrics and evaluations of later steps.
+        """Forget every rollout of a step >= ``from_step`` with its experiences, and metrics and evaluations of later
+        steps.
 
         Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
         ``from_step`` itself stay.
@@ -226,7 +213,9 @@ class Store:
         """Metrics of the explorers for a rollout, summed over them (seconds, tokens, samples)."""
         query = select(ROLLOUT_METRICS).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
         total: dict[str, float] = {}
-        for metrics in self._read(lambda connection: [_metrics(ROLLOUT_METRICS, row) for row in connection.execute(query)]):
+        for metrics in self._read(
+            lambda connection: [_metrics(ROLLOUT_METRICS, row) for row in connection.execute(query)]
+        ):
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
         return total
@@ -275,8 +264,9 @@ class Store:
     def claim_groups(
         self, worker: str, limit: int, *, max_samples: int | None = None, lease_s: float = LEASE_S
     ) -> list[Claim]:
-        """Claim up to ``limit`` groups, oldest rollout first; groups that others claimed over ``lease_s`` ago count as free
-        (one's own do not: who is slow would be given its own work again; ``release_claims`` frees those of a predecessor).
+        """Claim up to ``limit`` groups, oldest rollout first; groups that others claimed over ``lease_s`` ago count as
+        free (one's own do not: who is slow would be given its own work again; ``release_claims`` frees those of a
+        predecessor).
 
         With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
 
@@ -286,7 +276,9 @@ class Store:
         """
         now, token = time.time(), uuid.uuid4().hex
         free = claims.is_free(worker, claimed_before=now - lease_s)
-        look = select(GROUPS.c.group_id).where(free).limit(1)  # without the write lock: an idle explorer disturbs nobody
+        look = (
+            select(GROUPS.c.group_id).where(free).limit(1)
+        )  # without the write lock: an idle explorer disturbs nobody
         if limit < 1 or self._read(lambda connection: connection.execute(look).first()) is None:
             return []
         held = {"claimed_by": worker, "claimed_at": now, "claim_token": token}
@@ -330,7 +322,9 @@ class Store:
         """
         held = (GROUPS.c.state == "claimed", GROUPS.c.claimed_by == worker)
         free = {"state": "pending", "claimed_by": None, "claimed_at": None, "claim_token": None}
-        return self._write(lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount)
+        return self._write(
+            lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount
+        )
 
     # ------------------------------------------------------ steps, events, job
 

@@ -116,9 +116,5 @@ EVENTS = Table(
 )
 
 JOB = Table(
-    "job",
-    METADATA,
-    Column("key", String, primary_key=True),
-    Column("value", Text, nullable=False),
-    _checksum(),
+    "job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False), _checksum()
 )

@@ -1,8 +1,8 @@
 """Transactions that outlive a lost connection, and that only the newest attempt of a job may write.
 
-**Lost connections.** A transaction whose connection breaks is run again, until the database is back or has been away for
-``outage_s``. Whether the broken one was committed cannot be known, so each write must come out the same when it is run
-twice. Before a repetition looks, the broken one has ended: every write of a handle holds the handle's own lock.
+**Lost connections.** A transaction whose connection breaks is run again, until the database is back or has been away
+for ``outage_s``. Whether the broken one was committed cannot be known, so each write must come out the same when it is
+run twice. Before a repetition looks, the broken one has ended: every write of a handle holds the handle's own lock.
 
 **Fencing.** ``begin_attempt`` stores the attempt's number; a handle of attempt n compares it inside every write. A rank
 that nobody could end, on a node whose daemon died, finds another number there and changes nothing.
@@ -36,11 +36,18 @@ QUIET_S = 10.0
 """Seconds for which a locked file is not reported."""
 _INSERT: dict[str, Callable[[Table], Any]] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _PASSING = ("08", "40", "53", "57")
-"""Classes of PostgreSQL's error codes that pass by themselves: connection, serialization (deadlock), resources, shutdown."""
+"""Classes of PostgreSQL's error codes that pass by themselves: connection, serialization (deadlock), resources,
+shutdown."""
 SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_READ", "SQLITE_IOERR_SHORT_READ")
 _SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
-_SQLITE_INACCESSIBLE = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_IOERR_ACCESS", "SQLITE_IOERR_SHMOPEN")
+_SQLITE_INACCESSIBLE = (
+    "SQLITE_READONLY",
+    "SQLITE_CANTOPEN",
+    "SQLITE_PERM",
+    "SQLITE_IOERR_ACCESS",
+    "SQLITE_IOERR_SHMOPEN",
+)
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
 _ATTEMPT, _SCHEMA, _SYNCED = "attempt", "schema", "synced"
 _JITTER = random.Random()  # not the generator that a run's results depend on
@@ -49,10 +56,12 @@ _JITTER = random.Random()  # not the generator that a run's results depend on
 class Transactions:
     """One process's handle on a database. ``attempt`` fences its writes; None writes whatever is stored.
 
-    The tables are made where they are missing, unless ``read_only`` keeps a SQLite file as it is. ``outage_s`` 0 runs nothing twice.
+    The tables are made where they are missing, unless ``read_only`` keeps a SQLite file as it is. ``outage_s`` 0 runs
+    nothing twice.
 
     Raises:
-        ConfigError: the URL cannot be read or its driver is missing; (every method) a SQLite file cannot be opened or written.
+        ConfigError: the URL cannot be read or its driver is missing; (every method) a SQLite file cannot be opened or
+            written.
         FencedError: the job has begun another attempt.
         JobError: the database cannot be reached.
     """
@@ -63,9 +72,15 @@ class Transactions:
         self._outage_s = outage_s
         self._path = sqlite_file(url)
         read_only = read_only and self._path is not None
-        self._reader = open_read_only(self._path) if self._path and read_only else open_engine(url, max(outage_s, database.BUSY_TIMEOUT_S))
+        self._reader = (
+            open_read_only(self._path)
+            if self._path and read_only
+            else open_engine(url, max(outage_s, database.BUSY_TIMEOUT_S))
+        )
         self._writer = self._reader.execution_options(megarl_write=True)
-        self._syncing = open_engine(url, synchronous="FULL").execution_options(megarl_write=True) if self._path else self._writer
+        self._syncing = (
+            open_engine(url, synchronous="FULL").execution_options(megarl_write=True) if self._path else self._writer
+        )
         self._handle = secrets.randbits(62)
         if not read_only:
             self.write(_make_tables)
@@ -122,8 +137,10 @@ class Transactions:
                 return
             if stored is not None and _number(stored) >= attempt:
                 raise FencedError(
-                    f"attempt {attempt} cannot begin: the store {self.shown} has seen attempt {_number(stored)}; end that job; "
-                    "if there is none, the database is another run's or an earlier one's: give this run its own (store.url)"
+                    f"attempt {attempt} cannot begin: the store {self.shown} has seen attempt {_number(stored)}; end "
+                    "that job; "
+                    "if there is none, the database is another run's or an earlier one's: give this run its own "
+                    "(store.url)"
                 )
             put(connection, JOB, [{"key": _ATTEMPT, "value": f"{attempt} {mark}"}])
 
@@ -134,8 +151,8 @@ class Transactions:
     def sync(self) -> None:
         """Return when all that was committed before, by whomever, would outlive a power cut.
 
-        A commit with ``synchronous=FULL`` writes SQLite's whole log through to the disk; PostgreSQL does so with every commit, unless
-        its ``synchronous_commit`` is off.
+        A commit with ``synchronous=FULL`` writes SQLite's whole log through to the disk; PostgreSQL does so with every
+        commit, unless its ``synchronous_commit`` is off.
         """
 
         def work(connection: Connection, again: bool) -> None:
@@ -164,7 +181,8 @@ class Transactions:
         if stored is None or _number(stored) != self.attempt:
             seen = "none has begun" if stored is None else f"attempt {_number(stored)} has begun since"
             raise FencedError(
-                f"this process belongs to attempt {self.attempt} of the job, but in the store {self.shown} {seen}: it may write "
+                f"this process belongs to attempt {self.attempt} of the job, but in the store {self.shown} {seen}: it "
+                "may write "
                 "nothing any more and ends; nothing is to be done unless both attempts were started by hand"
             )
 
@@ -189,16 +207,20 @@ class Transactions:
 
     def _inaccessible(self, error: DBAPIError) -> ConfigError:
         return ConfigError(
-            f"store.url={self.shown} cannot be opened or written ({reason(error)}); give this user the right to write {self._path} and its "
+            f"store.url={self.shown} cannot be opened or written ({reason(error)}); give this user the right to write "
+            f"{self._path} and its "
             "folder, or set store.url to another place"
         )
 
     def _damaged(self, what: str) -> StoreDamagedError:
         way_on = (
-            "restore it from a backup, or take another run.name" if self._path is None else
-            f"start the run again: it keeps what can be read, sets the file aside as {self._path.name}.damaged and generates again what "
+            "restore it from a backup, or take another run.name"
+            if self._path is None
+            else f"start the run again: it keeps what can be read, sets the file aside as {self._path.name}.damaged "
+            "and "
+            "generates again what "
             "the newest checkpoint does not cover"
-        )  # fmt: skip
+        )
         return StoreDamagedError(f"the store {self.shown} is damaged: {what}; {way_on}")
 
 
@@ -226,13 +248,16 @@ class _Outage:
         if left <= 0:
             raise JobError(
                 f"the store {self._name} could not be used for {self._limit_s:g} s (store.outage_s): {reason(error)}; "
-                f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same command again"
+                f"{'make room on its disk' if _is_full(error) else 'bring the database back'}, then run the same "
+                "command again"
             ) from error
         if not self._warned and (not locked or lasted >= min(QUIET_S, database.BUSY_TIMEOUT_S)):
             self._warned = True
             log.warning("store %s: %s; trying again for up to %g s", self._name, reason(error), self._limit_s)
         pulse.waited()
-        longest = FIRST_WAIT_S if locked else min(FIRST_WAIT_S * 2 ** min(self.tries, 9), LONGEST_WAIT_S)  # SQLite has waited already
+        longest = (
+            FIRST_WAIT_S if locked else min(FIRST_WAIT_S * 2 ** min(self.tries, 9), LONGEST_WAIT_S)
+        )  # SQLite has waited already
         time.sleep(min(longest * _JITTER.uniform(0.5, 1.0), left))
         self.tries += 1
 
@@ -258,7 +283,9 @@ def _add_checksums(connection: Connection) -> None:
     """Make tables of schemas 1 and 2 into today's. Raises ConfigError for those of a later version."""
     stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == _SCHEMA))
     if stored is not None and int(stored) > SCHEMA:
-        raise ConfigError(f"the store has tables of schema {stored}, this version reads up to {SCHEMA}; run the version that made it")
+        raise ConfigError(
+            f"the store has tables of schema {stored}, this version reads up to {SCHEMA}; run the version that made it"
+        )
     if stored is not None and int(stored) == SCHEMA:
         return
     for table in METADATA.sorted_tables:
@@ -287,7 +314,9 @@ def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Non
     statement = _INSERT[connection.dialect.name](table)
     keys = [column.name for column in table.primary_key]
     others = {column.name: statement.excluded[column.name] for column in table.c if column.name not in keys}
-    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=others), [sealed(table, row) for row in rows])
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=keys, set_=others), [sealed(table, row) for row in rows]
+    )
 
 
 def _is_locked(error: DBAPIError) -> bool:
@@ -297,16 +326,20 @@ def _is_locked(error: DBAPIError) -> bool:
 
 def _is_full(error: DBAPIError) -> bool:
     """SQLite's word, or PostgreSQL's disk_full."""
-    return getattr(error.orig, "sqlite_errorname", "") in _SQLITE_FULL or getattr(error.orig, "sqlstate", None) == "53100"
+    return (
+        getattr(error.orig, "sqlite_errorname", "") in _SQLITE_FULL or getattr(error.orig, "sqlstate", None) == "53100"
+    )
 
 
 def _is_inaccessible(error: DBAPIError) -> bool:
-    """SQLite's file or its folder cannot be opened or written: rights, a file system that is mounted read-only, a folder at its path."""
+    """SQLite's file or its folder cannot be opened or written: rights, a file system that is mounted read-only, a
+    folder at its path."""
     return getattr(error.orig, "sqlite_errorname", "").startswith(_SQLITE_INACCESSIBLE)
 
 
 def is_damage(error: DBAPIError) -> bool:
-    """SQLite's words, or PostgreSQL's data_corrupted and index_corrupted. SQLite's driver has no number for text that is none."""
+    """SQLite's words, or PostgreSQL's data_corrupted and index_corrupted. SQLite's driver has no number for text that
+    is none."""
     name = getattr(error.orig, "sqlite_errorname", "")
     if name.startswith(_SQLITE_DAMAGED) or "Could not decode to UTF-8" in str(error.orig):
         return True
@@ -314,8 +347,8 @@ def is_damage(error: DBAPIError) -> bool:
 
 
 def passes(error: DBAPIError) -> bool:
-    """Return True if the same transaction may well succeed later: the connection broke or could not be made, SQLite's file is
-    locked, or the disk is full."""
+    """Return True if the same transaction may well succeed later: the connection broke or could not be made, SQLite's
+    file is locked, or the disk is full."""
     if error.connection_invalidated:
         return True
     if not isinstance(error, OperationalError):

@@ -31,7 +31,8 @@ class Unanswered(psycopg.OperationalError):
 
 
 def connect(name: str, answer_s: float, *args: Any, **settings: Any) -> psycopg.Connection[Any]:
-    """Connect as ``psycopg.connect`` does; a statement of the connection raises ``Unanswered`` after ``answer_s``. ``name``: for the log."""
+    """Connect as ``psycopg.connect`` does; a statement of the connection raises ``Unanswered`` after ``answer_s``.
+    ``name``: for the log."""
 
     class Watched(psycopg.Connection[Any]):
         def wait(self, gen: Generator[Any, Any, Any], *args: Any, **settings: Any) -> Any:

@@ -76,7 +76,8 @@ class Link:
 
 
 def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
-    """The link's key-value store; the master listens on ``address.host`` alone, others wait for it up to the timeout."""
+    """The link's key-value store; the master listens on ``address.host`` alone, others wait for it up to the
+    timeout."""
     listening = socket.create_server((address.host, address.port)).detach() if master else None
     return TCPStore(
         address.host,
@@ -103,7 +104,8 @@ def join(store: Store, address: LinkAddress, rank: int, peers: int) -> Link:
 
 
 def _device(host: str) -> Any:
-    """Network device of gloo: on one machine it must not listen outside it; across machines it does on the job's network."""
+    """Network device of gloo: on one machine it must not listen outside it; across machines it does on the job's
+    network."""
     own = os.environ.get("MEGARL_NODE_ADDRESS")
     if own:
         return ProcessGroupGloo.create_device(hostname=own)

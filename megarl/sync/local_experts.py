@@ -1,7 +1,8 @@
-"""Expert parallelism on CPU: vLLM 0.32.0's CPU kernels take expert numbers for local ones and run past the end of memory.
+"""Expert parallelism on CPU: vLLM 0.32.0's CPU kernels take expert numbers for local ones and run past the end of
+memory.
 
-An out-of-tree op, which is how vLLM lets a plugin put its own in the place of one of vLLM's. Imported in a worker before its
-model is built.
+An out-of-tree op, which is how vLLM lets a plugin put its own in the place of one of vLLM's. Imported in a worker
+before its model is built.
 """
 
 from __future__ import annotations

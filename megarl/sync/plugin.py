@@ -24,8 +24,9 @@ def register() -> None:
 
 
 def _fork_on_cpu() -> None:
-    """Let workers be forked on CPU: vLLM starts its engine core and workers in fresh interpreters, to set their OpenMP environment. ``engine_process`` has
-    set it for all of them; forked, as vLLM does it elsewhere, each saves the 8 s that importing vLLM takes, and its memory."""
+    """Let workers be forked on CPU: vLLM starts its engine core and workers in fresh interpreters, to set their OpenMP
+    environment. ``engine_process`` has set it for all of them; forked, as vLLM does it elsewhere, each saves the 8 s
+    that importing vLLM takes, and its memory."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":

@@ -147,7 +147,9 @@ class WeightPublisher:
                 self._fleet.wait_ready(self._config.rollout.start_timeout_s, self._stopping)
                 answers = self._fleet.each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
                 machines = [worker["machine"] for engine in answers for worker in engine]
-                told["places"] = asdict(Places(machines, [self._lent_by(topic, rank) for rank in range(self._num_trainers)]))
+                told["places"] = asdict(
+                    Places(machines, [self._lent_by(topic, rank) for rank in range(self._num_trainers)])
+                )
         else:
             self._messages.post(f"{topic}/{self._rank}", [machine(), *self._memory])
             told = self._messages.received(topic)
@@ -159,7 +161,9 @@ class WeightPublisher:
             try:
                 link = join(self._messages.store, self._address, self._rank, peers=self._num_trainers)
             except Exception as error:
-                raise WeightSyncError("; ".join([f"the weight link could not be joined: {error}", *failures(joining)])) from error
+                raise WeightSyncError(
+                    "; ".join([f"the weight link could not be joined: {error}", *failures(joining)])
+                ) from error
             results(joining)
         self._plan = replace(self._plan, nearness=places.nearness())
         self._link, self._lender = link, Lender(link, places.workers_near(self._rank), self._memory)
@@ -174,19 +178,25 @@ class WeightPublisher:
 
     @_patient(lambda config: config.sync.timeout_s)
     def publish(
-        self, tensors: Mapping[str, torch.Tensor], version: WeightsVersion, *, written: Mapping[str, int], abort: bool = False
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: WeightsVersion,
+        *,
+        written: Mapping[str, int],
+        abort: bool = False,
     ) -> SyncReport:
         """Send this rank's local tensors (Megatron names, any float dtype); return when every engine has proven to
         have all weights and generates again.
 
         Args:
             written: ``TrainedModel.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
-            abort: End the requests under way instead of waiting for them, which may take longer than an engine's answer.
+            abort: End the requests under way instead of waiting for them, which may take longer than an engine's
+                answer.
 
         Raises:
-            WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and ``publish``
-                bring them back. A WeightsDiffer on rank 0 when ``tensors`` are not what was written, or when all were sent and
-                proven to be others.
+            WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and
+                ``publish`` bring them back. A WeightsDiffer on rank 0 when ``tensors`` are not what was written, or
+                when all were sent and proven to be others.
         """
         if self.transport is None:
             raise WeightSyncError(f"weights {version} cannot be published without a link: call connect() first")
@@ -256,7 +266,9 @@ class WeightPublisher:
             self._fleet.each(lambda i, engine: engine.start())
         clock.append(time.monotonic())
         sent = [self._transfer(send, version)]
-        sent += [_decode(self._messages.received(f"{topic}/sent/{rank}")["digests"]) for rank in range(1, self._num_trainers)]
+        sent += [
+            _decode(self._messages.received(f"{topic}/sent/{rank}")["digests"]) for rank in range(1, self._num_trainers)
+        ]
         self._fleet.each(lambda i, engine: engine.finish(str(version)))
         self._fleet.each(lambda i, engine: engine.reset_prefix_cache())
         clock.append(time.monotonic())

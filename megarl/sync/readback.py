@@ -1,7 +1,7 @@
 """Reads back what a vLLM model really computes with, bit by bit, where vLLM keeps only a form made for its kernels.
 
-On CPU a linear layer keeps a matrix packed for oneDNN, experts lie permuted and padded, and latent attention has matrices of
-its own beside the projection that they come from. Runs inside vLLM's workers.
+On CPU a linear layer keeps a matrix packed for oneDNN, experts lie permuted and padded, and latent attention has
+matrices of its own beside the projection that they come from. Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ def may_be_packed(module: nn.Module) -> bool:
 
 
 def is_packed_linear(module: Any, *, plain_head: bool = False) -> bool:
-    """Return True if it computes from a packed copy; lm_head keeps its weight beside that, and computes from the weight where its logits
-    have another type than the model (``plain_head``)."""
-    alone = (isinstance(module, ParallelLMHead) and not plain_head) or (isinstance(module, LinearBase) and module.weight.numel() == 0)
+    """Return True if it computes from a packed copy; lm_head keeps its weight beside that, and computes from the weight
+    where its logits have another type than the model (``plain_head``)."""
+    alone = (isinstance(module, ParallelLMHead) and not plain_head) or (
+        isinstance(module, LinearBase) and module.weight.numel() == 0
+    )
     return alone and hasattr(module, "cpu_linear")
 
 
@@ -42,7 +44,8 @@ def packed_experts(module: Any) -> Any | None:
 
 
 def unpack_linear(module: Any) -> torch.Tensor:
-    """W [out, in] of ``x -> x W^T``: the image of the identity, which is exact but for negative zeros and subnormal numbers."""
+    """W [out, in] of ``x -> x W^T``: the image of the identity, which is exact but for negative zeros and subnormal
+    numbers."""
     weight = module.weight  # empty where only the packed copy is left
     columns = _in_features(module)
     blocks = []
@@ -57,8 +60,8 @@ def unpack_linear(module: Any) -> torch.Tensor:
 def unpack_experts(packed: torch.Tensor, isa: str, shape: Shape, *, gated: bool) -> torch.Tensor:
     """The stack [E, rows, columns] of ``shape`` that the CPU kernel's form was packed from.
 
-    Packing pads the experts' width, which is the columns (``w2``) or, when ``gated``, each half of the rows (``w13``), and then
-    permutes each expert in the same way: where a number goes is read off a packed expert of numbers.
+    Packing pads the experts' width, which is the columns (``w2``) or, when ``gated``, each half of the rows (``w13``),
+    and then permutes each expert in the same way: where a number goes is read off a packed expert of numbers.
     """
     padded = packed[0].numel()
     source = torch.zeros(padded, dtype=torch.int64)
@@ -86,8 +89,8 @@ def latent_projections(model: nn.Module) -> dict[nn.Module, Any]:
 def latent_weight(attention: Any) -> torch.Tensor:
     """kv_b_proj.weight [heads * (nope + v), kv_lora] as latent attention computes with it.
 
-    Prompts go through the projection itself, sampled tokens through two matrices made from it: where those differ from the
-    projection, theirs is returned, so that whoever compares it sees it.
+    Prompts go through the projection itself, sampled tokens through two matrices made from it: where those differ from
+    the projection, theirs is returned, so that whoever compares it sees it.
     """
     weight: torch.Tensor = attention.kv_b_proj.weight.data
     absorbed = torch.cat([attention.W_UK_T.data, attention.W_UV.data.transpose(1, 2)], dim=1)

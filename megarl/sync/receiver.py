@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Data with which a worker builds the trainer's plan by itself and joins the link. Plain values: it travels as JSON."""
+    """Data with which a worker builds the trainer's plan by itself and joins the link. Plain values: it travels as
+    JSON."""
 
     host: str
     port: int
@@ -62,8 +63,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
     version: str
 
 
-# vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the answers
-# to its next call. So no worker fails; what went wrong is kept until megarl_outcome asks, or is an answer itself.
+# vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the
+# answers to its next call. So no worker fails; what went wrong is kept until megarl_outcome asks, or is an answer
+# itself.
 
 
 def _kept(step: Callable[..., None]) -> Callable[..., None]:
@@ -151,7 +153,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the link; returns when every trainer rank and every worker has."""
         self.shutdown()
-        assert self._agreed == init_info.fingerprint, "another plan: megarl_agree comes before init_weight_transfer_engine"
+        assert self._agreed == init_info.fingerprint, (
+            "another plan: megarl_agree comes before init_weight_transfer_engine"
+        )
         address = LinkAddress(
             init_info.host, init_info.port, init_info.generation, init_info.world_size, init_info.timeout_s
         )
@@ -209,7 +213,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``. A failure is an answer too."""
+    """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``. A failure is an answer
+    too."""
 
     weight_transfer_engine: Receiver
     _weight_update_active: bool

@@ -1,9 +1,10 @@
 """Weights for an engine worker on the trainer rank's own machine: through shared memory instead of a socket.
 
-The sender's two buckets lie in an anonymous memory file (``memfd``): it has no name, so that nothing is left behind however the
-processes end. A receiver on the same machine opens it through ``/proc`` and unpacks straight from it; it needs no bucket of its
-own. Only "it is there" and "it is read" travel over the socket, a few bytes each, in the order of the messages. All of it is host
-memory, whatever torch's default device is within an engine's worker: to and from a GPU slices are copied as they are packed and unpacked.
+The sender's two buckets lie in an anonymous memory file (``memfd``): it has no name, so that nothing is left behind
+however the processes end. A receiver on the same machine opens it through ``/proc`` and unpacks straight from it; it
+needs no bucket of its own. Only "it is there" and "it is read" travel over the socket, a few bytes each, in the order
+of the messages. All of it is host memory, whatever torch's default device is within an engine's worker: to and from a
+GPU slices are copied as they are packed and unpacked.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class _Lent:
 
 
 class Borrower:
-    """A receiver's transport: reads from the memory of the ranks in ``near``, receives from all others over ``link``."""
+    """A receiver's transport: reads from the memory of the ranks in ``near``, receives from all others over
+    ``link``."""
 
     def __init__(self, link: Transport, near: Mapping[int, MemoryFile]) -> None:
         self._link = link

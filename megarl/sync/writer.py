@@ -1,8 +1,8 @@
 """Writes slices into a vLLM model's local fused tensors, and reads back what the model really computes with.
 
-vLLM repacks weights for its kernels after loading and frees the originals, so neither can be done in place. Its own layerwise
-reload restores a layer's tensors, lets them be written and repacks them; ``SliceWriter`` drives that reload with slices
-instead of HF tensors. Runs inside vLLM's workers.
+vLLM repacks weights for its kernels after loading and frees the originals, so neither can be done in place. Its own
+layerwise reload restores a layer's tensors, lets them be written and repacks them; ``SliceWriter`` drives that reload
+with slices instead of HF tensors. Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class SliceWriter:
         shape = self._tensors[name].shape
         if tuple(tensor.shape) != shape:
             raise WeightSyncError(
-                f"{name} has shape {tuple(tensor.shape)} in vLLM's model, {shape} in the layout; the architecture's table "
+                f"{name} has shape {tuple(tensor.shape)} in vLLM's model, {shape} in the layout; the architecture's "
+                "table "
                 "does not fit this vLLM version"
             )
         return tensor
@@ -110,7 +111,8 @@ class SliceWriter:
         finalize_layerwise_reload(self._model, self._model_config)
 
     def computed_with(self, name: str) -> torch.Tensor:
-        """The local tensor as the model computes with it, in the layout's shape and dtype; unpacked where it is packed."""
+        """The local tensor as the model computes with it, in the layout's shape and dtype; unpacked where it is
+        packed."""
         module, parameter = self._owner[name]
         expected = self._tensors[name]
         experts = readback.packed_experts(module)
@@ -150,7 +152,8 @@ class SliceWriter:
 
 
 def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(path of the module, module, parameter) of all that is loaded; what is computed from that afterwards is left out."""
+    """(path of the module, module, parameter) of all that is loaded; what is computed from that afterwards is left
+    out."""
     always_there: set[int] = set()  # by two names where another module has it too
     for path, module in model.named_modules():
         loaded, _ = get_layerwise_info(module).restore_metadata
@@ -163,8 +166,8 @@ def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _repack_experts(model: nn.Module) -> None:
-    """Makes vLLM's CPU kernels pack the experts of a reload too: with a kernel already there vLLM stores them unpacked, and that
-    kernel computes from them as if they were packed."""
+    """Makes vLLM's CPU kernels pack the experts of a reload too: with a kernel already there vLLM stores them unpacked,
+    and that kernel computes from them as if they were packed."""
     for module in model.modules():
         if readback.packed_experts(module) is not None:
             quant_method: Any = module.quant_method

@@ -1,4 +1,5 @@
-"""Entries of a generator: questions with their answers, and the answers of a careless teacher. reasoning-gym's own are here."""
+"""Entries of a generator: questions with their answers, and the answers of a careless teacher. reasoning-gym's own are
+here."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Entry:
     data_source: str
     ability: str = "math"
     info: dict[str, Any] = field(default_factory=dict)
-    """Entries of ``extra_info`` that the verifier reads, beside the question: JSON values, the same fields in every entry of a generator."""
+    """Entries of ``extra_info`` that the verifier reads, beside the question: JSON values, the same fields in every
+    entry of a generator."""
 
 
 Entries = Iterator[Entry | None]
@@ -48,9 +50,10 @@ ARITHMETIC = {
     "max_number": 0,
     "slip_percent": 0,
 }
-"""Options of the arithmetic families and their defaults. ``max_number`` > 0 keeps the questions whose numbers are all at most that
-large (reasoning-gym itself only knows digits); ``allow_negation`` is 0 or 1; ``slip_percent`` of the warm-start responses have a wrong
-last digit, as a careless teacher's demonstrations do (rewards never see them; demonstrations in train and eval have none)."""
+"""Options of the arithmetic families and their defaults. ``max_number`` > 0 keeps the questions whose numbers are all
+at most that large (reasoning-gym itself only knows digits); ``allow_negation`` is 0 or 1; ``slip_percent`` of the
+warm-start responses have a wrong last digit, as a careless teacher's demonstrations do (rewards never see them;
+demonstrations in train and eval have none)."""
 SUMS = {name: value for name, value in ARITHMETIC.items() if name != "allow_negation"}
 OPTION_BOUNDS = {
     "min_terms": Bound(1, 100),
@@ -81,11 +84,19 @@ def _arithmetic(family: str, seed: int, settings: Mapping[str, int]) -> Entries:
             yield None
             continue
         answer = found["answer"]
-        yield Entry(found["question"], answer, answer, slipped(answer), f"reasoning_gym/{family}", info={"metadata": found["metadata"]})
+        yield Entry(
+            found["question"],
+            answer,
+            answer,
+            slipped(answer),
+            f"reasoning_gym/{family}",
+            info={"metadata": found["metadata"]},
+        )
 
 
 def gym_entries(family: str, seed: int, settings: Mapping[str, int], **fixed: Any) -> Iterator[dict[str, Any] | None]:
-    """Endless reasoning-gym entries, ``{question, answer, metadata}``; ``fixed`` are settings of the family that are no options of ours.
+    """Endless reasoning-gym entries, ``{question, answer, metadata}``; ``fixed`` are settings of the family that are no
+    options of ours.
 
     Raises ConfigError for options that do not fit the family.
     """

@@ -1,4 +1,5 @@
-"""Files of rows: parquet, or one JSON object a line where the name ends in ``.jsonl``. Messages count rows and lines from 1."""
+"""Files of rows: parquet, or one JSON object a line where the name ends in ``.jsonl``. Messages count rows and lines
+from 1."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Place:
 
 
 def place_of(path: str | os.PathLike[str], row: int) -> str:
-    """``FILE: row N`` for row number ``row`` (from 0) of a file, or ``FILE: line N`` of a jsonl file; N counts from 1."""
+    """``FILE: row N`` for row number ``row`` (from 0) of a file, or ``FILE: line N`` of a jsonl file; N counts from
+    1."""
     if not is_jsonl(path):
         return f"{path}: row {row + 1}"
     with Path(path).open("rb") as file:
@@ -64,7 +66,8 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[di
         table = pq.read_table(path, partitioning=None)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
-            f"{path}: not a readable parquet file ({str(error).splitlines()[0]}); a file of JSON lines must be called .jsonl"
+            f"{path}: not a readable parquet file ({str(error).splitlines()[0]}); a file of JSON lines must be called "
+            ".jsonl"
         ) from error
     names = list(table.column_names)
     found = [name for name in wanted if name in names]
@@ -100,8 +103,11 @@ def check_columns(path: Path, names: Sequence[str], required: Sequence[str]) -> 
         )
 
 
-def write_table(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None) -> None:
-    """Write rows as parquet with nested columns; ``recipe``: the settings that they were made with, for ``read_recipe``.
+def write_table(
+    path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None
+) -> None:
+    """Write rows as parquet with nested columns; ``recipe``: the settings that they were made with, for
+    ``read_recipe``.
 
     The file appears whole or not at all. Parquet gives all rows of a nested column the same keys: a key that only some
     rows have reads back as None in the others. Raises DataError when one key has values of different types, or when the
@@ -119,11 +125,14 @@ def write_table(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]],
         with whole(path) as temporary:
             pq.write_table(table, temporary)
     except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror or error}); make room or give another path") from error
+        raise DataError(
+            f"{path}: cannot be written ({error.strerror or error}); make room or give another path"
+        ) from error
 
 
 def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The settings that a file's rows were made with; None when it was written without, or for a file of other making."""
+    """The settings that a file's rows were made with; None when it was written without, or for a file of other
+    making."""
     if is_jsonl(path):
         return None
     try:

@@ -42,20 +42,22 @@ def generate(
     options: Mapping[str, int] | None = None,
     kind: Kind = "tasks",
 ) -> dict[str, list[Task] | list[Preference]]:
-    """Write the splits that ``paths`` names (of train, eval, warm_start, expert) with ``sizes`` rows each; returns them.
+    """Write the splits that ``paths`` names (of train, eval, warm_start, expert) with ``sizes`` rows each; returns
+    them.
 
     Questions are distinct within a file; the others may share some; eval shares none with any.
     Demonstrations carry the right answer as ``response``; preferences have it as ``chosen``, and a wrong one near it as
     ``rejected``. The same arguments write the same rows, and ask the same questions whatever the ``kind``.
 
-    Raises ConfigError for an unknown generator or option or a name that is not parquet's, DataError when there are too few
-    distinct questions.
+    Raises ConfigError for an unknown generator or option or a name that is not parquet's, DataError when there are too
+    few distinct questions.
     """
     made_with = {split: recipe(name, sizes, seed=seed, options=options, kind=kind, split=split) for split in SPLITS}
     for split, path in paths.items():
         if is_jsonl(path):
             raise ConfigError(
-                f"taskset.{split}={path}: no such file, and what megarl generates is parquet; give the file, or a path that ends in .parquet"
+                f"taskset.{split}={path}: no such file, and what megarl generates is parquet; give the file, or a path "
+                "that ends in .parquet"
             )
     settings = _settings(name, options or {})
     wanted = [split for split in SPLITS if split in paths]
@@ -100,8 +102,8 @@ def recipe(
 ) -> dict[str, Any]:
     """Every setting that decides what ``generate`` writes; each file carries it, so that a changed setting is seen.
 
-    What is held out depends on the sizes of train, eval and warm_start, so all three decide on each file; that of expert
-    decides on its own file alone.
+    What is held out depends on the sizes of train, eval and warm_start, so all three decide on each file; that of
+    expert decides on its own file alone.
 
     Raises ConfigError for an unknown generator or option.
     """
@@ -127,12 +129,14 @@ GENERATORS = {
 
 
 def generator_of(name: str) -> Generator:
-    """The generator that ``taskset.generate`` names: megarl's, or that of a Python file. Raises ConfigError for an unknown one."""
+    """The generator that ``taskset.generate`` names: megarl's, or that of a Python file. Raises ConfigError for an
+    unknown one."""
     if user.is_file(name):
         return user.load(name)
     if name not in GENERATORS:
         raise ConfigError(
-            f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}, or a Python file with your own"
+            f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}, or a "
+            "Python file with your own"
         )
     return GENERATORS[name]
 
@@ -150,11 +154,7 @@ def _draw(name: str, split: str, size: int, eval_share: float, seed: int, settin
         if len(seen) == size or dry == MAX_DRY_DRAWS:
             break
         dry += 1
-        if (
-            entry
-            and entry.question not in seen
-            and _is_held_out(entry.question, seed, eval_share) == (split == "eval")
-        ):
+        if entry and entry.question not in seen and _is_held_out(entry.question, seed, eval_share) == (split == "eval"):
             seen[entry.question] = entry
             dry = 0
     return list(seen.values())
@@ -209,7 +209,8 @@ def _extra_info(split: str, index: int, entry: Entry) -> dict[str, Any]:
 
 
 def _mistaken(entry: Entry, dice: random.Random) -> str:
-    """A wrong answer that is near: the careless teacher's; or, of a bare number, one with another digit in some place."""
+    """A wrong answer that is near: the careless teacher's; or, of a bare number, one with another digit in some
+    place."""
     answer = entry.response
     if answer != entry.answer or dice.random() < SLIPS:
         return entry.slip
@@ -244,8 +245,10 @@ def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
     known = generator_of(name).options
     if unknown := [option for option in options if option not in known]:
         raise ConfigError(
-            f"taskset.options.{', '.join(unknown)} {'are not options' if unknown[1:] else 'is not an option'} of {name};"
-            f"{_nearest(unknown[0], known)} known: {', '.join(known)}; '~taskset.options' on the command line takes out those of an experiment"
+            f"taskset.options.{', '.join(unknown)} {'are not options' if unknown[1:] else 'is not an option'} of "
+            f"{name};"
+            f"{_nearest(unknown[0], known)} known: {', '.join(known)}; '~taskset.options' on the command line takes "
+            "out those of an experiment"
         )
     for option, value in options.items():
         if option in OPTION_BOUNDS and not OPTION_BOUNDS[option].admits(value):

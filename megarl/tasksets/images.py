@@ -20,16 +20,17 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """Formats that Pillow may read; other decoders are not tried on a stranger's bytes."""
 MAX_IMAGES = 16
 MAX_ROW_BYTES = 32 * 2**20
-"""Limit of a row's images together, as files. The store and each call to an engine carry them (there a third more, as base64)."""
+"""Limit of a row's images together, as files. The store and each call to an engine carry them (there a third more, as
+base64)."""
 MAX_PIXELS = 50_000_000
 
 
 def images_of(place: Place, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Any]:
     """(a row's images, its prompt with every content a text in which each has its ``<image>``).
 
-    An image is ``{bytes, path}`` as of Hugging Face's ``datasets``, ``{image: …}``, or bare: bytes, a path (relative to the
-    file of rows) or a ``data:`` URI. A content may be a list of parts, which may hold the images themselves. A text without
-    images keeps an ``<image>`` that it talks about.
+    An image is ``{bytes, path}`` as of Hugging Face's ``datasets``, ``{image: …}``, or bare: bytes, a path (relative to
+    the file of rows) or a ``data:`` URI. A content may be a list of parts, which may hold the images themselves. A text
+    without images keeps an ``<image>`` that it talks about.
 
     Raises DataError for images that cannot be read or are too large, and where they are not as many as the ``<image>``.
     """
@@ -56,14 +57,16 @@ def images_of(place: Place, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], 
 
 
 def chat_messages(task: Task) -> list[dict[str, Any]]:
-    """The prompt for a chat template: of a task with images each content as a list of ``{type: image}`` and ``{type: text}``."""
+    """The prompt for a chat template: of a task with images each content as a list of ``{type: image}`` and ``{type:
+    text}``."""
     if not task.images:
         return [dict(message) for message in task.prompt]
     return [{**message, "content": _parts(message.get("content"))} for message in task.prompt]
 
 
 def size_of(image: bytes) -> tuple[int, int]:
-    """(width, height) from the file's head. Raises ValueError when it is no image that can be read, or too large to decode."""
+    """(width, height) from the file's head. Raises ValueError when it is no image that can be read, or too large to
+    decode."""
     from PIL import Image
 
     try:
@@ -91,7 +94,8 @@ def _parts(content: str | None) -> list[dict[str, Any]]:
 
 
 def _as_texts(place: Place, prompt: Any) -> tuple[Any, list[Any]]:
-    """(the prompt with texts for lists of parts, the images that the parts hold); what is no message is left for others to refuse."""
+    """(the prompt with texts for lists of parts, the images that the parts hold); what is no message is left for others
+    to refuse."""
     if not isinstance(prompt, list):
         return prompt, []
     messages: list[Any] = []

@@ -20,8 +20,8 @@ OPTIONS = ("chat_template_kwargs", "tools", "enable_thinking")
 def messages_of(place: Place, field: str, value: Any) -> tuple[Message, ...]:
     """Chat messages. Raises DataError unless there is one and each is sound.
 
-    Fields that are null, and empty tool calls, are left out: parquet gives every message the fields of all. Inside a field parquet
-    knows no absent key either, so nulls are left out there as well.
+    Fields that are null, and empty tool calls, are left out: parquet gives every message the fields of all. Inside a
+    field parquet knows no absent key either, so nulls are left out there as well.
     """
     if not isinstance(value, list) or not value:
         place.refuse(field, "a non-empty list of {role, content} messages", value)
@@ -45,14 +45,23 @@ def _message(place: Place, field: str, message: Any) -> Message:
         function = call.get("function") or call
         if not isinstance(function, dict) or not isinstance(function.get("name") or "", str):
             place.refuse(f"{field}.tool_calls", "structs with a function whose name is a string", call)
-    rest = {name: _without_nulls(place, value) for name, value in message.items() if name not in ("role", "content", "tool_calls")}
-    others = {name: value for name, value in (rest | {"tool_calls": _without_nulls(place, calls)}).items() if value is not None}
+    rest = {
+        name: _without_nulls(place, value)
+        for name, value in message.items()
+        if name not in ("role", "content", "tool_calls")
+    }
+    others = {
+        name: value
+        for name, value in (rest | {"tool_calls": _without_nulls(place, calls)}).items()
+        if value is not None
+    }
     _check_json(place, field, others)
     return {"role": role, **({"content": content} if "content" in message else {}), **others}
 
 
 def prompt_of(place: Place, field: str, value: Any, *, text: bool) -> tuple[Message, ...]:
-    """Chat messages that end with the user's or a tool's; with ``text`` a plain text is one such message. Raises DataError otherwise."""
+    """Chat messages that end with the user's or a tool's; with ``text`` a plain text is one such message. Raises
+    DataError otherwise."""
     if text and isinstance(value, str) and value:
         return ({"role": "user", "content": value},)
     found = messages_of(place, field, value)
@@ -63,7 +72,8 @@ def prompt_of(place: Place, field: str, value: Any, *, text: bool) -> tuple[Mess
 
 
 def answer_of(place: Place, field: str, value: Any) -> tuple[str, Message | None, tuple[Message, ...]]:
-    """An answer's text, its message and the messages before it: a text alone, or messages that end with the assistant's.
+    """An answer's text, its message and the messages before it: a text alone, or messages that end with the
+    assistant's.
 
     Raises DataError otherwise."""
     if not isinstance(value, list):
@@ -77,7 +87,8 @@ def answer_of(place: Place, field: str, value: Any) -> tuple[str, Message | None
 
 
 def template_kwargs_of(place: Place, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that a row gives to the chat template: ``chat_template_kwargs``, ``tools``, ``enable_thinking``. Structs may be JSON texts.
+    """Arguments that a row gives to the chat template: ``chat_template_kwargs``, ``tools``, ``enable_thinking``.
+    Structs may be JSON texts.
 
     Raises DataError otherwise."""
     found: dict[str, Any] = _parsed(place, "chat_template_kwargs", row.get("chat_template_kwargs"), dict) or {}

@@ -1,7 +1,8 @@
-"""Rows of preferences, in TRL's form: ``prompt, chosen, rejected``, and ``margin, data_source, extra_info`` where wanted.
+"""Rows of preferences, in TRL's form: ``prompt, chosen, rejected``, and ``margin, data_source, extra_info`` where
+wanted.
 
-Answers are texts, or chat messages whose last one is the assistant's; messages before it repeat the prompt, and may then be
-all there is of it.
+Answers are texts, or chat messages whose last one is the assistant's; messages before it repeat the prompt, and may
+then be all there is of it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.schema import Message, Preference
-from megarl.tasksets.files import (
-    Place,
-    check_columns,
-    json_struct,
-    read_table,
-    source_of,
-    write_table,
-)
+from megarl.tasksets.files import Place, check_columns, json_struct, read_table, source_of, write_table
 from megarl.tasksets.images import refuse_images
 from megarl.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of
 
@@ -44,7 +38,9 @@ def write_preferences(
     path: str | os.PathLike[str], preferences: Sequence[Preference], recipe: Mapping[str, Any] | None = None
 ) -> None:
     """Write preferences as rows with texts as answers; ``margin`` is a column when any has one. See ``write_table``."""
-    assert not any(any(row.answers) or row.chat_template_kwargs for row in preferences), "generated rows are texts without template options"
+    assert not any(any(row.answers) or row.chat_template_kwargs for row in preferences), (
+        "generated rows are texts without template options"
+    )
     margins = any(preference.margin for preference in preferences)
     rows = [_row(preference) | ({"margin": preference.margin} if margins else {}) for preference in preferences]
     write_table(path, rows, recipe)
@@ -62,7 +58,9 @@ def _row(preference: Preference) -> dict[str, Any]:
 
 def _preference(place: Place, task_id: str, row: Mapping[str, Any]) -> Preference:
     refuse_images(place, row, "training on images is not supported")
-    (chosen, chosen_message, before), (rejected, rejected_message, before_rejected) = (answer_of(place, name, row[name]) for name in ANSWERS)
+    (chosen, chosen_message, before), (rejected, rejected_message, before_rejected) = (
+        answer_of(place, name, row[name]) for name in ANSWERS
+    )
     if before != before_rejected:
         place.refuse("rejected", "an answer to the same messages as chosen", row["rejected"])
     given = row.get("prompt")
@@ -72,7 +70,9 @@ def _preference(place: Place, task_id: str, row: Mapping[str, Any]) -> Preferenc
     if before and before != prompt:
         place.refuse("chosen", "an answer to prompt, or the prompt's own messages with one", row["chosen"])
     if prompt[-1]["role"] not in ASKING:
-        place.refuse(f"chosen[{len(prompt) - 1}].role", "user or tool, since the model answers that message", prompt[-1]["role"])
+        place.refuse(
+            f"chosen[{len(prompt) - 1}].role", "user or tool, since the model answers that message", prompt[-1]["role"]
+        )
     if chosen == rejected and _others(chosen_message) == _others(rejected_message):
         place.refuse("rejected", "another answer than chosen", rejected)
     return Preference(

@@ -1,4 +1,5 @@
-"""Lengths of prompts with images, by the model's own processor. Imports torch and transformers; nothing else needs it."""
+"""Lengths of prompts with images, by the model's own processor. Imports torch and transformers; nothing else needs
+it."""
 
 from __future__ import annotations
 
@@ -52,14 +53,22 @@ class Processor:
             # A list of one prompt with its own list of images: the form that every processor takes.
             ids = self._processor(text=[text], images=[decoded], add_special_tokens=False)["input_ids"][0]
         except (OSError, ValueError, IndexError) as error:
-            raise DataError(f"the model's processor refuses the prompt: {str(error).splitlines()[0] if str(error) else error!r}") from error
+            raise DataError(
+                f"the model's processor refuses the prompt: {str(error).splitlines()[0] if str(error) else error!r}"
+            ) from error
         return np.asarray(ids, dtype=np.int32)
 
 
 def check_image_prompts(
-    tasks: Sequence[Task], tokenizer: ChatTokenizer, processor: Processor, limit: int, *, path: str | os.PathLike[str] | None = None
+    tasks: Sequence[Task],
+    tokenizer: ChatTokenizer,
+    processor: Processor,
+    limit: int,
+    *,
+    path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Refuse prompts that have more than ``limit`` tokens with their images. ``tasks`` are all rows of ``path`` in order.
+    """Refuse prompts that have more than ``limit`` tokens with their images. ``tasks`` are all rows of ``path`` in
+    order.
 
     Raises DataError naming file, row, length and limit, and what ``Processor.prompt_ids`` and the chat template refuse.
     """
@@ -68,12 +77,15 @@ def check_image_prompts(
         try:
             messages, kwargs = chat_messages(task), task.chat_template_kwargs
             length = len(
-                processor.prompt_ids(tokenizer.render(messages, kwargs), task.images) if task.images else tokenizer.prompt_ids(messages, kwargs)
+                processor.prompt_ids(tokenizer.render(messages, kwargs), task.images)
+                if task.images
+                else tokenizer.prompt_ids(messages, kwargs)
             )
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         if length > limit:
             raise DataError(
-                f"{where}: prompt has {length} tokens with its {len(task.images)} images, rollout.max_prompt_tokens is {limit}; raise it, "
+                f"{where}: prompt has {length} tokens with its {len(task.images)} images, rollout.max_prompt_tokens is "
+                f"{limit}; raise it, "
                 "make the images smaller, or drop the row"
             )

@@ -1,9 +1,9 @@
 """Rows of tasks, in verl's form: ``data_source, prompt, ability, reward_model{style, ground_truth}, extra_info``.
 
-A demonstration is a prompt with its answer: ``prompt`` and ``response`` (TRL: ``completion``), or ``messages`` whose last one is the
-assistant's. A text is the answer as the model is to write it; a message is rendered by the model's chat template. A row may have
-``tools``, ``enable_thinking`` and ``chat_template_kwargs`` (``tasksets/messages.py``). A task's row may have ``images``
-(``tasksets/images.py``), a demonstration's may not.
+A demonstration is a prompt with its answer: ``prompt`` and ``response`` (TRL: ``completion``), or ``messages`` whose
+last one is the assistant's. A text is the answer as the model is to write it; a message is rendered by the model's chat
+template. A row may have ``tools``, ``enable_thinking`` and ``chat_template_kwargs`` (``tasksets/messages.py``). A
+task's row may have ``images`` (``tasksets/images.py``), a demonstration's may not.
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.schema import Message, Task
-from megarl.tasksets.files import (
-    Place,
-    check_columns,
-    json_struct,
-    read_table,
-    source_of,
-    text_of,
-    write_table,
-)
+from megarl.tasksets.files import Place, check_columns, json_struct, read_table, source_of, text_of, write_table
 from megarl.tasksets.images import columns_of, images_of, refuse_images
 from megarl.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
 
@@ -34,8 +26,10 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "re
 def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, split: str | None = None) -> list[Task]:
     """Read and check every row of a parquet or jsonl file.
 
-    A row's task id is ``<split>/<row>``, the split being the file's stem unless given. With ``require_response`` the rows are
-    demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may be left out.
+    A row's task id is ``<split>/<row>``, the split being the file's stem unless given. With ``require_response`` the
+    rows are
+    demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may be left
+        out.
 
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
@@ -52,7 +46,9 @@ def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, s
 
 def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task], recipe: Mapping[str, Any] | None = None) -> None:
     """Write tasks as verl rows; ``response`` and ``images`` are columns when any task has them. See ``write_table``."""
-    assert not any(task.answer or task.chat_template_kwargs for task in tasks), "generated rows are texts without template options"
+    assert not any(task.answer or task.chat_template_kwargs for task in tasks), (
+        "generated rows are texts without template options"
+    )
     with_response = any(task.response is not None for task in tasks)
     rows = [_row(task, with_response) for task in tasks]
     if any(task.images for task in tasks):
@@ -107,10 +103,16 @@ def _chat(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
     *prompt, answer = messages_of(place, "messages", row["messages"])
     last = len(prompt)
     if answer["role"] != "assistant":
-        place.refuse(f"messages[{last}].role", "assistant, since the last message is what the model learns to say", answer["role"])
+        place.refuse(
+            f"messages[{last}].role",
+            "assistant, since the last message is what the model learns to say",
+            answer["role"],
+        )
     if not prompt or prompt[-1]["role"] not in ASKING:
         seen = prompt[-1]["role"] if prompt else None
-        place.refuse(f"messages[{last - 1}].role" if prompt else "messages", "a user's message before the assistant's", seen)
+        place.refuse(
+            f"messages[{last - 1}].role" if prompt else "messages", "a user's message before the assistant's", seen
+        )
     return _demonstrated(place, task_id, row, tuple(prompt), answer.get("content") or "", answer)
 
 

@@ -1,7 +1,7 @@
 """Questions for megarl's own verifiers, small enough for a model from scratch: mathematics, school questions, programs.
 
-All are made of reasoning-gym's sums. What is asked about a sum, in which words and with which options, follows from the sum itself: one
-that is held out is held out in every form.
+All are made of reasoning-gym's sums. What is asked about a sum, in which words and with which options, follows from the
+sum itself: one that is held out is held out in every form.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def math(seed: int, settings: Mapping[str, int]) -> Entries:
 
 
 def k12(seed: int, settings: Mapping[str, int]) -> Entries:
-    """Half of them with options (``What is 12 + 5? A. 27 B. 17 C. 18 D. 16.``), half with a short answer (``17 pens``)."""
+    """Half of them with options (``What is 12 + 5? A. 27 B. 17 C. 18 D. 16.``), half with a short answer (``17
+    pens``)."""
     _check_terms("k12", settings, 100)
     for found in gym_entries("chain_sum", seed, settings):
         if found is None:
@@ -57,11 +58,13 @@ def k12(seed: int, settings: Mapping[str, int]) -> Entries:
 
 
 def _choice(expression: str, answer: str, dice: random.Random) -> Entry:
-    """The options are near the answer, each with another last digit: which one a number is, is then seen in a token. The careless
-    teacher's number is one of them."""
+    """The options are near the answer, each with another last digit: which one a number is, is then seen in a token.
+    The careless teacher's number is one of them."""
     right, wrong = int(answer), slipped(answer)
     near = [str(right + by) for by in (-3, -2, -1, 1, 2, 3)]
-    others = {number[-1]: number for number in dice.sample(near, len(near)) if number[-1] not in (answer[-1], wrong[-1])}
+    others = {
+        number[-1]: number for number in dice.sample(near, len(near)) if number[-1] not in (answer[-1], wrong[-1])
+    }
     options = dice.sample([answer, wrong, *list(others.values())[:2]], len(LETTERS))
     listed = " ".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=True))
 
@@ -97,7 +100,8 @@ def _story(expression: str, thing: str) -> tuple[str, str] | None:
 
 
 def code(seed: int, settings: Mapping[str, int]) -> Entries:
-    """Functions in words, to be written in Python: ``return 12 times a minus 5 times b``. Tested by calls or by assertions."""
+    """Functions in words, to be written in Python: ``return 12 times a minus 5 times b``. Tested by calls or by
+    assertions."""
     _check_terms("code", settings, len(NAMES))
     for found in gym_entries("chain_sum", seed, settings):
         if found is None:
@@ -110,11 +114,23 @@ def code(seed: int, settings: Mapping[str, int]) -> Entries:
         names = NAMES[: len(coefficients)]
         head = f"def f({', '.join(names)}):\n    return "
         terms = dict(zip(names, [first, *rest[1::2]], strict=True))
-        said = _joined([f"{number} times {name}" for name, number in terms.items()], ["plus" if sign == "+" else "minus" for sign in rest[::2]])
+        said = _joined(
+            [f"{number} times {name}" for name, number in terms.items()],
+            ["plus" if sign == "+" else "minus" for sign in rest[::2]],
+        )
         turned = dice.random() < 0.5  # either is right
         wrong = terms | {names[-1]: slipped(rest[-1])}
-        right, wrong_too = (_joined([f"{n} * {v}" if turned else f"{v} * {n}" for n, v in t.items()], rest[::2]) for t in (terms, wrong))
-        yield Entry(f"{head}{said}\nWrite it in Python.", _tests(coefficients, dice), head + right, head + wrong_too, "code/sums", "code")
+        right, wrong_too = (
+            _joined([f"{n} * {v}" if turned else f"{v} * {n}" for n, v in t.items()], rest[::2]) for t in (terms, wrong)
+        )
+        yield Entry(
+            f"{head}{said}\nWrite it in Python.",
+            _tests(coefficients, dice),
+            head + right,
+            head + wrong_too,
+            "code/sums",
+            "code",
+        )
 
 
 def _joined(terms: Sequence[str], signs: Sequence[str]) -> str:
@@ -138,4 +154,7 @@ def _dice(expression: str) -> random.Random:
 
 def _check_terms(name: str, settings: Mapping[str, int], most: int) -> None:
     if settings["min_terms"] < 2 or settings["max_terms"] > most:
-        raise ConfigError(f"taskset.options: {name} takes sums of 2 to {most} terms, got {settings['min_terms']} to {settings['max_terms']}")
+        raise ConfigError(
+            f"taskset.options: {name} takes sums of 2 to {most} terms, got {settings['min_terms']} to "
+            f"{settings['max_terms']}"
+        )

@@ -1,4 +1,5 @@
-"""The chat template of a checkpoint, rendered as transformers renders it (``utils/chat_template_utils.py`` of version 5)."""
+"""The chat template of a checkpoint, rendered as transformers renders it (``utils/chat_template_utils.py`` of version
+5)."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from jinja2.parser import Parser
 from megarl.errors import CheckpointError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
-"""``{role, content, …}``; content is a text, None beside tool calls, or a list of parts as ``chat_messages`` gives it."""
+"""``{role, content, …}``; content is a text, None beside tool calls, or a list of parts as ``chat_messages`` gives
+it."""
 IDENTIFIERS = ("name", "tool_call_id", "id")
-"""Fields of a message that a template may pass over: they point at other messages and hold nothing that a model reads."""
+"""Fields of a message that a template may pass over: they point at other messages and hold nothing that a model
+reads."""
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 """Arguments of transformers' ``apply_chat_template`` that are no options of a row."""
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -31,14 +34,16 @@ class ChatTemplate:
     """A checkpoint's templates by name: ``default``, and ``tool_use`` where tools have one of their own."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], day: date | None = None) -> None:
-        """``variables``: the special tokens. ``day``: the one that ``strftime_now`` formats (midnight); None is the present moment.
+        """``variables``: the special tokens. ``day``: the one that ``strftime_now`` formats (midnight); None is the
+        present moment.
 
         Raises jinja2.TemplateSyntaxError."""
         environment = _environment(lambda: datetime.now() if day is None else datetime.combine(day, time()))
         self._variables = dict(variables)
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         self._names = {
-            name: {node.name for node in environment.parse(source).find_all(nodes.Name)} for name, source in sources.items()
+            name: {node.name for node in environment.parse(source).find_all(nodes.Name)}
+            for name, source in sources.items()
         }
 
     def render(self, messages: Messages, kwargs: Mapping[str, Any], *, answered: bool = False) -> str:
@@ -73,7 +78,8 @@ class ChatTemplate:
                 raise DataError(f"chat_template_kwargs.{name} is set by megarl; leave it out")
             if name not in known:
                 raise DataError(
-                    f"the model's chat template does not look at {name!r}; leave it out of the row and of taskset.chat_template_kwargs"
+                    f"the model's chat template does not look at {name!r}; leave it out of the row and of "
+                    "taskset.chat_template_kwargs"
                 )
 
 
@@ -111,17 +117,22 @@ class _Message(dict[str, Any]):
         return super().values()
 
     def __iter__(self) -> Iterator[str]:
-        """The dict's own. CPython copies a dict without asking for its fields, unless its class has one (``dict(message)``)."""
+        """The dict's own. CPython copies a dict without asking for its fields, unless its class has one
+        (``dict(message)``)."""
         return super().__iter__()
 
 
-def read_template(folder: Path, config: Mapping[str, Any], variables: Mapping[str, str], day: date | None) -> ChatTemplate:
+def read_template(
+    folder: Path, config: Mapping[str, Any], variables: Mapping[str, str], day: date | None
+) -> ChatTemplate:
     """The templates of a checkpoint directory. ``config``: its tokenizer_config.json.
 
     Raises CheckpointError when there is none, or it cannot be read."""
     sources = _sources(folder, config)
     if not sources.get(DEFAULT):
-        raise CheckpointError(f"{folder}: no chat template; add chat_template.jinja or tokenizer_config.json's chat_template")
+        raise CheckpointError(
+            f"{folder}: no chat template; add chat_template.jinja or tokenizer_config.json's chat_template"
+        )
     try:
         return ChatTemplate(sources, variables, day)
     except jinja2.TemplateSyntaxError as error:
@@ -129,8 +140,11 @@ def read_template(folder: Path, config: Mapping[str, Any], variables: Mapping[st
 
 
 def writes_date(folder: Path) -> bool:
-    """Return True if a template of this checkpoint asks for the time. Raises CheckpointError for a file that cannot be read."""
-    return any("strftime_now" in source for source in _sources(folder, read_json(folder / "tokenizer_config.json")).values())
+    """Return True if a template of this checkpoint asks for the time. Raises CheckpointError for a file that cannot be
+    read."""
+    return any(
+        "strftime_now" in source for source in _sources(folder, read_json(folder / "tokenizer_config.json")).values()
+    )
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -157,7 +171,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """``{% generation %}``: marks what the model wrote. Rendered as its content, in a scope of its own as in transformers."""
+    """``{% generation %}``: marks what the model wrote. Rendered as its content, in a scope of its own as in
+    transformers."""
 
     tags = {"generation"}
 
@@ -181,7 +196,9 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
     return environment
 
 
-def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -55,27 +55,31 @@ class ChatTokenizer:
         self._behind = self._after_answers()
         written = next((i for i in self._encode(self._behind).ids if i in eos_ids), None)
         self.end_id: int = next(i for i in (written, own_eos, eos_ids[0]) if i in eos_ids)
-        """Token that ends demonstrations: the one with which the template ends an answer, where sampling ends with it; else the
-        tokenizer's own eos_token, else the first of ``eos_ids``."""
+        """Token that ends demonstrations: the one with which the template ends an answer, where sampling ends with it;
+        else the tokenizer's own eos_token, else the first of ``eos_ids``."""
         self.ends_otherwise: str | None = self._behind.strip() or None if written is None else None
         """Text that the template writes after an answer, where sampling does not end with it."""
 
     @classmethod
     def of(cls, config: Config) -> ChatTokenizer:
-        """Open the tokenizer of ``model.path``, with the template options of ``taskset``. Raises as :meth:`open`, and ConfigError."""
+        """Open the tokenizer of ``model.path``, with the template options of ``taskset``. Raises as :meth:`open`, and
+        ConfigError."""
         taskset = config.taskset
         try:
             day = None if taskset.date is None else date.fromisoformat(taskset.date)
         except ValueError as error:
-            raise ConfigError(f"taskset.date={taskset.date} is no day; write it as 2025-01-31, or leave it out") from error
+            raise ConfigError(
+                f"taskset.date={taskset.date} is no day; write it as 2025-01-31, or leave it out"
+            ) from error
         return cls.open(config.model.path, taskset.chat_template_kwargs, day)
 
     @classmethod
     def open(
         cls, path: str | os.PathLike[str], kwargs: Mapping[str, Any] | None = None, day: date | None = None
     ) -> ChatTokenizer:
-        """Read tokenizer.json, the chat template and the end tokens. ``kwargs``: options of the template, which a row's own go
-        before; ``day``: that of templates that write one. Raises CheckpointError naming what is missing or damaged."""
+        """Read tokenizer.json, the chat template and the end tokens. ``kwargs``: options of the template, which a row's
+        own go before; ``day``: that of templates that write one. Raises CheckpointError naming what is missing or
+        damaged."""
         folder = Path(path)
         tokenizer = read_tokenizer(folder / "tokenizer.json")
         config = read_json(folder / "tokenizer_config.json")
@@ -130,18 +134,23 @@ class ChatTokenizer:
         rendered = self.render_answer(messages, answer, kwargs)
         return self.cut_answer(answer, rendered, list(self.encode_texts(rendered)))
 
-    def render_answer(self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    def render_answer(
+        self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[str, str]:
         """(the prompt's text, the conversation's, which begins with it). Raises as :meth:`answer_ids`."""
         prompt, whole = self.render(messages, kwargs), self._render([*messages, answer], kwargs, answered=True)
         if not whole.startswith(prompt):
             raise DataError(
-                "the model's chat template renders the conversation with its answer otherwise than the prompt (such as a thought that "
-                "the prompt has opened); give the answer as a text, in response or completion, as the model is to write it"
+                "the model's chat template renders the conversation with its answer otherwise than the prompt (such as "
+                "a thought that "
+                "the prompt has opened); give the answer as a text, in response or completion, as the model is to "
+                "write it"
             )
         return prompt, whole
 
     def cut_answer(self, answer: Message, rendered: tuple[str, str], encodings: Sequence[Encoding]) -> np.ndarray:
-        """Tokens after the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as :meth:`answer_ids`."""
+        """Tokens after the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as
+        :meth:`answer_ids`."""
         (prompt, whole), (start, encoding) = rendered, encodings
         text = whole[len(prompt) :]
         ids, ends = self._following(prompt, whole, start, encoding)
@@ -152,10 +161,14 @@ class ChatTokenizer:
             text = text[: len(text) - len(self._behind)]
             ids = [*self._following(prompt, prompt + text, start, self._encode(prompt + text))[0], self.end_id]
         else:
-            raise DataError(f"the model's chat template ends the answer with none of the end tokens {list(self.eos_ids)}: {text[-40:]!r}")
+            raise DataError(
+                f"the model's chat template ends the answer with none of the end tokens {list(self.eos_ids)}: "
+                f"{text[-40:]!r}"
+            )
         if (lost := next((piece for piece in _pieces(answer) if piece not in text), None)) is not None:
             raise DataError(
-                f"the model's chat template drops or cuts a part of the answer: {lost[:60]!r}; give the answer as a text, in response or "
+                f"the model's chat template drops or cuts a part of the answer: {lost[:60]!r}; give the answer as a "
+                "text, in response or "
                 "completion, as the model is to write it"
             )
         return _array(ids)
@@ -169,7 +182,9 @@ class ChatTokenizer:
         """:meth:`response_ids` of many texts at once."""
         return [_array([*encoding.ids, self.end_id]) for encoding in self.encode_texts(list(texts))]
 
-    def encode_prompts(self, prompts: Iterable[Messages], kwargs: Iterable[Mapping[str, Any]] | None = None) -> list[np.ndarray]:
+    def encode_prompts(
+        self, prompts: Iterable[Messages], kwargs: Iterable[Mapping[str, Any]] | None = None
+    ) -> list[np.ndarray]:
         """:meth:`prompt_ids` of many prompts at once, each with its ``kwargs``."""
         found = list(prompts)
         options = [{} for _ in found] if kwargs is None else kwargs
@@ -182,7 +197,10 @@ class ChatTokenizer:
 
     def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
         if self.multimodal:
-            messages = [{name: _as_parts(value) if name == "content" else value for name, value in message.items()} for message in messages]
+            messages = [
+                {name: _as_parts(value) if name == "content" else value for name, value in message.items()}
+                for message in messages
+            ]
         return self._template.render(messages, {**self._kwargs, **(kwargs or {})}, answered=answered)
 
     def _encode(self, text: str) -> Encoding:
@@ -193,7 +211,9 @@ class ChatTokenizer:
         count = len(start.ids)
         if encoding.ids[:count] == start.ids:
             return encoding.ids[count:], [end - len(prompt) for _, end in encoding.offsets[count:]]
-        encoding = self._encode(whole[len(prompt) :])  # a token across the border: sampling begins after the prompt's own
+        encoding = self._encode(
+            whole[len(prompt) :]
+        )  # a token across the border: sampling begins after the prompt's own
         return encoding.ids, [end for _, end in encoding.offsets]
 
     def _after_answers(self) -> str:
@@ -206,8 +226,8 @@ class ChatTokenizer:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """A tokenizer.json without the truncation and padding that a padded call before its saving has left in it, as transformers
-    takes it. Raises CheckpointError when there is none, or it is damaged."""
+    """A tokenizer.json without the truncation and padding that a padded call before its saving has left in it, as
+    transformers takes it. Raises CheckpointError when there is none, or it is damaged."""
     if not file.is_file():
         raise CheckpointError(
             f"{file.parent}: tokenizer.json is missing; model.path must be an HF checkpoint with a fast tokenizer"
@@ -242,7 +262,8 @@ def check_prompts(
     for row, ids in enumerate(encode_rows(tasks, tokenizer, path=path)):
         if len(ids) > limit:
             raise DataError(
-                f"{_where(tasks, row, path)}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; raise it "
+                f"{_where(tasks, row, path)}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; "
+                "raise it "
                 "or drop the row"
             )
 
@@ -263,15 +284,19 @@ def encode_rows(
 def encode_demonstrations(
     tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(prompt ids, response ids with the end token) of each row, int32. Raises DataError as :func:`encode_rows` does."""
+    """(prompt ids, response ids with the end token) of each row, int32. Raises DataError as :func:`encode_rows`
+    does."""
     answers = [(task.response or "", task.answer) for task in tasks]
-    return list(zip(encode_rows(tasks, tokenizer, path=path), _encode_answers(tasks, answers, tokenizer, path), strict=True))
+    return list(
+        zip(encode_rows(tasks, tokenizer, path=path), _encode_answers(tasks, answers, tokenizer, path), strict=True)
+    )
 
 
 def encode_preferences(
     rows: Sequence[Preference], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(prompt, chosen, rejected) ids of each row, int32, answers with the end token. Raises as :func:`encode_rows` does."""
+    """(prompt, chosen, rejected) ids of each row, int32, answers with the end token. Raises as :func:`encode_rows`
+    does."""
     chosen = _encode_answers(rows, [(row.chosen, row.answers[0]) for row in rows], tokenizer, path)
     rejected = _encode_answers(rows, [(row.rejected, row.answers[1]) for row in rows], tokenizer, path)
     return list(zip(encode_rows(rows, tokenizer, path=path), chosen, rejected, strict=True))
@@ -317,7 +342,8 @@ def _where(tasks: Sequence[Row], row: int, path: str | os.PathLike[str] | None) 
 
 
 def _pieces(answer: Message) -> list[str]:
-    """Texts that a rendering of the answer must hold: of its fields, a thought and what follows it apart, and names of tools."""
+    """Texts that a rendering of the answer must hold: of its fields, a thought and what follows it apart, and names of
+    tools."""
     fields = [value for name, value in answer.items() if isinstance(value, str) and name not in ("role", *IDENTIFIERS)]
     texts = [part.strip() for value in fields for half in value.split("</think>") for part in half.split("<think>")]
     calls = [call.get("function", call) for call in answer.get("tool_calls") or () if isinstance(call, dict)]

@@ -25,7 +25,8 @@ def digest(path: str) -> str:
 
 
 def load(path: str) -> Generator:
-    """``GENERATOR`` of a file, whose entries are checked as they are drawn. Raises ConfigError naming what the file lacks."""
+    """``GENERATOR`` of a file, whose entries are checked as they are drawn. Raises ConfigError naming what the file
+    lacks."""
     where = f"taskset.generate={path}"
     generator = import_value(path, "taskset.generate", "GENERATOR", Generator)
     if not all(isinstance(value, int) for value in generator.options.values()):

@@ -83,7 +83,8 @@ class FrozenModel:
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
 
     def proven_tensors(self) -> dict[str, torch.Tensor]:
-        """``tensors``, to be sent or written to files. Every rank calls it. Raises WeightsDiffer where an optimizer wrote others."""
+        """``tensors``, to be sent or written to files. Every rank calls it. Raises WeightsDiffer where an optimizer
+        wrote others."""
         return self.tensors
 
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
@@ -92,8 +93,8 @@ class FrozenModel:
         self.weights_changed()
 
     def copy_from(self, source: FrozenModel, *, bucket_bytes: int) -> None:
-        """Another model's weights, slice by slice from its grid to this one's, proven equal; a head that only one of them has stays
-        as it is. Every rank calls it."""
+        """Another model's weights, slice by slice from its grid to this one's, proven equal; a head that only one of
+        them has stays as it is. Every rank calls it."""
         copy_weights(
             source.layout,
             source.proven_tensors(),
@@ -116,11 +117,13 @@ class FrozenModel:
     def answers(
         self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]], *, temperature: float | None = None
     ) -> torch.Tensor:
-        """float32 [T]: log-prob of the masked next tokens (or the score of every position), 0 elsewhere; complete on every rank.
+        """float32 [T]: log-prob of the masked next tokens (or the score of every position), 0 elsewhere; complete on
+        every rank.
 
         Args:
-            updates: of ``micro_batches``, one list for each; those of all ranks together are the sequences that are asked for.
-                The very micro-batches of the updates to come give log-probs whose ratio to those of the first update is exactly 1.
+            updates: of ``micro_batches``, one list for each; those of all ranks together are the sequences that are
+                asked for. The very micro-batches of the updates to come give log-probs whose ratio to those of the
+                first update is exactly 1.
             temperature: None takes the head's.
         """
         head = self.head
@@ -171,7 +174,8 @@ class TrainedModel(FrozenModel):
 
         super().__init__(hf_config, model, parallel, head, cut, grid)
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True  # no check_for_nan_in_grad: it ends one rank, the others wait for it
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,  # no check_for_nan_in_grad: it ends one rank, the others wait for it
         )
         config: Any = unwrap(self.chunks[0]).config
         with grid():
@@ -196,11 +200,12 @@ class TrainedModel(FrozenModel):
         return tensors
 
     def backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
-        """Gradients of the objective over the ``batches`` of all data-parallel ranks, each part divided by its global count.
+        """Gradients of the objective over the ``batches`` of all data-parallel ranks, each part divided by its global
+        count.
 
         Returns:
-            Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere; ``<name>/loss`` is
-            their mean.
+            Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere;
+            ``<name>/loss`` is their mean.
         """
         with self.grid():
             return self._backward(sequences, batches, objective)
@@ -246,12 +251,14 @@ class TrainedModel(FrozenModel):
         return {**sums, **of_routers}
 
     def gradient_norm(self) -> float:
-        """Norm of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a step starts from."""
+        """Norm of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a
+        step starts from."""
         with self.grid():
             return self.optimizer.gradient_norm()
 
     def step(self, lr: float) -> float:
-        """Make one optimizer step on the gradients in the buffers, whatever they are (``loop/updates.py`` has checked them); return their norm."""
+        """Make one optimizer step on the gradients in the buffers, whatever they are (``loop/updates.py`` has checked
+        them); return their norm."""
         from megarl.models.router import move_biases
 
         with self.grid():

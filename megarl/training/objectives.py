@@ -2,7 +2,8 @@
 
 A step lies on the host; of a micro-batch's tokens what a loss needs goes to where the answers are.
 
-Shape legend: T' tokens of a micro-batch that are in the loss, n its sequences, K parts of a loss with a denominator each.
+Shape legend: T' tokens of a micro-batch that are in the loss, n its sequences, K parts of a loss with a denominator
+each.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
 
 
 def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: torch.Tensor) -> Objective:
-    """The algorithm's loss of scores: one token of each sequence is kept, sequences 2i and 2i + 1 of the step are pair i.
+    """The algorithm's loss of scores: one token of each sequence is kept, sequences 2i and 2i + 1 of the step are pair
+    i.
 
     ``margins``: float32, one for each pair of the step.
     """

@@ -1,4 +1,5 @@
-"""The optimizer of one model: Megatron's distributed Adam, its schedule, and settings that may change between phases."""
+"""The optimizer of one model: Megatron's distributed Adam, its schedule, and settings that may change between
+phases."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from megarl.config.schema import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Linear warm-up over ``warmup_steps``, then linear decay to ``min_lr`` at ``decay_steps``. ``step`` counts from 0."""
+    """Linear warm-up over ``warmup_steps``, then linear decay to ``min_lr`` at ``decay_steps``. ``step`` counts from
+    0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.decay_steps is None or config.min_lr is None:
@@ -73,8 +75,11 @@ class Optimizer:
         self.inner.config.clip_grad = config.clip_grad
 
     def gradient_norm(self) -> float:
-        """Norm of the gradients in the model's buffers, over the whole grid, before clipping; weights, masters and moments stay."""
-        overflowed = self.inner.prepare_grads()  # not in the assertion: python -O leaves assertions out, with what they call
+        """Norm of the gradients in the model's buffers, over the whole grid, before clipping; weights, masters and
+        moments stay."""
+        overflowed = (
+            self.inner.prepare_grads()
+        )  # not in the assertion: python -O leaves assertions out, with what they call
         assert not overflowed, "there is no loss scaler"
         return float(self.inner.get_grad_norm())
 

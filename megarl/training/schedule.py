@@ -43,8 +43,10 @@ def run(
     """Run ``batches`` through Megatron's schedule; gradients are left in the model's buffers.
 
     Sequences and micro-batches lie on the host: what a model and its loss need of one goes to the model's device.
-    ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores. ``balanced``: its routers measure their balance.
-    Under context parallelism every rank is given the answers of whole sequences, and its gradient is that of its own share.
+    ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
+        ``balanced``: its routers measure their balance.
+    Under context parallelism every rank is given the answers of whole sequences, and its gradient is that of its own
+    share.
 
     Returns:
         What ``loss_function`` collected for each micro-batch, in order, on last-stage ranks; [] elsewhere.
@@ -71,7 +73,9 @@ def run(
             output = model(tokens, positions, None, **more)
         else:
             wanted = batch.targets(sequences)[:, mine].long().to(device)
-            with asking(unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)):
+            with asking(
+                unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)
+            ):
                 output = model(tokens, positions, None, **more)
 
         def loss(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -1,7 +1,9 @@
-"""Digests of the weights that a model's optimizer last wrote: evidence about the tensors that are sent, made without a layout.
+"""Digests of the weights that a model's optimizer last wrote: evidence about the tensors that are sent, made without a
+layout.
 
-A digest is of one local parameter, in the parameter's own dtype. Each data-parallel rank adds the share that its optimizer steps,
-read from the tensors that Adam itself writes (float32 masters, cast), so the sum depends on no copy of the parameter.
+A digest is of one local parameter, in the parameter's own dtype. Each data-parallel rank adds the share that its
+optimizer steps, read from the tensors that Adam itself writes (float32 masters, cast), so the sum depends on no copy of
+the parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def digest_of(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, int]:
-    """Local name -> digest of what ``optimizer`` (Megatron's) has written for it, or of the tensor now where nothing trains it.
+    """Local name -> digest of what ``optimizer`` (Megatron's) has written for it, or of the tensor now where nothing
+    trains it.
 
     Every rank calls it: the shares of a data-parallel group are added up.
     """
@@ -66,7 +69,8 @@ def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int
     if wrong:
         values = ("nothing" if (v := side.get(wrong[0])) is None else format(v, "016x") for side in (written, given))
         raise WeightsDiffer(
-            "weights to be sent are not what the optimizer last wrote: {} has digest {} by the optimizer, {} in the tensor given"
+            "weights to be sent are not what the optimizer last wrote: {} has digest {} by the optimizer, {} in the "
+            "tensor given"
             "{}; the tensors are an old copy, or parameters were not updated from the optimizer's".format(
                 wrong[0], *values, f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
             )

@@ -44,9 +44,15 @@ def save_tokenizer(path: Path) -> None:
 
 
 def save_tiny_qwen3(
-    path: Path, *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, sizes: Mapping[str, int] | None = None
+    path: Path,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    sizes: Mapping[str, int] | None = None,
 ) -> Path:
-    """An HF checkpoint directory with a word-level tokenizer; weights are far from a symmetric start. ``sizes``: others than usual."""
+    """An HF checkpoint directory with a word-level tokenizer; weights are far from a symmetric start. ``sizes``: others
+    than usual."""
     save_tokenizer(path)
     torch.manual_seed(seed)
     usual = {

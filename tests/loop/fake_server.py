@@ -30,8 +30,8 @@ def broken(http: web.Request, stream: web.StreamResponse) -> web.StreamResponse:
 
 
 class FakeServer:
-    """``/megarl/generate`` as the engine's endpoint speaks it. ``alive`` off: the connection breaks mid-answer. ``cuts``: bytes after
-    which the connection breaks, of the first calls. ``held``: only heartbeats until it is set."""
+    """``/megarl/generate`` as the engine's endpoint speaks it. ``alive`` off: the connection breaks mid-answer.
+    ``cuts``: bytes after which the connection breaks, of the first calls. ``held``: only heartbeats until it is set."""
 
     def __init__(self, tokenizer: ChatTokenizer, cuts: Sequence[int] = ()) -> None:
         self.tokenizer, self.alive, self.delay_s = tokenizer, True, 0.0

@@ -1,4 +1,5 @@
-"""Offline jobs, rank by rank without a supervisor: a NaN that is skipped or rolled back, and a disk that is full for a while.
+"""Offline jobs, rank by rank without a supervisor: a NaN that is skipped or rolled back, and a disk that is full for a
+while.
 
 Their algorithm is a user's file, which spoils the loss of one rank, once, at a given update.
 """
@@ -57,13 +58,33 @@ STEPS = 6
 
 def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
     files = [f"taskset.{split}={folder}/{split}.jsonl" for split in ("train", "eval")]
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    return last_of_each([
-        "experiment=sft", "parallel=dp2", *files, f"run.dir={run_dir}", f"algorithm.name={folder}/spoiled.py", f"model.path={folder}/model",
-        *(f"model.from_scratch.{name}={value}" for name, value in shape.items()), f"trainer.steps={STEPS}", "trainer.tasks_per_step=16",
-        "trainer.updates_per_step=2", "trainer.checkpoint_interval=2", "trainer.keep_checkpoints=9", "trainer.eval_interval=0",
-        "trainer.optimizer.warmup_steps=0", *more,
-    ])  # fmt: skip
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    return last_of_each(
+        [
+            "experiment=sft",
+            "parallel=dp2",
+            *files,
+            f"run.dir={run_dir}",
+            f"algorithm.name={folder}/spoiled.py",
+            f"model.path={folder}/model",
+            *(f"model.from_scratch.{name}={value}" for name, value in shape.items()),
+            f"trainer.steps={STEPS}",
+            "trainer.tasks_per_step=16",
+            "trainer.updates_per_step=2",
+            "trainer.checkpoint_interval=2",
+            "trainer.keep_checkpoints=9",
+            "trainer.eval_interval=0",
+            "trainer.optimizer.warmup_steps=0",
+            *more,
+        ]
+    )
 
 
 def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attempt: int) -> str:
@@ -92,7 +113,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "spoiled.py").write_text(ALGORITHM)
     dice = random.Random(1)
     for split, size in (("train", 80), ("eval", 8)):
-        rows = [(f"{split} {dice.randint(10, 99)} + {dice.randint(10, 99)} =", str(dice.randint(1, 9999))) for _ in range(size)]
+        rows = [
+            (f"{split} {dice.randint(10, 99)} + {dice.randint(10, 99)} =", str(dice.randint(1, 9999)))
+            for _ in range(size)
+        ]
         lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in rows]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     prepare_model(compose(overrides(folder, folder / "first")))
@@ -112,7 +136,9 @@ def run(folder: Path, run_dir: Path, *more: str, attempt: int = 1, **environment
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [r for r in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "training/global_step" in r]
+    return [
+        r for r in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "training/global_step" in r
+    ]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -139,7 +165,10 @@ def test_a_rollback_is_a_resume_with_other_rows(folder: Path, rolled_back: Path)
     """The same from the checkpoint that it went back to, by another start of the job."""
     run_dir, again = rolled_back, folder / "again"
     (event,) = events(run_dir, "rollback")
-    assert (event["from_step"], event["to_step"]) == (3, 2) and "step 4, update 2 of the actor: the loss is nan on rank 1" in event["why"]
+    assert (event["from_step"], event["to_step"]) == (
+        3,
+        2,
+    ) and "step 4, update 2 of the actor: the loss is nan on rank 1" in event["why"]
     found = records(run_dir)
     assert [r["step"] for r in found] == list(range(1, STEPS + 1)), "each step is recorded once"
     assert [r["training/rollbacks"] for r in found] == [0, 0, 1, 1, 1, 1]
@@ -170,7 +199,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-def test_a_skipped_update_and_a_disk_that_is_full_for_a_while(folder: Path, rolled_back: Path, small_disk: Path) -> None:
+def test_a_skipped_update_and_a_disk_that_is_full_for_a_while(
+    folder: Path, rolled_back: Path, small_disk: Path
+) -> None:
     """The checkpoint of step 2 finds no room, that of step 4 does; update 7 is left out, which is half of step 4."""
     run_dir = folder / "full"
     run_dir.mkdir()
@@ -179,11 +210,17 @@ def test_a_skipped_update_and_a_disk_that_is_full_for_a_while(folder: Path, roll
     found = records(run_dir)
     assert [r["training/skipped_updates"] for r in found] == [0, 0, 0, 1, 0, 0]
     failed = [r["checkpoint/failed"] for r in found]
-    assert failed[:4] == [0, 1, 1, 1] and failed[4] >= failed[5], "back to 0 when that of step 4 is written, beside the steps behind it"
+    assert failed[:4] == [0, 1, 1, 1] and failed[4] >= failed[5], (
+        "back to 0 when that of step 4 is written, beside the steps behind it"
+    )
     assert all(math.isfinite(r["actor/loss"]) for r in found)
     same = [mine["actor/loss"] == other["actor/loss"] for mine, other in zip(found, records(rolled_back), strict=True)]
     assert same[:3] == [True, True, False], "behind a rollback the third step has other rows"
-    assert sorted(path.name for path in small_disk.glob("global_step_*")) == ["global_step_0", "global_step_4", "global_step_6"]
+    assert sorted(path.name for path in small_disk.glob("global_step_*")) == [
+        "global_step_0",
+        "global_step_4",
+        "global_step_6",
+    ]
     (event,) = events(run_dir, "bad_update")
     assert (event["step"], event["update"], event["action"]) == (4, 1, "skip")
     assert all(bool(tensor.isfinite().all()) for tensor in weights(run_dir).values())
@@ -201,4 +238,8 @@ def test_a_disk_that_stays_full_ends_the_job_at_its_last_checkpoint(folder: Path
     assert fault_of_files(small_disk / "global_step_0") is None
     said = run(folder, run_dir, *short, "trainer.max_failed_checkpoints=1", attempt=2)
     assert "1 checkpoints in a row had no room (trainer.max_failed_checkpoints=1)" in said[0] and said[0] == said[1]
-    assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", "global_step_0", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in small_disk.iterdir()) == [
+        "ballast",
+        "global_step_0",
+        "latest_checkpointed_iteration.txt",
+    ]

@@ -1,4 +1,5 @@
-"""A real vLLM server: the key on every path, tokens in and out, log-probs, seeds, and what a client sees when it dies."""
+"""A real vLLM server: the key on every path, tokens in and out, log-probs, seeds, and what a client sees when it
+dies."""
 
 from __future__ import annotations
 
@@ -291,7 +292,9 @@ def test_an_answer_of_forty_thousand_tokens(long_engine: RunningEngine) -> None:
     assert [len(c.token_ids) for c in short] == [50] * 3
     assert (len(long.token_ids), long.finish_reason) == (LONG, "length")
     assert [(s.start, s.end) for s in long.versions] == [(0, LONG)]
-    model = Qwen3ForCausalLM.from_pretrained(long_engine.model_path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = Qwen3ForCausalLM.from_pretrained(
+        long_engine.model_path, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     assert worst_difference(model, prompts, [long]) < FP32_TOLERANCE
 
 

@@ -184,7 +184,9 @@ def test_a_greedy_answer_is_sampled_scored_and_asked_for_again_like_any_other(
     store: Store, tokenizer: ChatTokenizer, abort: bool
 ) -> None:
     request(store, greedy=True)
-    engine = FakeEngine(tokenizer, fail_after=[6, 0], abort=abort)  # of 15: one whole group, and the next one's greedy answer
+    engine = FakeEngine(
+        tokenizer, fail_after=[6, 0], abort=abort
+    )  # of 15: one whole group, and the next one's greedy answer
     explore(store, engine, FakeScorer(), tokenizer)
     asked = [[(p.n, p.greedy) for p in call] for call in engine.calls]
     assert asked == [[(1, True), (4, False)] * 3, *[[(4, False), (1, True), (4, False)]] * 2]
@@ -247,7 +249,8 @@ def test_capacity_bounds_what_is_under_way(store: Store, tokenizer: ChatTokenize
 def test_slow_verifiers_do_not_hold_up_generation_until_the_backlog_is_full(
     store: Store, tokenizer: ChatTokenizer, backlog: int, begun: int
 ) -> None:
-    """No verdict comes before ``begun`` groups are begun: with capacity for two groups all twelve while there is room to wait."""
+    """No verdict comes before ``begun`` groups are begun: with capacity for two groups all twelve while there is room
+    to wait."""
     request(store, groups=12)
     engine = FakeEngine(tokenizer)
 
@@ -263,7 +266,9 @@ def test_slow_verifiers_do_not_hold_up_generation_until_the_backlog_is_full(
     most: list[int] = []
     explore(store, engine, Slow(), tokenizer, capacity=8, backlog=backlog)
     assert store.progress("r0") == (12, 12)
-    assert begun <= most[0] <= min(12, begun + 2), "groups that were claimed before the last answers came may be under way"
+    assert begun <= most[0] <= min(12, begun + 2), (
+        "groups that were claimed before the last answers came may be under way"
+    )
 
 
 def test_new_groups_are_spread_over_the_engines(store: Store, tokenizer: ChatTokenizer) -> None:
@@ -323,7 +328,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(store: Store, tokenizer: ChatTokenizer) -> None:
+def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(
+    store: Store, tokenizer: ChatTokenizer
+) -> None:
     request(store, groups=3, group_size=4, seed=11)
     ids = answer(tokenizer, Prompt(tokenizer.prompt_ids(({"role": "user", "content": "0 + 1 ="},))), 0)
     size = len(encode(Completion(0, 0, ids, np.zeros(len(ids)), "stop", (VersionSpan("2.7", 0, len(ids)),))))
@@ -337,7 +344,9 @@ def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(
     assert [e.index for e in store.experiences("r0")] == [0, 1, 2, 3] * 3
 
 
-def test_the_process_shows_that_engines_generate(tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer) -> None:
+def test_the_process_shows_that_engines_generate(
+    tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer
+) -> None:
     """Else its supervisor ends a job in which only long answers are left."""
     request(store, groups=2)
     server, memory = FakeServer(tokenizer), pulse.Memory()

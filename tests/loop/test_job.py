@@ -124,17 +124,31 @@ def test_a_person_was_told(job: Job, run_dir: Path) -> None:
 def test_prompts_may_be_as_long_as_those_of_the_rows(run_dir: Path) -> None:
     """The settings leave rollout.max_prompt_tokens to them."""
     tokenizer = ChatTokenizer.open(run_dir / "model")
-    longest = max(len(ids) for split in ("train", "eval") for ids in encode_rows(read_rows(run_dir / "data" / f"{split}.parquet"), tokenizer))
+    longest = max(
+        len(ids)
+        for split in ("train", "eval")
+        for ids in encode_rows(read_rows(run_dir / "data" / f"{split}.parquet"), tokenizer)
+    )
     assert json.loads((run_dir / "resolved.json").read_text())["rollout"]["max_prompt_tokens"] == longest
 
 
 @pytest.mark.parametrize(("settings", "status"), [((), 0), (("algorithm.kl.coef=0.3",), 2)])
-def test_a_check_of_the_finished_run_changes_no_byte(job: Job, run_dir: Path, settings: Sequence[str], status: int) -> None:
+def test_a_check_of_the_finished_run_changes_no_byte(
+    job: Job, run_dir: Path, settings: Sequence[str], status: int
+) -> None:
     def state() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
     before = state()
-    argv = [sys.executable, "-m", "megarl", "train", "--check", *last_of_each([*job.overrides, *settings]), f"run.dir={run_dir}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "megarl",
+        "train",
+        "--check",
+        *last_of_each([*job.overrides, *settings]),
+        f"run.dir={run_dir}",
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr
     assert state() == before
@@ -364,8 +378,8 @@ def test_exported_model_is_the_trained_one(run_dir: Path) -> None:
 def test_exported_model_answers_as_the_engine_did(
     run_dir: Path, experiences: dict[str, list[Experience]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Plain transformers, greedy. The sums of float32 run in another order there, so where the two best tokens are within
-    1e-4 of each other either may come out first; everywhere else the tokens must be the same.
+    """Plain transformers, greedy. The sums of float32 run in another order there, so where the two best tokens are
+    within 1e-4 of each other either may come out first; everywhere else the tokens must be the same.
     """
     model = load(run_dir / "hf")
     differing = []

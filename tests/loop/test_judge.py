@@ -31,7 +31,8 @@ NEXT = {
 
 
 def save_judge(path: Path) -> None:
-    """Makes the tiny model of ``path`` one that follows ``NEXT``: its layers add nothing, its head looks the last word up."""
+    """Makes the tiny model of ``path`` one that follows ``NEXT``: its layers add nothing, its head looks the last word
+    up."""
     ids = {"<pad>": 0, "<bos>": 1, "<eos>": EOS, **{word: i for i, word in enumerate(WORDS, 3)}}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -72,10 +73,14 @@ def config(tmp_path: Path) -> JudgeConfig:
     return JudgeConfig(url="rollout", rubric=str(rubric), max_tokens=12, cache=str(tmp_path / "cache.db"))
 
 
-def ask(config: JudgeConfig, engines: list[str], key: str | None, references: list[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def ask(
+    config: JudgeConfig, engines: list[str], key: str | None, references: list[str]
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
     async def main() -> tuple[list[dict[str, Any]], dict[str, int]]:
         async with Judge(config, engines, key) as judge:
-            results = await asyncio.gather(*(judge.score("7", reference, question="3 + 4 ?") for reference in references))
+            results = await asyncio.gather(
+                *(judge.score("7", reference, question="3 + 4 ?") for reference in references)
+            )
             return results, dict(judge.counts)
 
     return asyncio.run(main())
@@ -83,11 +88,19 @@ def ask(config: JudgeConfig, engines: list[str], key: str | None, references: li
 
 def test_the_jobs_own_engine_judges(engine: RunningEngine, config: JudgeConfig) -> None:
     results, counts = ask(config, [engine.url], KEY, ["yes", "half", "loop", "7"])
-    assert [(result["status"], result["score"]) for result in results] == [("ok", 1.0), ("wrong", 0.5), ("error", 0.0), ("error", 0.0)]
+    assert [(result["status"], result["score"]) for result in results] == [
+        ("ok", 1.0),
+        ("wrong", 0.5),
+        ("error", 0.0),
+        ("error", 0.0),
+    ]
     assert "it says it says" in results[2]["reason"]
     assert counts["requests"] == 6 and counts["completion_tokens"] > 24  # the last two were asked again
     stored = sqlite3.connect(str(config.cache)).execute("SELECT replies FROM judgements").fetchall()
-    assert sorted([reply.strip() for reply in json.loads(row[0])] for row in stored) == [["Score: 5/10"], ["Verdict: correct"]]
+    assert sorted([reply.strip() for reply in json.loads(row[0])] for row in stored) == [
+        ["Score: 5/10"],
+        ["Verdict: correct"],
+    ]
     again, counts = ask(config, [engine.url], KEY, ["yes", "half"])
     assert all(result["cached"] for result in again) and "requests" not in counts
 
@@ -103,7 +116,9 @@ def test_without_the_key_the_engine_refuses(engine: RunningEngine, config: Judge
     assert result["status"] == "error" and "answered 401" in result["reason"]
 
 
-def test_an_engine_as_a_server_of_its_own(engine: RunningEngine, config: JudgeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_as_a_server_of_its_own(
+    engine: RunningEngine, config: JudgeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     url = f"{engine.url}/v1"
     check_judge(JudgeConfig(url=url, rubric=config.rubric), context_tokens=192)

@@ -26,10 +26,13 @@ def metrics(job: Job) -> list[dict[str, float]]:
 @pytest.mark.timeout(600)
 def test_loss_curves_are_equal(tmp_path: Path) -> None:
     """To 1e-6; tests/parallel/test_head.py has GRPO's, and all grids."""
-    jobs = {kernels: start(tmp_path, kernels) for kernels in ("megarl", "torch")}  # beside each other: most of a start is one process
+    jobs = {
+        kernels: start(tmp_path, kernels) for kernels in ("megarl", "torch")
+    }  # beside each other: most of a start is one process
     try:
         curves = {
-            kernels: [m[key] for m in metrics(job) for key in ("sft/loss", "actor/loss") if key in m] for kernels, job in jobs.items()
+            kernels: [m[key] for m in metrics(job) for key in ("sft/loss", "actor/loss") if key in m]
+            for kernels, job in jobs.items()
         }
     finally:
         for job in jobs.values():

@@ -1,4 +1,5 @@
-"""A whole job whose answers have 24,500 tokens each: rollout, reward, inference and update on TP2 × CP2, its stream cut once."""
+"""A whole job whose answers have 24,500 tokens each: rollout, reward, inference and update on TP2 × CP2, its stream cut
+once."""
 
 from __future__ import annotations
 
@@ -34,9 +35,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def write_model(folder: Path) -> Path:
     """One layer. Its end token is hardly ever sampled: its logit is 0, and of the others some are always far above."""
     config = FromScratchConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=TOKENS + 64,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=TOKENS + 64,
+    )
     create(folder, config, ["1 + 2 ="], seed=1)
     tensors = load_file(folder / "model.safetensors")
     head = 1.5 * torch.randn(tensors["lm_head.weight"].shape, generator=torch.Generator().manual_seed(1))
@@ -57,13 +64,26 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     job = Job(
         folder / "run",
         [
-            "experiment=own", "algorithm=grpo", f"model.path={write_model(folder / 'model')}", f"reward.path={folder / 'reward.py'}",
-            f"taskset.train={folder / 'train.parquet'}", f"taskset.eval={folder / 'eval.parquet'}", "parallel.tp=2", "parallel.cp=2",
-            "trainer.steps=1", "trainer.tasks_per_step=1", "algorithm.group_size=2", "trainer.optimizer.lr=1e-3", "cluster.stall_s=120",
-            f"rollout.max_response_tokens={TOKENS}", f"trainer.max_tokens_per_micro_batch={TOKENS + 60}",
-            "rollout.max_num_seqs=4", "rollout.kv_cache_bytes=67108864", "rollout.request_timeout_s=20",
+            "experiment=own",
+            "algorithm=grpo",
+            f"model.path={write_model(folder / 'model')}",
+            f"reward.path={folder / 'reward.py'}",
+            f"taskset.train={folder / 'train.parquet'}",
+            f"taskset.eval={folder / 'eval.parquet'}",
+            "parallel.tp=2",
+            "parallel.cp=2",
+            "trainer.steps=1",
+            "trainer.tasks_per_step=1",
+            "algorithm.group_size=2",
+            "trainer.optimizer.lr=1e-3",
+            "cluster.stall_s=120",
+            f"rollout.max_response_tokens={TOKENS}",
+            f"trainer.max_tokens_per_micro_batch={TOKENS + 60}",
+            "rollout.max_num_seqs=4",
+            "rollout.kv_cache_bytes=67108864",
+            "rollout.request_timeout_s=20",
         ],
-    )  # fmt: skip
+    )
     try:
         job.start()
         cut(job)
@@ -74,7 +94,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def cut(job: Job) -> None:
-    """Abort the TCP connections to the engine during the training step until the explorer has met it with a request under way."""
+    """Abort the TCP connections to the engine during the training step until the explorer has met it with a request
+    under way."""
     job.until(lambda: bool(job.query("select 1 from rollouts where rollout_id like 'train%'")), "a rollout", 600)
     [port] = re.findall(r"--port[ =](\d+)", job.processes()[job.pid_of("engine")])
 
@@ -87,7 +108,8 @@ def cut(job: Job) -> None:
 
 
 def can_cut() -> bool:
-    """Whether ``ss -K`` aborts a connection here: it needs root, and a kernel with INET_DIAG_DESTROY, and says nothing without."""
+    """Whether ``ss -K`` aborts a connection here: it needs root, and a kernel with INET_DIAG_DESTROY, and says nothing
+    without."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
         subprocess.run([*CUT, "dport", "=", str(server.getsockname()[1])], capture_output=True, check=False)
         connection.setblocking(False)
@@ -101,7 +123,10 @@ def can_cut() -> bool:
 
 pytestmark = [
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(shutil.which("ss") is None or not can_cut(), reason="ss -K (root, iproute2, INET_DIAG_DESTROY) cuts no connection"),
+    pytest.mark.skipif(
+        shutil.which("ss") is None or not can_cut(),
+        reason="ss -K (root, iproute2, INET_DIAG_DESTROY) cuts no connection",
+    ),
 ]
 
 
@@ -114,5 +139,7 @@ def test_every_answer_has_all_its_tokens(job: Job) -> None:
     assert len({e.reward.score for e in experiences}) == 2
     assert store.events("engine_retry")  # the cut
     [(_, metrics)] = store.steps()
-    assert metrics["training/rollout_logp_diff_max"] is not None and 0 < metrics["training/rollout_logp_diff_max"] < 1e-3
+    assert (
+        metrics["training/rollout_logp_diff_max"] is not None and 0 < metrics["training/rollout_logp_diff_max"] < 1e-3
+    )
     store.close()

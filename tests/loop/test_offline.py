@@ -1,4 +1,5 @@
-"""Offline jobs through the command line: what they learn, checked by plain transformers, and the same bits after an interruption."""
+"""Offline jobs through the command line: what they learn, checked by plain transformers, and the same bits after an
+interruption."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ GRIDS = {"dpo": "parallel=tp2", "reward_model": "parallel=dp2"}
 
 
 def write_pairs(path: Path, size: int, seed: int) -> str:
-    """Sums whose preferred answer, right or not, is a number below 50, whose other is above: a rule that is soon learned."""
+    """Sums whose preferred answer, right or not, is a number below 50, whose other is above: a rule that is soon
+    learned."""
     dice = random.Random(seed)
     lines = []
     for _ in range(size):
@@ -105,7 +107,10 @@ def test_it_learns_the_preference(finished: Job) -> None:
 
 
 def test_nothing_but_trainers_ran(finished: Job) -> None:
-    assert sorted(p.name for p in (finished.run_dir / "logs" / "attempt_1").iterdir()) == ["trainer_0.log", "trainer_1.log"]
+    assert sorted(p.name for p in (finished.run_dir / "logs" / "attempt_1").iterdir()) == [
+        "trainer_0.log",
+        "trainer_1.log",
+    ]
     assert finished.processes() == {}
 
 
@@ -160,7 +165,8 @@ class Scorer:
 
 
 def test_an_interrupted_job_ends_with_the_same_bits(finished: Job, files: list[str], tmp_path: Path) -> None:
-    """DPO by Ctrl-C, which saves; the reward model by kill -9, after which steps since the last checkpoint are done again."""
+    """DPO by Ctrl-C, which saves; the reward model by kill -9, after which steps since the last checkpoint are done
+    again."""
     name = finished.run_dir.name
     job = job_of(tmp_path / name, name, files).start()
     try:
@@ -194,7 +200,10 @@ def test_sft_measures_what_transformers_does(tmp_path: Path) -> None:
     """On chats in jsonl, without a warm start; the report has no accuracy to show."""
     dice, files = random.Random(3), []
     for split, size in (("train", 100), ("eval", HELD_OUT)):
-        rows = [(f"{split} {dice.randint(10, 99)} + {dice.randint(10, 99)} =", str(dice.randint(1, 9999))) for _ in range(size)]
+        rows = [
+            (f"{split} {dice.randint(10, 99)} + {dice.randint(10, 99)} =", str(dice.randint(1, 9999)))
+            for _ in range(size)
+        ]
         lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in rows]
         path = tmp_path / f"{split}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -218,4 +227,6 @@ def test_sft_measures_what_transformers_does(tmp_path: Path) -> None:
         count += len(ids)
     assert losses[1] == pytest.approx(total / count, abs=1e-4)
     run = load(job.run_dir)
-    assert run.finished and not run.accuracies and "Held-out loss" in (job.run_dir / "report" / "report.html").read_text()
+    assert (
+        run.finished and not run.accuracies and "Held-out loss" in (job.run_dir / "report" / "report.html").read_text()
+    )

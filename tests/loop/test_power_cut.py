@@ -40,16 +40,26 @@ def test_a_checkpoint_that_counts_has_its_steps_in_the_store(folder: Path, tmp_p
     run_dir = tmp_path / "run"
     disk = ForgetfulDisk(tmp_path, run_dir)
     run_dir.mkdir()
-    config = compose(["parallel=tp1" if setting == "parallel=dp2" else setting for setting in jobs.overrides(folder, run_dir)])
+    config = compose(
+        ["parallel=tp1" if setting == "parallel=dp2" else setting for setting in jobs.overrides(folder, run_dir)]
+    )
     save_resolved(config, run_dir / "resolved.json")
     (run_dir / "attempt").write_text("1")
     store = Store(config.store.url)
     store.begin_attempt(1)
     store.close()
     shutil.copy(run_dir / "store.db", disk.kept)  # the last to close it has synced it
-    grid = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.choose("127.0.0.1", 1, None)[0])}
+    grid = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ports.choose("127.0.0.1", 1, None)[0]),
+    }
     environment = {**os.environ, **disk.environment, **grid, "MEGARL_ATTEMPT": "1"}
-    done = subprocess.run([sys.executable, "-c", RANK, str(run_dir / "resolved.json")], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RANK, str(run_dir / "resolved.json")], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     cuts = {int(path.name.removeprefix("cut_")): path for path in tmp_path.glob("cut_*")}
     assert len(cuts) >= 3

@@ -1,5 +1,5 @@
-"""One job loses its explorer in a rollout, its engine in the next one, and the engine that replaced it in a sync: it goes on, in its
-first attempt, and everything that it has sampled and trained is what a job has that lost nothing."""
+"""One job loses its explorer in a rollout, its engine in the next one, and the engine that replaced it in a sync: it
+goes on, in its first attempt, and everything that it has sampled and trained is what a job has that lost nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,11 @@ def test_it_ends_in_its_first_attempt(job: Job) -> None:
     said = job.output.read_text()
     assert job.poll() == 0, said
     assert (job.run_dir / "attempt").read_text() == "1"
-    assert "cluster.replacements: 0 left" in said and "published 1.3 again" in said and "an engine died in a weight sync" in said
+    assert (
+        "cluster.replacements: 0 left" in said
+        and "published 1.3 again" in said
+        and "an engine died in a weight sync" in said
+    )
     assert job.processes() == {}
 
 
@@ -94,7 +98,15 @@ def items(run_dir: Path) -> dict[str, Any]:
             assert key not in found
             logp = np.asarray(e.engine_logp).tobytes().hex()
             versions = [(s.start, s.end, str(s.version)) for s in e.segments]
-            found[key] = (e.task_id, e.response_ids.tolist(), logp, versions, e.reward.score, e.reward.status, e.finish_reason)
+            found[key] = (
+                e.task_id,
+                e.response_ids.tolist(),
+                logp,
+                versions,
+                e.reward.score,
+                e.reward.status,
+                e.finish_reason,
+            )
     store.close()
     return found
 
@@ -111,7 +123,9 @@ def test_the_same_was_learned(job: Job, whole_job: Job) -> None:
     metrics = []
     for run_dir in (job.run_dir, whole_job.run_dir):
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        metrics.append([{name: value for name, value in record.items() if not NOT_COMPARED.match(name)} for record in records])
+        metrics.append(
+            [{name: value for name, value in record.items() if not NOT_COMPARED.match(name)} for record in records]
+        )
     assert metrics[0] == metrics[1]
     weights = [load_file(run.run_dir / "hf" / "model.safetensors") for run in (job, whole_job)]
     assert weights[0].keys() == weights[1].keys()

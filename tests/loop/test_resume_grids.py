@@ -31,7 +31,8 @@ def random_numbers() -> list[list[float]]:
 
 
 def save_beside_training(rank: int, model: str, folder: str) -> dict[str, Any]:
-    """Runs in each rank: a snapshot after two steps, three more steps before it counts, and the same steps again from it."""
+    """Runs in each rank: a snapshot after two steps, three more steps before it counts, and the same steps again from
+    it."""
     from megarl.checkpoint import state
 
     actor = make_actor(model, SAVING)
@@ -81,14 +82,18 @@ def saved(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
 
 
 def test_the_snapshot_is_of_its_moment(saved: tuple[Path, list[dict[str, Any]]]) -> None:
-    """What training changed while it was written is not in it: going on from it gives the same bits, and the same random numbers."""
+    """What training changed while it was written is not in it: going on from it gives the same bits, and the same
+    random numbers."""
     folder, ranks = saved
     for rank in ranks:
         assert not rank["counted"], "the manifest comes last"
         assert rank["again"] == rank["going_on"]
         assert rank["put"] and rank["numbers_again"] == rank["numbers"]
     assert ranks[0]["numbers"][3] != ranks[1]["numbers"][3], "tensor-parallel ranks draw differently what they cut"
-    assert sorted(p.name for p in folder.iterdir() if not p.name.startswith("copy")) == ["global_step_2", "latest_checkpointed_iteration.txt"]
+    assert sorted(p.name for p in folder.iterdir() if not p.name.startswith("copy")) == [
+        "global_step_2",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def test_the_manifest_knows_every_file(saved: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -98,7 +103,11 @@ def test_the_manifest_knows_every_file(saved: tuple[Path, list[dict[str, Any]]])
     listed = manifest.read_manifest(checkpoint)["files"]
     there = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     assert there == listed.keys() | {"state.json"}
-    assert {f"rng_{rank}.json" for rank in range(4)} | {"actor/.metadata", "actor/common.pt", "actor/__3_0.distcp"} <= listed.keys()
+    assert {f"rng_{rank}.json" for rank in range(4)} | {
+        "actor/.metadata",
+        "actor/common.pt",
+        "actor/__3_0.distcp",
+    } <= listed.keys()
     assert manifest.fault_of_files(checkpoint) is None
 
 
@@ -135,7 +144,9 @@ def failures(rank: int, model: str, folder: str) -> dict[str, str]:
 
     def attempt(name: str, step: int, spoil: Any, *, fence: Any = lambda: None) -> None:
         try:
-            pending = state.begin(root, step, parts(actor), state.Manifest({"phase": "rl"}, 1), background=True, fence=fence)
+            pending = state.begin(
+                root, step, parts(actor), state.Manifest({"phase": "rl"}, 1), background=True, fence=fence
+            )
             spoil(pending)
             pending.finish(2)
         except JobError as error:
@@ -163,5 +174,8 @@ def test_what_is_not_written_does_not_count(model: str, tmp_path: Path) -> None:
     (said,) = run_grid(1, failures, model, str(tmp_path))
     assert said["fenced at the beginning"] == said["fenced at the end"] == "FencedError: attempt 2 has taken over"
     unfinished = tmp_path / "global_step_2.attempt_1"
-    assert said["killed"] == f"JobError: {unfinished} cannot be written (rank 0: the process that writes it ended with status -9)"
+    assert (
+        said["killed"]
+        == f"JobError: {unfinished} cannot be written (rank 0: the process that writes it ended with status -9)"
+    )
     assert said["no room"].startswith(f"JobError: {unfinished} cannot be written (rank 0: [Errno 27] File too large")

@@ -1,7 +1,8 @@
-"""A job killed with SIGKILL in the middle of an update and of a checkpoint's writing ends with the bits of one that was not.
+"""A job killed with SIGKILL in the middle of an update and of a checkpoint's writing ends with the bits of one that was
+not.
 
-An offline job: its trainers do all that those of an online job do with a step's rows. That rollouts too are the same again is shown by
-``test_roles.py``, and at many more moments by ``make soak``.
+An offline job: its trainers do all that those of an online job do with a step's rows. That rollouts too are the same
+again is shown by ``test_roles.py``, and at many more moments by ``make soak``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
         assert before is not None
 
         job = start(root / "killed", started)
-        job.until(lambda: (job.steps() or [0])[-1] % EVERY == 1, "a step behind a checkpoint")  # the next one is being computed
+        job.until(
+            lambda: (job.steps() or [0])[-1] % EVERY == 1, "a step behind a checkpoint"
+        )  # the next one is being computed
         kill_all(job)
         assert job.steps()[-1] < STEPS and f"resumed from {before}" in job.output.read_text()
         job = start(root / "killed", started)
@@ -87,7 +90,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
 
 
 def records(run_dir: Path) -> dict[tuple[str, int], dict[str, float]]:
-    """(evaluation or step, number) -> its metrics. A job that resumes where an evaluation was due does it again, with the same result."""
+    """(evaluation or step, number) -> its metrics. A job that resumes where an evaluation was due does it again, with
+    the same result."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = {name: value for name, value in json.loads(line).items() if not NOT_COMPARED.match(name)}
@@ -103,9 +107,13 @@ def test_every_checkpoint_has_the_same_bits(runs: tuple[Path, Path]) -> None:
     )
     assert list(whole) == list(killed) and len(whole) == 1 + STEPS // EVERY
     for name, manifest in whole.items():
-        files = {file: found for file, found in manifest["files"].items() if file.endswith((".distcp", "common.pt", ".json"))}
+        files = {
+            file: found for file, found in manifest["files"].items() if file.endswith((".distcp", "common.pt", ".json"))
+        }
         assert files and files == {file: found for file, found in killed[name]["files"].items() if file in files}, name
-    assert whole[f"global_step_{STEPS}"]["made"]["attempt"] == 1 and killed[f"global_step_{STEPS}"]["made"]["attempt"] == 3
+    assert (
+        whole[f"global_step_{STEPS}"]["made"]["attempt"] == 1 and killed[f"global_step_{STEPS}"]["made"]["attempt"] == 3
+    )
 
 
 def test_every_step_has_the_same_metrics(runs: tuple[Path, Path]) -> None:

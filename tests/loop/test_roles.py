@@ -1,4 +1,5 @@
-"""Jobs with more roles than the actor, through the command line: PPO with everybody on a grid of its own, killed and resumed."""
+"""Jobs with more roles than the actor, through the command line: PPO with everybody on a grid of its own, killed and
+resumed."""
 
 from __future__ import annotations
 
@@ -51,9 +52,18 @@ def score_model(path: Path) -> Path:
 
     torch.manual_seed(5)
     config = Qwen3Config(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=64, num_labels=1, pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        num_labels=1,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
     model = Qwen3ForSequenceClassification(config)
     torch.nn.init.normal_(model.score.weight, std=0.2)
     model.save_pretrained(path)
@@ -80,7 +90,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
         return job
 
     try:
-        first, second = start("whole"), start("killed")  # beside each other: most of a start is one process after the other
+        first, second = (
+            start("whole"),
+            start("killed"),
+        )  # beside each other: most of a start is one process after the other
         second.until(lambda: 3 in second.steps(), "step 3", 2 * START_S)
         for pid in [*second.processes(), second.pid]:
             with suppress(ProcessLookupError):
@@ -117,7 +130,9 @@ def test_evaluations_of_several_answers_are_the_same_again(jobs: tuple[Path, Pat
 
     whole, killed = map(evaluations, jobs)
     assert whole == killed and len(whole) >= 2
-    assert all({"val/accuracy_se", "val/pass@2", "val/pass@3", "val/pass@3_se"} <= record.keys() for record in whole.values())
+    assert all(
+        {"val/accuracy_se", "val/pass@2", "val/pass@3", "val/pass@3_se"} <= record.keys() for record in whole.values()
+    )
     assert "(avg@3)" in (jobs[0] / "report" / "report.html").read_text()
 
 
@@ -139,13 +154,12 @@ def test_the_coefficient_adapts(jobs: tuple[Path, Path]) -> None:
 
 
 def test_a_killed_job_goes_on_as_if_it_had_not_been(jobs: tuple[Path, Path]) -> None:
-    """Actor, critic, both optimizers, the reference between two refreshes and the KL's coefficient: all as they were."""
+    """Actor, critic, both optimizers, the reference between two refreshes and the KL's coefficient: all as they
+    were."""
     whole, killed = (metrics(run_dir) for run_dir in jobs)
     assert killed[STEPS]["training/attempt"] == 2
     for step in range(1, STEPS + 1):
-        mine, other = (
-            {k: v for k, v in run[step].items() if not NOT_COMPARED.match(k)} for run in (whole, killed)
-        )
+        mine, other = ({k: v for k, v in run[step].items() if not NOT_COMPARED.match(k)} for run in (whole, killed))
         assert mine == other, step
     weights = [load_file(run_dir / "hf" / "model.safetensors") for run_dir in jobs]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
@@ -162,15 +176,29 @@ def _newest(run_dir: Path) -> Path:
 
 ALGORITHMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "online_dpo": (
-        ("parallel=pp2vpp2", "model.from_scratch.num_hidden_layers=4", "model.recompute=full", "taskset=k12", "reward.length.weight=0.2"),
+        (
+            "parallel=pp2vpp2",
+            "model.from_scratch.num_hidden_layers=4",
+            "model.recompute=full",
+            "taskset=k12",
+            "reward.length.weight=0.2",
+        ),
         ("rewards/margins", "rewards/accuracies", "reward/k12/answers", "reward/parts/length"),
     ),
     "remax": (
-        ("parallel=tp2sp", "model.recompute=selective", "taskset=math", "reward.workers=2", "reward.language.weight=0.1", "reward.length.weight=0.2"),
+        (
+            "parallel=tp2sp",
+            "model.recompute=selective",
+            "taskset=math",
+            "reward.workers=2",
+            "reward.language.weight=0.1",
+            "reward.length.weight=0.2",
+        ),
         ("actor/pg_loss", "reward/math/seconds/mean", "reward/parts/language", "reward/parts/answer"),
     ),
 }
-"""With the grids and the verifiers that no other job has. tests/system/test_faults.py has MIX under context parallelism."""
+"""With the grids and the verifiers that no other job has. tests/system/test_faults.py has MIX under context
+parallelism."""
 
 
 @pytest.fixture(scope="module")
@@ -204,14 +232,27 @@ def test_algorithms_with_data_of_their_own(trained: dict[str, Job], name: str) -
 
 
 def test_the_critic_explains_what_the_prompt_decides(tmp_path: Path) -> None:
-    """A reward that only the question decides, and an actor that stays: the explained variance rises to above a half."""
+    """A reward that only the question decides, and an actor that stays: the explained variance rises to above a
+    half."""
     scorer = tmp_path / "scorer.py"
     scorer.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float('+' in extra_info['question'])\n"
     )
-    settings = [*TINY, "algorithm=ppo", "algorithm.group_size=4", "parallel=tp1", f"reward.path={scorer}", "trainer.steps=40"]
-    settings += ["trainer.tasks_per_step=16", "trainer.optimizer.lr=0", "critic.optimizer.lr=1e-3", "trainer.checkpoint_interval=40"]
+    settings = [
+        *TINY,
+        "algorithm=ppo",
+        "algorithm.group_size=4",
+        "parallel=tp1",
+        f"reward.path={scorer}",
+        "trainer.steps=40",
+    ]
+    settings += [
+        "trainer.tasks_per_step=16",
+        "trainer.optimizer.lr=0",
+        "critic.optimizer.lr=1e-3",
+        "trainer.checkpoint_interval=40",
+    ]
     job = Job(tmp_path / "run", settings).start()
     try:
         assert job.wait(400) == 0, job.output.read_text()

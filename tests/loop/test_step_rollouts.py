@@ -100,7 +100,9 @@ class Ranks:
         return EngineWatch([], str(VERSION))
 
 
-def services(store: Store, folder: Path, evaluation: EvaluationConfig | None = None) -> tuple[Rollouts, Evaluation, Reporter]:
+def services(
+    store: Store, folder: Path, evaluation: EvaluationConfig | None = None
+) -> tuple[Rollouts, Evaluation, Reporter]:
     config = Config(
         algorithm=AlgorithmConfig(group_size=4, dynamic_sampling=True),
         trainer=TrainerConfig(tasks_per_step=8, seed=3),
@@ -113,7 +115,11 @@ def services(store: Store, folder: Path, evaluation: EvaluationConfig | None = N
     wait = RolloutWaiter(context, store, alone, reporter, alone, alone).wait
     reader = RolloutReader(NodeReader(), store, lambda: False)
     algorithm = replace(algorithms.get("grpo"), needs=frozenset({"greedy"}))
-    return Rollouts(context, algorithm, store, reporter, reader, wait), Evaluation(context, store, reporter, wait), reporter
+    return (
+        Rollouts(context, algorithm, store, reporter, reader, wait),
+        Evaluation(context, store, reporter, wait),
+        reporter,
+    )
 
 
 def task(i: int) -> Task:
@@ -122,7 +128,9 @@ def task(i: int) -> Task:
 
 
 def tokens(experiences: Iterable[Experience]) -> list[tuple[str, int, list[int], list[int]]]:
-    return [(e.group_id, e.index, e.response_ids.tolist(), e.greedy.response_ids.tolist()) for e in experiences if e.greedy]
+    return [
+        (e.group_id, e.index, e.response_ids.tolist(), e.greedy.response_ids.tolist()) for e in experiences if e.greedy
+    ]
 
 
 @pytest.mark.slow
@@ -147,7 +155,9 @@ def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_pat
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_several_answers(engine: RunningEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_of_several_answers(
+    engine: RunningEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Repeated as by a job that resumes there it has the same answers; log-probs are of the tokens that top-k keeps."""
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.add_tasks("eval", [task(i) for i in range(6)])
@@ -155,7 +165,9 @@ def test_an_evaluation_of_several_answers(engine: RunningEngine, tmp_path: Path,
     answers = []
     with exploring(store, engine):
         for name, top_k in (("first", 20), ("again", 20), ("one", 1)):
-            _, evaluation, reporter = services(store, tmp_path, EvaluationConfig(samples=3, temperature=1.0, top_p=0.9, top_k=top_k))
+            _, evaluation, reporter = services(
+                store, tmp_path, EvaluationConfig(samples=3, temperature=1.0, top_p=0.9, top_k=top_k)
+            )
             monkeypatch.setattr(reporter, "write", lambda step, metrics: written.append(metrics))
             assert evaluation.run(STATE, VERSION, name)
             answers.append(store.experiences(name))

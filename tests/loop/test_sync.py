@@ -126,7 +126,9 @@ def test_one_flipped_bit_names_its_tensor_and_a_retry_mends_it(
     publisher.transport = Flipping(publisher.transport, nth=0)
     new = perturbed(model, 5)
     failures = ranks.publish(new, next(versions))
-    assert isinstance(failures[0], WeightsDiffer) and ranks.publishers[0].died() == []  # for a job the end, whatever it may replace
+    assert (
+        isinstance(failures[0], WeightsDiffer) and ranks.publishers[0].died() == []
+    )  # for a job the end, whatever it may replace
     for failure in failures:
         assert isinstance(failure, WeightSyncError)
         assert "model.embed_tokens.weight" in str(failure)
@@ -145,7 +147,9 @@ def test_an_old_copy_is_not_sent(engine: RunningEngine, ranks: Ranks, model: Qwe
         new.model.layers[1].mlp.down_proj.weight[3, 5] += 1e-5
     failures = ranks.publish(model, next(versions), trained=new)
     assert all(isinstance(failure, WeightsDiffer) for failure in failures)
-    assert "decoder.layers.1.mlp.linear_fc2.weight" in str(failures[0]) and "what the optimizer last wrote" in str(failures[0])
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in str(failures[0]) and "what the optimizer last wrote" in str(
+        failures[0]
+    )
     assert "decoder.layers.1.mlp.linear_fc2.weight" in refusing(engine)
     ranks.publish_whole(new)
     assert difference(engine, new) < FP32_TOLERANCE
@@ -168,7 +172,9 @@ def test_an_update_cut_midway_refuses_and_a_retry_mends_it(
     assert difference(engine, new) < FP32_TOLERANCE
 
 
-def test_a_lost_message_is_named_and_a_retry_mends_it(engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM) -> None:
+def test_a_lost_message_is_named_and_a_retry_mends_it(
+    engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM
+) -> None:
     ranks.publish_whole(model)
     publisher = ranks.publishers[1]
     publisher.transport = Losing(publisher.transport, nth=2)
@@ -238,7 +244,8 @@ def test_check_probe_takes_no_nan_for_agreement() -> None:
 def test_an_engine_of_a_job_answers_nothing_before_it_has_the_jobs_weights(
     tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, model: Qwen3ForCausalLM, shared_engine: RunningEngine
 ) -> None:
-    """One that comes up in the middle of a job has the weights of the model's files. And one that has died is known to have."""
+    """One that comes up in the middle of a job has the weights of the model's files. And one that has died is known to
+    have."""
     engine = tiny_engine(tmp_path_factory.mktemp("engine"), rollout=shared_engine.config.rollout)
     engine.zygote, engine.environment = zygote, {UNTIL_PUBLISHED: "1"}
     try:
@@ -269,7 +276,13 @@ OTHER_ENGINES: dict[str, dict[str, Any]] = {
 def test_other_engines(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, kind: str) -> None:
     options: Mapping[str, Any] = OTHER_ENGINES[kind]
     rollout = RolloutConfig(
-        **{"max_prompt_tokens": 128, "max_num_seqs": 64, "kv_cache_bytes": 2**26, "start_timeout_s": 240.0, **options.get("rollout", {})}
+        **{
+            "max_prompt_tokens": 128,
+            "max_num_seqs": 64,
+            "kv_cache_bytes": 2**26,
+            "start_timeout_s": 240.0,
+            **options.get("rollout", {}),
+        }
     )
     dtype = options.get("dtype", "float32")
     engine = tiny_engine(

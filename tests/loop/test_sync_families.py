@@ -1,7 +1,9 @@
-"""Every model family from a trainer's grid into real engines: they then compute what transformers does with the same weights.
+"""Every model family from a trainer's grid into real engines: they then compute what transformers does with the same
+weights.
 
-Publishing compares the digest of every tensor, read back from what the engine computes with, so equal bits are proven on the
-way; the log-probs show that the engine computes the right function from them, for prompts and for sampled tokens.
+Publishing compares the digest of every tensor, read back from what the engine computes with, so equal bits are proven
+on the way; the log-probs show that the engine computes the right function from them, for prompts and for sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "deepseek_v3_yarn": _LATENT,
 }
-"""What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by heads."""
+"""What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by
+heads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +114,8 @@ BF16_CELLS = {
     Cell("qwen3_moe", EP2, EXPERTS, "bfloat16"): 0.05,
     Cell("deepseek_v3", TP2, {}, "bfloat16"): 0.05,
 }
-"""Largest mean difference over 96 sampled tokens; measured 0.026, 0.016 and 0.013 (largest of one token 0.19, 0.26 and 0.14)."""
+"""Largest mean difference over 96 sampled tokens; measured 0.026, 0.016 and 0.013 (largest of one token 0.19, 0.26 and
+0.14)."""
 
 
 @contextmanager
@@ -169,8 +173,8 @@ def test_engine_computes_what_transformers_does(cell: Cell, tmp_path: Path, zygo
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", BF16_CELLS, ids=str)
 def test_bfloat16(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
-    """The bits are equal, which publishing proves; the functions differ as two orders of rounding do, and a router may choose
-    another expert for a token, so that the mean says more than the largest difference."""
+    """The bits are equal, which publishing proves; the functions differ as two orders of rounding do, and a router may
+    choose another expert for a token, so that the mean says more than the largest difference."""
     with engine_of(cell, tmp_path, zygote) as (engine, ranks, model):
         for seed in (1, 2):
             new = perturbed(model, seed)
@@ -225,9 +229,15 @@ def test_absorbed_latent_weights_are_read_back(tmp_path: Path, zygote: Zygote) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["float32", None])
-def test_a_float32_head_is_proven_by_the_weight_that_it_computes_with(tmp_path: Path, zygote: Zygote, head: Any) -> None:
+def test_a_float32_head_is_proven_by_the_weight_that_it_computes_with(
+    tmp_path: Path, zygote: Zygote, head: Any
+) -> None:
     """Without one the packed copy is what is computed with, and what the digest is of."""
-    with engine_of(Cell("mistral", TP2, dtype="bfloat16", head=head), tmp_path, zygote, FAULTY) as (engine, ranks, model):
+    with engine_of(Cell("mistral", TP2, dtype="bfloat16", head=head), tmp_path, zygote, FAULTY) as (
+        engine,
+        ranks,
+        model,
+    ):
         new = perturbed(model, 1)
         ranks.publish_whole(new)
         assert gap(engine, new).mean() < 0.05

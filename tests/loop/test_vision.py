@@ -1,4 +1,5 @@
-"""Rows with images through a real vLLM server: ids and log-probs against transformers, and rollouts into the store, scored."""
+"""Rows with images through a real vLLM server: ids and log-probs against transformers, and rollouts into the store,
+scored."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from tests.loop.zygote import Zygote
 
 GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 
+
 def task(i: int, *images: bytes) -> Task:
     prompt = ({"role": "user", "content": " and ".join(["<image>"] * len(images)) + " How many dogs ?"},)
     return Task(f"train/{i}", "vision/count", prompt, "", {"ground_truth": "3"}, images=images)
@@ -38,7 +40,9 @@ def task(i: int, *images: bytes) -> Task:
 def engine(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[RunningEngine]:
     directory = tmp_path_factory.mktemp("vision")
     path = save_tiny_idefics3(directory / "model")
-    rollout = RolloutConfig(max_prompt_tokens=128, max_response_tokens=16, max_num_seqs=16, kv_cache_bytes=2**26, start_timeout_s=240.0)
+    rollout = RolloutConfig(
+        max_prompt_tokens=128, max_response_tokens=16, max_num_seqs=16, kv_cache_bytes=2**26, start_timeout_s=240.0
+    )
     engine = RunningEngine(Config(model=ModelConfig(path=str(path)), rollout=rollout), directory / "logs", zygote)
     try:
         yield engine.ready()
@@ -106,11 +110,21 @@ def test_a_prompt_with_the_wrong_images_is_refused_and_others_go_on(
     assert len(engine.generate([prompt_of(tokenizer, asked)], GREEDY)) == 1
 
 
-def test_the_explorer_rolls_out_and_scores_rows_with_images(engine: RunningEngine, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+def test_the_explorer_rolls_out_and_scores_rows_with_images(
+    engine: RunningEngine, tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
     store = Store(f"sqlite:///{tmp_path}/store.db")
     tasks = [task(0, picture(1)), task(1, picture(2)), task(2, picture(1), picture(3))]
     store.add_tasks("train", tasks)
-    store.request_rollout("r0", "train", 0, WeightsVersion(1, 0), store.task_ids("train"), 3, {"temperature": 1.0, "max_tokens": 8, "seed": 3, "greedy": True})
+    store.request_rollout(
+        "r0",
+        "train",
+        0,
+        WeightsVersion(1, 0),
+        store.task_ids("train"),
+        3,
+        {"temperature": 1.0, "max_tokens": 8, "seed": 3, "greedy": True},
+    )
 
     async def main() -> None:
         async with EngineClient([engine.url], KEY, 60) as client, RewardPool(RewardConfig()) as scorer:
@@ -142,10 +156,15 @@ def test_lengths_are_checked_with_the_images(engine: RunningEngine, tokenizer: C
     lengths = [len(processor.prompt_ids(tokenizer.render(chat_messages(t)), t.images)) for t in tasks]
     assert lengths[0] < lengths[1]
     check_image_prompts(tasks, tokenizer, processor, lengths[1], path="rows.parquet")
-    with pytest.raises(DataError, match=rf"rows.parquet: row 2: prompt has {lengths[1]} tokens with its 2 images, rollout.max_prompt_tokens is"):
+    with pytest.raises(
+        DataError,
+        match=rf"rows.parquet: row 2: prompt has {lengths[1]} tokens with its 2 images, rollout.max_prompt_tokens is",
+    ):
         check_image_prompts(tasks, tokenizer, processor, lengths[1] - 1, path="rows.parquet")
     messages = chat_messages(tasks[1])
-    expected = AutoProcessor.from_pretrained(engine.model_path).apply_chat_template(messages, add_generation_prompt=True)
+    expected = AutoProcessor.from_pretrained(engine.model_path).apply_chat_template(
+        messages, add_generation_prompt=True
+    )
     assert tokenizer.render(messages) == expected
     cut = picture(1)[:-500]
     with pytest.raises(DataError, match="row 1: the model's processor refuses the prompt"):

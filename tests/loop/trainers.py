@@ -1,4 +1,5 @@
-"""Trainer ranks without a trainer: threads, each with its own publisher and link; processes make no difference to either."""
+"""Trainer ranks without a trainer: threads, each with its own publisher and link; processes make no difference to
+either."""
 
 from __future__ import annotations
 

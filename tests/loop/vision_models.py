@@ -1,4 +1,5 @@
-"""A tiny vision-language model with all its files. Idefics3: of what vLLM has, its kind needs neither torchvision nor mistral_common."""
+"""A tiny vision-language model with all its files. Idefics3: of what vLLM has, its kind needs neither torchvision nor
+mistral_common."""
 
 from __future__ import annotations
 
@@ -36,21 +37,43 @@ def save_tiny_idefics3(path: Path, seed: int = 0) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", additional_special_tokens=list(SPECIAL[3:])
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        additional_special_tokens=list(SPECIAL[3:]),
     )
     edge = {"longest_edge": 32}
     images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
-    Idefics3Processor(image_processor=images, tokenizer=fast, image_seq_len=IMAGE_TOKENS, chat_template=TEMPLATE).save_pretrained(path)
+    Idefics3Processor(
+        image_processor=images, tokenizer=fast, image_seq_len=IMAGE_TOKENS, chat_template=TEMPLATE
+    ).save_pretrained(path)
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "initializer_range": 0.1,
+    }
     config = Idefics3Config(
         vision_config={**sizes, "image_size": 32, "patch_size": 8},
         text_config={
-            **sizes, "model_type": "llama", "vocab_size": VOCAB, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
-            "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+            **sizes,
+            "model_type": "llama",
+            "vocab_size": VOCAB,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 256,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
         },
-        image_token_id=IMAGE, scale_factor=2, tie_word_embeddings=False, pad_token_id=0,
-    )  # fmt: skip
+        image_token_id=IMAGE,
+        scale_factor=2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
     Idefics3ForConditionalGeneration(config).save_pretrained(path)
     return path
 
@@ -64,8 +87,11 @@ def picture(seed: int, width: int = 40, height: int = 30) -> bytes:
 
 
 @torch.no_grad()
-def transformers_logp(path: Path, prompt_ids: np.ndarray, response_ids: np.ndarray, images: list[bytes]) -> torch.Tensor:
-    """fp32 [len(response_ids)]: log-probs of the response by plain transformers; ``prompt_ids`` with placeholders expanded."""
+def transformers_logp(
+    path: Path, prompt_ids: np.ndarray, response_ids: np.ndarray, images: list[bytes]
+) -> torch.Tensor:
+    """fp32 [len(response_ids)]: log-probs of the response by plain transformers; ``prompt_ids`` with placeholders
+    expanded."""
     model = Idefics3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
     processor = Idefics3Processor.from_pretrained(path)
     decoded = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]

@@ -1,6 +1,8 @@
-"""Starts engine servers by forking a process that has imported vLLM once: an import costs 6 to 14 s, and each server up to four.
+"""Starts engine servers by forking a process that has imported vLLM once: an import costs 6 to 14 s, and each server up
+to four.
 
-``python -m tests.loop.zygote`` reads one server's ``[argv, environment, log]`` (JSON) a line and answers with its process id.
+``python -m tests.loop.zygote`` reads one server's ``[argv, environment, log]`` (JSON) a line and answers with its
+process id.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 
 
 class Zygote:
-    """The process to fork from. ``environment`` is what every server gets; what vLLM reads while it is imported must be here."""
+    """The process to fork from. ``environment`` is what every server gets; what vLLM reads while it is imported must be
+    here."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(

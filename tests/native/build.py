@@ -1,7 +1,8 @@
 """Other builds of ``csrc`` for tests: CUDA kernels emulated on the host, everything in float64, with sanitizers.
 
 ``python tests/native/build.py --emulated`` prints the extension's path. Objects and extensions are kept under
-``build/native`` by the hash of what they are made of; processes that build the same thing at once do not disturb each other.
+``build/native`` by the hash of what they are made of; processes that build the same thing at once do not disturb each
+other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "native"
-COMMON = ["-std=gnu++17", "-O1", "-g0", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+COMMON = [
+    "-std=gnu++17",
+    "-O1",
+    "-g0",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas", "-Werror=return-type"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-fno-omit-frame-pointer"]
 
@@ -54,7 +64,12 @@ def build(*, emulated: bool = False, double: bool = False, sanitize: bool = Fals
     flags = COMMON + WARNINGS + ["-DMEGARL_DOUBLE"] * double
     flags += ["-DMEGARL_CUDA", "-DMEGARL_EMULATED", f"-I{ROOT / 'tests' / 'native'}"] * emulated
     flags += [f"-I{ROOT / 'csrc'}"]
-    headers = [p for folder in ("csrc", "tests/native") for p in sorted((ROOT / folder).rglob("*")) if p.suffix in (".h", ".inc")]
+    headers = [
+        p
+        for folder in ("csrc", "tests/native")
+        for p in sorted((ROOT / folder).rglob("*"))
+        if p.suffix in (".h", ".inc")
+    ]
     shared = _hash(_compiler(), *(f"{p.name}\n{p.read_text()}" for p in headers))
     objects = OUT / "objects"
     objects.mkdir(parents=True, exist_ok=True)
@@ -84,7 +99,10 @@ def build(*, emulated: bool = False, double: bool = False, sanitize: bool = Fals
 
 def sanitizer_environment() -> dict[str, str]:
     """The environment of a Python process that can import an extension with sanitizers."""
-    libraries = [subprocess.check_output(["g++", f"-print-file-name={x}"], text=True).strip() for x in ("libasan.so", "libstdc++.so")]
+    libraries = [
+        subprocess.check_output(["g++", f"-print-file-name={x}"], text=True).strip()
+        for x in ("libasan.so", "libstdc++.so")
+    ]
     options = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     return {**os.environ, **options, "LD_PRELOAD": " ".join(libraries)}
 
@@ -95,7 +113,7 @@ def _command(source: Path, flags: list[str], name: str) -> list[str]:
         import pybind11
 
         command += [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}", f"-DMEGARL_MODULE={name}"]
-        command += ["-DMEGARL_CUDA_STATE=\"emulated\"", "-O0"]
+        command += ['-DMEGARL_CUDA_STATE="emulated"', "-O0"]
     if source.name.startswith("kernels"):
         command += ["-DMEGARL_ISA=generic"]
     return [*command, "-x", "c++", "-c", str(source)]

@@ -32,8 +32,10 @@ def same_bits_alone_and_again(case: Case, row: int, device: str) -> None:
     only = slice(row, row + 1)
     alone = by_shards(
         case._replace(
-            logits=case.logits[only].clone(), targets=case.targets[only],
-            grad_logp=case.grad_logp[only], grad_entropy=case.grad_entropy[only],
+            logits=case.logits[only].clone(),
+            targets=case.targets[only],
+            grad_logp=case.grad_logp[only],
+            grad_entropy=case.grad_entropy[only],
         )  # fmt: skip
     )
     for x, y, one in zip(together, again, alone, strict=True):
@@ -77,7 +79,9 @@ def special_rows(dtype: torch.dtype, vocab_size: int, device: str) -> None:
     assert logp.isnan().tolist() == [False, False, True, True, True, True, True, False]
     assert entropy.isnan().tolist() == logp.isnan().tolist()
     assert logp[1] == entropy[1] == 0 and logp[7] == entropy[7] == 0
-    exact = ops.vocab_parallel_logprob_reference(logits[:1, :vocab_size].cpu().double(), targets[:1].cpu(), vocab_size=vocab_size)
+    exact = ops.vocab_parallel_logprob_reference(
+        logits[:1, :vocab_size].cpu().double(), targets[:1].cpu(), vocab_size=vocab_size
+    )
     assert abs(logp[0] - exact[0][0]) < 2e-6 and abs(entropy[0] - exact[1][0]) < 2e-6
     norm, entropy = norm.to(device), entropy.to(device)
     grad = logprob.gradient(logits, targets, norm, entropy, g, g, 0, vocab_size, 1.0).cpu()

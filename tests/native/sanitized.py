@@ -1,7 +1,7 @@
 """Every kernel on buffers of exact size, under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-``python tests/native/sanitized.py`` builds, starts itself again in an environment that has the sanitizers, and prints ``clean``.
-Covers the C++ twins and the CUDA kernels' code, which runs emulated (tests/native/cuda_runtime.h).
+``python tests/native/sanitized.py`` builds, starts itself again in an environment that has the sanitizers, and prints
+``clean``. Covers the C++ twins and the CUDA kernels' code, which runs emulated (tests/native/cuda_runtime.h).
 """
 
 from __future__ import annotations
@@ -103,11 +103,26 @@ def _policy() -> None:
         tokens = int(cu[-1])
         new, old, ref, advantages, entropy, weight = torch.randn(6, tokens).unbind()
         for importance in ("token", "sequence_mean", "sequence_product"):
-            ops.policy_loss(new.requires_grad_(), old, advantages, cu, clip_low=0.2, clip_high=0.2, importance=importance).total.backward()
+            ops.policy_loss(
+                new.requires_grad_(), old, advantages, cu, clip_low=0.2, clip_high=0.2, importance=importance
+            ).total.backward()
         ops.policy_loss(
-            new, old, advantages, cu, mask=torch.rand(tokens) < 0.5, entropy=entropy.requires_grad_(), ref_logp=ref,
-            is_weight=weight, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl="k3", kl_coef=0.1, entropy_coef=0.1, aggregation="seq_mean",
-        ).total.backward()  # fmt: skip
+            new,
+            old,
+            advantages,
+            cu,
+            mask=torch.rand(tokens) < 0.5,
+            entropy=entropy.requires_grad_(),
+            ref_logp=ref,
+            is_weight=weight,
+            clip_low=0.2,
+            clip_high=0.28,
+            dual_clip=3.0,
+            kl="k3",
+            kl_coef=0.1,
+            entropy_coef=0.1,
+            aggregation="seq_mean",
+        ).total.backward()
 
 
 def _digest() -> None:

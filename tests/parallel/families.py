@@ -111,7 +111,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model_type, keyword arguments of its transformers config)."""
 
 MOE = tuple(
-    name for name, (model_type, _) in FAMILIES.items() if any(p.stage is Stage.MOE for p in ARCHITECTURES[model_type].params)
+    name
+    for name, (model_type, _) in FAMILIES.items()
+    if any(p.stage is Stage.MOE for p in ARCHITECTURES[model_type].params)
 )
 
 

@@ -11,10 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 PRELOAD = [
-    "torch", "torch.distributed", "transformers", "megarl.training.model", "megatron.core.models.gpt", "tests.parallel.grid",
-    "megarl.models.attention", "megarl.models.head", "megarl.models.value_head", "megarl.parallel.groups",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel", "megatron.core.models.gpt.gpt_layer_specs", "psutil",
-]  # fmt: skip
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "megarl.training.model",
+    "megatron.core.models.gpt",
+    "tests.parallel.grid",
+    "megarl.models.attention",
+    "megarl.models.head",
+    "megarl.models.value_head",
+    "megarl.parallel.groups",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "psutil",
+]
 """What a rank imports, the parts that Megatron and megarl import only where they are used among them."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)

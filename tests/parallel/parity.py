@@ -1,7 +1,7 @@
 """The parity matrix: updates on a fixed batch, on every grid, against one process of plain transformers and torch.
 
-``python -m tests.parallel.parity docs/parity.md`` measures all cells and writes the table; ``test_parity.py`` asks that none is
-worse than ``TOLERANCE``. All cells of one world run in one set of processes.
+``python -m tests.parallel.parity docs/parity.md`` measures all cells and writes the table; ``test_parity.py`` asks that
+none is worse than ``TOLERANCE``. All cells of one world run in one set of processes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Cell:
 
 @dataclass
 class Errors:
-    """Relative: losses to the sum of the loss's terms without their signs, gradients to each parameter's largest entry."""
+    """Relative: losses to the sum of the loss's terms without their signs, gradients to each parameter's largest
+    entry."""
 
     loss: float
     norm: float
@@ -111,14 +112,16 @@ CELLS = [
     *(Cell(model, grid, None, "none") for model in ROUTERS for grid in GRIDS if grid not in NEEDS_SP),
     *(
         Cell("deepseek_v3, balanced", grid, rows, recompute)
-        for grid in ("one process", "PP2 × VPP2", "CP2 × EP2") for rows, recompute in ((2, "none"), (None, "full"))
+        for grid in ("one process", "PP2 × VPP2", "CP2 × EP2")
+        for rows, recompute in ((2, "none"), (None, "full"))
     ),
     *(Cell("qwen3", grid, None, "selective") for grid in ("one process", "TP2 + SP", "CP2", "PP2 × VPP2")),
 ]
 
 
 def make_batch(reference_logp: Any) -> dict[str, torch.Tensor]:
-    """Six rows of unequal length. old_logp and ref_logp are the model's own, perturbed: no term of the loss vanishes."""
+    """Six rows of unequal length. old_logp and ref_logp are the model's own, perturbed: no term of the loss
+    vanishes."""
     g = torch.Generator().manual_seed(11)
     rows, length = 6, 20
     tokens = torch.randint(2, VOCAB, (rows, length), generator=g)
@@ -169,7 +172,9 @@ class RouterBalance:
                 if hasattr(gate, "e_score_correction_bias"):
                     scores = of_row.sigmoid() / of_row.sigmoid().sum(-1, keepdim=True)
                 best = torch.nn.functional.one_hot(scores.topk(gate.top_k).indices, experts).sum(1)
-                balance = balance + experts / gate.top_k * (best.float().mean(0) * scores.mean(0)).sum() / len(self._lengths)
+                balance = balance + experts / gate.top_k * (best.float().mean(0) * scores.mean(0)).sum() / len(
+                    self._lengths
+                )
                 squares.append(of_row.logsumexp(-1).square())
                 load += torch.bincount(chosen[row, :length].flatten(), minlength=experts)
             z = z + torch.cat(squares).mean()
@@ -182,7 +187,8 @@ class RouterBalance:
 
 
 def reference(path: Path, router: RouterConfig | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The batch; and the losses of all updates, the sizes of their terms, the first gradient's norm and entries by HF name."""
+    """The batch; and the losses of all updates, the sizes of their terms, the first gradient's norm and entries by HF
+    name."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -256,7 +262,8 @@ def prepare(root: Path) -> None:
 
 
 def whole_gradients(chunks: Iterable[Any], names: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Local name -> reduced gradient. The distributed optimizer leaves each rank a shard of each bucket; it is put together here."""
+    """Local name -> reduced gradient. The distributed optimizer leaves each rank a shard of each bucket; it is put
+    together here."""
     import torch.distributed as dist
 
     found = {}
@@ -339,12 +346,17 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
                     metrics = mean_of_sums(everyone)
                     losses.append(metrics["actor/loss"])
                     if model in ROUTERS:
-                        of_routers += [abs(metrics[f"actor/{name}"] / value - 1) for name, value in expected["routers"][update].items()]
+                        of_routers += [
+                            abs(metrics[f"actor/{name}"] / value - 1)
+                            for name, value in expected["routers"][update].items()
+                        ]
                     if update == 0:
                         gradients = whole_gradients(actor.chunks, names)
                         worst = gradient_errors(rank, hf_config, layout, gradients, expected["gradients"])
                     norms.append(actor.step(OPTIMIZER.lr))
-                off = [abs(a - b) / size for a, b, size in zip(losses, expected["losses"], expected["sizes"], strict=True)]
+                off = [
+                    abs(a - b) / size for a, b, size in zip(losses, expected["losses"], expected["sizes"], strict=True)
+                ]
                 norm = abs(norms[0] - expected["norms"][0]) / expected["norms"][0]
                 found[cell] = Errors(off[0], norm, *worst, max(off[1:] + of_routers))
         dist.barrier()
@@ -363,7 +375,11 @@ def measure(root: Path, cells: Sequence[Cell] = CELLS, backend: Literal["gloo", 
             parts = [a[cell] for a in answers]
             worst = max(parts, key=lambda e: e.gradient)
             found[cell] = Errors(
-                max(e.loss for e in parts), max(e.norm for e in parts), worst.gradient, worst.parameter, max(e.later for e in parts)
+                max(e.loss for e in parts),
+                max(e.norm for e in parts),
+                worst.gradient,
+                worst.parameter,
+                max(e.later for e in parts),
             )
     return {cell: found[cell] for cell in cells}
 
@@ -393,7 +409,10 @@ Models: 4 layers, 200 tokens (no multiple of the padded vocabulary). EP2 stands 
 
 def table(found: dict[Cell, Errors]) -> str:
     worst_cell, worst = max(found.items(), key=lambda item: item[1].worst)
-    summary = f"{len(found)} cells; the worst number is {worst.worst:.1e} ({worst_cell.grid}, {worst_cell.layout}, {worst_cell.model})."
+    summary = (
+        f"{len(found)} cells; the worst number is {worst.worst:.1e} ({worst_cell.grid}, {worst_cell.layout}, "
+        f"{worst_cell.model})."
+    )
     lines = [
         f"| {c.model} | {c.grid} | {c.layout} | {c.recompute} | {e.loss:.1e} | {e.norm:.1e} | {e.gradient:.1e} "
         f"| `{e.parameter}` | {e.later:.1e} |"

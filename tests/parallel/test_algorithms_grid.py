@@ -1,6 +1,7 @@
 """Algorithms through the actor: one update on a fixed batch, under grids and micro-batches, against plain transformers.
 
-The losses are those of ``tests/unit/test_algorithms_reference.py``; the batch's log-probs of all three kinds are perturbed.
+The losses are those of ``tests/unit/test_algorithms_reference.py``; the batch's log-probs of all three kinds are
+perturbed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,7 @@ from tests.parallel.models import VOCAB, save_tiny_qwen3
 from tests.parallel.parity import TOLERANCE, make_batch, next_token_logp
 from tests.unit.test_algorithms_reference import reference_loss
 
-GRIDS = {
-    "tp1": (ParallelConfig(), 12),
-    "dp2": (ParallelConfig(dp=2), 2),
-    "pp2": (ParallelConfig(pp=2), 2),
-}
+GRIDS = {"tp1": (ParallelConfig(), 12), "dp2": (ParallelConfig(dp=2), 2), "pp2": (ParallelConfig(pp=2), 2)}
 """With rows a micro-batch: pairs need two."""
 KL = KLConfig(0.1, "k3")
 SETTINGS = [

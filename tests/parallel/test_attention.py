@@ -1,7 +1,8 @@
-"""Packed and padded sequences, context parallelism and recomputation: log-probs and gradients of transformers' eager run.
+"""Packed and padded sequences, context parallelism and recomputation: log-probs and gradients of transformers' eager
+run.
 
-The reference runs one sequence at a time, so it knows neither padding nor neighbours. Batches are laid out here by plain loops.
-All cases of one world run in one set of processes.
+The reference runs one sequence at a time, so it knows neither padding nor neighbours. Batches are laid out here by
+plain loops. All cases of one world run in one set of processes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ GRIDS = {
 BOTH = (False, True)
 CASES = [
     *(Case(grid, packed) for grid in GRIDS if "ep2" not in grid for packed in BOTH),
-    *(Case(grid, packed, "qwen3_moe") for grid in ("tp1", "ep2", "cp2ep2", "cp2dp2ep2", "tp2cp2-sp") for packed in BOTH),
+    *(
+        Case(grid, packed, "qwen3_moe")
+        for grid in ("tp1", "ep2", "cp2ep2", "cp2dp2ep2", "tp2cp2-sp")
+        for packed in BOTH
+    ),
     *(Case(grid, packed, "deepseek_v3_yarn") for grid in ("tp2-sp", "cp2", "tp2cp2-sp") for packed in BOTH),
     *(Case(grid, True, model) for model in ("llama3", "linear", "qwen2", "deepseek_v3") for grid in ("tp1", "cp2")),
     *(
@@ -90,7 +95,8 @@ def zigzag(length: int, cp: int, rank: int) -> list[int]:
 
 @dataclass
 class Batch:
-    """A micro-batch: tokens, targets, and weights of the loss [b, s] for a rank; ``source`` is (sequence, position) or None."""
+    """A micro-batch: tokens, targets, and weights of the loss [b, s] for a rank; ``source`` is (sequence, position) or
+    None."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -103,7 +109,8 @@ def layout(
     sequences: list[torch.Tensor], weights: list[torch.Tensor], chosen: list[int], parallel: ParallelConfig, packed: bool, cp_rank: int,
     length: int,
 ) -> Batch:  # fmt: skip
-    """``length`` rows of tokens for each chunk or row, the same in all micro-batches because pipeline stages exchange fixed sizes."""
+    """``length`` rows of tokens for each chunk or row, the same in all micro-batches because pipeline stages exchange
+    fixed sizes."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cp = parallel.cp
@@ -149,12 +156,18 @@ def backward(chunks: Any, parallel: ParallelConfig, batches: list[Batch], length
             output = model(batch.tokens, None, None, packed_seq_params=batch.params)
 
         def loss(answer: torch.Tensor) -> Any:
-            return (answer[..., 0] * batch.weights).sum(), torch.zeros((), dtype=torch.int), (batch, answer[..., 0].detach())
+            return (
+                (answer[..., 0] * batch.weights).sum(),
+                torch.zeros((), dtype=torch.int),
+                (batch, answer[..., 0].detach()),
+            )
 
         return output, loss
 
     config: Any = unwrap(chunks[0]).config
-    wrapped = [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), c) for c in chunks]
+    wrapped = [
+        DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), c) for c in chunks
+    ]
     for model in wrapped:
         model.zero_grad_buffer()
         model.train()
@@ -181,7 +194,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def on_grids(rank: int, folder: str, cases: list[Case]) -> dict[Case, tuple[float, float, str]]:
-    """Runs in each rank: the largest relative error of a log-prob, that of a gradient, and the name of that parameter."""
+    """Runs in each rank: the largest relative error of a log-prob, that of a gradient, and the name of that
+    parameter."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -235,7 +249,8 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> dict[Case, tuple[floa
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints, each with its tokens, weights of the loss and log-probs; ``{model}-gradients`` hold the loss's gradients."""
+    """Checkpoints, each with its tokens, weights of the loss and log-probs; ``{model}-gradients`` hold the loss's
+    gradients."""
     root = tmp_path_factory.mktemp("attention")
     g = torch.Generator().manual_seed(5)
     # Without the padding token: transformers gives its embedding no gradient.
@@ -323,7 +338,8 @@ def test_packed_sequences_do_not_see_each_other(folder: Path) -> None:
 
 
 def attention_alone(rank: int) -> list[float]:
-    """Largest differences of the attention under cp=2 from scores with a mask: outputs, and gradients of query, key, value."""
+    """Largest differences of the attention under cp=2 from scores with a mask: outputs, and gradients of query, key,
+    value."""
     import torch.distributed as dist
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import TransformerConfig
@@ -333,7 +349,9 @@ def attention_alone(rank: int) -> list[float]:
     from megarl.parallel import groups
 
     groups.initialize(ParallelConfig(cp=2), seed=1)
-    config = TransformerConfig(num_layers=1, hidden_size=48, num_attention_heads=6, attention_dropout=0.0, context_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=48, num_attention_heads=6, attention_dropout=0.0, context_parallel_size=2
+    )
     lengths = [8, 4, 20, 12, 4]
     total = sum(lengths)
     g = torch.Generator().manual_seed(3)

@@ -20,7 +20,13 @@ from tests.parallel.test_families import ALL_GRIDS, build_and_load
 
 LOADS = ("tp1", "tp2", "pp2", "pp2-vpp2", "tp2pp2")
 EXPERT_LOADS = ("ep2", "tp2ep2", "tp2pp2ep2")
-SAVES = [("llama3", "tp2pp2"), ("deepseek_v3", "ep2"), ("qwen3_moe", "tp2ep2"), ("qwen3", "pp2-vpp2"), ("qwen3_moe_mixed", "pp2")]
+SAVES = [
+    ("llama3", "tp2pp2"),
+    ("deepseek_v3", "ep2"),
+    ("qwen3_moe", "tp2ep2"),
+    ("qwen3", "pp2-vpp2"),
+    ("qwen3_moe_mixed", "pp2"),
+]
 CUTS = {
     "whole": Settings(progress=False, vocab_multiple=8),  # other padding than any model's
     "cut": Settings(progress=False, grid=MegatronGrid(tp=2, pp=2), vocab_multiple=256, file_bytes=200_000),
@@ -38,7 +44,8 @@ def sharded(chunks: Any) -> dict[str, Any]:
 
 
 def load_on_grids(rank: int, folder: str, cases: list[tuple[str, str, str]]) -> list[str]:
-    """Runs in each rank: what differs between Megatron's own load of a converted checkpoint and the HF file's slices."""
+    """Runs in each rank: what differs between Megatron's own load of a converted checkpoint and the HF file's
+    slices."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
 

@@ -1,4 +1,5 @@
-"""Weights from one model to another in the same world: every element, in the destination's dtype, or an error that names it."""
+"""Weights from one model to another in the same world: every element, in the destination's dtype, or an error that
+names it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def join_world() -> None:
     groups.initialize(DP2, seed=1)
 
 
-def local_tensors(path: Path, side: Side, rank: int, fill: float | None = None, cast: str | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
+def local_tensors(
+    path: Path, side: Side, rank: int, fill: float | None = None, cast: str | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """(layout, this rank's tensors): from the checkpoint (as ``cast`` knows its numbers), or all ``fill``."""
     from megarl.checkpoint import hf
     from megarl.parallel.grid import megatron_grid
@@ -166,7 +169,8 @@ def test_one_flipped_bit_is_seen_by_every_rank(folder: Path) -> None:
 
 
 def aliased(rank: int, folder: str) -> str:
-    """Two tensors of the destination share their memory, so that the second write destroys the first: nothing is sent here."""
+    """Two tensors of the destination share their memory, so that the second write destroys the first: nothing is sent
+    here."""
     join_world()
     source, source_tensors = local_tensors(Path(folder) / "qwen3", Side(DP2), rank)
     destination, tensors = local_tensors(Path(folder) / "qwen3", Side(DP2), rank, fill=LEFT)
@@ -182,7 +186,10 @@ def aliased(rank: int, folder: str) -> str:
 def test_what_is_overwritten_afterwards_is_seen(folder: Path) -> None:
     first, second = run_grid(2, aliased, str(folder))
     assert first == second
-    assert "model.layers.0.input_layernorm.weight in decoder.layers.0.input_layernorm.weight on destination rank 1" in first
+    assert (
+        "model.layers.0.input_layernorm.weight in decoder.layers.0.input_layernorm.weight on destination rank 1"
+        in first
+    )
     assert "model.layers.1" not in first and "rank 0," not in first
 
 
@@ -216,7 +223,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(folder: Path) -
 
 
 def critic_of_actor(rank: int, folder: str) -> tuple[float, float, list[str]]:
-    """A critic whose weights come from the actor's memory, and one whose weights come from the actor's files, learn alike."""
+    """A critic whose weights come from the actor's memory, and one whose weights come from the actor's files, learn
+    alike."""
     from megarl.parallel import groups
     from tests.parallel.trainee import Trainee
 

@@ -41,10 +41,12 @@ EXPERT_GRIDS = {
 SHORT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "ernie4_5_short": ("ernie4_5", {}, ("rms_norm_eps", "rope_parameters", "tie_word_embeddings")),
     "deepseek_v3_short": (  # with groups that transformers' defaults can cut
-        "deepseek_v3", {"n_routed_experts": 16, "num_experts_per_tok": 8}, ("n_group", "topk_group", "routed_scaling_factor", "rope_interleave")
+        "deepseek_v3",
+        {"n_routed_experts": 16, "num_experts_per_tok": 8},
+        ("n_group", "topk_group", "routed_scaling_factor", "rope_interleave"),
     ),
     "qwen3_moe_short": ("qwen3_moe", {}, ("norm_topk_prob", "rms_norm_eps", "rope_parameters", "decoder_sparse_step")),
-}  # fmt: skip
+}
 """Checkpoints whose config.json leaves keys out: name -> (family, changes, keys)."""
 CASES = [(family, grid) for family in FAMILIES for grid in (*GRIDS, *(EXPERT_GRIDS if family in MOE else ()))]
 CASES += [(name, "tp1") for name in SHORT]
@@ -77,7 +79,8 @@ def build_and_load(path: Path, parallel: ParallelConfig, rank: int, dtype: str =
 
 
 def forward(chunks: Any, tokens: torch.Tensor, rows: torch.Tensor, tp_group: Any) -> dict[int, torch.Tensor]:
-    """Row -> logits [S, V] on the last stage, {} elsewhere. Two micro-batches, because the interleaved schedule needs them."""
+    """Row -> logits [S, V] on the last stage, {} elsewhere. Two micro-batches, because the interleaved schedule needs
+    them."""
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -170,8 +173,9 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``{family}``: a checkpoint, with tokens [8, 24] and the logits that transformers gives for them; ``{family}-gradients``:
-    the gradients that it gives, under the names of the weights. Those of ``SHORT`` have no gradients."""
+    """``{family}``: a checkpoint, with tokens [8, 24] and the logits that transformers gives for them;
+    ``{family}-gradients``: the gradients that it gives, under the names of the weights. Those of ``SHORT`` have no
+        gradients."""
     from transformers import AutoModelForCausalLM
 
     root = tmp_path_factory.mktemp("families")

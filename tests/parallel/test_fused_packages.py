@@ -35,7 +35,9 @@ def test_local_modules_are_always_there() -> None:
 
 @pytest.mark.skipif(HAVE_TE, reason="TransformerEngine is installed")
 def test_transformer_engine_that_is_not_installed() -> None:
-    message = r"model\.transformer_impl=transformer_engine, but .*No module named 'transformer_engine'.*; install .* to local"
+    message = (
+        r"model\.transformer_impl=transformer_engine, but .*No module named 'transformer_engine'.*; install .* to local"
+    )
     with pytest.raises(ConfigError, match=message):
         check_implementation(TE, NCCL)
 
@@ -53,7 +55,9 @@ def test_transformer_engine_that_is_broken(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_transformer_engine_without_cuda() -> None:
-    with pytest.raises(ConfigError, match=r"with parallel\.backend=gloo: .* on CUDA alone; set parallel\.backend to nccl, or .* local"):
+    with pytest.raises(
+        ConfigError, match=r"with parallel\.backend=gloo: .* on CUDA alone; set parallel\.backend to nccl, or .* local"
+    ):
         check_implementation(TE, ParallelConfig())
 
 
@@ -71,7 +75,10 @@ print(*(f"{cls.__module__}.{cls.__name__}" for cls in taken), optimizer.USING_PY
 def optimizers(*folders: Path) -> str:
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", OPTIMIZERS], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", OPTIMIZERS],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -94,7 +101,8 @@ def test_without_one_ours_takes_its_place() -> None:
 
 
 def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """For the local modules and TransformerEngine's: logits of padded and of packed rows, and gradients as HF names them."""
+    """For the local modules and TransformerEngine's: logits of padded and of packed rows, and gradients as HF names
+    them."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megarl.checkpoint import hf
@@ -138,7 +146,9 @@ def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[
 @pytest.mark.skipif(not HAVE_TE, reason="TransformerEngine is not installed")
 def test_transformer_engine_computes_what_the_local_modules_do(tmp_path: Path) -> None:
     """In bfloat16, whose 8 bits of mantissa the two round at different places. Never run on hardware."""
-    ((local, local_gradients), (te, te_gradients)) = run_grid(1, logits_and_gradients, str(save_tiny_qwen3(tmp_path)), gpus=True)[0]
+    ((local, local_gradients), (te, te_gradients)) = run_grid(
+        1, logits_and_gradients, str(save_tiny_qwen3(tmp_path)), gpus=True
+    )[0]
     assert (local - te).abs().max() < 0.05 * local.abs().max()
     for name, gradient in local_gradients.items():
         assert (gradient - te_gradients[name]).norm() < 0.1 * gradient.norm(), name

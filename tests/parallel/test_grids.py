@@ -105,14 +105,22 @@ def nesting(rank: int) -> None:
 
     def state() -> tuple[Any, ...]:
         names = [name for name in vars(parallel_state) if name.isupper() and name != "_GLOBAL_MEMORY_BUFFER"]
-        return (*(id(getattr(parallel_state, name)) for name in names), id(tracker._CUDA_RNG_STATE_TRACKER), *torch.get_rng_state().tolist())
+        return (
+            *(id(getattr(parallel_state, name)) for name in names),
+            id(tracker._CUDA_RNG_STATE_TRACKER),
+            *torch.get_rng_state().tolist(),
+        )
 
     before = state()
     dp2, pp2 = groups.Grid(DP2, seed=2), groups.Grid(PP2, seed=3)
     tp2 = groups.Grid.initialized(TP2)
     assert state() == before and groups.position() == first == tp2.position
     assert (dp2.position.dp_rank, dp2.position.tp_rank) == (rank, 0)
-    assert (pp2.position.pp_rank, pp2.position.is_first_stage, pp2.position.is_last_stage) == (rank, rank == 0, rank == 1)
+    assert (pp2.position.pp_rank, pp2.position.is_first_stage, pp2.position.is_last_stage) == (
+        rank,
+        rank == 0,
+        rank == 1,
+    )
     with dp2.active() as outer:
         assert outer == dp2.position and parallel_state.get_data_parallel_world_size() == 2
         inside = state()

@@ -1,4 +1,5 @@
-"""Log-probs taken in the LM head, on real Megatron grids: the numbers and gradients of logits taken first, in less memory.
+"""Log-probs taken in the LM head, on real Megatron grids: the numbers and gradients of logits taken first, in less
+memory.
 
 All grids of one size run in one set of processes: to start them costs more than the tiny models do.
 """
@@ -63,7 +64,9 @@ class LargeTensors(TorchDispatchMode):
         given = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         self.found += [
-            (x.dtype, x.numel()) for x in tensors(out) if x.numel() >= self.size and x.untyped_storage().data_ptr() not in given
+            (x.dtype, x.numel())
+            for x in tensors(out)
+            if x.numel() >= self.size and x.untyped_storage().data_ptr() not in given
         ]
         return out
 
@@ -110,7 +113,9 @@ def two_micro_batches() -> tuple[Any, list[Any], torch.Tensor, torch.Tensor]:
     return sequences, list(micro_batches(sequences, Cut(rows=ROWS), 0)), weights[0], weights[1]
 
 
-def three_ways(rank: int, folder: str, cases: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], dict[str, Found]]:
+def three_ways(
+    rank: int, folder: str, cases: list[tuple[str, str, str]]
+) -> dict[tuple[str, str, str], dict[str, Found]]:
     """Runs in each rank: every case by logits first, by kept logits (A) and by logits computed twice (C)."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -144,8 +149,12 @@ def three_ways(rank: int, folder: str, cases: list[tuple[str, str, str]]) -> dic
             kept, budget = Head(VOCAB, TEMPERATURE), Head(VOCAB, TEMPERATURE, 13 * columns * dtype.itemsize)
             ways = {
                 "logits first": lambda given, model=model: logits_first(model, sequences, given, loss),
-                "A": lambda given, model=model, head=kept: run([model], sequences, given, head, loss, forward_only=False),
-                "C": lambda given, model=model, head=budget: run([model], sequences, given, head, loss, forward_only=False),
+                "A": lambda given, model=model, head=kept: run(
+                    [model], sequences, given, head, loss, forward_only=False
+                ),
+                "C": lambda given, model=model, head=budget: run(
+                    [model], sequences, given, head, loss, forward_only=False
+                ),
             }
             found[case] = {}
             for way, do in ways.items():
@@ -156,11 +165,18 @@ def three_ways(rank: int, folder: str, cases: list[tuple[str, str, str]]) -> dic
                 model.zero_grad_buffer()
                 answers = do(batches)
                 gradients = {n: p.main_grad.clone() for n, p in unwrap(stage).named_parameters()}
-                logp, entropy, total = (torch.stack(x) for x in zip(*answers, strict=True)) if answers else (None, None, torch.zeros(1))
+                logp, entropy, total = (
+                    (torch.stack(x) for x in zip(*answers, strict=True)) if answers else (None, None, torch.zeros(1))
+                )
                 found[case][way] = Found(
-                    logp, entropy, float(total.sum()), float(torch.cat([g.flatten() for g in gradients.values()]).norm()), gradients,
-                    counter.found, sum(size >= ROWS * LENGTH * columns * dtype.itemsize for size in sizes),
-                )  # fmt: skip
+                    logp,
+                    entropy,
+                    float(total.sum()),
+                    float(torch.cat([g.flatten() for g in gradients.values()]).norm()),
+                    gradients,
+                    counter.found,
+                    sum(size >= ROWS * LENGTH * columns * dtype.itemsize for size in sizes),
+                )
         dist.barrier()
         parallel_state.destroy_model_parallel()
     return found
@@ -233,7 +249,8 @@ def test_the_logits_are_the_only_tensor_of_their_size(ranks: Any, case: tuple[st
 
 
 def float32_heads(rank: int, folder: str, grids: list[str]) -> list[list[tuple[Any, ...]]]:
-    """Runs in each rank of the last stage: of both ways, what the head gave and the same in float64 from its very input and weights."""
+    """Runs in each rank of the last stage: of both ways, what the head gave and the same in float64 from its very input
+    and weights."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -249,7 +266,11 @@ def float32_heads(rank: int, folder: str, grids: list[str]) -> list[list[tuple[A
         (stage,), _, _ = build_and_load(Path(folder) / "untied", parallel, rank, "bfloat16")
         config: Any = unwrap(stage).config
         model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), stage)
-        group, layer, seen = parallel_state.get_tensor_model_parallel_group(), getattr(unwrap(stage), "output_layer", None), []
+        group, layer, seen = (
+            parallel_state.get_tensor_model_parallel_group(),
+            getattr(unwrap(stage), "output_layer", None),
+            [],
+        )
         if layer is not None:
             layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].detach()))
 
@@ -264,7 +285,9 @@ def float32_heads(rank: int, folder: str, grids: list[str]) -> list[list[tuple[A
         columns = 2048 // parallel.tp
         for float32, budget in ((True, None), (True, 13 * columns * 4), (False, None)):
             model.zero_grad_buffer()
-            answers = run([model], sequences, batches[:1], Head(VOCAB, TEMPERATURE, budget, float32), loss, forward_only=False)
+            answers = run(
+                [model], sequences, batches[:1], Head(VOCAB, TEMPERATURE, budget, float32), loss, forward_only=False
+            )
             if layer is None:
                 continue
             weight = whole(layer.weight.detach())[:VOCAB].double().requires_grad_()
@@ -275,7 +298,14 @@ def float32_heads(rank: int, folder: str, grids: list[str]) -> list[list[tuple[A
             ((picked * on_logp[:ROWS]).sum() / 100).backward()
             start = group.rank() * columns
             share = weight.grad[start : start + columns]
-            found.append((grid, float32, off(answers[0][..., 0].double(), picked), off(layer.weight.main_grad[: len(share)], share)))
+            found.append(
+                (
+                    grid,
+                    float32,
+                    off(answers[0][..., 0].double(), picked),
+                    off(layer.weight.main_grad[: len(share)], share),
+                )
+            )
         torch.distributed.barrier()
         parallel_state.destroy_model_parallel()
     return found
@@ -307,7 +337,10 @@ def interleaved(rank: int, folder: str) -> list[torch.Tensor]:
         def loss(batch: Any, answer: torch.Tensor, ask: bool = ask) -> Any:
             if not ask:
                 both = ops.vocab_parallel_logprob_reference(
-                    answer.flatten(0, 1), batch.take(sequences.targets, -100).flatten(), vocab_size=VOCAB, temperature=TEMPERATURE
+                    answer.flatten(0, 1),
+                    batch.take(sequences.targets, -100).flatten(),
+                    vocab_size=VOCAB,
+                    temperature=TEMPERATURE,
                 )
                 answer = torch.stack(both, -1).view(ROWS, LENGTH, 2)
             return answer.sum(), answer
@@ -344,19 +377,26 @@ def test_a_budget_that_is_too_small_is_named(folder: str) -> None:
     assert "give at least 8192" in run_grid(1, refused, folder)[0]
 
 
-WAYS: dict[str, tuple[Any, int | None]] = {"torch": ("torch", None), "A": ("megarl", None), "C": ("megarl", 13 * 1024 * 4)}
+WAYS: dict[str, tuple[Any, int | None]] = {
+    "torch": ("torch", None),
+    "A": ("megarl", None),
+    "C": ("megarl", 13 * 1024 * 4),
+}
 """Kernels, bytes of logits."""
 
 
 def train(rank: int, path: str, parallel: ParallelConfig) -> dict[str, dict[str, list[float]]]:
-    """Runs in each rank, in each way: loss and gradient norm of 20 supervised steps, and of 20 GRPO steps on one batch."""
+    """Runs in each rank, in each way: loss and gradient norm of 20 supervised steps, and of 20 GRPO steps on one
+    batch."""
     from megarl.parallel import groups
 
     groups.initialize(parallel, seed=1)
     return {way: train_in(rank, path, parallel, *how) for way, how in WAYS.items()}
 
 
-def train_in(rank: int, path: str, parallel: ParallelConfig, kernels: Any, logits_bytes: int | None) -> dict[str, list[float]]:
+def train_in(
+    rank: int, path: str, parallel: ParallelConfig, kernels: Any, logits_bytes: int | None
+) -> dict[str, list[float]]:
     from megarl import algorithms
     from megarl.batching import Cut
     from megarl.checkpoint import hf
@@ -388,7 +428,12 @@ def train_in(rank: int, path: str, parallel: ParallelConfig, kernels: Any, logit
         if name == "grpo":
             logp = actor.answers(rows, [batches])
             noise = torch.randn(2, len(logp), generator=g) * 0.1
-            rows = replace(rows, old_logp=logp + noise[0], ref_logp=logp + noise[1], advantages=torch.linspace(-2, 1, len(rows))[rows.row])
+            rows = replace(
+                rows,
+                old_logp=logp + noise[0],
+                ref_logp=logp + noise[1],
+                advantages=torch.linspace(-2, 1, len(rows))[rows.row],
+            )
         objective = objectives.policy(algorithms.get(name), settings, rows)
         steps = []
         for _ in range(20):
@@ -402,12 +447,14 @@ def train_in(rank: int, path: str, parallel: ParallelConfig, kernels: Any, logit
 def test_kernels_and_twins_train_alike(folder: str, grid: str) -> None:
     """Twenty optimizer steps: the same loss curve in float32, whoever computes log-probs and losses.
 
-    Training amplifies round-off: at a learning rate of 1e-3, where the loss falls from 8.6 to 1.3, the curves are 2e-6 apart
-    after 20 steps, as are those of the twin alone on one and on two ranks.
+    Training amplifies round-off: at a learning rate of 1e-3, where the loss falls from 8.6 to 1.3, the curves are 2e-6
+    apart after 20 steps, as are those of the twin alone on one and on two ranks.
     """
     parallel, path = GRIDS[grid], f"{folder}/untied"
     ranks = run_grid(parallel.world_size, train, path, parallel)
-    curves = {way: max((rank[way] for rank in ranks), key=lambda curve: curve["sft"][0]) for way in WAYS}  # of the rank that has the loss
+    curves = {
+        way: max((rank[way] for rank in ranks), key=lambda curve: curve["sft"][0]) for way in WAYS
+    }  # of the rank that has the loss
     twin = curves["torch"]
     assert twin["sft"][-1] < 0.6 * twin["sft"][0] and twin["grpo"][-1] < 0.6 * twin["grpo"][0]
     for way in ("A", "C"):

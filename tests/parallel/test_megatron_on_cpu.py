@@ -161,7 +161,10 @@ def restart(rank: int, path: str, parallel: ParallelConfig) -> list[Any]:
     weights = {name: tensor.clone() for name, tensor in actor.tensors.items()}
     other = OptimizerConfig(lr=1e-2, weight_decay=0.5, beta1=0.8, beta2=0.9, eps=1e-6, clip_grad=0.1)
     runs = []
-    for renew in (lambda: actor.optimizer.restart(other), lambda: setattr(actor, "optimizer", new_optimizer(actor, other))):
+    for renew in (
+        lambda: actor.optimizer.restart(other),
+        lambda: setattr(actor, "optimizer", new_optimizer(actor, other)),
+    ):
         for name, tensor in actor.tensors.items():
             tensor.copy_(weights[name])
         renew()

@@ -1,5 +1,5 @@
-"""A model that lies on a device is given its micro-batches there, and its loss is computed there, from a step that lies on the host: torch's
-fake tensors know where they are and refuse to be mixed, on a machine that has no such device."""
+"""A model that lies on a device is given its micro-batches there, and its loss is computed there, from a step that lies
+on the host: torch's fake tensors know where they are and refuse to be mixed, on a machine that has no such device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 def prepare() -> None:
-    """In a process of its own, which nothing else is done in afterwards. The ops are torch's: kernels would not say where their
-    arguments ought to lie."""
+    """In a process of its own, which nothing else is done in afterwards. The ops are torch's: kernels would not say
+    where their arguments ought to lie."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     from megarl import ops
@@ -142,7 +142,12 @@ def losses(rank: int) -> dict[str, set[str]]:
     sequences, _ = step()
     last = Kept(sequences.cu_seqlens[1:] - 1, torch.arange(8), torch.arange(8), 8, sequences.mask)
     preference, settings = algorithms.get("reward_model"), AlgorithmConfig(name="reward_model")
-    add("reward_model", lambda s: objectives.preference_scores(preference, settings, s.lengths[:4].float()), sequences, last)
+    add(
+        "reward_model",
+        lambda s: objectives.preference_scores(preference, settings, s.lengths[:4].float()),
+        sequences,
+        last,
+    )
     mixed = Objective("actor", lambda kept: kept.mask.sum(), lambda kept, answers: Loss(answers[:, 0] * kept.mask, {}))
     add("a part left on the host", lambda s: mixed, *step())
     return found

@@ -25,7 +25,12 @@ def _on_rank(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Ten
     for name, op in (("op", ops.vocab_parallel_logprob), ("reference", ops.vocab_parallel_logprob_reference)):
         leaf = logits[:, rank * WIDTH : (rank + 1) * WIDTH].clone().requires_grad_()
         logp, entropy = op(
-            leaf * 1, targets, group=torch.distributed.group.WORLD, vocab_start=rank * WIDTH, vocab_size=VOCAB, temperature=0.8
+            leaf * 1,
+            targets,
+            group=torch.distributed.group.WORLD,
+            vocab_start=rank * WIDTH,
+            vocab_size=VOCAB,
+            temperature=0.8,
         )
         (logp * g_logp + entropy * g_entropy).sum().backward()
         found[name] = (logp.detach(), entropy.detach(), leaf.grad)
@@ -53,7 +58,9 @@ def _unequal(rank: int) -> str:
     logits = torch.randn(ROWS, WIDTH - 3 * rank)
     group = torch.distributed.group.WORLD
     try:
-        ops.vocab_parallel_logprob(logits, torch.zeros(ROWS, dtype=torch.int64), group=group, vocab_start=rank * WIDTH, vocab_size=VOCAB)
+        ops.vocab_parallel_logprob(
+            logits, torch.zeros(ROWS, dtype=torch.int64), group=group, vocab_start=rank * WIDTH, vocab_size=VOCAB
+        )
     except ValueError as error:
         return str(error)
     return ""

@@ -26,7 +26,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     store.add_tasks("train", [make_task(i) for i in range(GROUPS)])
     request(store, groups=GROUPS, greedy=True)
     for claim in store.claim_groups("e", GROUPS):
-        assert store.finish_group(claim, [make_experience(claim, i, 5 + claim.position) for i in claim.indices], {"samples": 2.0})
+        assert store.finish_group(
+            claim, [make_experience(claim, i, 5 + claim.position) for i in claim.indices], {"samples": 2.0}
+        )
     store.close()
     return url
 
@@ -43,12 +45,17 @@ def joined(rank: int, nodes: list[str]) -> Any:
 
 
 def plain(experience: Any) -> Any:
-    return {name: getattr(value, "tobytes", lambda value=value: value)() if not isinstance(value, type(experience)) else plain(value)
-            for name, value in vars(experience).items()} | {"dtype": str(experience.engine_logp.dtype)}  # fmt: skip
+    return {
+        name: getattr(value, "tobytes", lambda value=value: value)()
+        if not isinstance(value, type(experience))
+        else plain(value)
+        for name, value in vars(experience).items()
+    } | {"dtype": str(experience.engine_logp.dtype)}
 
 
 def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, float], int, bool]:
-    """(experiences, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within groups)."""
+    """(experiences, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within
+    groups)."""
     from megarl.loop import reading
     from megarl.store import store as rows
 
@@ -71,7 +78,11 @@ def failing(rank: int, url: str, fault: str) -> Any:
     def parts() -> Iterator[int]:
         yield 1
         if rank == 2 and fault != "stop":
-            raise {"damaged": StoreDamagedError("row 7"), "fenced": FencedError("attempt 2"), "driver": KeyError("no such column")}[fault]
+            raise {
+                "damaged": StoreDamagedError("row 7"),
+                "fenced": FencedError("attempt 2"),
+                "driver": KeyError("no such column"),
+            }[fault]
         yield 2
 
     looks = iter([False, True])
@@ -90,7 +101,9 @@ def test_one_rank_of_each_node_reads_and_all_have_the_same(url: str) -> None:
     assert [got[2] > 0 for got in ranks] == [True, False, True, False] and ranks[0][2] == ranks[2][2]
     assert all(got[3] for got in ranks)
     alone = run_grid(1, rollout, ["a"], url)
-    assert sum(got[2] for got in run_grid(4, rollout, ["a"] * 4, url)) == alone[0][2], "four ranks of a node read as much as one"
+    assert sum(got[2] for got in run_grid(4, rollout, ["a"] * 4, url)) == alone[0][2], (
+        "four ranks of a node read as much as one"
+    )
 
 
 @pytest.mark.parametrize("fault", ["damaged", "fenced", "driver", "stop"])
@@ -101,4 +114,7 @@ def test_what_a_reader_meets_reaches_every_rank_of_every_node(url: str, fault: s
         assert ranks[0] is None
     else:
         kind = {"damaged": StoreDamagedError, "fenced": FencedError, "driver": JobError}[fault]
-        assert ranks[0][0] is kind and {"damaged": "row 7", "fenced": "attempt 2", "driver": "rank 2, which reads"}[fault] in ranks[0][1]
+        assert (
+            ranks[0][0] is kind
+            and {"damaged": "row 7", "fenced": "attempt 2", "driver": "rank 2, which reads"}[fault] in ranks[0][1]
+        )

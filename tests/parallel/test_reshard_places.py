@@ -1,4 +1,5 @@
-"""The way is chosen per move: memory between processes of one machine, sockets between machines, copies from near by first."""
+"""The way is chosen per move: memory between processes of one machine, sockets between machines, copies from near by
+first."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def test_near_copies_send() -> None:
 
 
 def transfer(rank: int) -> dict[str, int]:
-    """Ranks 0 and 1: two pipeline stages on machines east and west; rank 2: an engine worker on east. What each sent how."""
+    """Ranks 0 and 1: two pipeline stages on machines east and west; rank 2: an engine worker on east. What each sent
+    how."""
     import torch.distributed as dist
 
     from megarl.reshard.execute import receive, send

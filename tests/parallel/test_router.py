@@ -1,4 +1,5 @@
-"""The bias of balanced routers beside the optimizer: kept where an update is left out, and the same again from a checkpoint.
+"""The bias of balanced routers beside the optimizer: kept where an update is left out, and the same again from a
+checkpoint.
 
 Gradients and metrics of ``model.router`` are in the parity matrix (``parity.py``).
 """
@@ -34,7 +35,9 @@ def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[st
 
     groups.initialize(GRID, seed=1)
     settings = ModelConfig(path=path, router=RouterConfig(bias_update_rate=RATE))
-    actor = TrainedModel(hf.read_hf_config(Path(path)), settings, GRID, Head(VOCAB), Cut(dp=2, rows=2), OptimizerConfig(lr=1e-2))
+    actor = TrainedModel(
+        hf.read_hf_config(Path(path)), settings, GRID, Head(VOCAB), Cut(dp=2, rows=2), OptimizerConfig(lr=1e-2)
+    )
     actor.load_hf(Path(path))
     tokens = torch.randint(2, VOCAB, (8, 16), generator=torch.Generator().manual_seed(1))
     rows = sequences_of(tokens, torch.arange(16).expand(8, 16) < 15)
@@ -57,7 +60,9 @@ def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[st
         now(event)
         state.load(Path(folder) / "global_step_1", parts(actor))
     # A critic without experts beside an actor with them.
-    critic = TrainedModel(hf.read_hf_config(Path(dense)), settings, GRID, Head(VOCAB), Cut(dp=2, rows=2), OptimizerConfig(lr=1e-2))
+    critic = TrainedModel(
+        hf.read_hf_config(Path(dense)), settings, GRID, Head(VOCAB), Cut(dp=2, rows=2), OptimizerConfig(lr=1e-2)
+    )
     critic.load_hf(Path(dense))
     sums = critic.backward(rows, critic.micro_batches(rows), objective)
     found["metrics of a dense model"] = {name: torch.tensor(total) for name, (total, _) in sums.items()}
@@ -77,7 +82,9 @@ def test_every_update_moves_every_bias_by_the_rate(ranks: list[dict[str, dict[st
         for name in biases:
             assert torch.equal(found["left out"][name], found["loaded"][name])
             moves = found["updated"][name] - found["loaded"][name]
-            assert bool(((moves.abs() - RATE).abs() < 1e-6).any()) and bool(((moves.abs() - RATE).abs() < 1e-6).logical_or(moves == 0).all())
+            assert bool(((moves.abs() - RATE).abs() < 1e-6).any()) and bool(
+                ((moves.abs() - RATE).abs() < 1e-6).logical_or(moves == 0).all()
+            )
             assert bool((moves > 0).any()) and bool((moves < 0).any())
 
 
@@ -98,4 +105,8 @@ def test_a_checkpoint_brings_the_biases_back(ranks: list[dict[str, dict[str, tor
     for found in ranks:
         assert found["next"].keys() == found["next again"].keys()
         assert all(torch.equal(tensor, found["next again"][name]) for name, tensor in found["next"].items())
-        assert any(not torch.equal(tensor, found["updated"][name]) for name, tensor in found["next"].items() if "expert_bias" in name)
+        assert any(
+            not torch.equal(tensor, found["updated"][name])
+            for name, tensor in found["next"].items()
+            if "expert_bias" in name
+        )

@@ -1,4 +1,5 @@
-"""One score of a sequence: megarl reads it where transformers' ...ForSequenceClassification does, pad = end included."""
+"""One score of a sequence: megarl reads it where transformers' ...ForSequenceClassification does, pad = end
+included."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     found = {}
     for name in MODELS:
         path = Path(folder) / name
-        model = FrozenModel(hf.read_hf_config(path), ModelConfig(path=str(path)), ParallelConfig(), None, Cut(max_tokens=40))
+        model = FrozenModel(
+            hf.read_hf_config(path), ModelConfig(path=str(path)), ParallelConfig(), None, Cut(max_tokens=40)
+        )
         model.load_hf(path)
         scores = model.answers(sequences, [model.micro_batches(sequences)])
         config = json.loads((path / "config.json").read_text())
@@ -54,7 +57,9 @@ def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, str], torch.Tensor], dict[tuple[str, str], torch.Tensor]]:
+def both(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[tuple[str, str], torch.Tensor], dict[tuple[str, str], torch.Tensor]]:
     """(megarl's scores, transformers' scores of the padded batch; of each by itself where there is no pad token)."""
     root, expected = tmp_path_factory.mktemp("reading"), {}
     for name in MODELS:

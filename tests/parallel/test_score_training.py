@@ -1,6 +1,7 @@
 """Score models through the trainer's own way: packed and padded sequences, context parallelism, interleaved stages.
 
-Scores of every position and all gradients against transformers' ...ForSequenceClassification on each sequence by itself.
+Scores of every position and all gradients against transformers' ...ForSequenceClassification on each sequence by
+itself.
 """
 
 from __future__ import annotations
@@ -59,16 +60,23 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
         parallel = GRIDS[grid]
         groups.initialize(parallel, seed=1)
         cut = Cut(
-            dp=parallel.dp, cp=parallel.cp, multiple=2 if parallel.sequence_parallel else 1, chunks=2 if parallel.vpp > 1 else 1,
-            max_tokens=40 if packed else None, rows=2,
-        )  # fmt: skip
+            dp=parallel.dp,
+            cp=parallel.cp,
+            multiple=2 if parallel.sequence_parallel else 1,
+            chunks=2 if parallel.vpp > 1 else 1,
+            max_tokens=40 if packed else None,
+            rows=2,
+        )
         model = FrozenModel(hf_config, ModelConfig(path=str(path)), parallel, None, cut)
         model.load_hf(path)
         batches = model.micro_batches(sequences)
         assert len(batches) > 1
         found[case] = model.answers(sequences, [batches])
         config: Any = unwrap(model.chunks[0]).config
-        ddp = [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), c) for c in model.chunks]
+        ddp = [
+            DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), c)
+            for c in model.chunks
+        ]
         for chunk in ddp:
             chunk.zero_grad_buffer()
             chunk.train()
@@ -94,7 +102,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tens
     model = hf_classifier("qwen3-tied")
     model.save_pretrained(root / "model")
     tokens, lengths, weights = flat()
-    scores = torch.cat([model.score(model.model(part[None]).last_hidden_state)[0, :, 0] for part in tokens.split(lengths.tolist())])
+    scores = torch.cat(
+        [model.score(model.model(part[None]).last_hidden_state)[0, :, 0] for part in tokens.split(lengths.tolist())]
+    )
     (scores * weights).sum().backward()
     return root, scores.detach(), {name: p.grad for name, p in model.named_parameters()}
 

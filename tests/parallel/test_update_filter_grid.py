@@ -17,7 +17,11 @@ from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 from tests.parallel.test_megatron_on_cpu import make_actor, parts
 
-SPOILED: list[Callable[[Any], Any]] = [lambda x: x * float("nan"), lambda x: x * float("inf"), lambda x: x + float("inf")]
+SPOILED: list[Callable[[Any], Any]] = [
+    lambda x: x * float("nan"),
+    lambda x: x * float("inf"),
+    lambda x: x + float("inf"),
+]
 ACTOR, CRITIC = ParallelConfig(tp=2, dp=2), ParallelConfig(pp=2, dp=2)
 
 
@@ -32,7 +36,11 @@ def bits(model: Any) -> dict[str, torch.Tensor]:
             found[f"{i} {j} step"] = torch.tensor(group["step"])
             for k, p in enumerate(group["params"]):
                 moments = inner.state[p]
-                found |= {f"{i} {j} {k} {name}": t.clone() for name, t in (("master", p.data), *moments.items()) if isinstance(t, torch.Tensor)}
+                found |= {
+                    f"{i} {j} {k} {name}": t.clone()
+                    for name, t in (("master", p.data), *moments.items())
+                    if isinstance(t, torch.Tensor)
+                }
     return found
 
 
@@ -62,7 +70,9 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     critic.load_hf(Path(path), score="zeros")
     said: list[str] = []
     events: list[Any] = []
-    reporter: Any = SimpleNamespace(say=said.append, event=lambda kind, data: events.append(data) if rank == 0 else None)
+    reporter: Any = SimpleNamespace(
+        say=said.append, event=lambda kind, data: events.append(data) if rank == 0 else None
+    )
     at_step = TrainState("rl", 4)
     updates = UpdateFilter(GuardConfig(), reporter)
 
@@ -72,7 +82,9 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
         mask[:, -1] = False
         return sequences_of(tokens, mask)
 
-    def update(name: str, step: int, spoiled: Callable[[Any], Any] | None = None, where: int = -1) -> tuple[bool, float]:
+    def update(
+        name: str, step: int, spoiled: Callable[[Any], Any] | None = None, where: int = -1
+    ) -> tuple[bool, float]:
         """``spoiled`` of the loss of the second micro-batch, on rank ``where`` alone."""
         model, rows = (actor, rows_of(step)) if name == "actor" else (critic, rows_of(step + 100))
         usual, calls = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), rows), 0
@@ -98,7 +110,11 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {"admitted": []}
     update("actor", 0), update("critic", 0)
     state.save(Path(folder), 1, parts(actor), {"phase": "rl"}, keep=1)
-    for name, where, kinds in (("actor", 0, 3), ("actor", 3, 2), ("critic", 2, 3)):  # rank 3 is no first of a tensor-parallel pair
+    for name, where, kinds in (
+        ("actor", 0, 3),
+        ("actor", 3, 2),
+        ("critic", 2, 3),
+    ):  # rank 3 is no first of a tensor-parallel pair
         for spoiled in SPOILED[:kinds]:
             before = bits(actor), bits(critic)
             updates.begin()
@@ -135,15 +151,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_rank_leaves_it_out(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert [(name, admitted, left_out) for name, admitted, _, left_out in rank["admitted"]] == [
-            ("actor", False, 1.0)] * 5 + [("critic", False, 1.0)] * 3
+            ("actor", False, 1.0)
+        ] * 5 + [("critic", False, 1.0)] * 3
         finite = [math.isfinite(float(norm)) for _, _, norm, _ in rank["admitted"]]
-        assert finite == [False, False, True, False, False, False, False, True], "of two only the loss is infinite, on one rank"
+        assert finite == [False, False, True, False, False, False, False, True], (
+            "of two only the loss is infinite, on one rank"
+        )
 
 
 def test_it_is_said_where_it_came_from(ranks: list[dict[str, Any]]) -> None:
     said = ranks[0]["said"]
     assert said[0].startswith("WARNING: step 5, update 1 of the actor: the loss is nan on rank 0, ")
-    assert "the loss is nan on rank 2" in said[5] and "of the critic" in said[5] and "trainer.guard.on_nonfinite=skip" in said[5]
+    assert (
+        "the loss is nan on rank 2" in said[5]
+        and "of the critic" in said[5]
+        and "trainer.guard.on_nonfinite=skip" in said[5]
+    )
     assert "the loss is inf on rank 2, the gradient's norm is " in said[7]
     assert all(rank["said"] == said for rank in ranks)
     assert [event["action"] for event in ranks[0]["events"]][:8] == ["skip"] * 8 and not ranks[1]["events"]
@@ -151,5 +174,8 @@ def test_it_is_said_where_it_came_from(ranks: list[dict[str, Any]]) -> None:
 
 def test_the_other_verdicts_are_every_ranks_too(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "step 5, update 1 of the critic: the loss is nan on rank 3" in rank["stop"] and "on_nonfinite=stop" in rank["stop"]
+        assert (
+            "step 5, update 1 of the critic: the loss is nan on rank 3" in rank["stop"]
+            and "on_nonfinite=stop" in rank["stop"]
+        )
         assert "the loss is nan on rank 3" in rank["rollback"]

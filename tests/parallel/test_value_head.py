@@ -1,8 +1,8 @@
-"""The score head on real grids: the scores and gradients of transformers' ...ForSequenceClassification, and training on from a
-checkpoint.
+"""The score head on real grids: the scores and gradients of transformers' ...ForSequenceClassification, and training on
+from a checkpoint.
 
-A fixed random weight for every position makes the loss linear in the scores, so that no position's gradient is hidden by another's.
-All grids of one size run in one set of processes.
+A fixed random weight for every position makes the loss linear in the scores, so that no position's gradient is hidden
+by another's. All grids of one size run in one set of processes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def build(path: Path, parallel: ParallelConfig, rank: int, dtype: str = "float32
     return stage, tensors, layout
 
 
-def run(model: Any, tokens: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, *, forward_only: bool) -> dict[int, torch.Tensor]:
+def run(
+    model: Any, tokens: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, *, forward_only: bool
+) -> dict[int, torch.Tensor]:
     """Row -> scores [S] on the last stage, {} elsewhere. The loss: the sum of scores times ``weights``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -142,10 +144,14 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
             mine = torch.arange(len(expected["tokens"]))[position.dp_rank :: parallel.dp]
             scores = run(ddp, expected["tokens"], expected["weights"], mine, forward_only=False)
             largest = expected["scores"].abs().max()
-            differences = [float((score - expected["scores"][row]).abs().max() / largest) for row, score in scores.items()]
+            differences = [
+                float((score - expected["scores"][row]).abs().max() / largest) for row, score in scores.items()
+            ]
             found[model, grid] = max(differences) if differences else None
             assert position.is_last_stage == bool(differences)
-            gradients = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}  # the router's bias has none
+            gradients = {
+                name: torch.zeros_like(tensor) for name, tensor in tensors.items()
+            }  # the router's bias has none
             gradients |= {name: p.main_grad for name, p in unwrap(stage).named_parameters()}
             plan = build_plan(layout, hf_layout(hf.read_hf_config(path), head="score"))
             hf.export_hf(plan, rank, gradients, path, Path(folder) / f"{model}-gradients-{grid}")
@@ -156,10 +162,13 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``{model}``: a checkpoint, with tokens [8, 24], weights, and transformers' scores; ``{model}-gradients``: its gradients."""
+    """``{model}``: a checkpoint, with tokens [8, 24], weights, and transformers' scores; ``{model}-gradients``: its
+    gradients."""
     root = tmp_path_factory.mktemp("scores")
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(2, VOCAB, (8, 24), generator=generator)  # no padding token: its embedding gets no gradient there
+    tokens = torch.randint(
+        2, VOCAB, (8, 24), generator=generator
+    )  # no padding token: its embedding gets no gradient there
     weights = torch.randn(8, 24, generator=generator) / tokens.numel()
     for name in MODELS:
         model = hf_classifier(name)
@@ -219,7 +228,8 @@ def parts(model: Any) -> dict[str, Any]:
 
 
 def save_and_continue(rank: int, folder: str, dtype: str) -> None:
-    """Runs in each rank: ``going-{grid}``, weights after two updates, and ``{saved}-to-{grid}``, the same with a checkpoint between."""
+    """Runs in each rank: ``going-{grid}``, weights after two updates, and ``{saved}-to-{grid}``, the same with a
+    checkpoint between."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

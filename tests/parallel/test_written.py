@@ -50,7 +50,9 @@ def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
     trainer = TrainerConfig(packing=False, micro_batch_size=1)
     settings = ModelConfig(path=str(path), dtype=dtype)  # type: ignore[arg-type]
     optimizer = OptimizerConfig(lr=LR)
-    actor = TrainedModel(hf.read_hf_config(path), settings, parallel, Head(VOCAB), cut_for(parallel, trainer), optimizer)
+    actor = TrainedModel(
+        hf.read_hf_config(path), settings, parallel, Head(VOCAB), cut_for(parallel, trainer), optimizer
+    )
     actor.load_hf(path)
     return actor
 
@@ -70,7 +72,8 @@ def difference(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> st
 
 
 def on_grids(rank: int, folder: str, cases: list[Any]) -> list[tuple[str, str, list[str]]]:
-    """Runs in each rank, for each case: (differences of current weights, of an old copy, names of tensors that the copy lacks)."""
+    """Runs in each rank, for each case: (differences of current weights, of an old copy, names of tensors that the copy
+    lacks)."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -161,7 +164,8 @@ def test_parameters_that_do_not_get_what_was_written_are_named(folder: Path) -> 
 
 
 def resumed(rank: int, folder: str, cases: list[tuple[Any, str]]) -> list[list[str]]:
-    """Runs in each rank: after each resume, differences of the weights now, of a copy of those saved, and after another step."""
+    """Runs in each rank: after each resume, differences of the weights now, of a copy of those saved, and after another
+    step."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -188,7 +192,10 @@ def resumed(rank: int, folder: str, cases: list[tuple[Any, str]]) -> list[list[s
 
 
 RESUMES = {
-    2: [(("qwen3", ParallelConfig(dp=2), "bfloat16"), "float32"), (("tied", ParallelConfig(pp=2, vpp=2), "bfloat16"), "bfloat16")],
+    2: [
+        (("qwen3", ParallelConfig(dp=2), "bfloat16"), "float32"),
+        (("tied", ParallelConfig(pp=2, vpp=2), "bfloat16"), "bfloat16"),
+    ],
     4: [(("moe", ParallelConfig(dp=4, ep=2), "bfloat16"), "bfloat16")],
 }
 

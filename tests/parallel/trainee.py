@@ -15,9 +15,12 @@ ROWS, LENGTH = 8, 16
 
 
 class Trainee:
-    """One rank's part of a model with DDP and the distributed optimizer; everything happens on the grid that is in place."""
+    """One rank's part of a model with DDP and the distributed optimizer; everything happens on the grid that is in
+    place."""
 
-    def __init__(self, path: Path, parallel: ParallelConfig, head: Head, dtype: str = "float32", score: Any = "stored") -> None:
+    def __init__(
+        self, path: Path, parallel: ParallelConfig, head: Head, dtype: str = "float32", score: Any = "stored"
+    ) -> None:
         import torch.distributed as dist
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -53,7 +56,8 @@ class Trainee:
         return named_tensors(self.stage)
 
     def step(self, seed: int) -> tuple[float, dict[int, torch.Tensor]]:
-        """One update on rows made from ``seed``: (norm of the gradient; row -> the model's output on the last stage)."""
+        """One update on rows made from ``seed``: (norm of the gradient; row -> the model's output on the last
+        stage)."""
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -86,9 +90,14 @@ class Trainee:
         self.stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         collected = get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=iter(mine.split(2)), model=self.stage, num_microbatches=len(mine) // 2,
-            seq_length=LENGTH, micro_batch_size=2, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=forward,
+            data_iterator=iter(mine.split(2)),
+            model=self.stage,
+            num_microbatches=len(mine) // 2,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=False,
+        )
         for inner in inner_optimizers(self.optimizer):
             for group in inner.param_groups:  # Megatron leaves both to its scheduler
                 group |= {"lr": 1e-3, "weight_decay": 0.1 * group["wd_mult"]}

@@ -1,7 +1,9 @@
-"""Runs the hostile programs, each in the sandbox and two at a time, under an outer guard of its own. ``python -m tests.system.escape_runner`` in the guard.
+"""Runs the hostile programs, each in the sandbox and two at a time, under an outer guard of its own. ``python -m
+tests.system.escape_runner`` in the guard.
 
-The guard (``guarded``) bounds this process and all that it starts, in case the sandbox fails: address space and number of processes by
-rlimits (the sandbox is started as nobody, whom they bind), and where this machine lets us, memory and processes by a cgroup; time by a kill.
+The guard (``guarded``) bounds this process and all that it starts, in case the sandbox fails: address space and number
+of processes by rlimits (the sandbox is started as nobody, whom they bind), and where this machine lets us, memory and
+processes by a cgroup; time by a kill.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ def cgroups() -> Iterator[tuple[Path, dict[str, str]]]:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            yield Path("/sys/fs/cgroup") / path.lstrip("/"), {"memory.max": str(GUARD_BYTES), "pids.max": str(GUARD_PROCESSES)}
+            yield (
+                Path("/sys/fs/cgroup") / path.lstrip("/"),
+                {"memory.max": str(GUARD_BYTES), "pids.max": str(GUARD_PROCESSES)},
+            )
         elif controllers == "memory":
             yield Path("/sys/fs/cgroup/memory") / path.lstrip("/"), {"memory.limit_in_bytes": str(GUARD_BYTES)}
         elif controllers == "pids":
@@ -83,9 +88,13 @@ def guarded() -> tuple[list[dict[str, Any]], str]:
 
     with guard_groups() as groups, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.system.escape_runner"], stdout=out, stderr=err, preexec_fn=bound,  # noqa: PLW1509
-            cwd=Path(__file__).parents[2], env={**os.environ, "MEGARL_ESCAPE_CANARY": "x"},
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.system.escape_runner"],
+            stdout=out,
+            stderr=err,
+            preexec_fn=bound,  # noqa: PLW1509
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "MEGARL_ESCAPE_CANARY": "x"},
+        )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GUARD_S)
         with contextlib.suppress(ProcessLookupError):
@@ -126,7 +135,9 @@ def main() -> None:
     from tests.system.escapes import ESCAPES, NEXT, SEEN, Escape
 
     short = make_scorer(local_sandbox(), CodeConfig(cpu_s=1, wall_s=2.0, item_s=20.0, memory_mib=256))
-    patient = make_scorer(local_sandbox(), CodeConfig(cpu_s=5, wall_s=30.0, item_s=60.0, memory_mib=256))  # for a busy machine
+    patient = make_scorer(
+        local_sandbox(), CodeConfig(cpu_s=5, wall_s=30.0, item_s=60.0, memory_mib=256)
+    )  # for a busy machine
 
     def hangs(escape: Escape) -> bool:
         return bool(escape.reason) or "hang" in escape.name or "without end" in escape.name
@@ -162,7 +173,12 @@ def main() -> None:
         unix = stack.enter_context(socket.socket(socket.AF_UNIX))
         unix.bind("\0" + name)
         unix.listen()
-        facts = {"{secret}": str(secret), "{port}": str(tcp.getsockname()[1]), "{name}": name, "{pid}": str(os.getpid())}
+        facts = {
+            "{secret}": str(secret),
+            "{port}": str(tcp.getsockname()[1]),
+            "{name}": name,
+            "{pid}": str(os.getpid()),
+        }
         escapes = sorted(ESCAPES, key=hangs)  # those that take long beside each other
         for i in range(0, len(escapes), LANES):
             jobs = [lane.submit(attempt, escape) for lane, escape in zip(lanes, escapes[i : i + LANES], strict=False)]
@@ -178,7 +194,13 @@ def main() -> None:
                 listener.recv(10) if listener is udp else listener.accept()
                 reached.append(str(listener))
         grouped = "megarl-escapes" in Path("/proc/self/cgroup").read_text()
-        host = {"grouped": grouped, "alive": left_over(before), "reached": reached, "secret": secret.read_text(), "beside": os.listdir(secret.parent)}
+        host = {
+            "grouped": grouped,
+            "alive": left_over(before),
+            "reached": reached,
+            "secret": secret.read_text(),
+            "beside": os.listdir(secret.parent),
+        }
     sys.stdout.write(json.dumps({"name": "the host", **host}) + "\n")
 
 

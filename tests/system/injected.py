@@ -48,7 +48,9 @@ class Injured:
         """The last one recorded."""
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.is_file() else []
-        return max((json.loads(line)["step"] for line in lines if '"timing_s/step"' in line and line.endswith("}")), default=0)
+        return max(
+            (json.loads(line)["step"] for line in lines if '"timing_s/step"' in line and line.endswith("}")), default=0
+        )
 
     def attempt(self) -> int:
         path = self.run_dir / "attempt"
@@ -67,9 +69,13 @@ class Injured:
         self.pids = [self.job.pid, *self.job.processes()]
 
         def under_way() -> bool:
-            states = [state for (state,) in self.job.query(
-                "select state from groups where rollout_id = (select rollout_id from rollouts where kind = 'train' order by requested_at desc limit 1)"
-            )]  # fmt: skip
+            states = [
+                state
+                for (state,) in self.job.query(
+                    "select state from groups where rollout_id = (select rollout_id from rollouts where kind = 'train' "
+                    "order by requested_at desc limit 1)"
+                )
+            ]
             return bool(states) and states.count("done") < len(states)
 
         self.job.until(under_way, "a rollout under way", poll_s=0.002)
@@ -82,7 +88,9 @@ class Injured:
 
     def in_a_checkpoint(self) -> None:
         folder = self.run_dir / "checkpoints"
-        self.job.until(lambda: bool([*folder.glob("global_step_*.attempt_*")]), "a checkpoint that is being written", poll_s=0.002)
+        self.job.until(
+            lambda: bool([*folder.glob("global_step_*.attempt_*")]), "a checkpoint that is being written", poll_s=0.002
+        )
 
     def in_a_sync(self) -> None:
         """Of a step with an odd number, before which no checkpoint was due."""
@@ -132,9 +140,15 @@ def process(role: str, number: int, text: str) -> Inject:
 
 
 def reward_workers(injured: Injured) -> str:
-    pids = [pid for pid, command in injured.job.processes().items() if "megarl.rewards.worker" in command or "multiprocessing" in command]
+    pids = [
+        pid
+        for pid, command in injured.job.processes().items()
+        if "megarl.rewards.worker" in command or "multiprocessing" in command
+    ]
     explorer = injured.job.pid_of("explorer")
-    children = [pid for pid in pids if _parent(pid) == explorer] or [pid for pid in injured.job.processes() if _parent(pid) == explorer]
+    children = [pid for pid in pids if _parent(pid) == explorer] or [
+        pid for pid in injured.job.processes() if _parent(pid) == explorer
+    ]
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -199,7 +213,10 @@ def damaged_store(injured: Injured) -> str:
     with path.open("r+b") as file:
         file.seek(page)
         file.write(b"\xff" * 100)
-    return stopped(injured, "a page of steps was overwritten: the file is set aside, and made again from the rest of it and metrics.jsonl")
+    return stopped(
+        injured,
+        "a page of steps was overwritten: the file is set aside, and made again from the rest of it and metrics.jsonl",
+    )
 
 
 def disk_filled(injured: Injured) -> str:
@@ -215,7 +232,10 @@ def disk_filled(injured: Injured) -> str:
                 chunk //= 2
     time.sleep(FULL_S)
     ballast.unlink()
-    return f"no room for {FULL_S:.0f} s: writes to the store wait, a checkpoint that has no room is left out, with a warning"
+    return (
+        f"no room for {FULL_S:.0f} s: writes to the store wait, a checkpoint that has no room is left out, with a "
+        "warning"
+    )
 
 
 def damaged_checkpoint(injured: Injured) -> str:
@@ -296,7 +316,9 @@ def saved(injured: Injured, text: str) -> str:
     """The command ends with a checkpoint of the last step that it recorded."""
     status, newest = injured.job.wait(90), latest(injured.run_dir / "checkpoints")
     if newest is None or newest.name != f"global_step_{injured.step()}" or status != 130:
-        raise SystemExit(f"{injured.run_dir}: status {status}, step {injured.step()} is recorded, the newest checkpoint is {newest}")
+        raise SystemExit(
+            f"{injured.run_dir}: status {status}, step {injured.step()} is recorded, the newest checkpoint is {newest}"
+        )
     return stopped(injured, text)
 
 
@@ -305,7 +327,9 @@ def supervisor_and_guard_killed(injured: Injured) -> str:
     for pid in (*guards, injured.job.pid):
         os.kill(pid, signal.SIGKILL)
     injured.job.wait(10)
-    injured.job = Job(injured.run_dir, injured.overrides).start()  # at once: it waits until the others have let go of the directory
+    injured.job = Job(
+        injured.run_dir, injured.overrides
+    ).start()  # at once: it waits until the others have let go of the directory
     return "the ranks save and end by themselves; the same command, given at once, goes on from that checkpoint"
 
 
@@ -330,15 +354,46 @@ def database_locked(injured: Injured) -> str:
 
 
 FAULTS = (
-    Fault("trainer rank: SIGKILL", Injured.in_an_update, process("trainer 1", signal.SIGKILL, "the job starts again by itself (`cluster.restarts`)")),
-    Fault("trainer rank: SIGSTOP", Injured.in_an_update, process("trainer 1", signal.SIGSTOP,
-          "the sentinel names the rank and the collective in which the others wait, with stacks; the job starts again by itself")),
-    Fault("engine: SIGKILL", Injured.in_a_rollout, process("engine", signal.SIGKILL, "the other engine goes on; a new one gets the weights, proven equal")),
-    Fault("engine: SIGKILL", Injured.behind_a_step, process("engine", signal.SIGKILL, "a new engine gets the weights, proven equal")),
-    Fault("engine: SIGSTOP", Injured.in_a_rollout, process("engine", signal.SIGSTOP, "the sentinel kills it; as above")),
+    Fault(
+        "trainer rank: SIGKILL",
+        Injured.in_an_update,
+        process("trainer 1", signal.SIGKILL, "the job starts again by itself (`cluster.restarts`)"),
+    ),
+    Fault(
+        "trainer rank: SIGSTOP",
+        Injured.in_an_update,
+        process(
+            "trainer 1",
+            signal.SIGSTOP,
+            "the sentinel names the rank and the collective in which the others wait, with stacks; the job starts "
+            "again "
+            "by itself",
+        ),
+    ),
+    Fault(
+        "engine: SIGKILL",
+        Injured.in_a_rollout,
+        process("engine", signal.SIGKILL, "the other engine goes on; a new one gets the weights, proven equal"),
+    ),
+    Fault(
+        "engine: SIGKILL",
+        Injured.behind_a_step,
+        process("engine", signal.SIGKILL, "a new engine gets the weights, proven equal"),
+    ),
+    Fault(
+        "engine: SIGSTOP", Injured.in_a_rollout, process("engine", signal.SIGSTOP, "the sentinel kills it; as above")
+    ),
     Fault("engine: its core hangs (held by ptrace)", Injured.in_a_rollout, core_hangs),
-    Fault("explorer: SIGKILL", Injured.in_a_rollout, process("explorer", signal.SIGKILL, "a new one takes over its groups")),
-    Fault("explorer: SIGSTOP", Injured.in_a_rollout, process("explorer", signal.SIGSTOP, "the sentinel kills it; a new one takes over its groups")),
+    Fault(
+        "explorer: SIGKILL",
+        Injured.in_a_rollout,
+        process("explorer", signal.SIGKILL, "a new one takes over its groups"),
+    ),
+    Fault(
+        "explorer: SIGSTOP",
+        Injured.in_a_rollout,
+        process("explorer", signal.SIGSTOP, "the sentinel kills it; a new one takes over its groups"),
+    ),
     Fault("reward workers: SIGKILL", Injured.in_a_rollout, reward_workers),
     Fault("supervisor: SIGKILL", Injured.in_a_rollout, supervisor_killed),
     Fault("everything: SIGKILL", Injured.in_a_checkpoint, all_killed),
@@ -351,7 +406,7 @@ FAULTS = (
     Fault("SQLite file locked", Injured.in_a_rollout, database_locked),
     Fault("SQLite file damaged", Injured.behind_a_step, damaged_store),
     Fault("disk full", Injured.behind_a_step, disk_filled),
-)  # fmt: skip
+)
 OF_SYNCS = (
     Fault("SIGTERM to all processes", Injured.in_a_sync, all_asked_to_stop),
     Fault("SIGTERM to all processes", Injured.in_a_rollout, all_asked_to_stop),

@@ -119,9 +119,11 @@ class Job:
     def pid_of(self, role: str) -> int:
         """The process of a role: ``engine``, ``explorer`` or ``trainer <rank>``."""
         kind, _, rank = role.partition(" ")
-        words = {"engine": "megarl.rollout.server", "explorer": "megarl.loop explorer", "trainer": "megarl.loop trainer"}[
-            kind
-        ]
+        words = {
+            "engine": "megarl.rollout.server",
+            "explorer": "megarl.loop explorer",
+            "trainer": "megarl.loop trainer",
+        }[kind]
         for pid, command in self.processes().items():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             # A rank's spawned helpers have another command line; the engine's server leads its session.

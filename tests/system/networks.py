@@ -9,13 +9,17 @@ from collections.abc import Sequence
 def possible() -> bool:
     """Whether network namespaces and links can be made here."""
     try:
-        return subprocess.run(["unshare", "--net", "ip", "link", "add", "type", "veth"], capture_output=True).returncode == 0
+        return (
+            subprocess.run(["unshare", "--net", "ip", "link", "add", "type", "veth"], capture_output=True).returncode
+            == 0
+        )
     except FileNotFoundError:
         return False
 
 
 class Networks:
-    """Namespaces of ``names`` in 10.213.``number``.0/24; ``number`` in 1..249, others may be up on this machine. Call ``remove``."""
+    """Namespaces of ``names`` in 10.213.``number``.0/24; ``number`` in 1..249, others may be up on this machine. Call
+    ``remove``."""
 
     def __init__(self, number: int, names: Sequence[str]) -> None:
         self._number, self._names = number, list(names)
@@ -35,7 +39,10 @@ class Networks:
                 _ip("-n", self._namespace(name), "link", "set", link, "up")
 
     def remove(self) -> None:
-        for command in (*(("netns", "del", self._namespace(name)) for name in self._names), ("link", "del", self._bridge)):
+        for command in (
+            *(("netns", "del", self._namespace(name)) for name in self._names),
+            ("link", "del", self._bridge),
+        ):
             subprocess.run(["ip", *command], capture_output=True)
 
     @property
@@ -47,7 +54,8 @@ class Networks:
         return f"10.213.{self._number}.{11 + number}"
 
     def inside(self, name: str) -> list[str]:
-        """What a command begins with that runs there: nsenter, since `ip netns exec` mounts another /sys, where slurmd misses its cgroups."""
+        """What a command begins with that runs there: nsenter, since `ip netns exec` mounts another /sys, where slurmd
+        misses its cgroups."""
         return ["nsenter", f"--net=/run/netns/{self._namespace(name)}"]
 
     def cut(self, name: str) -> None:

@@ -1,4 +1,5 @@
-"""A real Slurm on this machine: a controller and two nodes, each in a network of its own with a scratch folder of its own.
+"""A real Slurm on this machine: a controller and two nodes, each in a network of its own with a scratch folder of its
+own.
 
 ``python -m tests.system.slurm_cluster FOLDER`` keeps one up until Ctrl-C, to try things by hand.
 """
@@ -63,7 +64,9 @@ def missing() -> str | None:
     """Why no Slurm can be started here; None when it can."""
     if os.geteuid() != 0:
         return "slurmctld and network namespaces need root"
-    lacking = [name for name in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter") if shutil.which(name) is None]
+    lacking = [
+        name for name in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter") if shutil.which(name) is None
+    ]
     return f"{', '.join(lacking)} not installed (apt-get install slurm-wlm munge iproute2)" if lacking else None
 
 
@@ -86,10 +89,15 @@ class SlurmCluster:
         (self.root / "prolog").chmod(0o755)
         host, controller = os.uname().nodename, self._networks.controller if self._networks else "127.0.0.1"
         lines = [
-            f"NodeName={name} NodeHostname={host} NodeAddr={self.address(i)} Port={17000 + 2 * self._number + i} CPUs=8 RealMemory=16000"
+            f"NodeName={name} NodeHostname={host} NodeAddr={self.address(i)} Port={17000 + 2 * self._number + i} "
+            "CPUs=8 RealMemory=16000"
             for i, name in enumerate(NODES)
         ]
-        (self.root / "slurm.conf").write_text(CONF.format(host=host, port=16000 + self._number, controller=controller, root=self.root, nodes="\n".join(lines)))
+        (self.root / "slurm.conf").write_text(
+            CONF.format(
+                host=host, port=16000 + self._number, controller=controller, root=self.root, nodes="\n".join(lines)
+            )
+        )
         try:
             if self._networks is not None:
                 self._networks.make()
@@ -97,13 +105,19 @@ class SlurmCluster:
             self._daemon("slurmctld", ["slurmctld", "-D"])
             for name in NODES:
                 self.start_node(name)
-            self._until(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(NODES), 60, "the nodes to be idle")
+            self._until(
+                lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(NODES),
+                60,
+                "the nodes to be idle",
+            )
         except BaseException:
             self.close()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def address(self, node: int) -> str:
@@ -115,10 +129,19 @@ class SlurmCluster:
         key.chmod(0o400)
         for folder in (self.root, run):
             folder.chmod(0o755)
-        self._daemon("munged", [
-            "munged", "--force", "--foreground", f"--key-file={key}", f"--socket={run}/munge.sock", f"--pid-file={run}/munge.pid",
-            f"--log-file={self.root}/log/munged.log", f"--seed-file={run}/seed",
-        ])  # fmt: skip
+        self._daemon(
+            "munged",
+            [
+                "munged",
+                "--force",
+                "--foreground",
+                f"--key-file={key}",
+                f"--socket={run}/munge.sock",
+                f"--pid-file={run}/munge.pid",
+                f"--log-file={self.root}/log/munged.log",
+                f"--seed-file={run}/seed",
+            ],
+        )
         self._until((run / "munge.sock").exists, 10, "munged")
 
     def start_node(self, name: str) -> None:
@@ -131,7 +154,9 @@ class SlurmCluster:
 
     def _daemon(self, name: str, argv: list[str]) -> None:
         with (self.root / "log" / f"{name}.out").open("ab") as output:
-            self._daemons[name] = subprocess.Popen(argv, env=self.env, stdout=output, stderr=output, start_new_session=True, preexec_fn=_ready_to_end)
+            self._daemons[name] = subprocess.Popen(
+                argv, env=self.env, stdout=output, stderr=output, start_new_session=True, preexec_fn=_ready_to_end
+            )
 
     def run(self, *argv: str, env: Mapping[str, str] = {}, cwd: Path | None = None) -> str:
         """Output of one of Slurm's commands. Raises RuntimeError with what it said."""
@@ -156,7 +181,11 @@ class SlurmCluster:
 
     def wait(self, job: int, timeout_s: float) -> str:
         """Final state of a job."""
-        self._until(lambda: self.state(job) not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING"), timeout_s, f"job {job}")
+        self._until(
+            lambda: self.state(job) not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING"),
+            timeout_s,
+            f"job {job}",
+        )
         return self.state(job)
 
     def _until(self, what: object, timeout_s: float, name: str) -> None:
@@ -164,7 +193,9 @@ class SlurmCluster:
         deadline = time.monotonic() + timeout_s
         while not what():
             if time.monotonic() > deadline:
-                logs = "\n".join(f"== {p}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted((self.root / "log").iterdir()))
+                logs = "\n".join(
+                    f"== {p}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted((self.root / "log").iterdir())
+                )
                 raise TimeoutError(f"no {name} after {timeout_s:.0f} s\n{logs}")
             time.sleep(0.3)
 

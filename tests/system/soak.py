@@ -2,9 +2,10 @@
 
     python -m tests.system.soak [--moments 30] [--seed 1] [--dir runs/soak] [hydra overrides]
 
-Every run is killed ``KILLS`` times, each time with all that belongs to it, and started again; at its end its checkpoints (parameters,
-moments, random states), its steps' metrics, its tasks, answers, log-probs and rewards must be those of the reference run. Moments are
-drawn from the seed, a step and a fraction of its length; what the job was doing is printed with them. Finished runs are kept in
+Every run is killed ``KILLS`` times, each time with all that belongs to it, and started again; at its end its
+checkpoints (parameters, moments, random states), its steps' metrics, its tasks, answers, log-probs and rewards must be
+those of the reference run. Moments are drawn from the seed, a step and a fraction of its length; what the job was doing
+is printed with them. Finished runs are kept in
 ``--dir``: the same command goes on where it was stopped.
 """
 
@@ -82,7 +83,10 @@ def kill_at_random(run_dir: Path, overrides: list[str], dice: random.Random, ste
         time.sleep(fraction * step_s)
         kill(job)
         reached = max(job.steps(), default=0)
-        print(f"  killed with {reached} steps recorded, {fraction * step_s:.1f} s later: {doing(job, reached)}", flush=True)
+        print(
+            f"  killed with {reached} steps recorded, {fraction * step_s:.1f} s later: {doing(job, reached)}",
+            flush=True,
+        )
         return reached
     finally:
         job.clean_up()
@@ -111,7 +115,13 @@ def found_in(run_dir: Path, steps: int = STEPS) -> dict[str, Any]:
     store = Store(f"sqlite:///{run_dir}/store.db")
     for rollout in ["eval-before", *(f"train-{step:06d}" for step in range(steps)), "eval-after"]:
         for e in store.experiences(rollout):
-            said = [e.task_id, e.response_ids.tolist(), np.asarray(e.engine_logp).tobytes().hex(), e.reward.score, e.finish_reason]
+            said = [
+                e.task_id,
+                e.response_ids.tolist(),
+                np.asarray(e.engine_logp).tobytes().hex(),
+                e.reward.score,
+                e.finish_reason,
+            ]
             found[f"{rollout}, answer {e.group_id}/{e.index}"] = said
     store.close()
     return found
@@ -147,11 +157,17 @@ def main() -> None:
             for _ in range(KILLS):
                 reached.append(kill_at_random(run_dir, overrides, dice, step_s, STEPS // KILLS))
             run_to_its_end(run_dir, [*SETTINGS, *overrides])
-            verdict.write_text(json.dumps({"seed": seed, "killed_behind": reached, "differences": differences(run_dir, reference)}))
+            verdict.write_text(
+                json.dumps({"seed": seed, "killed_behind": reached, "differences": differences(run_dir, reference)})
+            )
         result = json.loads(verdict.read_text())
         moments += len(result["killed_behind"])
         failed += bool(result["differences"])
-        text = f"{len(result['differences'])} differ: {result['differences'][:5]}" if result["differences"] else f"all {len(reference)} alike"
+        text = (
+            f"{len(result['differences'])} differ: {result['differences'][:5]}"
+            if result["differences"]
+            else f"all {len(reference)} alike"
+        )
         print(f"seed {seed}, killed behind steps {result['killed_behind']}: {text}", flush=True)
     print(f"{moments} moments, {failed} runs differ")
     sys.exit(1 if failed else 0)

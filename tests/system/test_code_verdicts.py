@@ -42,8 +42,16 @@ def test_an_endless_loop_is_wrong_though_it_spends_the_time_of_all_tests(score: 
     config = CodeConfig(score=score, cpu_s=1, wall_s=2.0, item_s=3.0)
     result = code.make_scorer(local_sandbox(), config)(block("while True: pass"), SUM, None)
     assert (result["status"], result["passed"], result["total"]) == ("wrong", 0, 3), result
-    result = code.make_scorer(local_sandbox(), config)(block("a, b = map(int, input().split())\nwhile a != 1: pass\nprint(a + b)"), {k: v * 2 for k, v in SUM.items()}, None)
-    assert result["status"] == "wrong" and 0 < result["passed"] < 3 and result["score"] == (result["passed"] / 6 if score == "fraction" else 0)
+    result = code.make_scorer(local_sandbox(), config)(
+        block("a, b = map(int, input().split())\nwhile a != 1: pass\nprint(a + b)"),
+        {k: v * 2 for k, v in SUM.items()},
+        None,
+    )
+    assert (
+        result["status"] == "wrong"
+        and 0 < result["passed"] < 3
+        and result["score"] == (result["passed"] / 6 if score == "fraction" else 0)
+    )
 
 
 def test_tests_that_no_time_is_left_for_are_no_verdict() -> None:
@@ -68,7 +76,9 @@ SLEEP = "import time\ndef f(x):\n    time.sleep({})\n    return x"
         (SLEEP.format(1.6).replace("return x", "return -x"), {"wall_s": 3.0, "item_s": 3.1}, "wrong", 0),
     ],
 )
-def test_each_assertion_has_a_time_of_its_own(program: str, times: dict[str, Any], status: str, passed: int | None) -> None:
+def test_each_assertion_has_a_time_of_its_own(
+    program: str, times: dict[str, Any], status: str, passed: int | None
+) -> None:
     result = code.make_scorer(local_sandbox(), CodeConfig(**times))(block(program), SLOW, None)
     assert result["status"] == status and result["total"] == 3, result
     assert passed is None or result["passed"] == passed, result
@@ -105,5 +115,15 @@ def test_the_pool_scores_programs_that_never_end_as_wrong() -> None:
 def test_the_router_scores_code_with_the_settings_it_is_given() -> None:
     from megarl.rewards import compute_score
 
-    for source in ("code", "code/mine", "codecontests", "apps", "codeforces", "taco", "mbpp", "humaneval", "livecodebench/v6"):
+    for source in (
+        "code",
+        "code/mine",
+        "codecontests",
+        "apps",
+        "codeforces",
+        "taco",
+        "mbpp",
+        "humaneval",
+        "livecodebench/v6",
+    ):
         assert compute_score(source, ADD, SUM)["score"] == 1.0

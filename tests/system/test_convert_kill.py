@@ -72,7 +72,11 @@ def test_killed_and_repeated(source: Path, tmp_path: Path) -> None:
     files = len(list(whole.glob("__[0-9]*.distcp")))
     assert finished < files
     again = subprocess.run(
-        command("hf-to-megatron", source, out, *options, "--verify"), check=True, timeout=120, capture_output=True, text=True
+        command("hf-to-megatron", source, out, *options, "--verify"),
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
     )
     assert f"in {files} files, {finished} of them finished before" in again.stderr
     assert contents(out) == contents(whole)
@@ -84,7 +88,14 @@ def test_killed_and_repeated(source: Path, tmp_path: Path) -> None:
 
 def sparse(path: Path) -> int:
     """A checkpoint whose embedding has 0.5 GB, almost all of it a hole in the file; returns the embedding's bytes."""
-    config = {**CONFIG, "vocab_size": 262144, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    config = {
+        **CONFIG,
+        "vocab_size": 262144,
+        "hidden_size": 1024,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+    }
     tensors = hf_layout(config).tensors
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
@@ -103,7 +114,9 @@ def peak(*arguments: object) -> int:
         with contextlib.suppress(OSError):
             status = (proc / "status").read_text()
             if str(arguments[0]).encode() in (proc / "cmdline").read_bytes():  # not before it is a process of its own
-                highest = max(highest, *(int(s.split()[1]) << 10 for s in status.splitlines() if s.startswith("VmHWM")), 0)
+                highest = max(
+                    highest, *(int(s.split()[1]) << 10 for s in status.splitlines() if s.startswith("VmHWM")), 0
+                )
         time.sleep(0.01)
     assert process.returncode == 0
     return highest
@@ -111,7 +124,8 @@ def peak(*arguments: object) -> int:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
-    """The contract is 2 x the largest tensor + 1 GiB; blocks are streamed, so less than one such tensor is needed in fact."""
+    """The contract is 2 x the largest tensor + 1 GiB; blocks are streamed, so less than one such tensor is needed in
+    fact."""
     largest = sparse(tmp_path / "hf")
     steps = {
         "to megatron": ("hf-to-megatron", tmp_path / "hf", tmp_path / "meg", "--verify", "--workers", "8"),

@@ -130,7 +130,8 @@ def test_finished_job_says_so_and_starts_nothing(start: Start, run_dir: Path) ->
 
 
 def dies(job: Job, role: str, name: str) -> None:
-    """Kill one process of a job: the job ends in time, says whose death it was and shows what that process printed last."""
+    """Kill one process of a job: the job ends in time, says whose death it was and shows what that process printed
+    last."""
     segments = job.shared_memory()
     since = time.monotonic()
     os.kill(job.pid_of(role), signal.SIGKILL)
@@ -153,7 +154,8 @@ def until_a_sync(job: Job) -> None:
 
 
 def test_a_stop_of_all_processes_in_a_sync_is_saved(start: Start, run_dir: Path) -> None:
-    """As ``scancel --signal=TERM`` does it: engines and explorer end too, and none takes their place. No other checkpoint is due."""
+    """As ``scancel --signal=TERM`` does it: engines and explorer end too, and none takes their place. No other
+    checkpoint is due."""
     job = training(start(*ENDLESS, "trainer.checkpoint_interval=100000", "sync.bucket_bytes=4096"))
     pids = [job.pid, *job.processes()]
     until_a_sync(job)
@@ -166,7 +168,8 @@ def test_a_stop_of_all_processes_in_a_sync_is_saved(start: Start, run_dir: Path)
 
 
 def test_killed_supervisor_takes_the_job_with_it(start: Start, run_dir: Path) -> None:
-    """At the beginning of a sync: an engine that is told to end then waits forever for the call that it never answered."""
+    """At the beginning of a sync: an engine that is told to end then waits forever for the call that it never
+    answered."""
     job = training(start(*ENDLESS))
     until_a_sync(job)
     segments = job.shared_memory()

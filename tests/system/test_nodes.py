@@ -21,7 +21,14 @@ from tests.system.networks import Networks, possible
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(3 * START_S)]
 KEY = {"MEGARL_JOB_KEY": "a key of the tests, long enough"}
 DPO = (
-    *("experiment=dpo", "parallel=dp2", "store=postgres", "trainer.tasks_per_step=16", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"),
+    *(
+        "experiment=dpo",
+        "parallel=dp2",
+        "store=postgres",
+        "trainer.tasks_per_step=16",
+        "trainer.checkpoint_interval=1",
+        "trainer.eval_interval=0",
+    ),
     *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
 )
 
@@ -38,7 +45,13 @@ class Nodes:
         command = [*argv, "train", *DPO, *settings, f"run.dir={self.run_dir}"]
         with self._output(len(self._processes)).open("wb") as output:
             self._processes.append(
-                subprocess.Popen(command, env={**os.environ, **KEY, **env}, stdout=output, stderr=output, preexec_fn=end_with_the_tests)
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **KEY, **env},
+                    stdout=output,
+                    stderr=output,
+                    preexec_fn=end_with_the_tests,
+                )
             )
 
     def wait(self, node: int) -> int:
@@ -80,8 +93,18 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def test_torchrun_starts_the_supervisors(nodes: Nodes) -> None:
     port = ports.choose("127.0.0.1", 1, None)[0]
     for rank in range(2):
-        where = ["--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        nodes.start([sys.executable, "-m", "torch.distributed.run", *where, "--no-python", sys.executable, "-m", "megarl"], {}, "trainer.steps=2")
+        where = [
+            "--nnodes=2",
+            f"--node-rank={rank}",
+            "--nproc-per-node=1",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+        ]
+        nodes.start(
+            [sys.executable, "-m", "torch.distributed.run", *where, "--no-python", sys.executable, "-m", "megarl"],
+            {},
+            "trainer.steps=2",
+        )
     assert [nodes.wait(0), nodes.wait(1)] == [0, 0], nodes.said()
     assert nodes.steps() == [1, 2]
     assert all(f"node {rank} {os.uname().nodename}: trainer rank {rank}" in nodes.said() for rank in range(2))
@@ -89,13 +112,21 @@ def test_torchrun_starts_the_supervisors(nodes: Nodes) -> None:
 
 @pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
 def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes) -> None:
-    """A link goes down and nobody is told: a spare takes the node's place; then its link too, and the job ends on the head alone."""
+    """A link goes down and nobody is told: a spare takes the node's place; then its link too, and the job ends on the
+    head alone."""
     names, steps = ["n0", "n1", "n2"], 16
     networks = Networks(random.SystemRandom().randrange(1, 250), names)
     try:
         networks.make()
         for rank, name in enumerate(names):
-            env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
+            env = {
+                "TORCHELASTIC_RUN_ID": "none",
+                "LOCAL_WORLD_SIZE": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": "3",
+                "MASTER_ADDR": networks.address(0),
+                "MASTER_PORT": "29500",
+            }
             more = (f"trainer.steps={steps}", "cluster.restarts=2", "cluster.spare_nodes=1", "cluster.heartbeat_s=3")
             nodes.start([*networks.inside(name), sys.executable, "-m", "megarl"], env, *more)
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")

@@ -33,7 +33,16 @@ from tests.stores import finish, make_experience, make_task, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
 pytestmark = pytest.mark.postgres
-NUMBERS_AND_TIMES = ("sequence", "requested_at", "claimed_at", "claim_token", "recorded_at", "event_id", "at", "checksum")
+NUMBERS_AND_TIMES = (
+    "sequence",
+    "requested_at",
+    "claimed_at",
+    "claim_token",
+    "recorded_at",
+    "event_id",
+    "at",
+    "checksum",
+)
 """Columns in which two stores differ that were told the same."""
 
 
@@ -67,7 +76,12 @@ def test_every_group_once_while_the_server_is_stopped_and_killed(server: Server,
     command, environment = [sys.executable, "-c", WORKER], {**os.environ, VARIABLE: url}
     workers = [
         subprocess.Popen(
-            [*command, name], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, name],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name in "ab"
     ]
@@ -87,7 +101,9 @@ def test_every_group_once_while_the_server_is_stopped_and_killed(server: Server,
     assert [worker.returncode for worker in workers] == [0, 0], logs
     assert 300 <= middle < GROUPS, "the server was not killed in the middle, or lost what was committed"
     finished = [output.split() for output in outputs]
-    assert all(finished) and Counter(group for groups in finished for group in groups) == {f"r0/{i}": 1 for i in range(GROUPS)}
+    assert all(finished) and Counter(group for groups in finished for group in groups) == {
+        f"r0/{i}": 1 for i in range(GROUPS)
+    }
     assert len(store.experiences("r0")) == 2 * GROUPS
     attempts = Counter(row[-1] for row in rows(url)["groups"])
     assert attempts == {1: GROUPS}, "a group was claimed twice"
@@ -226,7 +242,9 @@ def test_a_rollout_is_not_asked_for_again_by_its_own_repetition(proxy: Proxy, ur
 def test_a_store_says_when_it_gives_up(server: Server, url: str, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(url, outage_s=0.3)
     server.stop()
-    with pytest.raises(JobError, match=r"could not be used for 0.3 s \(store.outage_s\): .*; bring the database back") as raised:
+    with pytest.raises(
+        JobError, match=r"could not be used for 0.3 s \(store.outage_s\): .*; bring the database back"
+    ) as raised:
         store.record_step(1, {})
     with pytest.raises(ConfigError, match="cannot be reached: connection") as refused:
         check_url(server.url)
@@ -267,10 +285,15 @@ def test_a_stopped_server_is_no_stall(server: Server, url: str, when: str) -> No
     store.close()
 
 
-def test_a_stopped_server_is_waited_for_as_long_as_is_set(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_server_is_waited_for_as_long_as_is_set(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.3)
     store = Store(url, outage_s=0.3)
-    with stopped(server), pytest.raises(JobError, match=r"could not be used for 0.3 s \(store.outage_s\): no answer for"):
+    with (
+        stopped(server),
+        pytest.raises(JobError, match=r"could not be used for 0.3 s \(store.outage_s\): no answer for"),
+    ):
         store.record_step(1, {})
     store.record_step(2, {})
     assert 2 in [step for step, _ in store.steps()]
@@ -302,7 +325,11 @@ def test_a_new_attempt_waits_for_writes_under_way(server: Server, url: str) -> N
         new.begin_attempt(2)
         return [step for step, _ in new.steps()]
 
-    with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look, set_at_end(go):
+    with (
+        ThreadPoolExecutor(2) as threads,
+        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
+        set_at_end(go),
+    ):
         writing = threads.submit(old._database.write, slow)
         inside.wait()
         beginning = threads.submit(begin)
@@ -336,7 +363,11 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
         go.wait()
         return done
 
-    with ThreadPoolExecutor(2) as threads, psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look, set_at_end(go):
+    with (
+        ThreadPoolExecutor(2) as threads,
+        psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
+        set_at_end(go),
+    ):
         finishing = threads.submit(explorer._database.write, slow)
         inside.wait()
         asking = threads.submit(request, trainer)

@@ -41,12 +41,16 @@ def test_a_server_ends_with_its_process_and_the_next_goes_on_with_its_data(
     store.record_event("trainer", "kept", {})
     server.stop()
     # Left by a killed server, with the number of a process that lives and is no server.
-    (server.data / "postmaster.pid").write_text(f"{os.getpid()}\n{server.data}\n1\n{server.port}\n\n127.0.0.1\n  1 1\nready\n")
+    (server.data / "postmaster.pid").write_text(
+        f"{os.getpid()}\n{server.data}\n1\n{server.port}\n\n127.0.0.1\n  1 1\nready\n"
+    )
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(server.folder)], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         pid, their_url = child.stdout.readline().split()
-        listening = {c.laddr for c in psutil.Process(int(pid)).net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        listening = {
+            c.laddr for c in psutil.Process(int(pid)).net_connections("inet") if c.status == psutil.CONN_LISTEN
+        }
         port = make_url(their_url).port
         assert listening == {("127.0.0.1", port), ("127.0.0.2", port)}
         ours = make_url(server.url).set(port=port)
@@ -68,7 +72,9 @@ def test_a_server_ends_with_its_process_and_the_next_goes_on_with_its_data(
         child.wait()
     server.start()  # waits until the child's is gone
     assert [event["kind"] for event in store.events()] == ["kept"]
-    assert "received fast shutdown request" in server.log.read_text().rpartition("127.0.0.2")[2], "it did not end in order"
+    assert "received fast shutdown request" in server.log.read_text().rpartition("127.0.0.2")[2], (
+        "it did not end in order"
+    )
     store.close()
 
 
@@ -98,7 +104,9 @@ def test_the_report_of_a_job_that_is_running(server: Server, monkeypatch: pytest
     (run_dir / "resolved.json").write_text(json.dumps(resolved))
     monkeypatch.delenv(VARIABLE, raising=False)
     for key in (None, "another key"):
-        with pytest.raises(ConfigError, match=rf"running, with a PostgreSQL .*127.0.0.1:{server.port}.* export MEGARL_JOB_KEY"):
+        with pytest.raises(
+            ConfigError, match=rf"running, with a PostgreSQL .*127.0.0.1:{server.port}.* export MEGARL_JOB_KEY"
+        ):
             live_url(run_dir, key)
     monkeypatch.setenv("MEGARL_JOB_KEY", "key of the tests")
     assert live_url(run_dir, "key of the tests") == server.url
@@ -119,7 +127,9 @@ def test_a_missing_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(postgres, "DEBIAN", tmp_path)
     assert find_server() == found.resolve()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"initdb is neither in PATH nor in .*; install it \(Debian: apt install postgresql\)"):
+    with pytest.raises(
+        ConfigError, match=r"initdb is neither in PATH nor in .*; install it \(Debian: apt install postgresql\)"
+    ):
         Server(tmp_path / "postgres", "key").start()
 
 

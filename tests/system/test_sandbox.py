@@ -1,4 +1,5 @@
-"""The sandbox on this machine and at a service: results, limits, and the refusal where a layer of the isolation is missing."""
+"""The sandbox on this machine and at a service: results, limits, and the refusal where a layer of the isolation is
+missing."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def url() -> Iterator[str]:
         env={**os.environ, "MEGARL_SANDBOX_KEY": KEY}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        assert until(lambda: process.poll() is not None or answers(port)) and process.poll() is None, "the service does not start"
+        assert until(lambda: process.poll() is not None or answers(port)) and process.poll() is None, (
+            "the service does not start"
+        )
         yield f"http://127.0.0.1:{port}"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) in (0, -signal.SIGTERM)
@@ -76,11 +79,15 @@ def test_results_are_the_same_here_and_there(sandbox: Sandbox) -> None:
     assert (first.ok, first.exit_code, first.stdout, first.stderr, first.limit) == (True, 0, "got 0\n", "oops\n", None)
     assert (second.ok, second.exit_code, second.reason) == (False, 3, "exit code 3: oops")
     assert 0 < first.cpu_s < 10 and first.seconds > 0
-    [result] = sandbox.run("def f(a, b):\n    return a, b['k'], b[2]", [Test(call=Call("f", (1, {"k": "é", 2: (3,)})))], Limits())
+    [result] = sandbox.run(
+        "def f(a, b):\n    return a, b['k'], b[2]", [Test(call=Call("f", (1, {"k": "é", 2: (3,)})))], Limits()
+    )
     assert json.loads(result.value or "") == {"t": "tuple", "v": [1, "é", {"t": "tuple", "v": [3]}]}
     checks = Checks(("assert f(1) == 2", "assert f(2) == 2", "assert g == 7"), "g = 7")
     found = sandbox.check("def f(x):\n    return x + 1", checks, Limits())
-    assert found.passed == (True, False, True) and found.reasons == ("", "AssertionError", "") and found.row_error is None
+    assert (
+        found.passed == (True, False, True) and found.reasons == ("", "AssertionError", "") and found.row_error is None
+    )
     assert sandbox.check("", Checks(("assert (",)), Limits()).row_error is not None
 
 
@@ -126,7 +133,9 @@ def test_threads_share_a_sandbox() -> None:
     found: list[str] = []
 
     def work(i: int) -> None:
-        found.extend(r.stdout for r in local_sandbox().run("print(int(input()) ** 2)", [Test(str(i))], Limits(wall_s=30.0)))
+        found.extend(
+            r.stdout for r in local_sandbox().run("print(int(input()) ** 2)", [Test(str(i))], Limits(wall_s=30.0))
+        )
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
     for thread in threads:
@@ -143,7 +152,9 @@ def test_packages_of_a_named_interpreter_are_there() -> None:
         subprocess.run([host.find().python, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
         [site] = Path(folder).glob("lib/python*/site-packages")
         (site / "extra.py").write_text("x = 7")
-        [result] = LocalSandbox(host.find(f"{folder}/bin/python")).run("import extra\nprint(extra.x)", [Test()], Limits())
+        [result] = LocalSandbox(host.find(f"{folder}/bin/python")).run(
+            "import extra\nprint(extra.x)", [Test()], Limits()
+        )
     assert result.stdout == "7\n", result
 
 
@@ -168,7 +179,8 @@ SLEEPS = "import time\ndef f():\n    time.sleep(30)"
 
 @pytest.mark.parametrize("which", [0, -1], ids=["of the tests", "of the program"])
 def test_what_is_killed_from_outside_says_nothing_of_the_program(which: int) -> None:
-    """``check`` starts bwrap and a mother for the tests, then both for the program; in each a launcher and a test's process."""
+    """``check`` starts bwrap and a mother for the tests, then both for the program; in each a launcher and a test's
+    process."""
     sandbox, limits, before = LocalSandbox(host.find()), Limits(wall_s=60.0), sandbox_processes()
     checks = Checks(("assert f() == 1",))
     with ThreadPoolExecutor(1) as pool:
@@ -186,7 +198,10 @@ def test_without_namespaces_within_namespaces_results_are_the_same() -> None:
     sandbox = LocalSandbox(dataclasses.replace(host.find(), nested=False))
     selftest.prove(sandbox)
     assert [r.stdout for r in sandbox.run("print(input())", [Test("a"), Test("b")], Limits())] == ["a\n", "b\n"]
-    assert sandbox.check("def f(): return 1", Checks(("assert f() == 1", "assert f() == 2")), Limits()).passed == (True, False)
+    assert sandbox.check("def f(): return 1", Checks(("assert f() == 1", "assert f() == 2")), Limits()).passed == (
+        True,
+        False,
+    )
 
 
 def test_a_mother_that_died_while_idle_is_replaced() -> None:
@@ -263,7 +278,13 @@ def refusal(change: dict[str, Any]) -> str:
             ({**change, "nested": nested}, message)
             for nested in (False, True)
             for change, message in (
-                ({"more": ("--ro-bind", "/etc", "/tmp/etc", "--symlink", "tmp/etc", "/etc"), "without": ("--remount-ro\0/",)}, "top has etc"),
+                (
+                    {
+                        "more": ("--ro-bind", "/etc", "/tmp/etc", "--symlink", "tmp/etc", "/etc"),
+                        "without": ("--remount-ro\0/",),
+                    },
+                    "top has etc",
+                ),
                 ({"more": ("--setenv", "SECRET", "x")}, "environment has SECRET"),
                 ({"without": ("--remount-ro\0/",)}, "/x is written"),
                 ({"without": ("--as-pid-1",)}, "is not process 1"),
@@ -349,7 +370,16 @@ def request(url: str, path: str, authorization: str | None, body: str = "{}") ->
         return response.status, response.read().decode()
 
 
-@pytest.mark.parametrize("body", ["", "[]", "{}", '{"program": "", "tests": [{"stdin": 1}], "limits": {}, "stop": false}', '{"program": "", "tests": [], "limits": {"cpu_s": -1}, "stop": false}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"program": "", "tests": [{"stdin": 1}], "limits": {}, "stop": false}',
+        '{"program": "", "tests": [], "limits": {"cpu_s": -1}, "stop": false}',
+    ],
+)
 def test_requests_that_make_no_sense_are_told_so(url: str, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     open_sandbox_with(KEY, url, monkeypatch)
     status, text = request(url, "/run", f"Bearer {KEY}", body)
@@ -362,7 +392,9 @@ def test_a_busy_service_is_asked_again(url: str) -> None:
 
     def work(i: int) -> None:
         remote = RemoteSandbox(url, KEY)
-        found.extend(r.stdout for r in remote.run(f"import time\ntime.sleep(0.3)\nprint({i})", [Test()], Limits(wall_s=30.0)))
+        found.extend(
+            r.stdout for r in remote.run(f"import time\ntime.sleep(0.3)\nprint({i})", [Test()], Limits(wall_s=30.0))
+        )
 
     RemoteSandbox(url, KEY).describe()
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
@@ -405,5 +437,7 @@ def test_the_doctor_says_whether_programs_can_be_run(monkeypatch: pytest.MonkeyP
 def test_serving_wants_a_key_of_some_length() -> None:
     for key, said in (("", "has 0 characters"), ("short", "has 5 characters")):
         command = [sys.executable, "-m", "megarl", "sandbox", "serve", "--port", "0"]
-        done = subprocess.run(command, env={**os.environ, "MEGARL_SANDBOX_KEY": key}, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env={**os.environ, "MEGARL_SANDBOX_KEY": key}, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,5 @@
-"""Hostile programs: each is stopped or not believed, leaves nothing behind, and the next item is judged as if it had not been.
+"""Hostile programs: each is stopped or not believed, leaves nothing behind, and the next item is judged as if it had
+not been.
 
 They run in one process under a guard of its own (``escape_runner``), never outside the sandbox.
 """
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.sandbox
 @pytest.fixture(scope="module")
 def reports() -> dict[str, dict[str, Any]]:
     found, said = guarded()
-    assert found and found[-1]["name"] == "the host", f"the runner did not end: {[r['name'] for r in found][-1:]} {said[-2000:]}"
+    assert found and found[-1]["name"] == "the host", (
+        f"the runner did not end: {[r['name'] for r in found][-1:]} {said[-2000:]}"
+    )
     return {report["name"]: report for report in found}
 
 
@@ -33,7 +36,9 @@ def test_escape(escape: Escape, reports: dict[str, dict[str, Any]]) -> None:
     assert verdict["status"] == escape.status, verdict
     assert verdict["score"] == float(escape.status == "ok")
     assert escape.reason in verdict["reason"], verdict
-    assert "parentheses" in escape.name or not any(slip in verdict["reason"] for slip in ("SyntaxError", "NameError")), verdict
+    assert "parentheses" in escape.name or not any(
+        slip in verdict["reason"] for slip in ("SyntaxError", "NameError")
+    ), verdict
     assert report["next"] == ["ok", "ok"]
     assert report["alive"] == 0, "processes are left"
 

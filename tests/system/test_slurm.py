@@ -34,10 +34,25 @@ KEY = "the key of the jobs of these tests"
 ENV = {"MEGARL_SETUP": f"venv:{sys.prefix}", "MEGARL_JOB_KEY": KEY, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
 STEPS = 24
 DPO = (
-    *("experiment=dpo", "parallel=dp2", f"trainer.steps={STEPS}", "trainer.tasks_per_step=16", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"),
+    *(
+        "experiment=dpo",
+        "parallel=dp2",
+        f"trainer.steps={STEPS}",
+        "trainer.tasks_per_step=16",
+        "trainer.checkpoint_interval=1",
+        "trainer.eval_interval=0",
+    ),
     *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
 )
-GRPO = (*TINY, "parallel.tp=2", "parallel.dp=2", "rollout.tp=2", "rollout.nodes=2", "trainer.steps=3", "trainer.checkpoint_interval=1")
+GRPO = (
+    *TINY,
+    "parallel.tp=2",
+    "parallel.dp=2",
+    "rollout.tp=2",
+    "rollout.nodes=2",
+    "trainer.steps=3",
+    "trainer.checkpoint_interval=1",
+)
 TASKS = 8
 """Of a rollout of the quickstart made TINY."""
 Answer = tuple[str, int, list[int], float | None]
@@ -55,12 +70,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 class Submitted:
     """One job of a script of ours, and the run that it makes."""
 
-    def __init__(self, cluster: SlurmCluster, script: str, run_dir: Path, *overrides: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, cluster: SlurmCluster, script: str, run_dir: Path, *overrides: str, options: Sequence[str] = ()
+    ) -> None:
         self.cluster, self.run_dir = cluster, run_dir
         self.output = run_dir.with_suffix(".log")
         self._still = 0
-        overrides = tuple(last_of_each([f"run.dir={run_dir}", "cluster.stall_s=3600", *overrides]))  # it is not to end what a test holds
-        self.number = cluster.submit(*options, f"--output={self.output}", f"slurm/{script}", *overrides, cwd=HOME, env=ENV)
+        overrides = tuple(
+            last_of_each([f"run.dir={run_dir}", "cluster.stall_s=3600", *overrides])
+        )  # it is not to end what a test holds
+        self.number = cluster.submit(
+            *options, f"--output={self.output}", f"slurm/{script}", *overrides, cwd=HOME, env=ENV
+        )
 
     def metrics(self) -> list[dict[str, float]]:
         path = self.run_dir / "metrics.jsonl"
@@ -81,7 +102,9 @@ class Submitted:
 
     def stand_still(self) -> None:
         """Rank 1 does, and so does the training: Slurm looks at limits and nodes a few times a minute only."""
-        (self._still,) = [pid for pid in self._pids() if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+        (self._still,) = [
+            pid for pid in self._pids() if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ]
         os.kill(self._still, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -130,8 +153,17 @@ def beside(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> B
     dpo = Submitted(cluster, "train_dpo.sh", folder / "whole", *DPO, options=["--nodes=1", f"--nodelist={NODES[1]}"])
     sweep = folder / "sweep"
     settings = [setting for setting in DPO if not setting.startswith(("parallel", "trainer.steps"))]
-    argv = ["slurm/array_sweep.sh", *settings, "parallel=tp1", "trainer.steps=1", "trainer.seed=1,2", f"run.dir={sweep}"]
-    said = cluster.run(*argv, cwd=HOME, env={**ENV, "SBATCH_ARGS": f"--parsable --output={folder}/task_%a.log", "PARALLEL": "2"})
+    argv = [
+        "slurm/array_sweep.sh",
+        *settings,
+        "parallel=tp1",
+        "trainer.steps=1",
+        "trainer.seed=1,2",
+        f"run.dir={sweep}",
+    ]
+    said = cluster.run(
+        *argv, cwd=HOME, env={**ENV, "SBATCH_ARGS": f"--parsable --output={folder}/task_%a.log", "PARALLEL": "2"}
+    )
     return Beside(components, (sweep, int(said.split()[-1])), dpo)
 
 
@@ -168,9 +200,10 @@ def test_a_sweep_as_an_array(cluster: SlurmCluster, beside: Beside) -> None:
 def test_stopped_in_three_ways_and_the_same_in_the_end(cluster: SlurmCluster, beside: Beside, tmp_path: Path) -> None:
     """``scancel --signal``, the time limit and a killed node daemon each put a job into the queue again.
 
-    Offline: a trainer alone computes the same bits every time, so the model is that of a run that nothing stopped, which has its
-    ranks on one node. Online: TP2 x DP2 trainer ranks and an engine with a worker on each node; the rollout of the step that the kill
-    interrupts was there before, and the answers of the one that takes its place are the same.
+    Offline: a trainer alone computes the same bits every time, so the model is that of a run that nothing stopped,
+        which has its
+    ranks on one node. Online: TP2 x DP2 trainer ranks and an engine with a worker on each node; the rollout of the step
+    that the kill interrupts was there before, and the answers of the one that takes its place are the same.
     """
     beside.dpo.completed()
     grpo = Submitted(cluster, "train_grpo.sh", tmp_path / "grpo", *GRPO)
@@ -185,7 +218,9 @@ def test_stopped_in_three_ways_and_the_same_in_the_end(cluster: SlurmCluster, be
         job.until(lambda: job.steps() > stopped_at, "step after the first stop")
         stops = job.said().count("stopping: saving")
         with job.held():
-            cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=3")  # the scripts' signal comes 180 s before the limit
+            cluster.run(
+                "scontrol", "update", f"JobId={job.number}", "TimeLimit=3"
+            )  # the scripts' signal comes 180 s before the limit
             job.until(lambda: job.said().count("stopping: saving") > stops, "signal before the time limit")
         job.until(lambda: job.said().count("queued again") == 2, "requeue at the time limit")
         cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
@@ -221,13 +256,16 @@ def test_stopped_in_three_ways_and_the_same_in_the_end(cluster: SlurmCluster, be
         assert answers(store, 1) == before
         tasks = store.task_ids("train")
         for step in range(3):
-            assert [task for task, index, *_ in answers(store, step) if index == 0] == tasks_of_step(tasks, step, TASKS, 1)
+            assert [task for task, index, *_ in answers(store, step) if index == 0] == tasks_of_step(
+                tasks, step, TASKS, 1
+            )
             assert store.progress(rollout(step)) == (TASKS, TASKS)
         store.close()
 
 
 def stand_still_behind_second_rollout(job: Submitted) -> list[Answer]:
-    """The answers of the rollout that the second step is trained with, while rank 1 stands still and the step is not trained."""
+    """The answers of the rollout that the second step is trained with, while rank 1 stands still and the step is not
+    trained."""
     job.until(lambda: live(job) is not None, "store")
     store = Store(str(live(job)))
     job.until(lambda: store.progress(rollout(1))[1] > 0, "second rollout", every_s=0.02)

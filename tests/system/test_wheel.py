@@ -30,12 +30,25 @@ print(hasattr(module, "cuda"), module.CUDA_STATE)
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[bytes]]]]:
-    """MEGARL_CUDA -> folder and build of its wheel. Beside each other: for a good part of a build one file is compiled alone."""
+    """MEGARL_CUDA -> folder and build of its wheel. Beside each other: for a good part of a build one file is compiled
+    alone."""
     started = {}
     for cuda in ("OFF", "ON")[: 2 if shutil.which("nvcc") else 1]:
         folder = tmp_path_factory.mktemp(f"wheel_{cuda}")
         options = ["-C", f"cmake.define.MEGARL_CUDA={cuda}", "-C", f"build-dir={folder / 'build'}"]
-        command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), *options, str(ROOT)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(folder),
+            *options,
+            str(ROOT),
+        ]
         started[cuda] = folder, subprocess.Popen(command)
     yield started
     for _, process in started.values():

@@ -80,8 +80,8 @@ Side = Grid | Engine | HF
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """Weights of a model go from ``source`` to ``target``; ``te``: source / target use TransformerEngine's names; ``mtp``: with
-    the layers for multi-token prediction."""
+    """Weights of a model go from ``source`` to ``target``; ``te``: source / target use TransformerEngine's names;
+    ``mtp``: with the layers for multi-token prediction."""
 
     config: Config
     source: Grid | HF

@@ -1,8 +1,9 @@
 """What the engines themselves hold on a rank, without the other ranks: ``python -m tests.unit.reshard_engines ENGINE``.
 
-``megatron``: real GPTModels over torch's fake process group; their names, shapes, layer and expert numbers. ``checkpoint``: the
-values that they save. ``vllm``: the values in real models whose own loaders read a whole HF model, told which place in their
-groups they have. Each line printed is a case and how the oracle differs from it, as JSON.
+``megatron``: real GPTModels over torch's fake process group; their names, shapes, layer and expert numbers.
+    ``checkpoint``: the
+values that they save. ``vllm``: the values in real models whose own loaders read a whole HF model, told which place in
+their groups they have. Each line printed is a case and how the oracle differs from it, as JSON.
 """
 
 from __future__ import annotations
@@ -25,18 +26,42 @@ Line = tuple[str, Any]
 
 _EXPERTS: dict[str, Config] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
-                  "decoder_sparse_step": 1, "mlp_only_layers": [1]},
-    "deepseek_v3": {"n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 128,
-                    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
-                    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "head_dim": None,
-                    "num_nextn_predict_layers": 0, "rope_interleave": True},
-}  # fmt: skip
+    "qwen3_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "head_dim": None,
+        "num_nextn_predict_layers": 0,
+        "rope_interleave": True,
+    },
+}
 
 
 def model(family: str, **changes: Any) -> Config:
-    base = qwen3_config(model_type=family, vocab_size=170, hidden_act="silu", intermediate_size=128, num_hidden_layers=5,
-                        sliding_window=None)  # fmt: skip
+    base = qwen3_config(
+        model_type=family,
+        vocab_size=170,
+        hidden_act="silu",
+        intermediate_size=128,
+        num_hidden_layers=5,
+        sliding_window=None,
+    )
     return {**base, **_EXPERTS.get(family, {}), **changes}
 
 
@@ -50,8 +75,15 @@ def small_model(family: str, **changes: Any) -> Config:
         "head_dim": 4,
     }
     if family == "deepseek_v3":
-        sizes |= {"num_key_value_heads": 8, "head_dim": None, "q_lora_rank": 8, "kv_lora_rank": 6, "qk_rope_head_dim": 2,
-                  "qk_nope_head_dim": 3, "v_head_dim": 5}  # fmt: skip
+        sizes |= {
+            "num_key_value_heads": 8,
+            "head_dim": None,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 6,
+            "qk_rope_head_dim": 2,
+            "qk_nope_head_dim": 3,
+            "v_head_dim": 5,
+        }
     experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}
     return model(family, **{**sizes, **({experts[family]: 4} if family in experts else {}), **changes})
 
@@ -63,10 +95,27 @@ def megatron() -> Iterator[Line]:
     from megarl.parallel import cpu
 
     cpu.install()
-    dense = [Grid(), Grid(2, 2), Grid(tp=4), Grid(tp=8), Grid(2, 2, 2, cp=2), Grid(pp=2, vpp=2), Grid(tp=2, pp=3, first=1, last=1),
-             Grid(pp=2, last=1), Grid(pp=3, first=2)]  # fmt: skip
-    sparse = [Grid(tp=2, dp=2, ep=2), Grid(tp=2, dp=4, ep=4, etp=2), Grid(tp=2, pp=2, dp=2, ep=4, etp=1), Grid(tp=2, etp=1),
-              Grid(dp=4, etp=2, ep=2), Grid(pp=2, vpp=2, dp=2, ep=2), Grid(tp=2, cp=2, ep=2), Grid(pp=2, first=1, dp=2, ep=2)]  # fmt: skip
+    dense = [
+        Grid(),
+        Grid(2, 2),
+        Grid(tp=4),
+        Grid(tp=8),
+        Grid(2, 2, 2, cp=2),
+        Grid(pp=2, vpp=2),
+        Grid(tp=2, pp=3, first=1, last=1),
+        Grid(pp=2, last=1),
+        Grid(pp=3, first=2),
+    ]
+    sparse = [
+        Grid(tp=2, dp=2, ep=2),
+        Grid(tp=2, dp=4, ep=4, etp=2),
+        Grid(tp=2, pp=2, dp=2, ep=4, etp=1),
+        Grid(tp=2, etp=1),
+        Grid(dp=4, etp=2, ep=2),
+        Grid(pp=2, vpp=2, dp=2, ep=2),
+        Grid(tp=2, cp=2, ep=2),
+        Grid(pp=2, first=1, dp=2, ep=2),
+    ]
     for family in FAMILIES:
         others = (
             [{"q_lora_rank": None}, {"num_nextn_predict_layers": 2}]
@@ -96,9 +145,14 @@ def megatron_chunks(c: Config, grid: Grid, rank: int) -> Iterator[dict[str, Any]
 
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())
     parallel_state.initialize_model_parallel(
-        grid.tp, grid.pp, grid.vpp if grid.vpp > 1 else None, context_parallel_size=grid.cp,
-        expert_model_parallel_size=grid.ep, expert_tensor_parallel_size=oracle.expert_size(grid), create_gloo_process_groups=False,
-    )  # fmt: skip
+        grid.tp,
+        grid.pp,
+        grid.vpp if grid.vpp > 1 else None,
+        context_parallel_size=grid.cp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=oracle.expert_size(grid),
+        create_gloo_process_groups=False,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     settings, unit = megatron_settings(c, grid), 64 * grid.tp
     chunks = {}
@@ -106,12 +160,17 @@ def megatron_chunks(c: Config, grid: Grid, rank: int) -> Iterator[dict[str, Any]
         stage = chunk if grid.vpp > 1 else None
         spec = block_spec(settings, ModelConfig(), stage)
         chunks[f"chunk{chunk}." if grid.vpp > 1 else ""] = GPTModel(
-            settings, spec, mtp_block_spec=get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=False, vp_stage=stage),
-            vocab_size=-(-c["vocab_size"] // unit) * unit, max_sequence_length=16, position_embedding_type="rope",
-            share_embeddings_and_output_weights=c["tie_word_embeddings"], vp_stage=stage,
+            settings,
+            spec,
+            mtp_block_spec=get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=False, vp_stage=stage),
+            vocab_size=-(-c["vocab_size"] // unit) * unit,
+            max_sequence_length=16,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=c["tie_word_embeddings"],
+            vp_stage=stage,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        )  # fmt: skip
+        )
     yield chunks
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -161,8 +220,8 @@ def megatron_expected(c: Config, grid: Grid, rank: int) -> dict[str, Any]:
 
 
 def checkpoint() -> Iterator[Line]:
-    """The oracle's values under Megatron's own account of them: all ranks hold what ``megatron_rank`` says and give their
-    ``sharded_state_dict``; what its tensors add up to must be megarl's layout of a checkpoint, filled from HF."""
+    """The oracle's values under Megatron's own account of them: all ranks hold what ``megatron_rank`` says and give
+    their ``sharded_state_dict``; what its tensors add up to must be megarl's layout of a checkpoint, filled from HF."""
     from megarl.parallel import cpu
     from megarl.reshard.layouts import dist_layout, hf_layout
     from megarl.reshard.plan import build_plan
@@ -224,18 +283,36 @@ def megatron_settings(c: Config, grid: Grid) -> Any:
 
     mla = c["model_type"] == "deepseek_v3"
     values: dict[str, Any] = {
-        "num_layers": c["num_hidden_layers"], "hidden_size": c["hidden_size"], "num_attention_heads": c["num_attention_heads"],
-        "num_query_groups": c["num_key_value_heads"], "kv_channels": c["v_head_dim"] if mla else oracle.head_of(c),
-        "ffn_hidden_size": c["intermediate_size"], "normalization": "RMSNorm", "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu, "add_bias_linear": False, "add_qkv_bias": c["model_type"] == "qwen2",
-        "qk_layernorm": mla or c["model_type"] in ("qwen3", "qwen3_moe"), "pipeline_dtype": torch.float32,
-        "tensor_model_parallel_size": grid.tp, "pipeline_model_parallel_size": grid.pp,
+        "num_layers": c["num_hidden_layers"],
+        "hidden_size": c["hidden_size"],
+        "num_attention_heads": c["num_attention_heads"],
+        "num_query_groups": c["num_key_value_heads"],
+        "kv_channels": c["v_head_dim"] if mla else oracle.head_of(c),
+        "ffn_hidden_size": c["intermediate_size"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": c["model_type"] == "qwen2",
+        "qk_layernorm": mla or c["model_type"] in ("qwen3", "qwen3_moe"),
+        "pipeline_dtype": torch.float32,
+        "tensor_model_parallel_size": grid.tp,
+        "pipeline_model_parallel_size": grid.pp,
         "virtual_pipeline_model_parallel_size": grid.vpp if grid.vpp > 1 else None,
-        "num_layers_in_first_pipeline_stage": grid.first, "num_layers_in_last_pipeline_stage": grid.last,
-        "expert_model_parallel_size": grid.ep, "expert_tensor_parallel_size": oracle.expert_size(grid),
-        "use_cpu_initialization": True, "gradient_accumulation_fusion": False, "apply_rope_fusion": False,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0, "persist_layer_norm": False, "bias_dropout_fusion": False, "bias_activation_fusion": False, "masked_softmax_fusion": False,
-    }  # fmt: skip
+        "num_layers_in_first_pipeline_stage": grid.first,
+        "num_layers_in_last_pipeline_stage": grid.last,
+        "expert_model_parallel_size": grid.ep,
+        "expert_tensor_parallel_size": oracle.expert_size(grid),
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+    }
     if c["model_type"] in MOE_FAMILIES:
         pattern = [int(oracle.is_moe(c, layer)) for layer in range(c["num_hidden_layers"])]
         values |= {
@@ -245,12 +322,18 @@ def megatron_settings(c: Config, grid: Grid) -> Any:
         }  # fmt: skip
     if mla:
         values |= {
-            "q_lora_rank": c["q_lora_rank"], "kv_lora_rank": c["kv_lora_rank"], "v_head_dim": c["v_head_dim"], "rope_type": "rope",
-            "qk_head_dim": c["qk_nope_head_dim"], "qk_pos_emb_head_dim": c["qk_rope_head_dim"],
+            "q_lora_rank": c["q_lora_rank"],
+            "kv_lora_rank": c["kv_lora_rank"],
+            "v_head_dim": c["v_head_dim"],
+            "rope_type": "rope",
+            "qk_head_dim": c["qk_nope_head_dim"],
+            "qk_pos_emb_head_dim": c["qk_rope_head_dim"],
             "moe_shared_expert_intermediate_size": c["n_shared_experts"] * c["moe_intermediate_size"],
-            "mtp_num_layers": c["num_nextn_predict_layers"] or None, "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32",
-        }  # fmt: skip
+            "mtp_num_layers": c["num_nextn_predict_layers"] or None,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32",
+        }
     return (MLATransformerConfig if mla else TransformerConfig)(**values)
 
 
@@ -264,8 +347,15 @@ def vllm() -> Iterator[Line]:
 
     # Sizes that vLLM's CPU kernels accept.
     sizes = {"hidden_size": 96, "num_attention_heads": 12, "head_dim": 32}
-    latent = {"num_key_value_heads": 12, "head_dim": None, "q_lora_rank": 6, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-              "qk_nope_head_dim": 128, "v_head_dim": 128}  # fmt: skip
+    latent = {
+        "num_key_value_heads": 12,
+        "head_dim": None,
+        "q_lora_rank": 6,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
     more = {"qwen2": {"hidden_size": 384}, "deepseek_v3": latent}  # qwen2 takes hidden // heads for its heads
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
         groups.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")

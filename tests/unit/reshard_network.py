@@ -20,9 +20,10 @@ GARBAGE = 0xAB
 
 
 class Network:
-    """Rendezvous between threads. A message is read from the sender's memory only when the receiver waits for it, and the
-    receiver's memory is overwritten with garbage as soon as it is given for one: who reuses either too early gets wrong data.
-    ``most_alive`` counts the messages of one rank that were sent and not waited for, or expected and not released."""
+    """Rendezvous between threads. A message is read from the sender's memory only when the receiver waits for it, and
+    the receiver's memory is overwritten with garbage as soon as it is given for one: who reuses either too early gets
+    wrong data. ``most_alive`` counts the messages of one rank that were sent and not waited for, or expected and not
+    released."""
 
     def __init__(
         self,
@@ -44,7 +45,8 @@ class Network:
         self.failed = threading.Event()
 
     def sleep(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready()``; an error in any thread ends the wait. Raises RuntimeError, as gloo and NCCL do, when it is over."""
+        """Wait until ``ready()``; an error in any thread ends the wait. Raises RuntimeError, as gloo and NCCL do, when
+        it is over."""
         deadline = time.monotonic() + self.timeout_s
         while not ready():
             assert not self.failed.is_set(), f"{what}: another rank failed"
@@ -96,7 +98,9 @@ class Expected:
 
         net.sleep(ready, f"destination rank {dst} waiting for {src}")
         sent, event = arrived[0]
-        assert sent.numel() <= self.memory.numel(), f"{self.link}: room for {self.memory.numel()} bytes, got {sent.numel()}"
+        assert sent.numel() <= self.memory.numel(), (
+            f"{self.link}: room for {self.memory.numel()} bytes, got {sent.numel()}"
+        )
         self.memory[: sent.numel()].copy_(sent)
         if net.corrupt is not None:
             with net.lock:

@@ -2,10 +2,12 @@
 
 Written from the engines' own sources and from nothing of megarl:
 
-- Megatron-Core 0.16.1: ``transformer/{attention,multi_latent_attention,mlp}.py``, ``transformer/moe/*``, ``models/gpt/*``,
-  ``parallel_state.RankGenerator``, ``transformer_block.get_num_layers_to_build`` with ``get_transformer_layer_offset``;
-- vLLM 0.32.0: ``layers/{linear,vocab_parallel_embedding}.py``, ``layers/fused_moe/{routed_experts,expert_map_manager}.py``,
-  ``distributed/utils.get_pp_indices``, ``models/{llama,mistral,qwen2,qwen3,qwen3_moe,mixtral,deepseek_v2}.py``.
+- Megatron-Core 0.16.1: ``transformer/{attention,multi_latent_attention,mlp}.py``, ``transformer/moe/*``,
+  ``models/gpt/*``, ``parallel_state.RankGenerator``, ``transformer_block.get_num_layers_to_build`` with
+  ``get_transformer_layer_offset``;
+- vLLM 0.32.0: ``layers/{linear,vocab_parallel_embedding}.py``,
+  ``layers/fused_moe/{routed_experts,expert_map_manager}.py``, ``distributed/utils.get_pp_indices``,
+  ``models/{llama,mistral,qwen2,qwen3,qwen3_moe,mixtral,deepseek_v2}.py``.
 
 ``test_reshard_oracle`` holds it against those engines.
 """
@@ -23,10 +25,29 @@ from tests.unit.reshard_cases import Case, Config, Engine, Grid, cases, configs,
 from tests.unit.reshard_network import Network, run_threads
 
 __all__ = [
-    "Case", "Config", "Engine", "Grid", "Network", "Tensors", "assert_same", "cases", "configs", "divisors",
-    "engine_ranks", "first_difference", "megatron_grid", "megatron_rank", "megatron_ranks", "numbered_hf", "qwen3_config",
-    "random_hf", "run_threads", "shapes_of", "unwritten", "vllm_rank",
-]  # fmt: skip
+    "Case",
+    "Config",
+    "Engine",
+    "Grid",
+    "Network",
+    "Tensors",
+    "assert_same",
+    "cases",
+    "configs",
+    "divisors",
+    "engine_ranks",
+    "first_difference",
+    "megatron_grid",
+    "megatron_rank",
+    "megatron_ranks",
+    "numbered_hf",
+    "qwen3_config",
+    "random_hf",
+    "run_threads",
+    "shapes_of",
+    "unwritten",
+    "vllm_rank",
+]
 
 Tensors = dict[str, Tensor]
 FLOAT32_ALWAYS = "e_score_correction_bias", "expert_bias"
@@ -122,7 +143,8 @@ def layer_shapes(c: Config, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def shapes_of(config: Config, mtp: bool = False) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape; ``mtp``: with the layers for multi-token prediction, without their copies of embedding and output."""
+    """HF name -> shape; ``mtp``: with the layers for multi-token prediction, without their copies of embedding and
+    output."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     table = (config["vocab_size"], hidden)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
@@ -235,7 +257,8 @@ def megatron_rank(
 def megatron_layer(c: Config, hf: Tensors, layer: int, grid: Grid, t: int, et: int, e: int, te: bool) -> Tensors:
     p = f"model.layers.{layer}."
     mla, moe = c["model_type"] == "deepseek_v3", is_moe(c, layer)
-    # TransformerEngine fuses a norm into the linear layer after it; neither MLA's two down projections nor a router do that.
+    # TransformerEngine fuses a norm into the linear layer after it; neither MLA's two down projections nor a router do
+    # that.
     norm = "self_attention.linear_qkv.layer_norm_weight" if te and not mla else "input_layernorm.weight"
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if te and not moe else "pre_mlp_layernorm.weight"
     attention = (
@@ -281,8 +304,8 @@ def megatron_gqa(c: Config, hf: Tensors, p: str, tp: int, t: int) -> Tensors:
 
 
 def megatron_mla(c: Config, hf: Tensors, p: str, tp: int, t: int, te: bool) -> Tensors:
-    """Both down projections are whole on every rank: "duplicated" in TransformerEngine's spec, and so in ``models/specs.py``,
-    because the gradients of Megatron's own local spec, which cuts them, are wrong."""
+    """Both down projections are whole on every rank: "duplicated" in TransformerEngine's spec, and so in
+    ``models/specs.py``, because the gradients of Megatron's own local spec, which cuts them, are wrong."""
     out = {
         "linear_kv_down_proj.weight": hf[p + "kv_a_proj_with_mqa.weight"],
         "linear_kv_up_proj.layer_norm_weight" if te else "kv_layernorm.weight": hf[p + "kv_a_layernorm.weight"],

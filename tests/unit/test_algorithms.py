@@ -56,7 +56,8 @@ def _in_float64(request):
 # ---- oracles: plain Python floats, one token at a time, written from the papers' formulas ----
 
 
-# ``frozen`` is the batch that constants are taken from (what has no gradient): the batch itself, or before it was nudged.
+# ``frozen`` is the batch that constants are taken from (what has no gradient): the batch itself, or before it was
+# nudged.
 PerToken = Callable[[LossInput, int, AlgorithmConfig, LossInput], float]
 
 
@@ -155,11 +156,15 @@ VARIANTS: dict[str, list[AlgorithmConfig]] = {
     ],
     "cispo": [
         AlgorithmConfig(name="cispo", clip_high=0.1, kl=KLConfig(0.0)),
-        AlgorithmConfig(name="cispo", clip_high=4.0, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3),
+        AlgorithmConfig(
+            name="cispo", clip_high=4.0, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3
+        ),
     ],
     "gspo": [
         AlgorithmConfig(name="gspo", importance="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl=KLConfig(0.0)),
-        AlgorithmConfig(name="gspo", importance="sequence_mean", kl=KLConfig(0.1), correction="truncate", correction_cap=1.2),
+        AlgorithmConfig(
+            name="gspo", importance="sequence_mean", kl=KLConfig(0.1), correction="truncate", correction_cap=1.2
+        ),
     ],
     "kimi_mirror_descent": [
         AlgorithmConfig(name="kimi_mirror_descent", kl=KLConfig(0.0)),
@@ -167,7 +172,9 @@ VARIANTS: dict[str, list[AlgorithmConfig]] = {
     ],
     "opmd": [
         AlgorithmConfig(name="opmd", kl=KLConfig(0.0)),
-        AlgorithmConfig(name="opmd", tau=0.3, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3),
+        AlgorithmConfig(
+            name="opmd", tau=0.3, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3
+        ),
     ],
     "ppo": [
         AlgorithmConfig(name="ppo", kl=KLConfig(0.3, "k1", "reward"), entropy_coef=0.05),
@@ -244,7 +251,12 @@ def test_finite_differences(name, config):
             nudge = torch.zeros_like(batch.logp)
             nudge[t] = step
             up, down = (
-                oracle(ORACLES[name], dataclasses.replace(batch, **{field: getattr(batch, field) + s * nudge}), config, batch)
+                oracle(
+                    ORACLES[name],
+                    dataclasses.replace(batch, **{field: getattr(batch, field) + s * nudge}),
+                    config,
+                    batch,
+                )
                 for s in (1, -1)
             )
             assert float(grad[t]) == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-8)
@@ -255,10 +267,7 @@ def test_masked_tokens_do_not_matter(name, config):
     batch = make_batch(5)
     clean = gradient(name, batch, config)
     for junk in (torch.nan, torch.inf, -torch.inf, 1e30):
-        dirty = {
-            f: torch.where(batch.mask, getattr(batch, f), junk)
-            for f in FIELDS
-        }
+        dirty = {f: torch.where(batch.mask, getattr(batch, f), junk) for f in FIELDS}
         got = gradient(name, dataclasses.replace(batch, **dirty), config)
         assert all(torch.equal(a, b) for a, b in zip(clean, got, strict=True))
         metrics = algorithms.get(name).loss(dataclasses.replace(batch, **dirty), config).metrics
@@ -323,7 +332,9 @@ def test_float32_is_close_to_float64(name, monkeypatch):
 
 def test_grpo_advantages_golden():
     """algorithms.md: rewards [1,0,0,0] give 1.499997 (population std would give 1.73205)."""
-    a = lambda rewards, **kw: [algorithms.get("grpo").advantage(r, group_stats(rewards), AlgorithmConfig(**kw)) for r in rewards]  # noqa: E731
+    a = lambda rewards, **kw: [
+        algorithms.get("grpo").advantage(r, group_stats(rewards), AlgorithmConfig(**kw)) for r in rewards
+    ]  # noqa: E731
     assert a([1, 0, 0, 0]) == pytest.approx([1.499997, -0.499999, -0.499999, -0.499999], abs=1e-6)
     assert a([0.7] * 8) == [0.0] * 8
     assert a([1e6 / 3] * 5, normalize_by_std=False) == [0.0] * 5
@@ -372,7 +383,9 @@ def one_token(logp: float, old: float, ref: float, advantage: float) -> LossInpu
     ],
 )
 def test_clip_golden(ratio, advantage, changes, loss, clipped):
-    out = algorithms.get("grpo").loss(one_token(math.log(ratio), 0.0, 0.0, advantage), AlgorithmConfig(kl=KLConfig(0.0), **changes))
+    out = algorithms.get("grpo").loss(
+        one_token(math.log(ratio), 0.0, 0.0, advantage), AlgorithmConfig(kl=KLConfig(0.0), **changes)
+    )
     assert float(out.total) == pytest.approx(loss, rel=1e-12)
     assert int(out.metrics["actor/pg_clipfrac"][0]) == clipped
     if "dual_clip" in changes:
@@ -409,7 +422,11 @@ def test_metrics_are_named_as_in_verl_and_are_sums_with_counts():
 def test_missing_inputs_and_unknown_names_are_config_errors():
     batch = dataclasses.replace(make_batch(14), ref_logp=None, entropy=None)
     grpo = algorithms.get("grpo")
-    assert set(grpo.loss(batch, AlgorithmConfig(kl=KLConfig(0.0))).metrics) == {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl"}
+    assert set(grpo.loss(batch, AlgorithmConfig(kl=KLConfig(0.0))).metrics) == {
+        "actor/pg_loss",
+        "actor/pg_clipfrac",
+        "actor/ppo_kl",
+    }
     with pytest.raises(ConfigError, match="algorithm.kl.coef is 0.1"):
         grpo.loss(batch, AlgorithmConfig(kl=KLConfig(0.1)))
     with pytest.raises(ConfigError, match="algorithm.entropy_coef is 0.2"):

@@ -1,4 +1,5 @@
-"""Advantages of single tokens (ppo, remax, reinforce_pp), the critic's loss and the KL controller against plain Python in float64."""
+"""Advantages of single tokens (ppo, remax, reinforce_pp), the critic's loss and the KL controller against plain Python
+in float64."""
 
 from __future__ import annotations
 
@@ -96,7 +97,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("config", CASES, ids=lambda c: f"{c.kl.estimator}-{c.kl.place}-{c.gamma}-{c.lam}-{c.whiten_advantages}")
+@pytest.mark.parametrize(
+    "config", CASES, ids=lambda c: f"{c.kl.estimator}-{c.kl.place}-{c.gamma}-{c.lam}-{c.whiten_advantages}"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_against_the_definition(name: str, config: AlgorithmConfig) -> None:
     for seed in range(3):
@@ -111,7 +114,9 @@ def test_against_the_definition(name: str, config: AlgorithmConfig) -> None:
             kept = [penalty(step, t, config.kl.estimator) for t in range(len(step.mask)) if step.mask[t]]
             assert got.metrics["actor/reward_kl_penalty"] == pytest.approx(statistics.fmean(kept))
             assert got.metrics["actor/reward_kl_penalty_coeff"] == 0.3
-            assert kl.mean(step.old_logp, step.ref_logp, step.mask, config.kl.estimator) == pytest.approx(statistics.fmean(kept))
+            assert kl.mean(step.old_logp, step.ref_logp, step.mask, config.kl.estimator) == pytest.approx(
+                statistics.fmean(kept)
+            )
         kept = got.advantages[step.mask]
         assert got.metrics["critic/advantages/mean"] == pytest.approx(float(kept.mean()), abs=1e-12)
 
@@ -124,7 +129,10 @@ def test_what_is_masked_out_does_not_matter(name: str) -> None:
     assert empty.any()
     for junk in (math.nan, math.inf, -math.inf):
         dirty = {f: torch.where(step.mask, getattr(step, f), junk) for f in ("old_logp", "ref_logp", "values")}
-        dirty |= {"rewards": torch.where(empty, junk, step.rewards), "bootstrap": torch.where(empty, junk, step.bootstrap)}
+        dirty |= {
+            "rewards": torch.where(empty, junk, step.rewards),
+            "bootstrap": torch.where(empty, junk, step.bootstrap),
+        }
         got = algorithms.get(name).step_advantages(dataclasses.replace(step, **dirty), config)
         assert torch.equal(got.advantages, clean.advantages)
         assert (got.returns is None) == (clean.returns is None) or torch.equal(got.returns, clean.returns)
@@ -142,7 +150,9 @@ def test_a_step_without_a_token(name: str) -> None:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(NAMES), st.sampled_from(CASES), st.permutations(range(5)), st.integers(0, 20))
-def test_the_order_of_responses_does_not_matter(name: str, config: AlgorithmConfig, order: list[int], seed: int) -> None:
+def test_the_order_of_responses_does_not_matter(
+    name: str, config: AlgorithmConfig, order: list[int], seed: int
+) -> None:
     step = make_step(seed)
     bounds = list(itertools.pairwise(step.cu_seqlens.tolist()))
     places = torch.cat([torch.arange(*bounds[i]) for i in order])
@@ -168,21 +178,38 @@ def test_float32_is_close_to_float64(name: str) -> None:
     assert got.advantages.dtype == torch.float32
     assert torch.allclose(got.advantages.double(), exact.advantages, rtol=1e-5, atol=2e-6)
     if got.returns is not None:
-        assert got.returns.dtype == torch.float32 and torch.allclose(got.returns.double(), exact.returns, rtol=1e-6, atol=1e-5)
+        assert got.returns.dtype == torch.float32 and torch.allclose(
+            got.returns.double(), exact.returns, rtol=1e-6, atol=1e-5
+        )
 
 
 # ---- closed forms ----
 
 
-def one_response(reward: float, values: list[float], bootstrap: float = 0.0, greedy: float = 0.0, **changes: Any) -> StepInput:
-    """One position of prompt, then a token for each value, all in the loss but the last position, which predicts none."""
+def one_response(
+    reward: float, values: list[float], bootstrap: float = 0.0, greedy: float = 0.0, **changes: Any
+) -> StepInput:
+    """One position of prompt, then a token for each value, all in the loss but the last position, which predicts
+    none."""
     t = lambda x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
     n = len(values)
     zeros = torch.zeros(n + 1, dtype=torch.float64)
     return StepInput(
-        t([reward]), [group_stats([reward])], torch.tensor([0, n + 1]), torch.tensor([True] * n + [False]),
-        **({"old_logp": zeros, "ref_logp": zeros, "values": t([*values, math.nan]), "bootstrap": t([bootstrap]), "greedy": t([greedy])} | changes),
-    )  # fmt: skip
+        t([reward]),
+        [group_stats([reward])],
+        torch.tensor([0, n + 1]),
+        torch.tensor([True] * n + [False]),
+        **(
+            {
+                "old_logp": zeros,
+                "ref_logp": zeros,
+                "values": t([*values, math.nan]),
+                "bootstrap": t([bootstrap]),
+                "greedy": t([greedy]),
+            }
+            | changes
+        ),
+    )
 
 
 def test_gae_golden() -> None:
@@ -202,7 +229,8 @@ def test_gae_golden() -> None:
 def test_whitening_leaves_the_returns_alone() -> None:
     step = make_step(6)
     plain, white = (
-        algorithms.get("ppo").step_advantages(step, AlgorithmConfig(whiten_advantages=w, kl=REWARD_KL)) for w in (False, True)
+        algorithms.get("ppo").step_advantages(step, AlgorithmConfig(whiten_advantages=w, kl=REWARD_KL))
+        for w in (False, True)
     )
     assert torch.equal(plain.returns, white.returns)
     kept = white.advantages[step.mask]
@@ -211,15 +239,21 @@ def test_whitening_leaves_the_returns_alone() -> None:
 
 def test_remax_and_reinforce_pp_golden() -> None:
     config = AlgorithmConfig()
-    assert algorithms.get("remax").step_advantages(one_response(1.0, [0, 0], greedy=0.25), config).advantages.tolist() == [0.75, 0.75, 0]
-    assert algorithms.get("remax").step_advantages(one_response(1.0, [0, 0], greedy=1.0), config).advantages.tolist() == [0, 0, 0]
+    assert algorithms.get("remax").step_advantages(
+        one_response(1.0, [0, 0], greedy=0.25), config
+    ).advantages.tolist() == [0.75, 0.75, 0]
+    assert algorithms.get("remax").step_advantages(
+        one_response(1.0, [0, 0], greedy=1.0), config
+    ).advantages.tolist() == [0, 0, 0]
     # KL 1 on the first token, coefficient 0.5: returns 0.5 and 1.
     t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
     step = dataclasses.replace(one_response(1.0, [0, 0], ref_logp=t(-1, 0, math.nan)), kl_coef=0.5)
     in_reward = AlgorithmConfig(kl=KLConfig(0.5, "k1", "reward"))
     assert algorithms.get("remax").step_advantages(step, in_reward).advantages.tolist() == [0.5, 1.0, 0.0]
     half = math.sqrt(0.5)
-    assert algorithms.get("reinforce_pp").step_advantages(step, in_reward).advantages.tolist() == pytest.approx([-half, half, 0])
+    assert algorithms.get("reinforce_pp").step_advantages(step, in_reward).advantages.tolist() == pytest.approx(
+        [-half, half, 0]
+    )
 
 
 def test_rewards_are_shown_with_the_kl_that_was_taken_off_them() -> None:
@@ -228,7 +262,9 @@ def test_rewards_are_shown_with_the_kl_that_was_taken_off_them() -> None:
         config = AlgorithmConfig(name=name, kl=KLConfig(0.3, "k1", place))
         shown = algorithms.get(name).step_advantages(step, config).metrics
         if place == "loss":
-            assert not any(key.startswith("critic/rewards") for key in shown)  # what the trainer says without: the scores
+            assert not any(
+                key.startswith("critic/rewards") for key in shown
+            )  # what the trainer says without: the scores
             continue
         totals = []
         for i in range(step.num_rows):
@@ -236,13 +272,17 @@ def test_rewards_are_shown_with_the_kl_that_was_taken_off_them() -> None:
             if kept:
                 totals.append(float(step.rewards[i]) - 0.3 * sum(penalty(step, t, "k1") for t in kept))
         assert shown["critic/rewards/mean"] == pytest.approx(sum(totals) / len(totals))
-        assert shown["critic/rewards/max"] == pytest.approx(max(totals)) and shown["critic/rewards/min"] == pytest.approx(min(totals))
+        assert shown["critic/rewards/max"] == pytest.approx(max(totals)) and shown[
+            "critic/rewards/min"
+        ] == pytest.approx(min(totals))
 
 
 def test_a_coefficient_of_zero_asks_for_no_reference() -> None:
     for name in ("grpo", "ppo", "mix", "kimi_mirror_descent"):
         algorithm = algorithms.get(name)
-        assert algorithm.has_reference(AlgorithmConfig(kl=KLConfig(0.1))) and not algorithm.has_reference(AlgorithmConfig(kl=KLConfig(0.0)))
+        assert algorithm.has_reference(AlgorithmConfig(kl=KLConfig(0.1))) and not algorithm.has_reference(
+            AlgorithmConfig(kl=KLConfig(0.0))
+        )
     assert algorithms.get("dpo").has_reference(AlgorithmConfig(kl=KLConfig(0.0)))
     step = dataclasses.replace(make_step(3, coef=0.0), ref_logp=None)
     algorithms.get("ppo").step_advantages(step, AlgorithmConfig(name="ppo", kl=KLConfig(0.0, "k1", "reward")))
@@ -288,9 +328,15 @@ def test_advantages_of_whole_responses_are_spread_over_their_tokens() -> None:
 
 def test_missing_inputs_are_named() -> None:
     step = make_step(9)
-    for name, field, words in (("ppo", "values", "values of a critic"), ("remax", "greedy", "greedy answer"), ("reinforce_pp", "ref_logp", "kl.place=reward needs")):
+    for name, field, words in (
+        ("ppo", "values", "values of a critic"),
+        ("remax", "greedy", "greedy answer"),
+        ("reinforce_pp", "ref_logp", "kl.place=reward needs"),
+    ):
         with pytest.raises(ConfigError, match=words):
-            algorithms.get(name).step_advantages(dataclasses.replace(step, **{field: None}), AlgorithmConfig(kl=REWARD_KL))
+            algorithms.get(name).step_advantages(
+                dataclasses.replace(step, **{field: None}), AlgorithmConfig(kl=REWARD_KL)
+            )
     with pytest.raises(ConfigError, match="kl.place=reward: grpo has one advantage"):
         algorithms.get("grpo").step_advantages(step, AlgorithmConfig(kl=REWARD_KL))
 
@@ -316,7 +362,9 @@ def test_value_loss_and_gradient(clip: float | None) -> None:
     for t in range(40):
         at = lambda x, t=t: value_by_hand(x, float(old[t]), float(r[t]), clip)  # noqa: E731
         x = float(v[t].detach())
-        assert float(v.grad[t]) == pytest.approx((at(x + 1e-6) - at(x - 1e-6)) / 2e-6 if mask[t] else 0.0, rel=1e-5, abs=1e-8)
+        assert float(v.grad[t]) == pytest.approx(
+            (at(x + 1e-6) - at(x - 1e-6)) / 2e-6 if mask[t] else 0.0, rel=1e-5, abs=1e-8
+        )
     assert int(value.count(mask)) == int(mask.sum()) == int(got.metrics["critic/vf_loss"][1])
     plain = [0.5 * float(v[t].detach() - r[t]) ** 2 for t in range(40) if mask[t]]
     clipped = [bounded > free for bounded, free in zip(each, plain, strict=True)]
@@ -326,7 +374,8 @@ def test_value_loss_and_gradient(clip: float | None) -> None:
 
 
 def test_value_loss_golden() -> None:
-    """V = 2, V_old = 0, R = 0, c = 0.5: ½·max(4, 0.25) = 2. V = 2, R = 2: the bound holds it back, ½·(0.5 − 2)² = 1.125."""
+    """V = 2, V_old = 0, R = 0, c = 0.5: ½·max(4, 0.25) = 2. V = 2, R = 2: the bound holds it back, ½·(0.5 − 2)² =
+    1.125."""
     one = lambda x: torch.tensor([x], dtype=torch.float64)  # noqa: E731
     config = AlgorithmConfig(value_clip=0.5)
     assert float(value.loss(one(2.0), one(0.0), one(0.0), config).total) == 2.0

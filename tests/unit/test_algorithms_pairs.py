@@ -1,4 +1,5 @@
-"""Losses of pairs (dpo, online_dpo, reward_model) and of two parts (mix): values and gradients against autograd of plain float64 formulas."""
+"""Losses of pairs (dpo, online_dpo, reward_model) and of two parts (mix): values and gradients against autograd of
+plain float64 formulas."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def pairs_batch(seed: int, empty: tuple[int, ...] = (5,)) -> LossInput:
     scores = torch.randn(ROWS, generator=g, dtype=torch.float64)
     scores[2:4] = 0.5  # a tie
     margin = torch.rand(ROWS // 2, generator=g, dtype=torch.float64)
-    return dataclasses.replace(batch, mask=mask, ref_logp=ref, scores=scores, margin=margin, expert=torch.arange(ROWS) % 3 == 0)
+    return dataclasses.replace(
+        batch, mask=mask, ref_logp=ref, scores=scores, margin=margin, expert=torch.arange(ROWS) % 3 == 0
+    )
 
 
 def take(batch: LossInput, rows: list[int]) -> LossInput:
@@ -58,11 +61,17 @@ def take(batch: LossInput, rows: list[int]) -> LossInput:
     places = [(batch.row == r).nonzero()[:, 0] for r in rows]
     keep, row = torch.cat(places), torch.repeat_interleave(torch.tensor([len(p) for p in places]))
     tensors = {f: getattr(batch, f)[keep] for f in (*FIELDS, "mask")}
-    by_row = {"scores": batch.scores[rows], "expert": batch.expert[rows], "margin": batch.margin[[r // 2 for r in rows[::2]]]}
+    by_row = {
+        "scores": batch.scores[rows],
+        "expert": batch.expert[rows],
+        "margin": batch.margin[[r // 2 for r in rows[::2]]],
+    }
     return LossInput(**tensors, **by_row, row=row, num_rows=len(rows))
 
 
-def gradient(batch: LossInput, config: AlgorithmConfig, pieces: list[list[int]] | None = None) -> tuple[torch.Tensor, ...]:
+def gradient(
+    batch: LossInput, config: AlgorithmConfig, pieces: list[list[int]] | None = None
+) -> tuple[torch.Tensor, ...]:
     """(loss as the trainer divides it, gradients in logp, entropy and scores)."""
     leaves = [x.clone().requires_grad_() for x in (batch.logp, batch.entropy, batch.scores)]
     batch = dataclasses.replace(batch, logp=leaves[0], entropy=leaves[1], scores=leaves[2])
@@ -106,7 +115,10 @@ def test_dpo(config: AlgorithmConfig, empty: tuple[int, ...]) -> None:
         assert torch.allclose(by_logp, logp.grad, rtol=1e-9, atol=1e-12) and not by_entropy.any()
         counted = whole_pairs(batch)
         metrics = algorithms.get(config.name).loss(batch, config).metrics
-        h = {i: float((batch.logp - batch.ref_logp)[(batch.row == i) & batch.mask].sum()) * config.beta for i in range(ROWS)}
+        h = {
+            i: float((batch.logp - batch.ref_logp)[(batch.row == i) & batch.mask].sum()) * config.beta
+            for i in range(ROWS)
+        }
         chosen, rejected = [h[2 * p] for p in counted], [h[2 * p + 1] for p in counted]
         wanted = {
             "rewards/chosen": sum(chosen),
@@ -116,7 +128,9 @@ def test_dpo(config: AlgorithmConfig, empty: tuple[int, ...]) -> None:
             "logps/chosen": sum(float(batch.logp[(batch.row == 2 * p) & batch.mask].sum()) for p in counted),
         }
         for name, total in wanted.items():
-            assert float(metrics[name][0]) == pytest.approx(total, abs=1e-12) and int(metrics[name][1]) == len(counted), name
+            assert float(metrics[name][0]) == pytest.approx(total, abs=1e-12) and int(metrics[name][1]) == len(
+                counted
+            ), name
 
 
 @pytest.mark.parametrize("margin", [False, True])
@@ -144,7 +158,8 @@ def test_reward_model(margin: bool, empty: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("config", MIX, ids=["mu=0.1", "mu=0.6"])
 def test_mix(config: AlgorithmConfig, mode: str) -> None:
-    """(1 − mu)·GRPO of the batch of sampled rows + mu·SFT of that of expert rows, each by the oracles of test_algorithms.py."""
+    """(1 − mu)·GRPO of the batch of sampled rows + mu·SFT of that of expert rows, each by the oracles of
+    test_algorithms.py."""
     config = dataclasses.replace(config, aggregation=mode, aggregation_length=9)
     for seed in range(2):
         batch = pairs_batch(seed)
@@ -166,7 +181,9 @@ def test_mix(config: AlgorithmConfig, mode: str) -> None:
                 assert float(grad[t]) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", "mix", "mix 2"])
+@pytest.mark.parametrize(
+    "config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", "mix", "mix 2"]
+)
 def test_what_is_masked_out_does_not_matter(config: AlgorithmConfig) -> None:
     batch = pairs_batch(3, empty=(2, 3, 6))
     clean = gradient(batch, config)
@@ -188,12 +205,16 @@ def test_what_is_masked_out_does_not_matter(config: AlgorithmConfig) -> None:
 @pytest.mark.parametrize("config", DPO, ids=IDS)
 def test_a_pair_that_is_not_counted_has_no_gradient_whatever_its_one_answer_holds(config: AlgorithmConfig) -> None:
     nothing = torch.zeros(2, dtype=torch.float64)
-    batch = dataclasses.replace(one_pair(-math.inf, 0.0), entropy=nothing, scores=nothing, mask=torch.tensor([True, False]))
+    batch = dataclasses.replace(
+        one_pair(-math.inf, 0.0), entropy=nothing, scores=nothing, mask=torch.tensor([True, False])
+    )
     value, *grads = gradient(batch, config)
     assert float(value) == 0 and not any(g.any() for g in grads)
 
 
-@pytest.mark.parametrize("config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", "mix", "mix 2"])
+@pytest.mark.parametrize(
+    "config", [*DPO, AlgorithmConfig(name="reward_model"), *MIX], ids=[*IDS, "reward_model", "mix", "mix 2"]
+)
 def test_no_token_at_all(config: AlgorithmConfig) -> None:
     batch = pairs_batch(1)
     value, *grads = gradient(dataclasses.replace(batch, mask=torch.zeros_like(batch.mask)), config)
@@ -258,18 +279,32 @@ def test_ipo_adds_up_the_tokens() -> None:
     """Three tokens of log-ratio 1 against one of 1: h = 2 (TRL's mean over tokens would be 0)."""
     one = torch.ones(4, dtype=torch.float64)
     batch = LossInput(one, None, None, 0 * one, None, one > 0, torch.tensor([0, 0, 0, 1]), 2)
-    assert float(algorithms.get("dpo").loss(batch, AlgorithmConfig(name="dpo", beta=0.5, preference="ipo")).total) == 1.0
+    assert (
+        float(algorithms.get("dpo").loss(batch, AlgorithmConfig(name="dpo", beta=0.5, preference="ipo")).total) == 1.0
+    )
 
 
 def test_mix_golden() -> None:
-    """Trinity's parts: 3 sampled tokens of advantage 1 on policy, one expert token of logp −2, mu 0.1: 0.9·(−1) + 0.1·2."""
+    """Trinity's parts: 3 sampled tokens of advantage 1 on policy, one expert token of logp −2, mu 0.1: 0.9·(−1) +
+    0.1·2."""
     t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
     logp = t(-1.0, -1.0, -1.0, -2.0)
     batch = LossInput(
-        logp, None, logp.clone(), None, t(1, 1, 1, 1), logp < 0, torch.tensor([0, 0, 1, 2]), 3, expert=torch.tensor([False, False, True]),
-    )  # fmt: skip
+        logp,
+        None,
+        logp.clone(),
+        None,
+        t(1, 1, 1, 1),
+        logp < 0,
+        torch.tensor([0, 0, 1, 2]),
+        3,
+        expert=torch.tensor([False, False, True]),
+    )
     config = AlgorithmConfig(name="mix", kl=KLConfig(0.0))
-    totals, counts = mix.MIX.loss(batch, config).totals, mix.MIX.denominators(batch.mask, batch.row, 3, config, batch.expert)
+    totals, counts = (
+        mix.MIX.loss(batch, config).totals,
+        mix.MIX.denominators(batch.mask, batch.row, 3, config, batch.expert),
+    )
     assert counts.tolist() == [3, 1] and float((totals / counts).sum()) == pytest.approx(-0.7)
 
 
@@ -309,7 +344,9 @@ def test_what_is_missing_is_named() -> None:
 
 def token() -> LossInput:
     one = torch.zeros(1)
-    return LossInput(one.clone().requires_grad_(), one, one, one, one, one == 0, torch.zeros(1, dtype=torch.int64), 1, one)
+    return LossInput(
+        one.clone().requires_grad_(), one, one, one, one, one == 0, torch.zeros(1, dtype=torch.int64), 1, one
+    )
 
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
@@ -323,14 +360,26 @@ def test_every_algorithm_can_be_tried_out(name: str) -> None:
     ("config", "words"),
     [
         (AlgorithmConfig(kl=KLConfig(0.1, "k1")), ["kl.estimator must be k2 or k3", "kl.place=reward"]),
-        (AlgorithmConfig(kl=KLConfig(0.1, "k1", "reward")), ["algorithm.kl.place=reward: grpo", "ppo, remax or reinforce_pp"]),
+        (
+            AlgorithmConfig(kl=KLConfig(0.1, "k1", "reward")),
+            ["algorithm.kl.place=reward: grpo", "ppo, remax or reinforce_pp"],
+        ),
         (AlgorithmConfig(kl=KLConfig(0.0, target=0.1)), ["algorithm.kl.target=0.1", "algorithm.kl.coef"]),
-        (AlgorithmConfig(name="ppo", dynamic_sampling=True, group_size=1), ["algorithm.dynamic_sampling=true", "group_size to 2"]),
-        (AlgorithmConfig(name="online_dpo", kl=KLConfig(0.1, target=0.1)), ["algorithm.kl.target=0.1", "online_dpo has no KL"]),
+        (
+            AlgorithmConfig(name="ppo", dynamic_sampling=True, group_size=1),
+            ["algorithm.dynamic_sampling=true", "group_size to 2"],
+        ),
+        (
+            AlgorithmConfig(name="online_dpo", kl=KLConfig(0.1, target=0.1)),
+            ["algorithm.kl.target=0.1", "online_dpo has no KL"],
+        ),
         (AlgorithmConfig(name="sft", entropy_coef=0.1), ["algorithm.entropy_coef=0.1", "sft has no entropy"]),
         (AlgorithmConfig(name="opmd", dual_clip=3.0), ["algorithm.dual_clip=3.0", "opmd clips nothing"]),
         (AlgorithmConfig(whiten_advantages=True), ["algorithm.whiten_advantages=true", "reinforce_pp_baseline"]),
-        (AlgorithmConfig(name="dpo", dynamic_sampling=True), ["algorithm.dynamic_sampling=true", "dpo learns from a file"]),
+        (
+            AlgorithmConfig(name="dpo", dynamic_sampling=True),
+            ["algorithm.dynamic_sampling=true", "dpo learns from a file"],
+        ),
         (AlgorithmConfig(name="online_dpo", correction="mask"), ["algorithm.correction=mask", "online_dpo has none"]),
         (AlgorithmConfig(name="dpo", preference="ipo", label_smoothing=0.1), ["algorithm.label_smoothing=0.1"]),
     ],

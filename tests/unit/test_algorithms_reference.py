@@ -1,4 +1,5 @@
-"""Each algorithm from rewards to gradients against an independent float64 reference; any split of a batch is the same batch.
+"""Each algorithm from rewards to gradients against an independent float64 reference; any split of a batch is the same
+batch.
 
 The reference knows rows of numbers, numpy's statistics and autograd; nothing of megarl's but the settings.
 """
@@ -62,7 +63,8 @@ IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in changes.items()) or 'preset'}" 
 
 
 def batch_of(advantages: list[float], seed: int) -> LossInput:
-    """Rows of ``LENGTHS``. Every second old_logp is logp itself or a factor of 2 off, so that ratios tie with bounds."""
+    """Rows of ``LENGTHS``. Every second old_logp is logp itself or a factor of 2 off, so that ratios tie with
+    bounds."""
     g = torch.Generator().manual_seed(seed)
     row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     n = len(row)
@@ -191,7 +193,8 @@ SPLITS += [
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(SPLITS), st.integers(0, 50), st.data())
 def test_any_split_is_the_same_batch(config: AlgorithmConfig, seed: int, data: st.DataObject) -> None:
-    """Rows in any order over any number of micro-batches (of any ranks): loss, gradient and metrics are the whole batch's."""
+    """Rows in any order over any number of micro-batches (of any ranks): loss, gradient and metrics are the whole
+    batch's."""
     batch = make_batch(seed, rows=6, length=4)
     order = data.draw(st.permutations(range(6)))
     cuts = sorted(data.draw(st.sets(st.integers(1, 5))))
@@ -301,7 +304,10 @@ def test_kimi_gradient_is_the_papers() -> None:
 def test_opmd_pairwise_is_the_gradient_of_trinitys_loss() -> None:
     """Of Σ_{i<j} (a_i − a_j)², a_i = r_i − tau·(logp_i − sg(logp_i)): up to one positive factor for the whole batch."""
     rewards, tau = [1.0, 0.0, 0.0, 0.5, 2.0, 0.5], 0.7
-    batch, config = make_batch(3, rows=6, length=4), AlgorithmConfig(name="opmd", opmd="pairwise", tau=tau, kl=KLConfig(0.0))
+    batch, config = (
+        make_batch(3, rows=6, length=4),
+        AlgorithmConfig(name="opmd", opmd="pairwise", tau=tau, kl=KLConfig(0.0)),
+    )
     stats = [group_stats(rewards[:3])] * 3 + [group_stats(rewards[3:])] * 3
     mine = algorithms.get("opmd").advantages(list(zip(rewards, stats, strict=True)), [1] * 6, config)
     batch = dataclasses.replace(batch, advantages=torch.tensor(mine, dtype=torch.float64)[batch.row])
@@ -313,7 +319,9 @@ def test_opmd_pairwise_is_the_gradient_of_trinitys_loss() -> None:
     want.backward()
     kept = batch.mask & (logp.grad != 0)
     factors = by_logp[kept] / logp.grad[kept]
-    assert len(factors) > 5 and factors.min() > 0 and torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-12)
+    assert (
+        len(factors) > 5 and factors.min() > 0 and torch.allclose(factors, factors[:1].expand_as(factors), rtol=1e-12)
+    )
     assert not by_logp[~kept].any()
 
 

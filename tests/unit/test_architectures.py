@@ -90,7 +90,10 @@ def told(family: str, **changes: Any) -> dict[str, Any]:
         ("qwen3_moe_mixed", {"moe_router_pre_softmax": True, "moe_layer_freq": [1, 1, 0, 1]}),
         ("deepseek_v3", {"moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 80, "mla": True}),
         ("deepseek_v3", {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
-        ("deepseek_v3", {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}),
+        (
+            "deepseek_v3",
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5},
+        ),
         ("deepseek_v3", {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0, "kv_channels": 12}),
         ("qwen2", {"add_qkv_bias": True, "qk_layernorm": False, "share_embeddings_and_output_weights": True}),
         ("llama3", {"rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 5e5, "add_qkv_bias": False}),
@@ -125,7 +128,8 @@ def test_rope_of_the_published_deepseek() -> None:
 
 @pytest.mark.parametrize(
     ("mscale", "all_dim", "expected"),
-    # transformers: cos and sin are scaled by the ratio where both are given, else by the factor's own; the softmax by all_dim
+    # transformers: cos and sin are scaled by the ratio where both are given, else by the factor's own; the softmax by
+    # all_dim
     [(None, None, (1.0, 0.0)), (0.7, None, (1.0, 0.0)), (0.7, 0.0, (1.0, 0.0)), (0.7, 0.9, (0.7, 0.9))],
 )
 def test_yarn_scales(mscale: float | None, all_dim: float | None, expected: tuple[float, float]) -> None:
@@ -260,8 +264,16 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
     ("family", "changes", "message"),
     [
         ("llama3", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, r"low_freq_factor=2\.0 .* with 1\.0 only"),
-        ("llama3", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 4096}}, r"=4096 .* with 8192 only"),
-        ("llama2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type='dynamic' is not supported"),
+        (
+            "llama3",
+            {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 4096}},
+            r"=4096 .* with 8192 only",
+        ),
+        (
+            "llama2",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            r"rope_type='dynamic' is not supported",
+        ),
         ("mistral", {"sliding_window": 4096}, r"sliding_window=4096 is not supported; .* set\s+sliding_window to null"),
         ("mistral", {"sliding_window": ABSENT}, r"sliding_window=4096"),
         ("mixtral", {"num_experts_per_tok": 1}, r"num_experts_per_tok=1 and normalised .* the router gets no gradient"),
@@ -269,7 +281,11 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
         ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False is not supported"),
         ("deepseek_v3", {"norm_topk_prob": False}, r"norm_topk_prob=False and num_experts_per_tok=4"),
         ("deepseek_v3", {"num_experts_per_tok": 6}, r"num_experts_per_tok=6 and topk_group=2 .*=3; use a checkpoint"),
-        ("deepseek_v3", {"rope_parameters": {**LLAMA3}}, r"rope_type='llama3' is not supported, only 'default' and 'yarn'"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {**LLAMA3}},
+            r"rope_type='llama3' is not supported, only 'default' and 'yarn'",
+        ),
         ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "truncate": False}}, r"yarn and truncate=False"),
         ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "attention_factor": 1.2}}, r"yarn and attention_factor=1\.2"),
         ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "mscale": None}}, r"yarn and mscale=None"),
@@ -306,8 +322,13 @@ def test_a_family_file_is_data() -> None:
 def test_a_family_is_named_in_its_file_and_its_row_only() -> None:
     """Everything else follows from the table: a new family needs no line in any other file of the package."""
     package = Path(__file__).parents[2] / "megarl"
-    choices = {package / "models" / "from_scratch.py", package / "config" / "schema.py"}  # which models can be made again
+    choices = {
+        package / "models" / "from_scratch.py",
+        package / "config" / "schema.py",
+    }  # which models can be made again
     own = {package / "architectures" / f"{name}.py" for name in (*ARCHITECTURES, "__init__")}
     for path in set(package.rglob("*.py")) - choices - own:
         for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.Constant) and node.value in ARCHITECTURES), f"{path}:{node.lineno} names {node.value}"
+            assert not (isinstance(node, ast.Constant) and node.value in ARCHITECTURES), (
+                f"{path}:{node.lineno} names {node.value}"
+            )

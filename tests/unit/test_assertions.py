@@ -11,9 +11,29 @@ import megarl
 
 ROOT = Path(megarl.__file__).parent
 LOOKS = {
-    "Path", "all", "any", "contains", "exists", "get_args", "get_vocab_size", "getattr", "isinstance", "len", "max", "min",
-    "prod", "range", "set", "sorted", "startswith", "sum", "tuple", "type", "volume", "whole",
-}  # fmt: skip
+    "Path",
+    "all",
+    "any",
+    "contains",
+    "exists",
+    "get_args",
+    "get_vocab_size",
+    "getattr",
+    "isinstance",
+    "len",
+    "max",
+    "min",
+    "prod",
+    "range",
+    "set",
+    "sorted",
+    "startswith",
+    "sum",
+    "tuple",
+    "type",
+    "volume",
+    "whole",
+}
 """Functions and methods that an assertion may call, because they change nothing."""
 
 
@@ -35,7 +55,13 @@ def test_no_assertion_does_work() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["assert not optimizer.prepare_grads()", "assert (n := read())", "assert f(len(x))", "async def f(): assert await x"]
+    "source",
+    [
+        "assert not optimizer.prepare_grads()",
+        "assert (n := read())",
+        "assert f(len(x))",
+        "async def f(): assert await x",
+    ],
 )
 def test_work_in_an_assertion_is_found(source: str) -> None:
     assert len(effects(source)) == 1

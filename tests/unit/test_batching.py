@@ -144,13 +144,18 @@ def test_every_position_once_and_all_shapes_equal(lengths: list[int], cut: Cut, 
         assert torch.equal(step.row[batch.index[real]], batch.numbers[batch.row[real]])
         assert torch.equal(batch.index[real] - step.cu_seqlens[step.row[batch.index[real]]], batch.position[real])
         assert (batch.row[real].diff() >= 0).all()
-        assert torch.equal(batch.take(step.tokens)[real], batch.index[real] + 1) and not batch.take(step.tokens)[~real].any()
+        assert (
+            torch.equal(batch.take(step.tokens)[real], batch.index[real] + 1)
+            and not batch.take(step.tokens)[~real].any()
+        )
         if cut.max_tokens is None:
             assert batch.cu_seqlens is None
             continue
         assert rows == 1 and batch.cu_seqlens is not None
         ends = batch.cu_seqlens.tolist()
-        assert ends[0] == 0 and ends[-1] == width and batch.max_seqlen == max(b - a for a, b in itertools.pairwise(ends))
+        assert (
+            ends[0] == 0 and ends[-1] == width and batch.max_seqlen == max(b - a for a, b in itertools.pairwise(ends))
+        )
         assert all((b - a) % (2 * cut.cp if cut.cp > 1 else 1) == 0 for a, b in itertools.pairwise(ends))
         starts = [int((batch.row[0] == i).nonzero()[0, 0]) for i in range(len(batch.numbers))]
         assert starts == ends[: len(starts)]

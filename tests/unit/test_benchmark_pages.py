@@ -30,13 +30,22 @@ def test_a_part_is_replaced_and_the_text_around_it_stays(page: object, tmp_path:
     path.write_text(path.read_text() + "\nAnother sentence.\n")
     page.write("loop.md", "| a | 2 |")  # type: ignore[attr-defined]
     text = path.read_text()
-    assert text.startswith("# Title\n\nA sentence.\n\n<!-- benchmarks/loop.py: begin") and text.endswith("\nAnother sentence.\n")
+    assert text.startswith("# Title\n\nA sentence.\n\n<!-- benchmarks/loop.py: begin") and text.endswith(
+        "\nAnother sentence.\n"
+    )
     assert "| a | 2 |" in text and "| a | 1 |" not in text and text.count("benchmarks/loop.py: end") == 1
-    assert re.search(r"Measured by `python .*loop.py --steps 2` at commit \S+, \d{4}-\d\d-\d\d: \d+ cores \(.*\), \d+ GiB, .*; load \d", text)
+    assert re.search(
+        r"Measured by `python .*loop.py --steps 2` at commit \S+, \d{4}-\d\d-\d\d: \d+ cores \(.*\), \d+ GiB, .*; load \d",
+        text,
+    )
 
 
 def test_every_script_writes_its_part_by_the_one_function() -> None:
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {"page.py", "learning.py"}
     assert {name for name in scripts if "page.write(" not in (ROOT / "benchmarks" / name).read_text()} == set()
     pages = {path.name for path in (ROOT / "docs" / "benchmarks").glob("*.md")}
-    assert {name for name in pages if f"<!-- benchmarks/{name[:-3]}.py: begin" not in (ROOT / "docs" / "benchmarks" / name).read_text()} == set()
+    assert {
+        name
+        for name in pages
+        if f"<!-- benchmarks/{name[:-3]}.py: begin" not in (ROOT / "docs" / "benchmarks" / name).read_text()
+    } == set()

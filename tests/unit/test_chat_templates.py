@@ -1,4 +1,5 @@
-"""Chats become the token ids of transformers' ``apply_chat_template``, with all that a row gives; what would be lost is refused."""
+"""Chats become the token ids of transformers' ``apply_chat_template``, with all that a row gives; what would be lost is
+refused."""
 
 from __future__ import annotations
 
@@ -76,16 +77,22 @@ def test_stored_truncation_and_padding_are_reset(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, "qwen2_5")
     plain = ChatTokenizer.open(path)
     messages = [{"role": "user", "content": "a question of more than eight tokens"}]
-    prompts, responses = plain.encode_prompts([messages, [USER]]), plain.encode_responses(["one", "a much longer answer"])
+    prompts, responses = (
+        plain.encode_prompts([messages, [USER]]),
+        plain.encode_responses(["one", "a much longer answer"]),
+    )
     stored = Tokenizer.from_file(str(path / "tokenizer.json"))
     stored.enable_truncation(8)
     stored.enable_padding(length=64, pad_id=1)
     stored.save(str(path / "tokenizer.json"))
     found = ChatTokenizer.open(path)
-    for got, want in zip([*found.encode_prompts([messages, [USER]]), *found.encode_responses(["one", "a much longer answer"])],
+    for got, want in zip([*found.encode_prompts([messages, [USER]]), *found.encode_responses(["one", "a much longer "
+        "answer"])],
                          [*prompts, *responses], strict=True):  # fmt: skip
         assert np.array_equal(got, want)
-    ids = AutoTokenizer.from_pretrained(path).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids = AutoTokenizer.from_pretrained(path).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
     assert found.prompt_ids(messages).tolist() == ids
 
 
@@ -94,7 +101,9 @@ def test_demonstrations_end_as_the_template_ends_answers(opened: Opened, name: s
     tokenizer = opened(name)
     assert tokenizer.token(tokenizer.end_id) == TEMPLATES[name].end and tokenizer.end_id in tokenizer.eos_ids
     assert tokenizer.response_ids("so")[-1] == tokenizer.end_id
-    assert [tokenizer.token(end) for end in tokenizer.eos_ids] == list(TEMPLATES[name].ends), "sampling stops at all of them"
+    assert [tokenizer.token(end) for end in tokenizer.eos_ids] == list(TEMPLATES[name].ends), (
+        "sampling stops at all of them"
+    )
 
 
 def test_one_end_for_every_kind_of_row(opened: Opened, tmp_path: Path) -> None:
@@ -104,7 +113,11 @@ def test_one_end_for_every_kind_of_row(opened: Opened, tmp_path: Path) -> None:
     texts = read_rows(write(tmp_path / "texts.jsonl", [{"prompt": "q", "response": "yes"}]), require_response=True)
     chats = read_chats(write(tmp_path / "chats.jsonl", [{"messages": [USER, ANSWER]}]))
     pairs = read_preferences(write(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "yes", "rejected": [ANSWER]}]))
-    ids = [encode_demonstrations(texts, tokenizer)[0][1], encode_demonstrations(chats, tokenizer)[0][1], *encode_preferences(pairs, tokenizer)[0][1:]]
+    ids = [
+        encode_demonstrations(texts, tokenizer)[0][1],
+        encode_demonstrations(chats, tokenizer)[0][1],
+        *encode_preferences(pairs, tokenizer)[0][1:],
+    ]
     assert end == "<|eot_id|>" and [tokenizer.token(int(row[-1])) for row in ids] == [end] * 4
 
 
@@ -123,38 +136,67 @@ def test_a_template_whose_end_is_not_sampled_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_a_thought_is_taught(opened: Opened, tmp_path: Path, suffix: str) -> None:
     tokenizer = opened("qwen3")
-    rows = read_chats(write(tmp_path / f"d.{suffix}", [{"messages": [SYSTEM, USER, THOUGHT]}, {"messages": [USER, ANSWER, NEXT, ANSWER]}]))
+    rows = read_chats(
+        write(
+            tmp_path / f"d.{suffix}",
+            [{"messages": [SYSTEM, USER, THOUGHT]}, {"messages": [USER, ANSWER, NEXT, ANSWER]}],
+        )
+    )
     (prompt, thought), (_, plain) = encode_demonstrations(rows, tokenizer)
     reference = AutoTokenizer.from_pretrained(tmp_path / "qwen3")
     whole = reference.apply_chat_template([SYSTEM, USER, THOUGHT], tokenize=False)
     assert reference.decode([*prompt, *thought]) + "\n" == whole
     assert reference.decode(thought) == "<think>\n12 and 3 are 15.\n</think>\n\nIt is 15.<|im_end|>"
-    assert reference.decode(plain) == "<think>\n\n</think>\n\nIt is 15.<|im_end|>", "as the template renders an answer without one"
+    assert reference.decode(plain) == "<think>\n\n</think>\n\nIt is 15.<|im_end|>", (
+        "as the template renders an answer without one"
+    )
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_tools_and_options_of_a_row_reach_the_template(opened: Opened, tmp_path: Path, suffix: str) -> None:
     """Parquet gives every message the fields of all, and every schema the keys of all."""
-    other = {"type": "function", "function": {"name": "now", "description": "Time.", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}}}
+    other = {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "description": "Time.",
+            "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+        },
+    }
     chat = [SYSTEM, USER, CALL, RESULT, THOUGHT]
     rows = [
         {"messages": chat, "tools": [*TOOLS, other], "enable_thinking": None},
         {"messages": [USER, ANSWER], "tools": None, "enable_thinking": False},
     ]
-    demonstrations = encode_demonstrations(read_chats(write(tmp_path / f"d.{suffix}", rows)), tokenizer := opened("qwen3"))
+    demonstrations = encode_demonstrations(
+        read_chats(write(tmp_path / f"d.{suffix}", rows)), tokenizer := opened("qwen3")
+    )
     reference = AutoTokenizer.from_pretrained(tmp_path / "qwen3")
     for (prompt, answer), messages, kwargs in zip(
         demonstrations, (chat, [USER, ANSWER]), ({"tools": [*TOOLS, other]}, {"enable_thinking": False}), strict=True
     ):
-        assert prompt.tolist() == reference.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **kwargs)
-        assert [*prompt, *answer] == reference.apply_chat_template(messages, return_dict=False, **kwargs)[: len(prompt) + len(answer)]
-    task = {"data_source": "s", "prompt": [USER, CALL, RESULT], "reward_model": {"ground_truth": "15"}, "tools": json.dumps(TOOLS)}
+        assert prompt.tolist() == reference.apply_chat_template(
+            messages[:-1], add_generation_prompt=True, return_dict=False, **kwargs
+        )
+        assert [*prompt, *answer] == reference.apply_chat_template(messages, return_dict=False, **kwargs)[
+            : len(prompt) + len(answer)
+        ]
+    task = {
+        "data_source": "s",
+        "prompt": [USER, CALL, RESULT],
+        "reward_model": {"ground_truth": "15"},
+        "tools": json.dumps(TOOLS),
+    }
     (found,) = read_rows(write(tmp_path / f"t.{suffix}", [task | {"chat_template_kwargs": {"enable_thinking": False}}]))
     (ids,) = encode_rows([found], tokenizer)
     kwargs = {"tools": TOOLS, "enable_thinking": False}
     assert found.chat_template_kwargs == kwargs and found.question == USER["content"]
-    assert ids.tolist() == reference.apply_chat_template(task["prompt"], add_generation_prompt=True, return_dict=False, **kwargs)
-    assert encode_rows([stored(found)], tokenizer)[0].tolist() == ids.tolist(), "the explorer renders what comes back from the store"
+    assert ids.tolist() == reference.apply_chat_template(
+        task["prompt"], add_generation_prompt=True, return_dict=False, **kwargs
+    )
+    assert encode_rows([stored(found)], tokenizer)[0].tolist() == ids.tolist(), (
+        "the explorer renders what comes back from the store"
+    )
 
 
 def stored(task: Task) -> Task:
@@ -162,7 +204,11 @@ def stored(task: Task) -> Task:
 
 
 def test_a_preference_keeps_its_thoughts(opened: Opened, tmp_path: Path) -> None:
-    row = {"chosen": [USER, THOUGHT], "rejected": [USER, {**THOUGHT, "reasoning_content": "12 and 3 are 14."}], "enable_thinking": True}
+    row = {
+        "chosen": [USER, THOUGHT],
+        "rejected": [USER, {**THOUGHT, "reasoning_content": "12 and 3 are 14."}],
+        "enable_thinking": True,
+    }
     pairs = read_preferences(write(tmp_path / "p.parquet", [row]))
     (_, chosen, rejected), tokenizer = encode_preferences(pairs, opened("qwen3"))[0], opened("qwen3")
     assert [tokenizer.decode(ids).count("are 15.") for ids in (chosen, rejected)] == [1, 0]
@@ -179,11 +225,26 @@ def test_options_of_the_settings_and_of_a_row(opened: Opened) -> None:
 @pytest.mark.parametrize(
     ("name", "messages", "kwargs", "message"),
     [
-        ("qwen2_5", [USER, THOUGHT, NEXT], {}, r"does not look at 'reasoning_content' of message 1 \(assistant\); drop"),
+        (
+            "qwen2_5",
+            [USER, THOUGHT, NEXT],
+            {},
+            r"does not look at 'reasoning_content' of message 1 \(assistant\); drop",
+        ),
         ("phi3", [USER, RESULT], {}, r"does not look at 'content' of message 1 \(tool\)"),
-        ("qwen2_5", [USER], {"enable_thinking": False}, "does not look at 'enable_thinking'; leave it out of the row and"),
+        (
+            "qwen2_5",
+            [USER],
+            {"enable_thinking": False},
+            "does not look at 'enable_thinking'; leave it out of the row and",
+        ),
         ("llama3", [USER], {"tools": TOOLS}, "does not look at 'tools'"),
-        ("qwen3", [USER], {"add_generation_prompt": False}, "chat_template_kwargs.add_generation_prompt is set by megarl"),
+        (
+            "qwen3",
+            [USER],
+            {"add_generation_prompt": False},
+            "chat_template_kwargs.add_generation_prompt is set by megarl",
+        ),
         ("gemma", [SYSTEM, USER], {}, "refuses the prompt: System role not supported"),
         ("deepseekv3", [USER, CALL, NEXT], {}, "fails on the prompt: can only concatenate str"),
     ],
@@ -207,13 +268,27 @@ def test_a_template_may_look_at_copies_of_messages(copied: str) -> None:
 @pytest.mark.parametrize(
     ("name", "answer", "message"),
     [
-        ("deepseek_r1_distill", ANSWER, "line 2: the model's chat template renders .* otherwise than the prompt .* give the answer as a text"),
-        ("exaone4", THOUGHT, "line 2: the model's chat template drops or cuts a part of the answer: '12 and 3 are 15.'"),
-        ("qwen3", {**ANSWER, "content": "one<|im_end|>two"}, "line 2: the model's chat template drops or cuts .* 'one<|im_end|>two'"),
+        (
+            "deepseek_r1_distill",
+            ANSWER,
+            "line 2: the model's chat template renders .* otherwise than the prompt .* give the answer as a text",
+        ),
+        (
+            "exaone4",
+            THOUGHT,
+            "line 2: the model's chat template drops or cuts a part of the answer: '12 and 3 are 15.'",
+        ),
+        (
+            "qwen3",
+            {**ANSWER, "content": "one<|im_end|>two"},
+            "line 2: the model's chat template drops or cuts .* 'one<|im_end|>two'",
+        ),
         ("qwen2_5", THOUGHT, "line 2: the model's chat template does not look at 'reasoning_content' of message 1"),
     ],
 )
-def test_an_answer_that_would_be_cut_is_refused(opened: Opened, tmp_path: Path, name: str, answer: dict[str, Any], message: str) -> None:
+def test_an_answer_that_would_be_cut_is_refused(
+    opened: Opened, tmp_path: Path, name: str, answer: dict[str, Any], message: str
+) -> None:
     sound = {"prompt": "q", "response": "a", "messages": None}
     path = write(tmp_path / "d.jsonl", [sound, sound | {"response": None, "messages": [USER, answer]}])
     with pytest.raises(DataError, match=f"d.jsonl: {message}"):
@@ -227,10 +302,16 @@ def test_an_answer_that_would_be_cut_is_refused(opened: Opened, tmp_path: Path, 
         ({"tools": {"name": "add"}}, "tools must be a list, its JSON text, or null"),
         ({"tools": ["add"]}, "tools must be a list of JSON schemas"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a struct, its JSON text, or null"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages must be left out, since megarl sets it"),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs.messages must be left out, since megarl sets it",
+        ),
         ({"enable_thinking": "no"}, "enable_thinking must be true, false or null"),
         ({"messages": [USER, {**CALL, "tool_calls": "add"}]}, r"messages\[1\].tool_calls must be a list of structs"),
-        ({"messages": [USER, {**CALL, "tool_calls": [{"function": {"name": 5}}]}]}, r"messages\[1\].tool_calls must be structs with a function"),
+        (
+            {"messages": [USER, {**CALL, "tool_calls": [{"function": {"name": 5}}]}]},
+            r"messages\[1\].tool_calls must be structs with a function",
+        ),
         ({"messages": [USER, {**CALL, "tool_calls": []}]}, r"messages\[1\].content must be a non-empty string"),
     ],
 )
@@ -250,10 +331,14 @@ def test_the_day_is_the_runs(opened: Opened) -> None:
 def test_tools_may_have_a_template_of_their_own(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, "chatml")
     (path / "additional_chat_templates").mkdir()
-    (path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }} {{ messages[0].content }}")
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "{{ tools[0].function.name }} {{ messages[0].content }}"
+    )
     tokenizer, reference = ChatTokenizer.open(path), AutoTokenizer.from_pretrained(path)
     for kwargs in ({}, {"tools": TOOLS}):
-        assert tokenizer.render([NEXT], kwargs) == reference.apply_chat_template([NEXT], tokenize=False, add_generation_prompt=True, **kwargs)
+        assert tokenizer.render([NEXT], kwargs) == reference.apply_chat_template(
+            [NEXT], tokenize=False, add_generation_prompt=True, **kwargs
+        )
     assert tokenizer.render([NEXT], {"tools": TOOLS}) == "add And 1 more?"
 
 
@@ -262,8 +347,10 @@ def test_tools_may_have_a_template_of_their_own(tmp_path: Path) -> None:
     [
         "{{ messages | tojson(sort_keys=true, separators=(',', ':')) }}",
         "{{ messages[0] | tojson(indent=2, ensure_ascii=true) }}",
-        "{% for m in messages %}{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}{{ x is defined }}{% endfor %}",
-        "{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ messages[0]['content'] }}{% endfor %}{{ tools is none }}{{ documents is defined }}",
+        "{% for m in messages %}{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}{{ x is defined }}{% "
+        "endfor %}",
+        "{% for i in range(9) %}{% if i > 1 %}{% break %}{% endif %}{{ messages[0]['content'] }}{% endfor %}{{ tools "
+        "is none }}{{ documents is defined }}",
         "{{ messages[0].content }}{{ ''.__class__.__mro__ }}",
         "{% for k, v in messages[0].items() %}{{ k }}{{ v }}{% endfor %}{{ bos_token is defined }}{{ pad_token }}",
     ],

@@ -1,4 +1,5 @@
-"""HF -> Megatron checkpoint -> another cut -> HF, for every family: the same bits, the same digests, and nothing by halves."""
+"""HF -> Megatron checkpoint -> another cut -> HF, for every family: the same bits, the same digests, and nothing by
+halves."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_by_another_grid(family: str) -> None:
     @settings(max_examples=6)
-    @given(case=family_cases(family, "grid"), multiple=st.sampled_from([1, 8, 64]), file_bytes=st.sampled_from([1000, 1 << 20]))
+    @given(
+        case=family_cases(family, "grid"),
+        multiple=st.sampled_from([1, 8, 64]),
+        file_bytes=st.sampled_from([1000, 1 << 20]),
+    )
     def run(case: FamilyCase, multiple: int, file_bytes: int) -> None:
         assert isinstance(case.source, Grid) and isinstance(case.target, Grid)
         tensors = numbered_hf(case.config, case.mtp)
@@ -65,7 +70,9 @@ def test_there_and_back_by_another_grid(family: str) -> None:
             reshard_checkpoint(root / "a", root / "b", settings=again)
             convert_megatron_to_hf(root / "b", root / "c", settings=Settings(**common))
             assert_same(read_hf(root / "c"), tensors)
-            expected = {n: f"{slice_digest_reference(t, start=(0,) * t.dim(), shape=t.shape):016x}" for n, t in tensors.items()}
+            expected = {
+                n: f"{slice_digest_reference(t, start=(0,) * t.dim(), shape=t.shape):016x}" for n, t in tensors.items()
+            }
             assert digests(root / "a") == digests(root / "b") == digests(root / "c") == expected
 
     run()
@@ -91,18 +98,37 @@ def test_small_files_come_along_and_dtypes_are_kept_or_cast(tmp_path: Path) -> N
 def deepseek(**changes: Any) -> Config:
     return qwen3_config(
         **{
-            "model_type": "deepseek_v3", "hidden_size": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "n_shared_experts": 1, "moe_intermediate_size": 6, "first_k_dense_replace": 1, "q_lora_rank": 6, "kv_lora_rank": 5,
-            "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-            "rope_interleave": True, "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 1, **changes,
+            "model_type": "deepseek_v3",
+            "hidden_size": 8,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 6,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 6,
+            "kv_lora_rank": 5,
+            "qk_nope_head_dim": 3,
+            "qk_rope_head_dim": 2,
+            "v_head_dim": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1,
+            **changes,
         }
-    )  # fmt: skip
+    )
 
 
 def quantised(tensors: Tensors, rows: int, columns: int) -> tuple[Tensors, Tensors]:
-    """(what is in the file, what it stands for): projections in blocks of rows x columns, as DeepSeek publishes them."""
-    stored, meant = dict(tensors), {name: t.bfloat16() if "correction_bias" not in name else t for name, t in tensors.items()}
+    """(what is in the file, what it stands for): projections in blocks of rows x columns, as DeepSeek publishes
+    them."""
+    stored, meant = (
+        dict(tensors),
+        {name: t.bfloat16() if "correction_bias" not in name else t for name, t in tensors.items()},
+    )
     stored |= meant
     generator = torch.Generator().manual_seed(5)
     for name, weight in tensors.items():
@@ -123,7 +149,9 @@ def test_fp8_blocks_are_dequantised(tmp_path: Path) -> None:
     config = deepseek(num_nextn_predict_layers=0)
     stored, meant = quantised(random_hf(config), 4, 3)
     write_hf(tmp_path / "hf", {**config, "quantization_config": FP8}, stored)
-    convert_hf_to_megatron(tmp_path / "hf", tmp_path / "meg", Settings(progress=False, verify=True, grid=MegatronGrid(tp=2)))
+    convert_hf_to_megatron(
+        tmp_path / "hf", tmp_path / "meg", Settings(progress=False, verify=True, grid=MegatronGrid(tp=2))
+    )
     convert_megatron_to_hf(tmp_path / "meg", tmp_path / "back", settings=QUIET)
     got = read_hf(tmp_path / "back")
     assert got.keys() == meant.keys()
@@ -145,7 +173,9 @@ def test_prediction_layers_are_kept_or_dropped(tmp_path: Path, keep: bool) -> No
     chosen = Settings(progress=False, mtp=keep)
     convert_hf_to_megatron(tmp_path / "hf", tmp_path / "meg", chosen)
     convert_megatron_to_hf(tmp_path / "meg", tmp_path / "back", settings=chosen)
-    assert_same(read_hf(tmp_path / "back"), {n: t for n, t in tensors.items() if keep or not n.startswith("model.layers.4.")})
+    assert_same(
+        read_hf(tmp_path / "back"), {n: t for n, t in tensors.items() if keep or not n.startswith("model.layers.4.")}
+    )
     written = json.loads((tmp_path / "back/config.json").read_text())
     assert written["num_nextn_predict_layers"] == int(keep)
 
@@ -159,7 +189,9 @@ def test_a_value_head_is_found_and_kept(tmp_path: Path, tied: bool) -> None:
     model.save_pretrained(tmp_path / "hf")
     before = read_hf(tmp_path / "hf")
     assert "score.weight" in before and "lm_head.weight" not in before
-    convert_hf_to_megatron(tmp_path / "hf", tmp_path / "meg", Settings(progress=False, verify=True, grid=MegatronGrid(tp=2, pp=2)))
+    convert_hf_to_megatron(
+        tmp_path / "hf", tmp_path / "meg", Settings(progress=False, verify=True, grid=MegatronGrid(tp=2, pp=2))
+    )
     stored = json.loads((tmp_path / "meg" / MANIFEST).read_text())
     assert stored["head"] == "value" and stored["tensors"]["score.weight"]["shape"] == [1, 8]
     convert_megatron_to_hf(tmp_path / "meg", tmp_path / "back", settings=QUIET)

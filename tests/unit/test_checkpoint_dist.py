@@ -1,4 +1,5 @@
-"""Megatron's checkpoint format as files: what torch reads of ours, what we read of others', and what we refuse to unpickle."""
+"""Megatron's checkpoint format as files: what torch reads of ours, what we read of others', and what we refuse to
+unpickle."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def test_metadata_can_run_no_code(tmp_path: Path) -> None:
 
 
 def by_hand(config: Config, hf: Tensors) -> Tensors:
-    """Keys and global tensors of a checkpoint, from the oracle's TP1 rank: layers and experts stacked where all are alike."""
+    """Keys and global tensors of a checkpoint, from the oracle's TP1 rank: layers and experts stacked where all are
+    alike."""
     (rank,) = megatron_ranks(config, hf, Grid())
     alike = config["model_type"] == "qwen3"
     stacked: dict[str, list[torch.Tensor]] = {}
@@ -172,12 +174,17 @@ def by_hand(config: Config, hf: Tensors) -> Tensors:
             before, after = key.split(".local_experts.")
             key = f"{before}.experts.{after.split('.', 1)[1]}"
         stacked.setdefault(key, []).append(tensor)
-    return {key: torch.stack(parts) if "experts.experts" in key or (alike and "layers" in key) else parts[0] for key, parts in stacked.items()}
+    return {
+        key: torch.stack(parts) if "experts.experts" in key or (alike and "layers" in key) else parts[0]
+        for key, parts in stacked.items()
+    }
 
 
 @pytest.mark.parametrize("config", [qwen3_config(), deepseek(num_nextn_predict_layers=0)], ids=["stacked", "numbered"])
 @pytest.mark.parametrize("grid", [MegatronGrid(), MegatronGrid(tp=2, pp=2)], ids=str)
-def test_torch_reads_the_tensors_that_megatron_would_have_saved(tmp_path: Path, config: Config, grid: MegatronGrid) -> None:
+def test_torch_reads_the_tensors_that_megatron_would_have_saved(
+    tmp_path: Path, config: Config, grid: MegatronGrid
+) -> None:
     hf = numbered_hf(config)
     write_hf(tmp_path / "hf", config, hf)
     convert_hf_to_megatron(tmp_path / "hf", tmp_path / "meg", Settings(progress=False, grid=grid))
@@ -214,7 +221,8 @@ def test_both_names_of_a_norm_share_its_bytes(tmp_path: Path) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[str, Any], list[tuple[str, Any, Callable[[Any], Any]]]]) -> None:
-    """Give every tensor of a checkpoint's metadata other keys: (key, described) -> [(key, described, chunk's offsets -> offsets)]."""
+    """Give every tensor of a checkpoint's metadata other keys: (key, described) -> [(key, described, chunk's offsets ->
+    offsets)]."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     described, storage = {}, {}
     for key, value in metadata.state_dict_metadata.items():
@@ -238,7 +246,11 @@ def numbered_layers(key: str, value: Any) -> list[tuple[str, Any, Callable[[Any]
     if not key.startswith("decoder.layers."):
         return [(key, value.size, lambda box: box)]
     return [
-        (key.replace("layers.", f"layers.{i}.", 1), value.size[1:], lambda box, i=i: box[1:] if box[0][0] == i else None)
+        (
+            key.replace("layers.", f"layers.{i}.", 1),
+            value.size[1:],
+            lambda box, i=i: box[1:] if box[0][0] == i else None,
+        )
         for i in range(value.size[0])
     ]
 
@@ -250,7 +262,11 @@ def numbered_experts(key: str, value: Any) -> list[tuple[str, Any, Callable[[Any
     experts, rows, columns = value.size
     if "linear_fc2" in key:
         return [
-            (key.replace("experts.experts.", f"experts.experts.{e}."), (rows, columns), lambda box, e=e: box[1:] if box[0][0] == e else None)
+            (
+                key.replace("experts.experts.", f"experts.experts.{e}."),
+                (rows, columns),
+                lambda box, e=e: box[1:] if box[0][0] == e else None,
+            )
             for e in range(experts)
         ]
     half = rows // 2
@@ -280,14 +296,18 @@ def test_checkpoints_with_other_keys_are_read(tmp_path: Path, style: str) -> Non
     spelt = ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "kv_layernorm")
 
     def only_te(key: str, value: Any) -> list[tuple[str, Any, Callable[[Any], Any]]]:
-        is_second = any(name in key for name in spelt) and not (key.endswith("input_layernorm.weight") or is_moe_norm(key))
+        is_second = any(name in key for name in spelt) and not (
+            key.endswith("input_layernorm.weight") or is_moe_norm(key)
+        )
         is_local = key.endswith("mlp.linear_fc1.layer_norm_weight") and is_moe_norm(key)
         return [] if is_second or is_local else [(key, value.size, lambda box: box)]
 
     def is_moe_norm(key: str) -> bool:
         return not key.startswith("decoder.layers.0.") and ("pre_mlp" in key or "linear_fc1" in key)
 
-    rewrite(tmp_path / "meg", {"numbered layers": numbered_layers, "numbered experts": numbered_experts}.get(style, only_te))
+    rewrite(
+        tmp_path / "meg", {"numbered layers": numbered_layers, "numbered experts": numbered_experts}.get(style, only_te)
+    )
     convert_megatron_to_hf(tmp_path / "meg", tmp_path / "back", settings=Settings(progress=False, verify=True))
     assert_same(read_hf(tmp_path / "back"), hf)
 

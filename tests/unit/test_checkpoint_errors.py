@@ -36,7 +36,10 @@ def tensor(name: str, value: torch.Tensor) -> Callable[[Config, Tensors], None]:
 
 
 WRONG: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
-    "missing": (without("model.layers.2.mlp.up_proj.weight"), r"hf lacks model\.layers\.2\.mlp\.up_proj\.weight; the files"),
+    "missing": (
+        without("model.layers.2.mlp.up_proj.weight"),
+        r"hf lacks model\.layers\.2\.mlp\.up_proj\.weight; the files",
+    ),
     "shape": (
         tensor("model.norm.weight", torch.zeros(9)),
         r"model\.norm\.weight in .*hf/model\.safetensors has shape \(9,\), config\.json asks for \(8,\)",
@@ -46,8 +49,14 @@ WRONG: dict[str, tuple[Callable[[Config, Tensors], None], str]] = {
         r"does not know: model\.layers\.0\.self_attn\.q_proj\.bias",
     ),
     "family": (setting(model_type="mamba"), r"hf/config\.json: model_type='mamba' has no table; supported: .*qwen3"),
-    "tied": (setting(tie_word_embeddings=True), r"hf: config\.json says tie_word_embeddings=true, so lm_head\.weight must be equal"),
-    "untied": (without("lm_head.weight"), r"lacks lm_head\.weight, but config\.json says tie_word_embeddings=false; set it to true"),
+    "tied": (
+        setting(tie_word_embeddings=True),
+        r"hf: config\.json says tie_word_embeddings=true, so lm_head\.weight must be equal",
+    ),
+    "untied": (
+        without("lm_head.weight"),
+        r"lacks lm_head\.weight, but config\.json says tie_word_embeddings=false; set it to true",
+    ),
     "layers": (setting(num_hidden_layers=3), r"does not know: model\.layers\.3\."),
     "fp8 without config": (
         tensor("model.layers.0.mlp.up_proj.weight", torch.zeros(24, 8).to(torch.float8_e4m3fn)),
@@ -76,7 +85,11 @@ def test_a_truncated_shard(tmp_path: Path, keep: int) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:keep])
     size = len(whole[:keep])
-    wanted = rf"model\.safetensors has {size} bytes, expected {len(whole)} \(up to the end of \S+\)" if keep < 0 else "cannot be read"
+    wanted = (
+        rf"model\.safetensors has {size} bytes, expected {len(whole)} \(up to the end of \S+\)"
+        if keep < 0
+        else "cannot be read"
+    )
     with pytest.raises(CheckpointError, match=wanted):
         convert_hf_to_megatron(tmp_path / "hf", tmp_path / "out", QUIET)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
@@ -90,11 +103,15 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     save_file(dict(list(tensors.items())[1:]), tmp_path / "hf/a.safetensors")
     index = tmp_path / "hf/model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")}))
-    with pytest.raises(CheckpointError, match=r"says that model\.embed_tokens\.weight is in a\.safetensors, which lacks it"):
+    with pytest.raises(
+        CheckpointError, match=r"says that model\.embed_tokens\.weight is in a\.safetensors, which lacks it"
+    ):
         convert_hf_to_megatron(tmp_path / "hf", tmp_path / "out", QUIET)
     save_file(tensors, tmp_path / "hf/b.safetensors")
     index.write_text(json.dumps({"weight_map": {n: "ab"[i % 2] + ".safetensors" for i, n in enumerate(tensors)}}))
-    with pytest.raises(CheckpointError, match=r"is in .*a\.safetensors and in .*b\.safetensors; a checkpoint has each tensor once"):
+    with pytest.raises(
+        CheckpointError, match=r"is in .*a\.safetensors and in .*b\.safetensors; a checkpoint has each tensor once"
+    ):
         convert_hf_to_megatron(tmp_path / "hf", tmp_path / "out", QUIET)
     index.write_text("{")
     with pytest.raises(CheckpointError, match="is no index of safetensors files"):
@@ -108,9 +125,15 @@ SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
     ("change", "message"),
     [
         (without(SCALE), rf"up_proj\.weight in .* is torch\.float8_e4m3fn but {SCALE} is missing"),
-        (tensor(SCALE, torch.ones(2, 2)), r"_scale_inv in .* has shape \(2, 2\), expected \(6, 3\) for .*up_proj\.weight, \(24, 8\)"),
+        (
+            tensor(SCALE, torch.ones(2, 2)),
+            r"_scale_inv in .* has shape \(2, 2\), expected \(6, 3\) for .*up_proj\.weight, \(24, 8\)",
+        ),
         (tensor("model.x.weight_scale_inv", torch.ones(2, 2)), r"scales model\.x\.weight, which is missing"),
-        (setting(quantization_config={**FP8, "fmt": "e5m2"}), r"'e5m2'.*is not supported, only quant_method 'fp8', fmt 'e4m3'"),
+        (
+            setting(quantization_config={**FP8, "fmt": "e5m2"}),
+            r"'e5m2'.*is not supported, only quant_method 'fp8', fmt 'e4m3'",
+        ),
         (setting(quantization_config={"quant_method": "gptq"}), "'gptq'.*is not supported"),
     ],
 )
@@ -159,7 +182,8 @@ def shorten(file: Path) -> None:
         (lambda m: (m / ".metadata").unlink(), r"meg has no \.metadata; give the directory"),
         (lambda m: (m / ".metadata").write_bytes(b"\x80\x04"), r"\.metadata cannot be read"),
         (lambda m: (m / ".metadata").write_bytes(pickle.dumps([1, 2])), r"\.metadata cannot be read"),
-        (lambda m: (m / ".metadata").write_bytes(b"\x80\x04\x8c\x01\xff."), r"\.metadata cannot be read"),  # text that is no UTF-8
+        # text that is no UTF-8
+        (lambda m: (m / ".metadata").write_bytes(b"\x80\x04\x8c\x01\xff."), r"\.metadata cannot be read"),
         (lambda m: (m / "metadata.json").write_text("{"), r"meg/metadata\.json cannot be read"),
         (lambda m: (m / "metadata.json").write_text("[]"), r"meg/metadata\.json cannot be read"),
         (lambda m: (m / "huggingface/config.json").unlink(), r"has no huggingface/config\.json; give the HF model .* with --config"),

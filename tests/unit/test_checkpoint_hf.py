@@ -221,12 +221,15 @@ def test_a_tied_checkpoint_may_carry_its_copy(tmp_path: Path) -> None:
     copy = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     load(write_checkpoint(tmp_path / "equal", config, copy), config)
     copy["lm_head.weight"][69, 7] += 1
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, so lm_head\.weight must be equal to model\.embed"):
+    with pytest.raises(
+        CheckpointError, match=r"tie_word_embeddings=true, so lm_head\.weight must be equal to model\.embed"
+    ):
         load(write_checkpoint(tmp_path / "other", config, copy), config)
 
 
 def test_fp8_weights_and_prediction_layers_of_a_file(tmp_path: Path) -> None:
-    """What DeepSeek publishes goes straight into a rank: blocks dequantised, layers that the layout leaves out left alone."""
+    """What DeepSeek publishes goes straight into a rank: blocks dequantised, layers that the layout leaves out left
+    alone."""
     config = deepseek()
     tensors = numbered_hf(config, mtp=True)
     stored, meant = quantised({n: t / t.max() for n, t in tensors.items()}, 4, 3)

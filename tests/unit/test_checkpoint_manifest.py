@@ -56,7 +56,9 @@ def test_a_flipped_bit_is_seen_by_inspect(root: Path, kind: str, capsys: pytest.
     assert "not as written: 1" in out and "whole" not in out
     found = inspect_checkpoint(root / kind, digests=True, progress=False)
     assert not found.is_whole and len(found.changed) == 1
-    assert main(["convert", "inspect", str(root / kind), "--digests", "--dtype", "bfloat16"]) == 1  # of what is stored all the same
+    assert (
+        main(["convert", "inspect", str(root / kind), "--digests", "--dtype", "bfloat16"]) == 1
+    )  # of what is stored all the same
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -64,8 +66,13 @@ def test_a_flipped_bit_is_seen_by_inspect(root: Path, kind: str, capsys: pytest.
 def test_a_flipped_bit_of_a_source_is_seen_before_anything_is_written(root: Path, kind: str, verify: bool) -> None:
     flip(root / kind)
     before = sorted(path.name for path in root.iterdir())
-    for settings in (Settings(progress=False, verify=verify), Settings(progress=False, verify=verify, dtype=torch.bfloat16)):
-        with pytest.raises(CheckpointError, match=rf"{kind} is not as it was written: {DIFFERS}; copy it again, or remove"):
+    for settings in (
+        Settings(progress=False, verify=verify),
+        Settings(progress=False, verify=verify, dtype=torch.bfloat16),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"{kind} is not as it was written: {DIFFERS}; copy it again, or remove"
+        ):
             CONVERT[kind](root / kind, root / "out", settings=settings)
     assert sorted(path.name for path in root.iterdir()) == before
     (root / kind / MANIFEST).unlink()  # changed on purpose

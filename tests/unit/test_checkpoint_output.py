@@ -32,7 +32,9 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, after: int, settings: Settings = SMALL) -> None:
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, after: int, settings: Settings = SMALL
+) -> None:
     """Convert, but die in the middle of the file after ``after`` finished ones."""
     write, count = targets.DistTarget.write, 0
 
@@ -55,7 +57,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
-def test_a_second_run_goes_on_behind_the_finished_files(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path) -> None:
+def test_a_second_run_goes_on_behind_the_finished_files(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
     whole = convert_hf_to_megatron(source, tmp_path / "whole", SMALL)
     assert whole.files > 4 and whole.kept_files == 0
     interrupted(monkeypatch, source, tmp_path / "out", after=3)
@@ -64,7 +68,9 @@ def test_a_second_run_goes_on_behind_the_finished_files(monkeypatch: pytest.Monk
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out", "whole"]
 
 
-def test_killed_between_the_last_file_and_the_manifest(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path) -> None:
+def test_killed_between_the_last_file_and_the_manifest(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
     whole = convert_hf_to_megatron(source, tmp_path / "whole", SMALL)
 
     def dying(*_: object) -> None:
@@ -103,7 +109,9 @@ def test_finished_files_are_not_trusted_blindly(
 
 
 @pytest.mark.parametrize("change", ["dtype", "source", "cut"])
-def test_files_of_another_job_are_not_kept(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, change: str) -> None:
+def test_files_of_another_job_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, change: str
+) -> None:
     interrupted(monkeypatch, source, tmp_path / "out", after=3)
     settings = SMALL
     if change == "dtype":
@@ -156,7 +164,9 @@ def test_two_processes_do_not_write_one_target(source: Path, tmp_path: Path) -> 
             convert_hf_to_megatron(source, tmp_path / "out", SMALL)
 
 
-def test_a_full_disk_is_told_before_anything_is_written(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match=r"0\.0 GiB free, expected .* GiB or more for out; make room"):
@@ -165,7 +175,9 @@ def test_a_full_disk_is_told_before_anything_is_written(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", ["megatron", "hf"])
-def test_verify_reads_what_is_on_the_disk(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, kind: str) -> None:
+def test_verify_reads_what_is_on_the_disk(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, kind: str
+) -> None:
     """A bit that changes after the writer's back: without --verify it goes unseen, with it it is named."""
     convert_hf_to_megatron(source, tmp_path / "meg", SMALL)
     target = targets.DistTarget if kind == "megatron" else targets.HFTarget
@@ -187,7 +199,9 @@ def test_verify_reads_what_is_on_the_disk(monkeypatch: pytest.MonkeyPatch, sourc
         return convert_megatron_to_hf(tmp_path / "meg", tmp_path / folder, settings=settings)
 
     run("unseen")
-    with pytest.raises(CheckpointError, match=r"differs from its source(.|\n)*model\.layers\.\d.* in .*: source \w{16}, target \w{16}"):
+    with pytest.raises(
+        CheckpointError, match=r"differs from its source(.|\n)*model\.layers\.\d.* in .*: source \w{16}, target \w{16}"
+    ):
         run("out", verify=True)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(target, "write", write)

@@ -51,12 +51,16 @@ def linked(root: Path) -> Path:
 )
 def test_a_target_that_contains_the_source_is_refused(root: Path, target: Callable[[Path], Path]) -> None:
     before = contents(root)
-    with pytest.raises(CheckpointError, match=r"contains the source .*models/hf, which would be deleted; give another directory"):
+    with pytest.raises(
+        CheckpointError, match=r"contains the source .*models/hf, which would be deleted; give another directory"
+    ):
         convert_hf_to_megatron(root / "models/hf", target(root), OVERWRITE)
     assert contents(root) == before
 
 
-def test_all_directories_of_a_target_are_compared_in_one_walk_of_the_source(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_directories_of_a_target_are_compared_in_one_walk_of_the_source(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner = root / "models/hf/inner"
     inner.mkdir()
     listed: list[str] = []
@@ -169,7 +173,10 @@ def test_a_source_with_the_name_of_a_temporary_folder_is_refused(root: Path, nam
     shutil.copytree(root / "models/hf", root / name)
     if exists:
         shutil.copytree(root / "models/hf", root / "x")
-    with unchanged(root), pytest.raises(CheckpointError, match=rf"contains the source .*\{name}, which would be deleted"):
+    with (
+        unchanged(root),
+        pytest.raises(CheckpointError, match=rf"contains the source .*\{name}, which would be deleted"),
+    ):
         convert_hf_to_megatron(root / name, root / "x", QUIET)
 
 
@@ -203,7 +210,10 @@ def test_a_partial_folder_with_other_files_is_not_emptied(root: Path, files: dic
     for name, text in files.items():
         (root / ".x.partial" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / ".x.partial" / name).write_text(text)
-    with unchanged(root), pytest.raises(CheckpointError, match=r"\.x\.partial was not written by megarl, .* move it away"):
+    with (
+        unchanged(root),
+        pytest.raises(CheckpointError, match=r"\.x\.partial was not written by megarl, .* move it away"),
+    ):
         convert_hf_to_megatron(root / "models/hf", root / "x", QUIET)
 
 
@@ -260,7 +270,9 @@ def test_a_folder_that_is_mounted_twice_is_one_folder(root: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_target_that_appears_while_converting_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool) -> None:
+def test_a_target_that_appears_while_converting_is_kept(
+    root: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
     check = convert.check_written
 
     def appear(*args: object, **options: object) -> None:
@@ -282,7 +294,10 @@ def test_the_working_directory_is_no_target(root: Path, monkeypatch: pytest.Monk
     (root / "work/sub").mkdir(parents=True)
     monkeypatch.chdir(root / "work")
     monkeypatch.setattr(convert, "open_hf_checkpoint", lambda *_: pytest.fail("the source is read"))
-    with unchanged(root), pytest.raises(CheckpointError, match="is the working directory or contains it; give another directory"):
+    with (
+        unchanged(root),
+        pytest.raises(CheckpointError, match="is the working directory or contains it; give another directory"),
+    ):
         convert_hf_to_megatron(root / "models/hf", Path(target), OVERWRITE)
 
 
@@ -301,7 +316,9 @@ def test_a_new_target_inside_the_source_is_refused(root: Path) -> None:
         convert_hf_to_megatron(root / "models/hf", root / "models/hf/link", OVERWRITE)
 
 
-@pytest.mark.parametrize("names", [["config.json", "thesis.tex"], ["model.safetensors"], ["config.json", "adapter.safetensors"]])
+@pytest.mark.parametrize(
+    "names", [["config.json", "thesis.tex"], ["model.safetensors"], ["config.json", "adapter.safetensors"]]
+)
 def test_an_export_replaces_only_what_exports_write(root: Path, names: list[str]) -> None:
     (root / "out").mkdir()
     for name in names:
@@ -315,7 +332,10 @@ def test_an_export_removes_no_other_files_from_its_temporary_directories(root: P
     (root / name).mkdir()
     (root / name / "thesis.tex").write_text("keep me")
     config = qwen3_config()
-    with unchanged(root), pytest.raises(CheckpointError, match=rf"\{name} is not an HF checkpoint, .* it has thesis.tex; move it away"):
+    with (
+        unchanged(root),
+        pytest.raises(CheckpointError, match=rf"\{name} is not an HF checkpoint, .* it has thesis.tex; move it away"),
+    ):
         export(config, MegatronGrid(), random_hf(config), root / "models/hf", root / "out")
     (root / name / "thesis.tex").rename(root / name / "model.safetensors")
     (root / name / "config.json").write_text("{}")

@@ -62,7 +62,12 @@ def test_a_half_removed_one_does_not_count(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_a_job_left_unfinished_is_removed_but_not_a_later_attempts(tmp_path: Path) -> None:
     checkpoint(tmp_path, 4)
-    for name in ("global_step_6.attempt_1", "global_step_6.attempt_2", "global_step_6.attempt_3", "global_step_5.attempt_2.bak"):
+    for name in (
+        "global_step_6.attempt_1",
+        "global_step_6.attempt_2",
+        "global_step_6.attempt_3",
+        "global_step_5.attempt_2.bak",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text("{}")  # killed between the manifest and the new name
     assert state.latest(tmp_path) == tmp_path / "global_step_4"
@@ -103,7 +108,10 @@ def test_a_file_of_another_size_is_found_without_reading(tmp_path: Path, name: s
     path = written(tmp_path) / name
     with path.open("ab") as file:
         file.write(b"x")
-    assert manifest.fault_of_files(tmp_path, digests=False) == f"{path} has {FILES[name] + 1} bytes, written were {FILES[name]}"
+    assert (
+        manifest.fault_of_files(tmp_path, digests=False)
+        == f"{path} has {FILES[name] + 1} bytes, written were {FILES[name]}"
+    )
     path.unlink()
     assert manifest.fault_of_files(tmp_path, digests=False) == f"{path} is missing, written were {FILES[name]}"
 
@@ -149,7 +157,9 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_pat
     for call in every_kill(prepare):
         manifest.recover(folder)
         newest = state.latest(folder)
-        assert newest is not None and manifest.fault_of_files(newest) is None, f"killed before call {call}: {names(folder)}"
+        assert newest is not None and manifest.fault_of_files(newest) is None, (
+            f"killed before call {call}: {names(folder)}"
+        )
         assert manifest.read_state(newest)["step"] == (4 if content_of(newest) == "before" else step)
         found.add(content_of(newest))
         save_of(folder, 8, "next", keep)()
@@ -157,7 +167,9 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_pat
     assert found == {"before", "after"}
 
 
-def test_all_files_and_folders_are_on_the_disk_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_and_folders_are_on_the_disk_before_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the manifest before the checkpoint has its name."""
     synced: list[Path] = []
     when_renamed: dict[str, list[Path]] = {}

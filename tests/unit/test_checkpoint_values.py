@@ -57,7 +57,9 @@ def test_values_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.d
     assert not found.is_whole and any(NAME in text for text in found.misshapen)
 
 
-def test_values_that_are_not_finite_may_be_converted_on_purpose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_are_not_finite_may_be_converted_on_purpose(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """To look at a model that has diverged."""
     path = source(tmp_path, value=weight(float("nan")))
     assert main(["convert", "hf-to-megatron", str(path), str(tmp_path / "meg"), "--allow-nonfinite", "--verify"]) == 0
@@ -70,7 +72,9 @@ def test_values_that_are_not_finite_may_be_converted_on_purpose(tmp_path: Path, 
 
 def test_a_value_that_the_wanted_dtype_cannot_hold(tmp_path: Path) -> None:
     path = source(tmp_path, value=weight(1e5))
-    with pytest.raises(CheckpointError, match=rf"{NAME} in .* has a value that float16 cannot hold; use bfloat16 or float32"):
+    with pytest.raises(
+        CheckpointError, match=rf"{NAME} in .* has a value that float16 cannot hold; use bfloat16 or float32"
+    ):
         convert_hf_to_megatron(path, tmp_path / "out", Settings(progress=False, dtype=torch.float16))
     convert_hf_to_megatron(path, tmp_path / "out", Settings(progress=False, dtype=torch.bfloat16))
 
@@ -91,7 +95,9 @@ def test_dtypes_that_no_weight_has(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_float64_is_cast_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     path = source(tmp_path, value=weight(dtype=torch.float64))
-    with pytest.raises(CheckpointError, match=rf"{NAME} in .* is float64, and no model is; give --dtype float32 or another to cast it"):
+    with pytest.raises(
+        CheckpointError, match=rf"{NAME} in .* is float64, and no model is; give --dtype float32 or another to cast it"
+    ):
         convert_hf_to_megatron(path, tmp_path / "out", QUIET)
     convert_hf_to_megatron(path, tmp_path / "out", Settings(progress=False, dtype=torch.float32))
     assert f"{NAME} is float64 and is cast to float32" in caplog.text
@@ -109,7 +115,11 @@ def test_a_megatron_checkpoint_with_such_dtypes(tmp_path: Path) -> None:
     files = DistFiles(tmp_path / "meg")
     state = {k: files.read(k, tuple((0, n) for n in s)) for k, s in files.shapes.items()}
     files.close()
-    for file in (*(tmp_path / "meg").glob("*.distcp"), tmp_path / "meg/.metadata", tmp_path / "meg/megarl_manifest.json"):
+    for file in (
+        *(tmp_path / "meg").glob("*.distcp"),
+        tmp_path / "meg/.metadata",
+        tmp_path / "meg/megarl_manifest.json",
+    ):
         file.unlink()
     key = "decoder.final_layernorm.weight"
     dcp.save(state | {key: state[key].to(torch.int8)}, checkpoint_id=tmp_path / "meg", no_dist=True)
@@ -139,7 +149,9 @@ def test_a_single_file_beside_an_index(tmp_path: Path) -> None:
 def test_an_index_of_the_single_file_is_not_ambiguous(tmp_path: Path) -> None:
     path = source(tmp_path)
     names = load_file(path / "model.safetensors")
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+    )
     convert_hf_to_megatron(path, tmp_path / "out", QUIET)
 
 

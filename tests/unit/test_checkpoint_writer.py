@@ -55,12 +55,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8
 
 
 @settings(max_examples=30)
-@given(shapes=st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES), st.booleans()), max_size=6))
-def test_it_gets_every_tensor_to_the_bit_and_alone(shared: Writer, tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[list[int], torch.dtype, bool]]) -> None:
+@given(
+    shapes=st.lists(
+        st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES), st.booleans()), max_size=6
+    )
+)
+def test_it_gets_every_tensor_to_the_bit_and_alone(
+    shared: Writer, tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[list[int], torch.dtype, bool]]
+) -> None:
     """Whatever its type, shape and strides; and not the storage of all others with it."""
     folder = tmp_path_factory.mktemp("tensors")
     tensors = [torch.randint(0, 2, shape).to(dtype) for shape, dtype, _ in shapes]
-    tensors = [t.transpose(0, 1) if turned and t.dim() > 1 else t for t, (_, _, turned) in zip(tensors, shapes, strict=True)]
+    tensors = [
+        t.transpose(0, 1) if turned and t.dim() > 1 else t for t, (_, _, turned) in zip(tensors, shapes, strict=True)
+    ]
     sizes = shared.begin(save_each, tensors, folder).result()
     assert sizes == [t.nbytes for t in tensors]
     for i, want in enumerate(tensors):
@@ -76,7 +84,9 @@ def test_it_has_tensors_as_they_were_and_takes_larger_ones_later(own: Writer, tm
         numbers.zero_()
         go.touch()
         task.result()
-        assert torch.load(tmp_path / "0").equal(torch.arange(count)) and torch.load(tmp_path / "1").equal(-torch.arange(count))
+        assert torch.load(tmp_path / "0").equal(torch.arange(count)) and torch.load(tmp_path / "1").equal(
+            -torch.arange(count)
+        )
 
 
 def much(tensors: list[torch.Tensor], data: bytes) -> bytes:

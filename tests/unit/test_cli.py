@@ -92,7 +92,10 @@ class _OfAnotherModule(ConfigError):
     """A ConfigError that is not defined in ``megarl.errors``."""
 
 
-@pytest.mark.parametrize("error, status", [(DataError, 2), (_OfAnotherModule, 2), (LastingError, 1), (ValueError, None), (SandboxError, None)])
+@pytest.mark.parametrize(
+    "error, status",
+    [(DataError, 2), (_OfAnotherModule, 2), (LastingError, 1), (ValueError, None), (SandboxError, None)],
+)
 def test_status_of_an_error(monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int | None) -> None:
     """2 for invalid input, 1 for a failed job; anything else keeps its traceback."""
 
@@ -141,7 +144,8 @@ sys.exit(cli.main(["doctor"]))
 @pytest.mark.parametrize("reaction", ["raise", "raise ModuleNotFoundError('Could not import module')", "pass"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_interrupt_is_one_line_and_status_130(name: str, reaction: str) -> None:
-    """Also where an import that it hits swallows it or raises another error in its place; Slurm's, too, before a job has processes."""
+    """Also where an import that it hits swallows it or raises another error in its place; Slurm's, too, before a job
+    has processes."""
     code = INTERRUPTED.format(name=name, reaction=reaction)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130

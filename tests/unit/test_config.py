@@ -27,7 +27,11 @@ def test_with_ones_own_experiment_the_preset_holds() -> None:
         compose(yours)
     config = compose([*yours, "model.path=/m", "algorithm=grpo_r1"])
     assert (config.algorithm.kl.coef, config.trainer.optimizer.lr, config.reference.refresh) == (0.001, 3e-6, 25)
-    assert (config.trainer.tasks_per_step, config.algorithm.group_size, config.trainer.updates_per_step) == (512, 16, 16)
+    assert (config.trainer.tasks_per_step, config.algorithm.group_size, config.trainer.updates_per_step) == (
+        512,
+        16,
+        16,
+    )
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "parallel").glob("*.yaml")))

@@ -1,6 +1,8 @@
-"""Every file of configs/ through the schema, and every experiment for a real model against that model's published config.json.
+"""Every file of configs/ through the schema, and every experiment for a real model against that model's published
+config.json.
 
-Settings and plans only: the weights files are headers with holes after them. What is changed for the check is named in ``CPU``.
+Settings and plans only: the weights files are headers with holes after them. What is changed for the check is named in
+``CPU``.
 """
 
 from __future__ import annotations
@@ -88,10 +90,15 @@ def published_config(path: str | None) -> dict[str, Any]:
 
 
 def test_every_file_is_loaded_by_a_test() -> None:
-    """A new group is one that ``test_every_choice_composes`` finds; an experiment is a toy or has a row in ``NODES``."""
+    """A new group is one that ``test_every_choice_composes`` finds; an experiment is a toy or has a row in
+    ``NODES``."""
     assert set(names("experiment")) == set(NODES) | set(TOYS)
     shared = {path.stem for path in (config_dir() / "experiment" / "base").glob("*.yaml")}
-    used = {word for name in NODES for word in re.findall(r"- base/(\w+)", (config_dir() / f"experiment/{name}.yaml").read_text())}
+    used = {
+        word
+        for name in NODES
+        for word in re.findall(r"- base/(\w+)", (config_dir() / f"experiment/{name}.yaml").read_text())
+    }
     assert shared == used
     deep = [path for path in config_dir().rglob("*.yaml") if len(path.relative_to(config_dir()).parts) > 2]
     assert {path.parent for path in deep} == {config_dir() / "experiment" / "base"}
@@ -99,7 +106,11 @@ def test_every_file_is_loaded_by_a_test() -> None:
 
 def choices() -> Iterator[list[str]]:
     """Each file of each group beside the quickstart at least once; those of several groups share a composition."""
-    groups = {path.name: names(path.name) for path in sorted(config_dir().iterdir()) if path.is_dir() and path.name != "experiment"}
+    groups = {
+        path.name: names(path.name)
+        for path in sorted(config_dir().iterdir())
+        if path.is_dir() and path.name != "experiment"
+    }
     for row in itertools.zip_longest(*([f"{group}={name}" for name in found] for group, found in groups.items())):
         yield [choice for choice in row if choice is not None]
 
@@ -167,7 +178,9 @@ def memory_of(config: Config) -> Memory:
     per_rank = [0.0] * config.parallel.world_size
     for setting, grid in grids.items():
         role = setting.removesuffix(".parallel")
-        layout = trainer_layout(paths.get(role) or config.model.path, megatron_grid(grid), "score" if role in paths else "lm")
+        layout = trainer_layout(
+            paths.get(role) or config.model.path, megatron_grid(grid), "score" if role in paths else "lm"
+        )
         for stage in range(grid.pp):  # its ranks hold as much each: heads, rows and experts divide
             first = stage * grid.stage_size
             size = static_bytes(layout, grid, first, learns=role in ("parallel", "critic"))
@@ -176,7 +189,9 @@ def memory_of(config: Config) -> Memory:
     engine = 0.0
     if not algorithm.offline:
         engines = engine_layout(config.model.path, config.rollout)
-        fullest = max(sum(parameters(engines, rank)) for rank in (0, engines.num_ranks - 1))  # the first has experts that are left over
+        fullest = max(
+            sum(parameters(engines, rank)) for rank in (0, engines.num_ranks - 1)
+        )  # the first has experts that are left over
         engine = 2.0 * fullest + config.rollout.kv_cache_bytes
     return Memory(max(per_rank), engine)
 
@@ -191,12 +206,18 @@ def check_job(config: Config, nodes: int) -> Memory:
     """What the project's own checks do not know: GPUs, their memory, even batches. Raises ConfigError."""
     if sum(gpus(config)) != 8 * nodes:
         raise ConfigError(f"{gpus(config)} GPUs are not {nodes} nodes of 8")
-    rows = config.trainer.tasks_per_step * (1 if algorithms.get(config.algorithm.name).offline else config.algorithm.group_size)
+    rows = config.trainer.tasks_per_step * (
+        1 if algorithms.get(config.algorithm.name).offline else config.algorithm.group_size
+    )
     if rows % (config.trainer.updates_per_step * config.parallel.dp):
-        raise ConfigError(f"{rows} rows a step do not divide by {config.trainer.updates_per_step} updates and dp={config.parallel.dp}")
+        raise ConfigError(
+            f"{rows} rows a step do not divide by {config.trainer.updates_per_step} updates and dp={config.parallel.dp}"
+        )
     memory = memory_of(config)
     if max(memory) > GPU_GB * GB:
-        raise ConfigError(f"{memory.trainer / GB:.1f} GB on a trainer rank and {memory.engine / GB:.1f} GB on an engine's do not fit")
+        raise ConfigError(
+            f"{memory.trainer / GB:.1f} GB on a trainer rank and {memory.engine / GB:.1f} GB on an engine's do not fit"
+        )
     return memory
 
 
@@ -217,15 +238,20 @@ def test_documented_job(name: str) -> None:
     memory = check_job(config, NODES[name])
     assert described(name, config, NODES[name], memory) in DOCS
     text = (config_dir() / "experiment" / f"{name}.yaml").read_text()
-    assert "Never run on hardware" in " ".join(text.replace("#", "").split()), "the file must say what is not known of it"
+    assert "Never run on hardware" in " ".join(text.replace("#", "").split()), (
+        "the file must say what is not known of it"
+    )
 
 
 @pytest.mark.parametrize("name", NODES)
 def test_every_node_gets_eight_processes(name: str) -> None:
-    """Each with a GPU of its own, on nodes that have both kinds; the largest is a heterogeneous job, since its engines span nodes."""
+    """Each with a GPU of its own, on nodes that have both kinds; the largest is a heterogeneous job, since its engines
+    span nodes."""
     config, nodes = compose([f"experiment={name}"]), NODES[name]
     apart = config.rollout.nodes > 1
-    places = [Place(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all", 8) for n in range(nodes)]
+    places = [
+        Place(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all", 8) for n in range(nodes)
+    ]
     placement = place(config, places)
     for node in range(nodes):
         theirs = [placement.engine_gpus(i, node) for i, span in enumerate(placement.engines) if node in span]
@@ -245,31 +271,65 @@ def test_memory_by_hand() -> None:
 
 
 PUBLISHED: dict[tuple[str, str], list[dict[str, Any]]] = {
-    ("openai/gsm8k", "train"): [{"question": "2 clips and 3 clips are how many?", "answer": "2 + 3 = 5\n#### 1,005"}, {"question": "Seen.", "answer": "#### 1"}],
+    ("openai/gsm8k", "train"): [
+        {"question": "2 clips and 3 clips are how many?", "answer": "2 + 3 = 5\n#### 1,005"},
+        {"question": "Seen.", "answer": "#### 1"},
+    ],
     ("openai/gsm8k", "test"): [{"question": "Seen. ", "answer": "x\n#### 1"}],
-    ("DigitalLearningGmbH/MATH-lighteval", "train"): [{"problem": "Halve $1$.", "solution": "So $\\boxed{\\frac{1}{2}}$."}],
-    ("DigitalLearningGmbH/MATH-lighteval", "test"): [{"problem": "Add.", "solution": "$\\boxed{3}$"}, {"problem": "None.", "solution": "?"}],
+    ("DigitalLearningGmbH/MATH-lighteval", "train"): [
+        {"problem": "Halve $1$.", "solution": "So $\\boxed{\\frac{1}{2}}$."}
+    ],
+    ("DigitalLearningGmbH/MATH-lighteval", "test"): [
+        {"problem": "Add.", "solution": "$\\boxed{3}$"},
+        {"problem": "None.", "solution": "?"},
+    ],
     ("BytedTsinghua-SIA/DAPO-Math-17k", "train"): [
-        {"data_source": "math_dapo", "prompt": [{"role": "user", "content": text}], "ability": "MATH", "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "34"}, "extra_info": {"index": "a"}}
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": text}],
+            "ability": "MATH",
+            "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "34"},
+            "extra_info": {"index": "a"},
+        }
         for text in ("Find x.", "Find x.", "Find y.", "find  Z.")
     ],
     ("BytedTsinghua-SIA/AIME-2024", "train"): [
-        {"data_source": "math_dapo", "prompt": [{"role": "user", "content": "Find z."}], "ability": "MATH", "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "7"}, "extra_info": {"index": 0}}
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": "Find z."}],
+            "ability": "MATH",
+            "reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "7"},
+            "extra_info": {"index": 0},
+        }
     ],
     **{
         ("HuggingFaceH4/ultrafeedback_binarized", split): [
-            {"prompt": prompt, "prompt_id": "a", "score_chosen": 8.0, "score_rejected": 3.0, "messages": [],
-             "chosen": [{"content": prompt, "role": "user"}, {"content": good, "role": "assistant"}],
-             "rejected": [{"content": prompt, "role": "user"}, {"content": bad, "role": "assistant"}]}
+            {
+                "prompt": prompt,
+                "prompt_id": "a",
+                "score_chosen": 8.0,
+                "score_rejected": 3.0,
+                "messages": [],
+                "chosen": [{"content": prompt, "role": "user"}, {"content": good, "role": "assistant"}],
+                "rejected": [{"content": prompt, "role": "user"}, {"content": bad, "role": "assistant"}],
+            }
             for prompt, good, bad in rows
         ]
-        for split, rows in (("train_prefs", [("Hi", "Hello", "No"), ("Same", "a", "a "), ("Held", "b", "c")]), ("test_prefs", [("Held", "b", "c")]))
+        for split, rows in (
+            ("train_prefs", [("Hi", "Hello", "No"), ("Same", "a", "a "), ("Held", "b", "c")]),
+            ("test_prefs", [("Held", "b", "c")]),
+        )
     },
     ("open-r1/OpenR1-Math-220k", "train"): [
-        {"problem": "Add 1 and 1.", "answer": "2", "generations": ["<think>3</think>3", "<think>2</think>2"], "correctness_math_verify": [False, True]},
+        {
+            "problem": "Add 1 and 1.",
+            "answer": "2",
+            "generations": ["<think>3</think>3", "<think>2</think>2"],
+            "correctness_math_verify": [False, True],
+        },
         {"problem": "Add.", "answer": "3", "generations": ["3"], "correctness_math_verify": [True]},
     ],
-}  # fmt: skip
+}
 """Rows with the published columns, made by hand: of every data set one row or two that is to be left out."""
 MADE = {
     "data/gsm8k_math/train.parquet": 2,
@@ -284,7 +344,8 @@ MADE = {
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with ``data/`` as the commands of docs/experiments.md make it, and the models without their weights."""
+    """A directory with ``data/`` as the commands of docs/experiments.md make it, and the models without their
+    weights."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -350,7 +411,8 @@ def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
-    """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from them."""
+    """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from
+    them."""
     from megarl.checkpoint.hf_source import check_hf, open_hf
     from megarl.launch import model_checks
     from megarl.launch.setting_checks import check_settings
@@ -366,7 +428,9 @@ def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     plan = build_plan(source, engines)
     for rank in (0, engines.num_ranks - 1):
         engines.check(rank)
-        assert sum(volume(move.box) for move in plan.moves_to(rank)) == sum(volume(piece.box) for piece in engines.pieces(rank))
+        assert sum(volume(move.box) for move in plan.moves_to(rank)) == sum(
+            volume(piece.box) for piece in engines.pieces(rank)
+        )
 
 
 # ------------------------------------------------------------------ what must be refused
@@ -381,7 +445,8 @@ def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
         ("grpo_qwen2_5_7b", "parallel.ep=2", "ep=2"),
         ("grpo_qwen2_5_7b", "rollout.max_response_tokens=65536", "does not hold one sequence"),
         ("grpo_qwen2_5_7b", "rollout.expert_parallel=true", "has no experts"),
-        ("ppo_llama3_1_8b", "critic.parallel={tp: 4, dp: 4, backend: gloo}", "critic.parallel tp*pp*dp*cp=4*1*4*1 has 16 ranks"),
+        ("ppo_llama3_1_8b", "critic.parallel={tp: 4, dp: 4, backend: gloo}", "critic.parallel tp*pp*dp*cp=4*1*4*1 has "
+            "16 ranks"),
         ("grpo_qwen3_30b_a3b", "parallel.pp=5", "parallel.pp=5 does not divide num_hidden_layers=48"),
         ("grpo_qwen3_30b_a3b", "parallel.sequence_parallel=false", "needs parallel.sequence_parallel=true"),
         ("grpo_qwen3_30b_a3b", "parallel.ep=48", "parallel.ep=48 does not divide the 128 experts"),

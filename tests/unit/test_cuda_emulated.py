@@ -1,4 +1,5 @@
-"""The CUDA kernels, compiled for the host and run thread by thread (tests/native), against float64 and the CPU twins."""
+"""The CUDA kernels, compiled for the host and run thread by thread (tests/native), against float64 and the CPU
+twins."""
 
 from __future__ import annotations
 
@@ -56,7 +57,12 @@ def test_logprob_is_close_to_the_cpu_twin(case):
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**31), width=st.sampled_from([1501, 2056, 5003]), row=st.integers(0, 39), dtype=st.sampled_from(DTYPES))
+@given(
+    seed=st.integers(0, 2**31),
+    width=st.sampled_from([1501, 2056, 5003]),
+    row=st.integers(0, 39),
+    dtype=st.sampled_from(DTYPES),
+)
 def test_a_row_has_the_same_bits_whatever_surrounds_it(seed, width, row, dtype):
     kernels.same_bits_alone_and_again(make_case(seed, 40, width, 1, dtype=dtype), row, "cpu")
 
@@ -106,7 +112,9 @@ def test_gradients_by_finite_differences(backend, vocab_size):
     targets = torch.tensor([0, 5, -100, 3])
     with backends.on(backend):
         assert torch.autograd.gradcheck(
-            lambda x: ops.vocab_parallel_logprob(x, targets, vocab_size=vocab_size, temperature=0.7, inplace_backward=False),
+            lambda x: ops.vocab_parallel_logprob(
+                x, targets, vocab_size=vocab_size, temperature=0.7, inplace_backward=False
+            ),
             (logits,),
         )
 
@@ -147,7 +155,16 @@ int main(int, char** argv) {
 def faulty(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faulty")
     (folder / "faulty.cu").write_text(PROGRAM)
-    command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-DMEGARL_EMULATED", f"-I{build.ROOT}/tests/native", f"-I{build.ROOT}/csrc"]
+    command = [
+        "g++",
+        "-x",
+        "c++",
+        "-std=c++17",
+        "-O1",
+        "-DMEGARL_EMULATED",
+        f"-I{build.ROOT}/tests/native",
+        f"-I{build.ROOT}/csrc",
+    ]
     subprocess.run([*command, str(folder / "faulty.cu"), "-o", str(folder / "faulty")], check=True)
     return folder / "faulty"
 

@@ -1,5 +1,6 @@
-"""GPUs and fabric of a node. The texts are written by hand after the documentation: `nvidia-smi --help-query-gpu` and nvml.h (formats
-and bits), the kernel's Documentation/ABI/stable/sysfs-class-infiniband (ports). One test runs where there is a GPU."""
+"""GPUs and fabric of a node. The texts are written by hand after the documentation: `nvidia-smi --help-query-gpu` and
+nvml.h (formats and bits), the kernel's Documentation/ABI/stable/sysfs-class-infiniband (ports). One test runs where
+there is a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ def ports(folder: Path, *found: tuple[str, str, str]) -> dict[str, str]:
 
 
 def test_nodes_are_compared(tmp_path: Path) -> None:
-    up, slow, down = ("4: ACTIVE", "400 Gb/sec (4X NDR)"), ("4: ACTIVE", "200 Gb/sec (4X HDR)"), ("1: DOWN", "10 Gb/sec (4X SDR)")
+    up, slow, down = (
+        ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        ("4: ACTIVE", "200 Gb/sec (4X HDR)"),
+        ("1: DOWN", "10 Gb/sec (4X SDR)"),
+    )
     head = ports(tmp_path / "a", ("mlx5_0", *up), ("mlx5_1", *up))
     assert head == {"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)", "mlx5_1/1": "ACTIVE, 400 Gb/sec (4X NDR)"}
     same = ports(tmp_path / "b", ("mlx5_2", *up), ("mlx5_3", *up))  # names may differ
@@ -58,7 +63,8 @@ def test_nodes_are_compared(tmp_path: Path) -> None:
     worse = ports(tmp_path / "c", ("mlx5_0", *slow), ("mlx5_1", *down))
     assert devices.differences("n0", (devices.parse_gpus(NODE), head), (devices.parse_gpus(BAD), worse)) == [
         "GPU 1: clocks.max.sm 1755 MHz, but 1980 MHz on n0",
-        "ports of its fabric: 1 ACTIVE, 200 Gb/sec (4X HDR), 1 DOWN, 10 Gb/sec (4X SDR); on n0: 2 ACTIVE, 400 Gb/sec (4X NDR)",
+        "ports of its fabric: 1 ACTIVE, 200 Gb/sec (4X HDR), 1 DOWN, 10 Gb/sec (4X SDR); on n0: 2 ACTIVE, 400 Gb/sec "
+        "(4X NDR)",
     ]
 
 
@@ -77,7 +83,10 @@ def executable(path: Path, text: str) -> None:
 
 def test_fields_that_a_driver_does_not_know_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    script = 'case "$1" in *remapped*) echo \'Field "remapped_rows.pending" is not a valid field to query.\'; exit 2;; esac\n'
+    script = (
+        'case "$1" in *remapped*) echo \'Field "remapped_rows.pending" is not a valid field to query.\'; exit 2;; '
+        "esac\n"
+    )
     executable(tmp_path / "nvidia-smi", script + f"echo '{NODE.splitlines()[0].removesuffix(', No')}'\n")
     (found,) = devices.gpus()
     assert found["pstate"] == "P0" and "remapped_rows.pending" not in found
@@ -87,7 +96,14 @@ def test_fields_that_a_driver_does_not_know_are_left_out(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(None, ["0", "1", "2"]), ("", []), ("-1", []), ("3,5", ["3", "5"]), (" GPU-8932 , 1", ["GPU-8932", "1"]), ("2,-1,3", ["2"])],
+    [
+        (None, ["0", "1", "2"]),
+        ("", []),
+        ("-1", []),
+        ("3,5", ["3", "5"]),
+        (" GPU-8932 , 1", ["GPU-8932", "1"]),
+        ("2,-1,3", ["2"]),
+    ],
 )
 def test_gpus_that_the_job_may_use(tmp_path: Path, given: str | None, expected: list[str]) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):

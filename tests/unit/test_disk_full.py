@@ -149,14 +149,20 @@ def test_a_store_without_room_ends_the_job_and_says_so(small: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, ["global_step_3"]), (2, ["global_step_3"]), (3, ["global_step_2", "global_step_3"])])
-def test_what_retention_would_remove_may_go_first_but_never_the_last(tmp_path: Path, keep: int, left: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, ["global_step_3"]), (2, ["global_step_3"]), (3, ["global_step_2", "global_step_3"])]
+)
+def test_what_retention_would_remove_may_go_first_but_never_the_last(
+    tmp_path: Path, keep: int, left: list[str]
+) -> None:
     for step in (1, 2, 3):
         checkpoint(tmp_path, step)
     (tmp_path / "global_step_4.attempt_1").mkdir()
     make_room(tmp_path, 1, keep, refuse=True)
     assert len(names(tmp_path)) == 4, "there is room"
-    with pytest.raises(DiskFullError, match=r"global_step|no room for a checkpoint: .* are to be written, .* are free; make room"):
+    with pytest.raises(
+        DiskFullError, match=r"global_step|no room for a checkpoint: .* are to be written, .* are free; make room"
+    ):
         make_room(tmp_path, 2**62, keep, refuse=True)
     assert names(tmp_path) == [*left, "global_step_4.attempt_1"]
     make_room(tmp_path, 2**62, keep, refuse=False)
@@ -194,7 +200,11 @@ def saves(rank: int, model: str, folder: str) -> list[str]:
         except DiskFullError as error:
             said.append(str(error))
         dist.barrier()
-        assert sorted(p.name for p in root.iterdir()) == ["ballast", "global_step_1", "latest_checkpointed_iteration.txt"]
+        assert sorted(p.name for p in root.iterdir()) == [
+            "ballast",
+            "global_step_1",
+            "latest_checkpointed_iteration.txt",
+        ]
         dist.barrier()
         if rank == 0:
             (root / "ballast").unlink()
@@ -214,7 +224,8 @@ def test_a_checkpoint_without_room_leaves_the_others_whole(small: Path, tmp_path
 
 
 def saves_full_on_rank_0(rank: int, model: str, folder: str) -> list[str]:
-    """Runs in each rank: the disk is full for a file that rank 0 alone writes, once for each such file; returns what was raised."""
+    """Runs in each rank: the disk is full for a file that rank 0 alone writes, once for each such file; returns what
+    was raised."""
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
 

@@ -117,7 +117,14 @@ def test_poor_machine_only_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ({}, None),
         ({"max": "max\n", "current": "900\n"}, None),
         ({"max": "1000\n", "current": "900\n"}, 100),
-        ({"max": "1000\n", "current": "900\n", "stat": "anon 200\nfile 700\ninactive_file 600\nactive_file 50\nshmem 50\n"}, 750),
+        (
+            {
+                "max": "1000\n",
+                "current": "900\n",
+                "stat": "anon 200\nfile 700\ninactive_file 600\nactive_file 50\nshmem 50\n",
+            },
+            750,
+        ),
         ({"max": "1000\n", "current": "1100\n"}, 0),
     ],
 )

@@ -25,7 +25,9 @@ from tests.unit.small_job import SMALL, config_of, refused
 
 def state(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Time and content of everything in a folder, and of itself."""
-    return {str(p): (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in [folder, *folder.rglob("*")]}
+    return {
+        str(p): (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in [folder, *folder.rglob("*")]
+    }
 
 
 @pytest.fixture
@@ -71,7 +73,19 @@ def test_a_sweep_leaves_nothing(tmp_path: Path) -> None:
 def test_files_of_ones_own_get_no_bytecode_beside_them(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0\n")
     (tmp_path / "own.py").write_text("from megarl.algorithms.grpo import GRPO as ALGORITHM\n")
-    assert main(["train", "--check", *SMALL, f"run.dir={prepared}", f"reward.path={tmp_path}/reward.py", f"algorithm.name={tmp_path}/own.py"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--check",
+                *SMALL,
+                f"run.dir={prepared}",
+                f"reward.path={tmp_path}/reward.py",
+                f"algorithm.name={tmp_path}/own.py",
+            ]
+        )
+        == 0
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"reward.py", "own.py"}
 
 
@@ -86,7 +100,9 @@ def test_an_error_names_the_file_that_would_be_written(tmp_path: Path) -> None:
 def test_run_dir_that_cannot_be_written(tmp_path: Path, dry: bool) -> None:
     (tmp_path / "file").write_text("")
     for place in ("/proc/megarl/run", tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(ConfigError, match=rf"run.dir={place} cannot be made or written in .*; set it to another place"):
+        with pytest.raises(
+            ConfigError, match=rf"run.dir={place} cannot be made or written in .*; set it to another place"
+        ):
             check(config_of(Path(place)), dry=dry)
 
 
@@ -113,7 +129,14 @@ def test_ports_of_the_system() -> None:
 
 
 def test_a_step_has_no_more_tasks_than_there_are_rows(prepared: Path) -> None:
-    refused(ConfigError, config_of(prepared, "trainer.tasks_per_step=31"), "trainer.tasks_per_step=31", "30 rows", str(prepared), "30 or less")
+    refused(
+        ConfigError,
+        config_of(prepared, "trainer.tasks_per_step=31"),
+        "trainer.tasks_per_step=31",
+        "30 rows",
+        str(prepared),
+        "30 or less",
+    )
     check(config_of(prepared, "trainer.tasks_per_step=30"))
 
 
@@ -125,10 +148,13 @@ def test_a_step_has_no_more_rows_than_an_offline_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["trainer.tasks_per_step=2", "algorithm.group_size=5", "trainer.updates_per_step=4"], "does not divide the 10 rows of a step (trainer.tasks_per_step * algorithm.group_size); set it to 2"),
+        (["trainer.tasks_per_step=2", "algorithm.group_size=5", "trainer.updates_per_step=4"], "does not divide the 10 "
+            "rows of a step (trainer.tasks_per_step * algorithm.group_size); set it to 2"),
         (["trainer.updates_per_step=3"], "does not divide the 128 rows"),
-        (["algorithm=dpo", "trainer.updates_per_step=3"], "does not divide the 16 rows of a step (trainer.tasks_per_step); set it to 2"),
-        (["algorithm=online_dpo", "algorithm.kl.coef=0", "trainer.updates_per_step=32"], "is more than the 16 pairs of a step"),
+        (["algorithm=dpo", "trainer.updates_per_step=3"], "does not divide the 16 rows of a step "
+                                                          "(trainer.tasks_per_step); set it to 2"),
+        (["algorithm=online_dpo", "algorithm.kl.coef=0", "trainer.updates_per_step=32"], "is more than the 16 pairs of "
+            "a step"),
     ],
 )  # fmt: skip
 def test_updates_have_equal_shares(prepared: Path, overrides: list[str], words: str) -> None:
@@ -150,17 +176,31 @@ def with_tokens(prepared: Path, folder: Path, *words: str) -> str:
 def test_rows_with_tokens_that_the_model_lacks(prepared: Path, tmp_path: Path) -> None:
     word = "State the final"
     config = config_of(prepared, with_tokens(prepared, tmp_path / "model", word))
-    refused(DataError, config, "train.parquet: row 1 (taskset.train)", f"token 128, {word!r}", f"model.path={tmp_path}/model", "vocab_size=128", "drop the row")
+    refused(
+        DataError,
+        config,
+        "train.parquet: row 1 (taskset.train)",
+        f"token 128, {word!r}",
+        f"model.path={tmp_path}/model",
+        "vocab_size=128",
+        "drop the row",
+    )
 
 
 def test_answers_with_tokens_that_the_model_lacks(prepared: Path, tmp_path: Path) -> None:
     rows = read_rows(prepared / "data" / "warm_start.parquet", require_response=True)
     write_rows(tmp_path / "rows.parquet", [*rows[:3], replace(rows[3], response="12 xyzzy"), *rows[4:]])
-    config = config_of(prepared, with_tokens(prepared, tmp_path / "model", "<never>", "xyzzy"), f"taskset.warm_start={tmp_path}/rows.parquet")
+    config = config_of(
+        prepared,
+        with_tokens(prepared, tmp_path / "model", "<never>", "xyzzy"),
+        f"taskset.warm_start={tmp_path}/rows.parquet",
+    )
     refused(DataError, config, "rows.parquet: row 4 (taskset.warm_start)", "token 129, 'xyzzy'")
 
 
-def test_a_larger_tokenizer_whose_tokens_no_row_has_is_warned_of(prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_larger_tokenizer_whose_tokens_no_row_has_is_warned_of(
+    prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         check(config_of(prepared, with_tokens(prepared, tmp_path / "model", "<never>")))
     assert "ids up to 128 and the model vocab_size=128" in caplog.text
@@ -178,7 +218,11 @@ def test_the_longest_prompt_of_the_rows_is_the_limit(prepared: Path, caplog: pyt
     assert found == max(len(ids) for split in rows for ids in encode_rows(split, tokenizer))
     assert f"rollout.max_prompt_tokens={found}, the longest prompt: {prepared}/data/" in caplog.text
     assert check(config).keys() == {"train", "eval"}
-    refused(ConfigError, config_of(prepared, "rollout.max_prompt_tokens=null", "rollout.max_response_tokens=120"), f"= {found + 120} is more than the model's context")
+    refused(
+        ConfigError,
+        config_of(prepared, "rollout.max_prompt_tokens=null", "rollout.max_response_tokens=120"),
+        f"= {found + 120} is more than the model's context",
+    )
 
 
 def test_a_run_keeps_its_limit(prepared: Path, tmp_path: Path) -> None:
@@ -205,8 +249,14 @@ def test_a_run_keeps_its_day(prepared: Path, tmp_path: Path) -> None:
     assert with_prompt_limit(config).taskset.date is None
     begin_template(tmp_path / "run" / "model", "{{ strftime_now('%Y') }}")
     assert with_prompt_limit(config).taskset.date == date.today().isoformat()
-    refused(ConfigError, config_of(tmp_path / "run", "taskset.date=29.2.2024"), "taskset.date=29.2.2024 is no day; write it as 2025-01-31")
-    save_resolved(replace(config, taskset=replace(config.taskset, date="2024-02-29")), tmp_path / "run" / "resolved.json")
+    refused(
+        ConfigError,
+        config_of(tmp_path / "run", "taskset.date=29.2.2024"),
+        "taskset.date=29.2.2024 is no day; write it as 2025-01-31",
+    )
+    save_resolved(
+        replace(config, taskset=replace(config.taskset, date="2024-02-29")), tmp_path / "run" / "resolved.json"
+    )
     (tmp_path / "run" / "checkpoints" / "global_step_1").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "global_step_1" / "state.json").write_text("{}")
     begun = with_prompt_limit(config)
@@ -217,10 +267,15 @@ def test_a_run_keeps_its_day(prepared: Path, tmp_path: Path) -> None:
 def test_options_of_the_template_are_settings(prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(prepared, tmp_path / "run")
     config = config_of(tmp_path / "run", "taskset.chat_template_kwargs={thinking: false}")
-    refused(DataError, config, "row 1: the model's chat template does not look at 'thinking'; leave it out of the row and")
+    refused(
+        DataError, config, "row 1: the model's chat template does not look at 'thinking'; leave it out of the row and"
+    )
     begin_template(tmp_path / "run" / "model", "{% if thinking is false %}1{% endif %}")
     save_resolved(config, tmp_path / "resolved.json")
-    text, plain = (ChatTokenizer.of(c).render([{"role": "user", "content": "1"}]) for c in (load_resolved(tmp_path / "resolved.json"), config_of(tmp_path / "run")))
+    text, plain = (
+        ChatTokenizer.of(c).render([{"role": "user", "content": "1"}])
+        for c in (load_resolved(tmp_path / "resolved.json"), config_of(tmp_path / "run"))
+    )
     assert text == "1" + plain
 
 

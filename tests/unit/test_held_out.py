@@ -31,7 +31,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int) -> None:
 def test_pass_at_k_is_unbiased() -> None:
     """Its mean over draws of n = 6 answers, each right with probability 0.3, is 1 - 0.7^k."""
     n, p = 6, 0.3
-    chances = np.array([np.prod([p if right else 1 - p for right in draw]) for draw in itertools.product([0, 1], repeat=n)])
+    chances = np.array(
+        [np.prod([p if right else 1 - p for right in draw]) for draw in itertools.product([0, 1], repeat=n)]
+    )
     counts = np.array([sum(draw) for draw in itertools.product([0, 1], repeat=n)])
     for k in range(1, n + 1):
         assert (chances * pass_at(k, counts, n)).sum() == pytest.approx(1 - (1 - p) ** k)
@@ -54,7 +56,11 @@ def test_metrics_of_two_sources() -> None:
     found = sampled_metrics(np.array([4, 0, 2]), 4, ["a", "a", "b/c"])
     assert set(found) == {
         *("val/accuracy_se", "val/pass@2", "val/pass@2_se", "val/pass@4", "val/pass@4_se"),
-        *(f"val-core/{source}/acc/{name}@4{end}" for source in ("a", "b/c") for name, end in (("mean", ""), ("best", "/mean"))),
+        *(
+            f"val-core/{source}/acc/{name}@4{end}"
+            for source in ("a", "b/c")
+            for name, end in (("mean", ""), ("best", "/mean"))
+        ),
     }
     assert found["val/pass@2"] == pytest.approx((1 + 0 + 5 / 6) / 3) and found["val/pass@4"] == pytest.approx(2 / 3)
     assert (found["val-core/a/acc/mean@4"], found["val-core/b/c/acc/mean@4"]) == (0.5, 0.5)
@@ -98,13 +104,20 @@ def answered(claim: Any, index: int, right: bool) -> Experience:
 class Evaluated:
     """An evaluation whose rollouts have ``right[i]`` right answers to task i, and what it left."""
 
-    def __init__(self, path: Path, config: EvaluationConfig, right: list[int], monkeypatch: pytest.MonkeyPatch, step: int = 20) -> None:
+    def __init__(
+        self, path: Path, config: EvaluationConfig, right: list[int], monkeypatch: pytest.MonkeyPatch, step: int = 20
+    ) -> None:
         self.store = Store(f"sqlite:///{path}/store.db")
         self.store.add_tasks("eval", TASKS)
         self.sampling: Any = None
         self.lines: list[str] = []
         self.metrics: dict[str, float] = {}
-        context = RunContext(Config(evaluation=config, rollout=RolloutConfig(max_response_tokens=9), trainer=TrainerConfig(seed=3)), path, 1, 0)
+        context = RunContext(
+            Config(evaluation=config, rollout=RolloutConfig(max_response_tokens=9), trainer=TrainerConfig(seed=3)),
+            path,
+            1,
+            0,
+        )
         reporter = Reporter(context, self.store)
         monkeypatch.setattr(reporter, "write", lambda step, metrics: self.metrics.update(metrics))
         monkeypatch.setattr(reporter, "say", self.lines.append)
@@ -119,7 +132,9 @@ class Evaluated:
         (self.event,) = (event["data"] for event in self.store.events("evaluation"))
 
 
-def test_by_default_one_greedy_answer_under_the_names_there_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_one_greedy_answer_under_the_names_there_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = Evaluated(tmp_path, EvaluationConfig(), [1, 0, 1, 0, 1], monkeypatch)
     assert found.sampling == {"temperature": 0.0, "max_tokens": 9}
     assert found.metrics == {"val/accuracy": 0.6, "val/error_rate": 0.0}
@@ -146,6 +161,7 @@ def test_an_evaluation_samples_the_same_when_it_is_repeated(tmp_path: Path, monk
     for folder in folders:
         folder.mkdir()
     seeds = [
-        Evaluated(folder, config, [1] * 5, monkeypatch, step).sampling["seed"] for folder, step in zip(folders, (20, 20, 40), strict=True)
+        Evaluated(folder, config, [1] * 5, monkeypatch, step).sampling["seed"]
+        for folder, step in zip(folders, (20, 20, 40), strict=True)
     ]
     assert seeds[0] == seeds[1] != seeds[2]

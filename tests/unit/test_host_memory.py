@@ -13,13 +13,17 @@ ROOT = Path(__file__).parents[2]
 
 def documented(algorithm: str) -> tuple[float, float]:
     """Bytes a token: (held, peak)."""
-    rows = re.findall(rf"^\| {algorithm},[^|]*\| (\d+) \| (\d+) \|", (ROOT / "docs" / "roles.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        rf"^\| {algorithm},[^|]*\| (\d+) \| (\d+) \|", (ROOT / "docs" / "roles.md").read_text(), re.MULTILINE
+    )
     assert len(rows) == 1, f"docs/roles.md has {len(rows)} rows for {algorithm}"
     return float(rows[0][0]), float(rows[0][1])
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_step_peaks_within_a_tenth_of_the_documented_bytes_a_token(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_peaks_within_a_tenth_of_the_documented_bytes_a_token(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four million tokens, in a process of its own."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "host_memory", raising=False)

@@ -66,15 +66,29 @@ def test_a_job_takes_the_snapshot(hub: Path, prepared: Path) -> None:
 
 def test_a_name_that_is_not_cached_says_how_to_get_it(hub: Path, prepared: Path) -> None:
     """Also where the experiment describes a model from scratch: it would be made under that name."""
-    words = [f"model.path={NAME}", "nothing is downloaded", f"`hf download {NAME} --local-dir models/Tiny-0.5B`", "huggingface-cli", str(hub)]
+    words = [
+        f"model.path={NAME}",
+        "nothing is downloaded",
+        f"`hf download {NAME} --local-dir models/Tiny-0.5B`",
+        "huggingface-cli",
+        str(hub),
+    ]
     refused(ConfigError, config_of(prepared, f"model.path={NAME}", "model.from_scratch=null"), *words)
     refused(ConfigError, config_of(prepared, f"model.path={NAME}"), *words)
     assert not Path("Some-Org").exists()
-    refused(CheckpointError, config_of(prepared, "algorithm=ppo", f"critic.path={NAME}"), f"hf download {NAME}", "critic.path=models/Tiny-0.5B")
+    refused(
+        CheckpointError,
+        config_of(prepared, "algorithm=ppo", f"critic.path={NAME}"),
+        f"hf download {NAME}",
+        "critic.path=models/Tiny-0.5B",
+    )
 
 
-def test_a_run_keeps_the_snapshot_that_it_began_with(hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The branch may move on in the cache; without the old snapshot the new one is another model, which the run refuses."""
+def test_a_run_keeps_the_snapshot_that_it_began_with(
+    hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The branch may move on in the cache; without the old snapshot the new one is another model, which the run
+    refuses."""
     first = cached(hub)
     words = [*OWN, f"model.path={NAME}", f"critic.path={NAME}", f"run.dir={tmp_path / 'run'}"]
     (tmp_path / "run").mkdir()
@@ -101,7 +115,12 @@ def test_a_missing_snapshot_of_a_run_is_named_with_the_way_back(hub: Path, tmp_p
     second = first.with_name("def456")
     first.rename(second)
     (hub / "models--Some-Org--Tiny-0.5B" / "refs" / "main").write_text("def456")
-    words = [f"model.path was {first}", "no longer in the cache", f"`hf download {NAME} --revision abc123`", f"now {second}"]
+    words = [
+        f"model.path was {first}",
+        "no longer in the cache",
+        f"`hf download {NAME} --revision abc123`",
+        f"now {second}",
+    ]
     with pytest.raises(ConfigError) as caught:
         check_settings_of_run(config_of(run_dir, f"model.path={NAME}"), run_dir)
     assert all(word in str(caught.value) for word in words)

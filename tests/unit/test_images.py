@@ -1,4 +1,5 @@
-"""Rows with images: what is read, what is refused with its row, through files and store; and what a training job refuses."""
+"""Rows with images: what is read, what is refused with its row, through files and store; and what a training job
+refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ ASK = [{"role": "user", "content": "<image>How many?"}]
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    return {"data_source": "vision/count", "prompt": ASK, "ability": "", "reward_model": {"ground_truth": "3"}} | changes
+    return {
+        "data_source": "vision/count",
+        "prompt": ASK,
+        "ability": "",
+        "reward_model": {"ground_truth": "3"},
+    } | changes
 
 
 def parquet(path: Path, *rows: dict[str, Any]) -> Path:
@@ -57,7 +63,11 @@ def test_the_forms_of_an_image_in_parquet(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "blue.jpg").write_bytes(BLUE)
     forms = [{"bytes": RED, "path": None}, {"bytes": None, "path": "a/blue.jpg"}]
-    [both] = read_rows(parquet(tmp_path / "both.parquet", row(images=forms, prompt=[{"role": "user", "content": "<image> or <image>?"}])))
+    [both] = read_rows(
+        parquet(
+            tmp_path / "both.parquet", row(images=forms, prompt=[{"role": "user", "content": "<image> or <image>?"}])
+        )
+    )
     assert both.images == (RED, BLUE) and both.prompt[0]["content"] == "<image> or <image>?"
     for i, form in enumerate([RED, {"image": RED}, {"bytes": RED, "path": "gone.png"}]):
         [task] = read_rows(parquet(tmp_path / f"{i}.parquet", row(images=[form])))
@@ -68,15 +78,27 @@ def test_the_forms_of_an_image_in_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "red.png"
     path.write_bytes(RED)
     uri = "data:image/png;base64," + base64.b64encode(RED).decode()
-    rows = [row(images=[form]) for form in ("red.png", str(path), f"file://{path}", {"path": "red.png"}, {"image": uri}, uri)]
-    rows.append(row(prompt=[{"role": "user", "content": [{"type": "image", "image": uri}, {"type": "text", "text": "How many?"}]}]))
+    rows = [
+        row(images=[form])
+        for form in ("red.png", str(path), f"file://{path}", {"path": "red.png"}, {"image": uri}, uri)
+    ]
+    rows.append(
+        row(
+            prompt=[
+                {"role": "user", "content": [{"type": "image", "image": uri}, {"type": "text", "text": "How many?"}]}
+            ]
+        )
+    )
     for task in read_rows(jsonl(tmp_path / "rows.jsonl", *rows)):
         assert (task.images, task.prompt) == ((RED,), tuple(ASK))
 
 
 def test_lists_of_parts_become_texts_with_placeholders_and_back(tmp_path: Path) -> None:
     content = [part("image"), part("text", text="How "), part("text", text="many?"), part("image")]
-    given = row(prompt=[{"role": "system", "content": [part("text", text="Count.")]}, {"role": "user", "content": content}], images=[RED, BLUE])
+    given = row(
+        prompt=[{"role": "system", "content": [part("text", text="Count.")]}, {"role": "user", "content": content}],
+        images=[RED, BLUE],
+    )
     [task] = read_rows(parquet(tmp_path / "rows.parquet", given))
     assert [m["content"] for m in task.prompt] == ["Count.", "<image>How many?<image>"]
     assert [m["content"] for m in chat_messages(task)] == [
@@ -104,11 +126,20 @@ def test_a_text_may_speak_of_images(tmp_path: Path) -> None:
         ({"images": [{"bytes": None, "path": None}]}, "one of them given"),
         ({"images": [7]}, "a path or a data: URI"),
         ({"images": "a.png"}, "images must be a list"),
-        ({"images": [RED] * 17, "prompt": [{"role": "user", "content": "<image>" * 17}]}, "at most 16 images of 32 MiB"),
+        (
+            {"images": [RED] * 17, "prompt": [{"role": "user", "content": "<image>" * 17}]},
+            "at most 16 images of 32 MiB",
+        ),
         ({"images": [RED + b"x" * 2**25]}, "at most 16 images of 32 MiB"),
         ({"videos": ["a.mp4"]}, "videos are not supported"),
-        ({"images": [RED], "prompt": [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]}, "empty where the prompt's parts hold"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, r"prompt\[0\].content\[0\] must be {type: text"),
+        (
+            {"images": [RED], "prompt": [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]},
+            "empty where the prompt's parts hold",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            r"prompt\[0\].content\[0\] must be {type: text",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -135,7 +166,10 @@ def test_no_text_is_lost_around_placeholders(pieces: list[str]) -> None:
 
 def test_rows_are_written_as_they_were_read(tmp_path: Path) -> None:
     message = ({"role": "user", "content": "<image>?"},)
-    tasks = [Task(f"rows/{i}", "vision/count", message, "", {"ground_truth": "3"}, images=(image,)) for i, image in enumerate([RED, BLUE])]
+    tasks = [
+        Task(f"rows/{i}", "vision/count", message, "", {"ground_truth": "3"}, images=(image,))
+        for i, image in enumerate([RED, BLUE])
+    ]
     tasks.append(Task("rows/2", "math", ({"role": "user", "content": "?"},), "", {"ground_truth": "3"}))
     write_rows(tmp_path / "rows.parquet", tasks)
     assert read_rows(tmp_path / "rows.parquet") == tasks
@@ -172,7 +206,10 @@ def test_a_training_job_refuses_images_and_models_that_take_them() -> None:
     with pytest.raises(DataError, match=r"row 2 \(taskset.train\) has 1 images and the model of .* takes text only"):
         check_images(config, text, {"train": [plain, seen], "eval": []})
     vision = {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {"depth": 32}}
-    with pytest.raises(ConfigError, match=r"vision-language model \(Qwen2VLForConditionalGeneration\): megarl has no trainer for these, only rollouts"):
+    with pytest.raises(
+        ConfigError,
+        match=r"vision-language model \(Qwen2VLForConditionalGeneration\): megarl has no trainer for these, only rollouts",
+    ):
         check_images(config, vision, {"train": [seen]})
 
 

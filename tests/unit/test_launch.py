@@ -92,7 +92,9 @@ for host in ("127.0.0.1", "0.0.0.0"):
 
 
 def taken_by_another_user(port: int) -> bool:
-    done = subprocess.run([sys.executable, "-c", OF_ANOTHER_USER, str(port)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", OF_ANOTHER_USER, str(port)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert len(done.stdout.splitlines()) == 2
     return "taken" in done.stdout
 
@@ -102,11 +104,16 @@ def test_no_other_user_can_listen_where_a_server_of_the_job_will(tmp_path: Path)
     """Its port is in its command line before it listens; who listened there would be sent the job's key."""
     [port] = ports.choose("127.0.0.1", 1, None)
     assert taken_by_another_user(port), "else nothing is shown below"
-    listen = f"import socket, time; s = socket.create_server(('127.0.0.1', {port}), reuse_port=True); print('up', flush=True); time.sleep(600)"
+    listen = (
+        f"import socket, time; s = socket.create_server(('127.0.0.1', {port}), reuse_port=True); print('up', "
+        "flush=True); time.sleep(600)"
+    )
     with Guard() as guard:
         node = LocalNode(guard)
         for code in ("import time; time.sleep(600)", listen):  # one that has not begun to listen, its successor
-            process = node.start(Spec("reward host 0", ("-c", code), {}, str(tmp_path / "log"), listens=f"127.0.0.1:{port}"))
+            process = node.start(
+                Spec("reward host 0", ("-c", code), {}, str(tmp_path / "log"), listens=f"127.0.0.1:{port}")
+            )
             assert not taken_by_another_user(port)
             while code == listen and "up" not in process.log.read_text():
                 time.sleep(0.02)
@@ -169,7 +176,8 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     """However the parent ends; and it can still print, so that its own end is an orderly one."""
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom megarl.launch.process import Child\n"
-        'words = \'import signal, sys, time; signal.signal(15, lambda *_: sys.exit(print("told to end"))); print("up", flush=True); time.sleep(60)\'\n'
+        'words = \'import signal, sys, time; signal.signal(15, lambda *_: sys.exit(print("told to end"))); print("up", '
+        "flush=True); time.sleep(60)'\n"
         f"child = Child('c', [sys.executable, '-c', words], {{}}, Path({str(tmp_path / 'c.log')!r}))\n"
         "while 'up' not in Path(child.log).read_text():\n    time.sleep(0.05)\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
@@ -211,7 +219,10 @@ def test_a_process_that_waits_without_end_ends_after_its_parent(tmp_path: Path) 
     assert "the supervisor died" in (tmp_path / "log").read_text()
 
 
-TRAINER = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.5), sys.exit({status}))); print('up', flush=True); time.sleep(60)"
+TRAINER = (
+    "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.5), sys.exit({status}))); print('up', "
+    "flush=True); time.sleep(60)"
+)
 
 
 def watch_stopping(tmp_path: Path, trainer: str, *, engine_dies: bool = False) -> None:
@@ -249,7 +260,9 @@ WAITING = (
 def test_an_engine_that_hangs_is_ended_before_the_grace_is_over(tmp_path: Path) -> None:
     """The trainer may wait for it in C, in a weight sync; freed, it saves."""
     engine = child(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")
-    trainer = Child("trainer rank 0", [sys.executable, "-c", WAITING.format(engine=engine.pid)], {}, tmp_path / "trainer_0.log")
+    trainer = Child(
+        "trainer rank 0", [sys.executable, "-c", WAITING.format(engine=engine.pid)], {}, tmp_path / "trainer_0.log"
+    )
     while "up" not in trainer.log.read_text():
         time.sleep(0.02)
     request = StopRequest()
@@ -271,7 +284,9 @@ def test_what_would_come_again_is_told_from_what_may_pass(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("error", "starts"), [(JobError, 3), (LastingError, 1)])
-def test_only_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[JobError], starts: int) -> None:
+def test_only_what_may_pass_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[JobError], starts: int
+) -> None:
     config = config_of(tmp_path, "cluster.restarts=2")
     attempts: list[int] = []
 
@@ -301,8 +316,13 @@ def test_a_job_that_was_fenced_takes_no_further_number(tmp_path: Path, monkeypat
     monkeypatch.setattr(job, "start_attempt", lambda *_, **__: [])
     monkeypatch.setattr(job, "watch", fail)
     monkeypatch.setattr(job, "_fill_store", lambda *_: None)
-    monkeypatch.setattr(job, "set_aside_damaged", lambda *_, **__: pytest.fail("the checkpoints are the other attempt's now"))
-    with (tmp_path / "lock").open("w") as lock, pytest.raises(FencedError, match=r"attempt 2 .*has begun.* attempt 1 ends"):
+    monkeypatch.setattr(
+        job, "set_aside_damaged", lambda *_, **__: pytest.fail("the checkpoints are the other attempt's now")
+    )
+    with (
+        (tmp_path / "lock").open("w") as lock,
+        pytest.raises(FencedError, match=r"attempt 2 .*has begun.* attempt 1 ends"),
+    ):
         job._run_attempts(config, {}, Allocation(), Gathering(Allocation(), "", 1.0), lock.fileno(), None, "", 0)
     assert current_attempt(tmp_path) == 2
 
@@ -380,7 +400,8 @@ with own_run_dir(Path(sys.argv[1])) as lock:
 
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[int]:
-    """A process of a job whose supervisor and guard were killed: it holds the run directory's lock and does not end by itself."""
+    """A process of a job whose supervisor and guard were killed: it holds the run directory's lock and does not end by
+    itself."""
     done = subprocess.run([sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, timeout=60)
     yield int(done.stdout)
     with suppress(ProcessLookupError):
@@ -394,7 +415,9 @@ def test_a_start_ends_what_a_killed_supervisor_and_its_guard_left(
     waiter = "import sys, time; file = open(sys.argv[1], 'a+'); print('open', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", waiter, str(tmp_path / "lock")], stdout=subprocess.PIPE) as other:
         try:
-            assert other.stdout is not None and other.stdout.readline()  # it has the file open, and does not hold the lock
+            assert (
+                other.stdout is not None and other.stdout.readline()
+            )  # it has the file open, and does not hold the lock
             with own_run_dir(tmp_path):
                 assert not group_members(orphan)
                 assert other.poll() is None
@@ -422,7 +445,13 @@ with run_dir.own_run_dir(Path(sys.argv[1])):
 
 def test_a_start_ends_no_process_beside_an_orphan(tmp_path: Path) -> None:
     """An orphan that leads no session is in the group of the shell, and of the start that ends it."""
-    done = subprocess.run([sys.executable, "-c", BESIDE_ORPHANS, str(tmp_path)], capture_output=True, text=True, timeout=60, start_new_session=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_ORPHANS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
     assert (done.returncode, done.stdout) == (0, "started again\n"), done.stderr
 
 
@@ -431,7 +460,10 @@ def test_a_start_names_what_it_may_not_end(tmp_path: Path, orphan: int, monkeypa
     monkeypatch.setattr(run_dir, "ORPHANS_S", 0.3)
     text = (tmp_path / "lock").read_text().split(" ")
     (tmp_path / "lock").write_text(" ".join([text[0], "another-machine", ""]))
-    with pytest.raises(ConfigError, match=f"process {text[0]} on another-machine.*held here by process {orphan}"), own_run_dir(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=f"process {text[0]} on another-machine.*held here by process {orphan}"),
+        own_run_dir(tmp_path),
+    ):
         pass
     assert group_members(orphan)
 

@@ -1,4 +1,5 @@
-"""Settings and models that cannot work are refused with the rule, the value and the fix, before any process is launched."""
+"""Settings and models that cannot work are refused with the rule, the value and the fix, before any process is
+launched."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def test_a_folder_that_the_export_would_replace(prepared: Path, tmp_path: Path, 
     run_dir = tmp_path / "run"
     shutil.copytree(prepared, run_dir)
     (run_dir / "model").rename(run_dir / name)
-    refused(ConfigError, config_of(run_dir, f"model.path={run_dir / name}"), f"{run_dir / name} contains the source", "run.dir")
+    refused(
+        ConfigError,
+        config_of(run_dir, f"model.path={run_dir / name}"),
+        f"{run_dir / name} contains the source",
+        "run.dir",
+    )
     (run_dir / name).rename(run_dir / "model")
     (run_dir / name).mkdir()
     (run_dir / name / "mine.txt").write_text("keep me")
@@ -87,10 +93,12 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["store.url=foo"], ["store.url=foo", "sqlite:///PATH"]),
         (["store.url=postgres://me:secret@x/y"], ["store.url=postgres://me:***@x/y"]),
         (["reward.overlong_buffer=9"], ["reward.overlong_buffer=9", "rollout.max_response_tokens=8"]),
-        (["reference.refresh=5", "algorithm.kl.coef=0"], ["reference.refresh=5", "grpo with algorithm.kl.coef=0 has no reference"]),
+        (["reference.refresh=5", "algorithm.kl.coef=0"], ["reference.refresh=5", "grpo with algorithm.kl.coef=0 has no "
+            "reference"]),
         (["reference.refresh=5", "algorithm=online_dpo", "algorithm.kl.target=0.1"], ["algorithm.kl.target=0.1", "online_dpo"]),
         (["reference.refresh=every_iteration", "algorithm=ppo"], ["every_iteration with algorithm.kl.place=reward", "every N steps"]),
-        (["reference.refresh=every_iteration", "algorithm.kl.target=0.1"], ["every_iteration with algorithm.kl.target=0.1"]),
+        (["reference.refresh=every_iteration", "algorithm.kl.target=0.1"], ["every_iteration with "
+            "algorithm.kl.target=0.1"]),
         (["reward.shuffle=true", "reward_model.path=/models/scores"], ["reward.shuffle=true", "reward_model.path"]),
         (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
         (["model.router.z_loss_coef=0.001"], ["model.router.z_loss_coef=0.001", "no experts", "set it to 0"]),
@@ -111,7 +119,11 @@ def test_only_routers_with_a_bias_have_it_moved(prepared: Path, tmp_path: Path, 
     hf_config = read_hf_config(save(family, tmp_path))
     check_router(config_of(prepared, "model.router.aux_loss_coef=0.001"), hf_config)
     config = config_of(prepared, "model.router.bias_update_rate=0.001")
-    with nullcontext() if takes else pytest.raises(ConfigError, match=rf"bias_update_rate=0\.001, but routers of {family} have no bias"):
+    with (
+        nullcontext()
+        if takes
+        else pytest.raises(ConfigError, match=rf"bias_update_rate=0\.001, but routers of {family} have no bias")
+    ):
         check_router(config, hf_config)
 
 
@@ -174,11 +186,19 @@ def test_algorithm_of_ones_own(prepared: Path, tmp_path: Path) -> None:
         ("{})", '{"a": 1.0})', ["each metric must be a pair"]),
         ("count=terms.denominator", "count=lambda *_: 1", ["count must give a scalar tensor"]),
         ("advantage=advantage", "advantage=None, estimate=advantage", ["TypeError", "own.py"]),
-        ("advantage=advantage", "advantage=None, estimate=lambda step, c: 0", ["estimate must give a megarl.algorithms.Estimate"]),
+        (
+            "advantage=advantage",
+            "advantage=None, estimate=lambda step, c: 0",
+            ["estimate must give a megarl.algorithms.Estimate"],
+        ),
         ('{"actor"}', '{"actor", "critic"}', ["a critic learns returns", "estimate"]),
         ("reward - stats.mean", "float('nan')", ["two finite numbers"]),
         ("advantage=advantage", "advantage=None, choose_pairs=lambda r, c: []", ["neither advantage nor estimate"]),
-        ("advantage=advantage", "advantage=advantage, choose_pairs=lambda r, c: [(0, 2)]", ["(chosen, rejected)", "(0, 2)"]),
+        (
+            "advantage=advantage",
+            "advantage=advantage, choose_pairs=lambda r, c: [(0, 2)]",
+            ["(chosen, rejected)", "(0, 2)"],
+        ),
     ],
 )
 def test_algorithm_of_ones_own_that_lacks_something(
@@ -216,7 +236,9 @@ def test_model_without_a_table(prepared: Path, tmp_path: Path, changes: dict[str
         (["parallel=tp1", "parallel.ep=4"], ["parallel.ep=4", "does not divide the 1 ranks"]),
     ],
 )
-def test_grid_that_the_trainer_would_refuse(prepared: Path, tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+def test_grid_that_the_trainer_would_refuse(
+    prepared: Path, tmp_path: Path, overrides: list[str], words: list[str]
+) -> None:
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     model = with_model(prepared, tmp_path / "model", **experts)
     refused(ConfigError, config_of(prepared, *model, *overrides), *words)
@@ -255,7 +277,9 @@ def test_converted_model_that_is_not_as_its_manifest_says(prepared: Path, tmp_pa
         checks.check(config)  # headers and sizes only
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
+)
 def test_damaged_tokenizer(prepared: Path, tmp_path: Path, file: str) -> None:
     model = with_model(prepared, tmp_path / "model")
     (tmp_path / "model" / file).write_text("{% if %}" if file.endswith("jinja") else "[1")
@@ -290,7 +314,12 @@ def test_weights_cut_short(prepared: Path, tmp_path: Path, left: int) -> None:
     ],
 )
 def test_what_is_installed_is_built_for_where_the_job_computes(
-    monkeypatch: pytest.MonkeyPatch, backend: Literal["gloo", "nccl"], versions: dict[str, str], cuda: str | None, kernels: bool, words: str
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Literal["gloo", "nccl"],
+    versions: dict[str, str],
+    cuda: str | None,
+    kernels: bool,
+    words: str,
 ) -> None:
     monkeypatch.setattr(setting_checks, "installed_version", versions.get)
     monkeypatch.setattr(torch.version, "cuda", cuda)

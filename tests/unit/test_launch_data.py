@@ -27,7 +27,8 @@ def test_unknown_generator(prepared: Path, tmp_path: Path) -> None:
 
 
 def rewritten(prepared: Path, split: str, path: Path, row: int, **changes: Any) -> str:
-    """An override for a copy of a split's file in which some columns of one row differ; without a value the column goes."""
+    """An override for a copy of a split's file in which some columns of one row differ; without a value the column
+    goes."""
     table = pq.read_table(prepared / "data" / f"{split}.parquet", partitioning=None)
     rows = table.to_pylist()
     for name, value in changes.items():

@@ -24,13 +24,7 @@ DENSE: dict[str, Any] = {
     "max_position_embeddings": 128,
     "rope_theta": 1e4,
 }
-MOE = {
-    **DENSE,
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-}
+MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LATENT = {
     **DENSE,
     "model_type": "deepseek_v3",

@@ -1,4 +1,5 @@
-"""Expert rows: asked for where the algorithm needs them, generated when they are missing, checked like demonstrations."""
+"""Expert rows: asked for where the algorithm needs them, generated when they are missing, checked like
+demonstrations."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ ALGORITHM = Algorithm(
 def config_with(prepared: Path, folder: Path, *overrides: str) -> Config:
     (folder / "imitate.py").write_text(ALGORITHM)
     expert = f"taskset.expert={folder}/expert.parquet"
-    return config_of(prepared, f"algorithm.name={folder}/imitate.py", *([] if any("expert=" in o for o in overrides) else [expert]), *overrides)
+    return config_of(
+        prepared,
+        f"algorithm.name={folder}/imitate.py",
+        *([] if any("expert=" in o for o in overrides) else [expert]),
+        *overrides,
+    )
 
 
 def test_a_right_answer_to_questions_that_are_not_held_out(prepared: Path, tmp_path: Path) -> None:
@@ -38,7 +44,9 @@ def test_a_right_answer_to_questions_that_are_not_held_out(prepared: Path, tmp_p
     config = config_with(prepared, tmp_path)
     assert {split: len(rows) for split, rows in checks.check(config).items()} == {"train": 30, "eval": 10}
     rows = read_rows(tmp_path / "expert.parquet", require_response=True)
-    assert len(rows) == 30 and all(row.response == row.ground_truth for row in rows), "the careless teacher is not asked"
+    assert len(rows) == 30 and all(row.response == row.ground_truth for row in rows), (
+        "the careless teacher is not asked"
+    )
     questions = {row.prompt[-1]["content"] for row in rows}
     held_out = read_rows(prepared / "data" / "eval.parquet")
     assert len(questions) == 30 and not questions & {row.prompt[-1]["content"] for row in held_out}

@@ -66,7 +66,11 @@ def jobs(draw: st.DrawFn) -> tuple[Config, list[Place], list[Place]]:
     rollout = replace(base().rollout, nodes=span, tp=span, replicas=draw(st.integers(1, 5)))
     assume("r" in roles or span <= count)
     config = replace(
-        base(), parallel=parallel, rollout=rollout, critic=replace(base().critic, parallel=critic), cluster=replace(base().cluster, spare_nodes=spare)
+        base(),
+        parallel=parallel,
+        rollout=rollout,
+        critic=replace(base().critic, parallel=critic),
+        cluster=replace(base().cluster, spare_nodes=spare),
     )
     try:
         grids(config)
@@ -77,7 +81,9 @@ def jobs(draw: st.DrawFn) -> tuple[Config, list[Place], list[Place]]:
     return config, allocated, [node for node in allocated if node.rank not in lost]
 
 
-def load(config: Config, some: Sequence[Place], trainers: int | None = None) -> tuple[Counter[int], Counter[tuple[int, ...]]]:
+def load(
+    config: Config, some: Sequence[Place], trainers: int | None = None
+) -> tuple[Counter[int], Counter[tuple[int, ...]]]:
     """Ranks of each node, engines of each group of nodes."""
     placed = place(config, some, trainers=trainers)
     return Counter(placed.trainer), Counter(placed.engines)
@@ -88,7 +94,10 @@ def load(config: Config, some: Sequence[Place], trainers: int | None = None) -> 
 def test_what_fits_is_a_part_of_the_job(found: tuple[Config, list[Place], list[Place]]) -> None:
     config, allocated, left = found
     whole = fit(config, allocated, allocated, grids)
-    assert whole.config == config and len([n for n in allocated if n.role != "rollout"]) - config.cluster.spare_nodes == whole.trainers
+    assert (
+        whole.config == config
+        and len([n for n in allocated if n.role != "rollout"]) - config.cluster.spare_nodes == whole.trainers
+    )
     most = [max(counts.values()) for counts in load(config, whole.nodes)]
     try:
         fitted = fit(config, allocated, left, grids)
@@ -111,7 +120,9 @@ def test_what_fits_is_a_part_of_the_job(found: tuple[Config, list[Place], list[P
 
 @settings(max_examples=300)
 @given(jobs(), st.data())
-def test_more_nodes_are_never_a_smaller_job(found: tuple[Config, list[Place], list[Place]], data: st.DataObject) -> None:
+def test_more_nodes_are_never_a_smaller_job(
+    found: tuple[Config, list[Place], list[Place]], data: st.DataObject
+) -> None:
     config, allocated, left = found
     gone = [node for node in allocated if node not in left]
     assume(gone)
@@ -134,7 +145,8 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
 
 
 def test_without_a_spare_the_job_is_smaller() -> None:
-    """Four nodes with two ranks and one engine each; with pairs of nodes for a model, one of three is left over for its engine."""
+    """Four nodes with two ranks and one engine each; with pairs of nodes for a model, one of three is left over for its
+    engine."""
     allocated = nodes(4)
     left = [*allocated[:1], *allocated[2:]]
     config = job(4, tp=2, replicas=4)
@@ -162,7 +174,10 @@ def test_a_model_that_the_checks_refuse_is_not_taken() -> None:
 
 
 def test_what_fits_no_part_is_said() -> None:
-    with pytest.raises(JobError, match=r"1 of 2 nodes .* tp\*cp\*pp = 4 trainer ranks where a node has room for 2.*cluster.shrink=false"):
+    with pytest.raises(
+        JobError,
+        match=r"1 of 2 nodes .* tp\*cp\*pp = 4 trainer ranks where a node has room for 2.*cluster.shrink=false",
+    ):
         fit(job(1, tp=4), nodes(2), nodes(1), grids)
     with pytest.raises(ConfigError, match=r"cluster.spare_nodes=2 leaves none of the 2 nodes"):
         fit(job(2, spare=2), nodes(2), nodes(2), grids)

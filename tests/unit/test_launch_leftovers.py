@@ -32,7 +32,8 @@ def test_a_process_is_gone_with_its_last_thread(tmp_path: Path) -> None:
     code = (
         "import os, socket, threading, time, ctypes; server = socket.create_server(('127.0.0.1', 0))\n"
         "if os.fork(): time.sleep(600)\n"
-        "threading.Thread(target=time.sleep, args=(600,)).start(); print(os.getpid(), server.getsockname()[1], flush=True)\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start(); print(os.getpid(), server.getsockname()[1], "
+        "flush=True)\n"
         "ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone\n"
     )
     process = child(tmp_path, code)
@@ -91,13 +92,17 @@ with Guard(alone_s=0.2) as guard:
 def test_a_guard_that_was_killed_has_a_successor(tmp_path: Path) -> None:
     """Which ends what a supervisor that is killed then leaves, and removes an engine's temporary folder."""
     log = tmp_path / "engine_0.log"
-    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(log)], stdout=subprocess.PIPE, text=True) as supervisor:
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(log)], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
         assert supervisor.stdout is not None
         guard, engine = (int(supervisor.stdout.readline().split()[1]) for _ in range(2))
         folder = Path(log.read_text().strip())
         assert (folder / "left").exists()
         os.kill(guard, signal.SIGKILL)
-        assert "the guard of this job's processes has ended (status -9); starting another" in supervisor.stdout.readline()
+        assert (
+            "the guard of this job's processes has ended (status -9); starting another" in supervisor.stdout.readline()
+        )
         assert supervisor.stdout.readline() == "told\n"
         supervisor.kill()
     deadline = time.monotonic() + 30
@@ -136,7 +141,10 @@ def test_a_guard_forgets_what_is_gone(tmp_path: Path) -> None:
 
 def test_an_engines_temporary_folder_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short enough for the names of sockets; what torch compiles stays where it was."""
-    code = "import os, tempfile; tempfile.mkdtemp(); print(os.environ['VLLM_RPC_BASE_PATH'], tempfile.gettempdir(), os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    code = (
+        "import os, tempfile; tempfile.mkdtemp(); print(os.environ['VLLM_RPC_BASE_PATH'], tempfile.gettempdir(), "
+        "os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
     shared = tempfile.mkdtemp()
     monkeypatch.setattr(tempfile, "tempdir", shared)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -163,7 +171,13 @@ def test_the_folders_of_a_killed_start_are_removed_by_the_next(tmp_path: Path, m
         "for run in sys.argv[1:]: print(own_folder(Path(run))[0])"
     )
     runs = [str(tmp_path / "run")] * 2 + [str(tmp_path / "other")]
-    made = subprocess.run([sys.executable, "-c", code, *runs], env={**os.environ, "TMPDIR": str(shared)}, capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        [sys.executable, "-c", code, *runs],
+        env={**os.environ, "TMPDIR": str(shared)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     stale, used, other = map(Path, made.stdout.split())
     current, _ = own_folder(tmp_path / "run")
     (shared / "megarl-else").mkdir()
@@ -194,7 +208,8 @@ def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: st
     segment = Path(f"/dev/shm/psm_{secrets.token_hex(8)}")
     code = (
         "import mmap, signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1); "
-        f"file = open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); time.sleep(600)"
+        f"file = open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); "
+        "time.sleep(600)"
     )
     deaf = child(tmp_path, code)
     while "up" not in deaf.log.read_text():
@@ -227,7 +242,9 @@ def test_files_of_others_in_shared_memory_survive_a_stop(tmp_path: Path, ended_b
             "print('up', flush=True); time.sleep(600)"
         )
         late = f"/dev/shm/{name}.new"
-        process = Child("test", [sys.executable, "-c", code, *map(str, theirs), late, str(own)], {}, tmp_path / "test.log")
+        process = Child(
+            "test", [sys.executable, "-c", code, *map(str, theirs), late, str(own)], {}, tmp_path / "test.log"
+        )
         while "up" not in process.log.read_text():
             assert process.poll() is None, process.tail()
             time.sleep(0.02)
@@ -246,7 +263,9 @@ def test_files_of_others_in_shared_memory_survive_a_stop(tmp_path: Path, ended_b
 def test_what_a_childs_processes_started_in_groups_of_their_own_ends_with_it(tmp_path: Path) -> None:
     """As reward processes of an explorer do."""
     started = tmp_path / "pid"
-    inner = f"import os, time; os.setpgid(0, 0); open({str(started)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    inner = (
+        f"import os, time; os.setpgid(0, 0); open({str(started)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    )
     process = child(tmp_path, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])")
     while not (started.exists() and started.read_text().endswith(" ")):
         assert process.poll() is None, process.tail()

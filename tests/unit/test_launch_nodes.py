@@ -40,9 +40,16 @@ from tests.unit.small_job import config_of
 
 KEY = "a secret of enough characters"
 STEP = {
-    "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURMD_NODENAME": "n2", "MEGARL_JOB_KEY": KEY,
-}  # fmt: skip
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+    "SLURMD_NODENAME": "n2",
+    "MEGARL_JOB_KEY": KEY,
+}
 
 
 # ---------------------------------------------------------------- what a launcher says
@@ -54,13 +61,30 @@ def test_one_machine_is_an_allocation() -> None:
 
 def test_a_step_of_slurm() -> None:
     assert find(STEP) == Allocation(1, 2, "10.0.0.1", 20017, "n2", "all", "slurm")
-    head = find({**STEP, "SLURM_PROCID": "0", "MEGARL_HEAD": "10.0.0.9", "MEGARL_HEAD_PORT": "99", "MEGARL_ROLE": "trainer", "MEGARL_NODES": "3"})
+    head = find(
+        {
+            **STEP,
+            "SLURM_PROCID": "0",
+            "MEGARL_HEAD": "10.0.0.9",
+            "MEGARL_HEAD_PORT": "99",
+            "MEGARL_ROLE": "trainer",
+            "MEGARL_NODES": "3",
+        }
+    )
     assert head == Allocation(0, 3, "10.0.0.9", 99, "n2", "trainer", "slurm")
     assert head.is_head
 
 
 def test_torchrun() -> None:
-    env = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500", "MEGARL_JOB_KEY": KEY}
+    env = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "LOCAL_WORLD_SIZE": "1",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "29500",
+        "MEGARL_JOB_KEY": KEY,
+    }
     assert find(env) == Allocation(1, 2, "h", 29501, os.uname().nodename, "all", "torchrun")
 
 
@@ -218,7 +242,13 @@ def test_an_unauthenticated_peer_is_refused_whatever_it_sends(sent: bytes, caplo
 
 @pytest.mark.parametrize(
     "message",
-    [{"news": "beat", "signs": {"p": [1, 2]}}, {"news": "beat", "signs": 3}, {"news": "ended", "name": "p"}, {"news": "answer"}, {"news": "beat", "signs": {"p": ["x"] * 6}}],
+    [
+        {"news": "beat", "signs": {"p": [1, 2]}},
+        {"news": "beat", "signs": 3},
+        {"news": "ended", "name": "p"},
+        {"news": "answer"},
+        {"news": "beat", "signs": {"p": ["x"] * 6}},
+    ],
 )
 def test_a_malformed_message_of_a_node_is_its_fault(message: dict[str, Any], tmp_path: Path) -> None:
     """And not the silent end of the thread that reads it."""
@@ -233,7 +263,9 @@ def test_a_malformed_message_of_a_node_is_its_fault(message: dict[str, Any], tmp
     assert not errors
 
 
-def test_a_connection_that_cannot_be_accepted_closes_no_door(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_that_cannot_be_accepted_closes_no_door(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(remote, "ACCEPT_AGAIN_S", 0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -293,11 +325,16 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
     code = (
         "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.launch import agent\n"
         "from megarl.launch.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
-        f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), 'cluster.stall_s=2'), {KEY!r}))"
+        f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), "
+        f"'cluster.stall_s=2'), {KEY!r}))"
     )
     with Guard() as guard, Gathering(allocation, KEY, config.cluster.heartbeat_s) as gathering:
         here = LocalNode(guard, name="n0")
-        supervisor = here.start(Spec("supervisor", ("-c", code), {"PYTHONPATH": str(Path(__file__).parents[2])}, str(tmp_path / "agent.log")))
+        supervisor = here.start(
+            Spec(
+                "supervisor", ("-c", code), {"PYTHONPATH": str(Path(__file__).parents[2])}, str(tmp_path / "agent.log")
+            )
+        )
         try:
             (node,) = gathering.wait(60)
             yield node, here, tmp_path
@@ -326,7 +363,9 @@ def test_a_process_sees_its_gpus_alone(joined: Any, there: bool, monkeypatch: py
     """Of this node's, which the launcher gave, by their names there."""
     node, here, folder = joined
     monkeypatch.setattr(here, "visible", ["3", "5", "GPU-8932"])
-    process = (node if there else here).start(replace(spec(f"gpus {there}", PRINT_GPUS, folder), gpus=() if there else (0, 2)))
+    process = (node if there else here).start(
+        replace(spec(f"gpus {there}", PRINT_GPUS, folder), gpus=() if there else (0, 2))
+    )
     deadline = time.monotonic() + 20
     while process.poll() is None:
         assert time.monotonic() < deadline
@@ -337,7 +376,8 @@ def test_a_process_sees_its_gpus_alone(joined: Any, there: bool, monkeypatch: py
 
 @pytest.mark.parametrize("sent", ["megarl", "other"])
 def test_a_database_password_is_not_sent_to_other_nodes(joined: Any, sent: str) -> None:
-    """That of the job's own server is made again from the key, which the node has; of another one the node has the URL itself."""
+    """That of the job's own server is made again from the key, which the node has; of another one the node has the URL
+    itself."""
     node, _, folder = joined
     url = _url(KEY, "127.0.0.1", 5432).replace("/megarl?", f"/{sent}?")
     said: list[bytes] = []
@@ -411,7 +451,10 @@ def test_a_lost_node_is_named_and_ends_what_it_runs(tmp_path: Path) -> None:
 
 def _lose(node: Any, here: LocalNode, folder: Path) -> None:
     alive = folder / "alive"
-    code = f"import time, pathlib\nwhile True:\n    pathlib.Path({str(alive)!r}).write_text(str(time.time()))\n    time.sleep(0.05)"
+    code = (
+        f"import time, pathlib\nwhile True:\n    pathlib.Path({str(alive)!r}).write_text(str(time.time()))\n    "
+        "time.sleep(0.05)"
+    )
     process = node.start(spec("engine 0", code, folder))
     until(alive.is_file)
     here.children["supervisor"].signal(9)

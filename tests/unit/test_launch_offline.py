@@ -69,7 +69,12 @@ def test_updates_are_counted_in_rows_of_the_file(offline: dict[str, Path], name:
 
 
 def test_passes_over_a_rollout_need_rollouts(offline: dict[str, Path]) -> None:
-    refused(ConfigError, offline_config(offline, "sft", "trainer.ppo_epochs=2"), "trainer.ppo_epochs=2 in an offline job", "trainer.steps")
+    refused(
+        ConfigError,
+        offline_config(offline, "sft", "trainer.ppo_epochs=2"),
+        "trainer.ppo_epochs=2 in an offline job",
+        "trainer.steps",
+    )
 
 
 def test_rewards_cannot_train_on_preferences(offline: dict[str, Path]) -> None:
@@ -94,7 +99,12 @@ LONG = "1 2 3 4 " * 40
         ("sft", "train", {"response": LONG}, ["line 4 (taskset.train)", "the model's context is 128"]),
         ("dpo", "train", {"rejected": LONG}, ["line 4 (taskset.train)", "the model's context is 128"]),
         ("dpo", "eval", {"chosen": LONG}, ["line 4 (taskset.eval)", "the model's context is 128"]),
-        ("reward_model", "warm_start", {"response": LONG}, ["line 4 (taskset.warm_start)", "the model's context is 128"]),
+        (
+            "reward_model",
+            "warm_start",
+            {"response": LONG},
+            ["line 4 (taskset.warm_start)", "the model's context is 128"],
+        ),
         ("sft", "eval", {"response": None}, ["line 4", "response must be a non-empty string"]),
         ("dpo", "train", {"rejected": ""}, ["line 4", "rejected must be a non-empty string"]),
         ("reward_model", "train", {"chosen": "é", "rejected": "è"}, ["line 4 (taskset.train)", "the same tokens"]),
@@ -104,16 +114,25 @@ def test_a_row_that_cannot_be_trained_on_is_named(
     offline: dict[str, Path], tmp_path: Path, name: str, split: str, changes: dict[str, Any], words: list[str]
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    refused(DataError, offline_config(offline, name, with_row(offline[name], path, split, **changes)), str(path), *words)
+    refused(
+        DataError, offline_config(offline, name, with_row(offline[name], path, split, **changes)), str(path), *words
+    )
 
 
 def test_a_pair_must_fit_a_micro_batch(offline: dict[str, Path]) -> None:
     """Together: its loss is not a sum over its answers. Rows of SFT are alone."""
     budget = "trainer.max_tokens_per_micro_batch=30"
-    refused(DataError, offline_config(offline, "dpo", budget), "row 1 (taskset.train)", "two answers", "is 30; raise it")
+    refused(
+        DataError, offline_config(offline, "dpo", budget), "row 1 (taskset.train)", "two answers", "is 30; raise it"
+    )
     checks.check(offline_config(offline, "sft", budget))
     checks.check(offline_config(offline, "dpo", budget, "trainer.packing=false"))
-    refused(DataError, offline_config(offline, "sft", "trainer.max_tokens_per_micro_batch=5"), "row 1 (taskset.train)", "is 5")
+    refused(
+        DataError,
+        offline_config(offline, "sft", "trainer.max_tokens_per_micro_batch=5"),
+        "row 1 (taskset.train)",
+        "is 5",
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -125,7 +144,9 @@ def test_held_out_questions(offline: dict[str, Path], tmp_path: Path, name: str)
 
 
 def test_an_offline_job_has_no_rewards_and_one_reference(offline: dict[str, Path]) -> None:
-    refused(ConfigError, offline_config(offline, "dpo", "reference.refresh=2"), "reference.refresh=2", "offline", "never")
+    refused(
+        ConfigError, offline_config(offline, "dpo", "reference.refresh=2"), "reference.refresh=2", "offline", "never"
+    )
     refused(ConfigError, offline_config(offline, "sft", "reward_model.path=/x"), "reward_model.path=/x", "offline")
 
 
@@ -160,6 +181,8 @@ def test_a_reward_model_may_start_from_one(offline: dict[str, Path], tmp_path: P
         config = offline_config(offline, "reward_model", *overrides)
         if labels == 1:
             checks.check(config)
-            refused(CheckpointError, offline_config(offline, "reward_model", overrides[0]), str(model), "lm_head.weight")
+            refused(
+                CheckpointError, offline_config(offline, "reward_model", overrides[0]), str(model), "lm_head.weight"
+            )
         else:
             refused(CheckpointError, config, str(model), "num_labels=2")

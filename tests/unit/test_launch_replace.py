@@ -1,4 +1,5 @@
-"""A dead engine, explorer or reward host is started again, on this node and on another; what must not be replaced ends the attempt."""
+"""A dead engine, explorer or reward host is started again, on this node and on another; what must not be replaced ends
+the attempt."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ if end == "closes" and first:
     server.close()
 time.sleep(600)
 """
-"""Ends by itself or listens no more, the first time, once somebody has looked whether it listens. ``held N``: what it has forked lives on, and
-holds the port until so many have looked."""
+"""Ends by itself or listens no more, the first time, once somebody has looked whether it listens. ``held N``: what it
+has forked lives on, and holds the port until so many have looked."""
 PLAIN = """
 import os, sys, time
 name, folder, code = sys.argv[1:]
@@ -81,7 +82,8 @@ for step in plan:
     if int(number):
         os.kill(int(pids(name)[-1]), int(number))
 """
-"""Ends with 0 when every NAME:STARTS:SIGNAL of its plan has come to pass: so many starts were seen, and the last one was sent the signal."""
+"""Ends with 0 when every NAME:STARTS:SIGNAL of its plan has come to pass: so many starts were seen, and the last one
+was sent the signal."""
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +93,13 @@ def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def server(name: str, port: int, folder: Path, end: str = "never") -> Spec:
-    return Spec(name, ("-c", SERVER, name, str(port), str(folder), end), {}, str(folder / f"{name}.log"), listens=f"127.0.0.1:{port}")
+    return Spec(
+        name,
+        ("-c", SERVER, name, str(port), str(folder), end),
+        {},
+        str(folder / f"{name}.log"),
+        listens=f"127.0.0.1:{port}",
+    )
 
 
 def plain(name: str, folder: Path, code: str = "") -> Spec:
@@ -120,9 +128,11 @@ def run(tmp_path: Path) -> Iterator[Callable[..., LocalNode]]:
         yield run
 
 
-def test_what_dies_is_started_again(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An engine killed, one that ends by itself once it was up, one of two parts, one that lives but listens no more, an explorer that is
-    told to end; each on its own port again, which a process that the dead one forked had held."""
+def test_what_dies_is_started_again(
+    run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine killed, one that ends by itself once it was up, one of two parts, one that lives but listens no more,
+    an explorer that is told to end; each on its own port again, which a process that the dead one forked had held."""
     caplog.set_level(logging.WARNING)
     one, two, three, four, five = ports.choose("127.0.0.1", 5, None)
     part = server("engine 2 part 2", four, tmp_path)
@@ -133,7 +143,17 @@ def test_what_dies_is_started_again(run: Callable[..., LocalNode], tmp_path: Pat
         Spec(part.name, part.argv, part.env, part.log),
         server("engine 3", five, tmp_path, "closes"),
         plain("explorer", tmp_path, "import signal; signal.signal(15, lambda *_: sys.exit(143))"),
-        trainer(tmp_path, "engine 0:1:9", "engine 0:2:0", "engine 1:2:0", "engine 2 part 2:1:9", "engine 2:2:0", "engine 3:2:0", "explorer:1:15", "explorer:2:0"),
+        trainer(
+            tmp_path,
+            "engine 0:1:9",
+            "engine 0:2:0",
+            "engine 1:2:0",
+            "engine 2 part 2:1:9",
+            "engine 2:2:0",
+            "engine 3:2:0",
+            "explorer:1:15",
+            "explorer:2:0",
+        ),
         replacements=5,
     )
     for name in ("engine 0", "engine 1", "engine 2", "engine 2 part 2", "engine 3", "explorer"):
@@ -142,9 +162,14 @@ def test_what_dies_is_started_again(run: Callable[..., LocalNode], tmp_path: Pat
             assert not group_members(pid) and not Path(f"/dev/shm/psm_{pid}").exists(), name
     assert (tmp_path / "engine 0.log").read_text() == "up\nup\n"
     said = caplog.text
-    assert f"engine 0 was ended by signal 9, its last word 'up' ({tmp_path}/engine 0.log); starting it again (cluster.replacements: 4 left)" in said
+    assert (
+        f"engine 0 was ended by signal 9, its last word 'up' ({tmp_path}/engine 0.log); starting it again "
+        "(cluster.replacements: 4 left)" in said
+    )
     assert "engine 1 ended with status 3" in said and "explorer ended with status 143" in said
-    assert f"engine 3 lives but listens at 127.0.0.1:{five} no more" in said and "engine 3 was ended by signal 9" in said
+    assert (
+        f"engine 3 lives but listens at 127.0.0.1:{five} no more" in said and "engine 3 was ended by signal 9" in said
+    )
     assert "engine 2 part 2 was ended by signal 9" in said and "cluster.replacements: 0 left" in said
 
 
@@ -162,24 +187,34 @@ def test_what_dies_while_another_is_replaced_is_replaced_next(tmp_path: Path) ->
     ranks = trainer(tmp_path, "explorer:1:0", "engine 0:1:9", "engine 0:2:0", "explorer:2:0")
     with Guard() as guard:
         node = Unlucky(guard)
-        started = [Started(node.start(spec), node, spec) for spec in (server("engine 0", port, tmp_path), plain("explorer", tmp_path), ranks)]
+        started = [
+            Started(node.start(spec), node, spec)
+            for spec in (server("engine 0", port, tmp_path), plain("explorer", tmp_path), ranks)
+        ]
         watch(started, StopRequest(), config_of(tmp_path))
     assert len(starts(tmp_path, "explorer")) == 2
 
 
-def test_a_port_that_is_still_held_is_waited_for(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who looked whether the successor listens would find what is left of the dead one, and kill the successor when that is gone."""
+def test_a_port_that_is_still_held_is_waited_for(
+    run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who looked whether the successor listens would find what is left of the dead one, and kill the successor when
+    that is gone."""
     [port] = ports.choose("127.0.0.1", 1, None)
     run(server("engine 0", port, tmp_path, "held 20"), trainer(tmp_path, "engine 0:1:9", "engine 0:2:0"))
     assert len(starts(tmp_path, "engine 0")) == 2
     assert caplog.text.count("starting it again") == 1 and "no more" not in caplog.text
 
 
-def test_a_port_that_is_held_for_ever_is_named(run: Callable[..., LocalNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_held_for_ever_is_named(
+    run: Callable[..., LocalNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replace, "FREE_S", 0.3)
     [port] = ports.choose("127.0.0.1", 1, None)
     try:
-        with pytest.raises(JobError, match=f"engine 0 cannot be started again: somebody else listens at 127.0.0.1:{port}"):
+        with pytest.raises(
+            JobError, match=f"engine 0 cannot be started again: somebody else listens at 127.0.0.1:{port}"
+        ):
             run(server("engine 0", port, tmp_path, "held 100000"), trainer(tmp_path, "engine 0:1:9", "engine 0:2:0"))
     finally:
         os.kill(int((tmp_path / "holder.pid").read_text()), signal.SIGKILL)
@@ -202,7 +237,9 @@ def test_when_they_are_used_up_a_death_ends_the_attempt(run: Callable[..., Local
         ("trainer rank 1", "os.kill(os.getpid(), 9)"),
     ],
 )
-def test_what_its_successor_would_not_mend_ends_the_attempt(run: Callable[..., LocalNode], tmp_path: Path, name: str, code: str) -> None:
+def test_what_its_successor_would_not_mend_ends_the_attempt(
+    run: Callable[..., LocalNode], tmp_path: Path, name: str, code: str
+) -> None:
     with pytest.raises(JobError, match=name):
         run(plain(name, tmp_path, code), trainer(tmp_path, f"{name}:2:0"))
     assert len(starts(tmp_path, name)) == 1
@@ -212,21 +249,29 @@ def test_an_engine_of_another_node(tmp_path: Path) -> None:
     """Its end is told once: not of its successor, which has its name."""
     with two_nodes(tmp_path) as (node, here, folder):
         [port] = node.free_ports(1)
-        specs = [(node, server("engine 0", port, folder)), (here, trainer(folder, "engine 0:1:9", "engine 0:2:9", "engine 0:3:0"))]
+        specs = [
+            (node, server("engine 0", port, folder)),
+            (here, trainer(folder, "engine 0:1:9", "engine 0:2:9", "engine 0:3:0")),
+        ]
         started = [Started(n.start(spec), n, spec) for n, spec in specs]
         watch(started, StopRequest(), config_of(tmp_path))
         assert len(starts(folder, "engine 0")) == 3
         assert not any(group_members(pid) for pid in starts(folder, "engine 0"))
 
 
-def test_a_deleted_log_ends_nothing(run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_log_ends_nothing(
+    run: Callable[..., LocalNode], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     [port] = ports.choose("127.0.0.1", 1, None)
     spec = server("engine 0", port, tmp_path)
     log = tmp_path / "logs" / "engine 0.log"
     delete = f"import shutil; shutil.rmtree({str(log.parent)!r})\n"
     ranks = trainer(tmp_path, "engine 0:1:9", "engine 0:2:0")
     code = TRAINER.replace("    if int(number):\n", f"    if int(number):\n        {delete}")
-    run(Spec(spec.name, spec.argv, spec.env, str(log), listens=spec.listens), Spec(ranks.name, ("-c", code, *ranks.argv[2:]), {}, ranks.log))
+    run(
+        Spec(spec.name, spec.argv, spec.env, str(log), listens=spec.listens),
+        Spec(ranks.name, ("-c", code, *ranks.argv[2:]), {}, ranks.log),
+    )
     assert "its last word '(its log is gone: No such file or directory)'" in caplog.text
     assert log.read_text() == "up\n"
 
@@ -236,7 +281,10 @@ def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., Lo
     with Guard() as guard:
         node = LocalNode(guard)
         waiting = "import signal; signal.signal(15, lambda *_: (time.sleep(1), sys.exit(0))); print('up', flush=True)"
-        started = [Started(node.start(spec), node, spec) for spec in (plain("explorer", tmp_path), plain("trainer rank 0", tmp_path, waiting))]
+        started = [
+            Started(node.start(spec), node, spec)
+            for spec in (plain("explorer", tmp_path), plain("trainer rank 0", tmp_path, waiting))
+        ]
         while "up" not in (tmp_path / "trainer rank 0.log").read_text():
             time.sleep(0.02)
         request.count = 1

@@ -1,4 +1,5 @@
-"""Settings of rewards that cannot work are refused before any process is launched; tasks for choice are left out on demand."""
+"""Settings of rewards that cannot work are refused before any process is launched; tasks for choice are left out on
+demand."""
 
 from __future__ import annotations
 
@@ -25,13 +26,19 @@ from tests.unit.test_launch_data import rewritten
         (["reward.routes.my_set=mathh"], ["reward.routes.my_set=mathh", "no family", "math"]),
         (["reward.routes.my_set=math", f"reward.path={__file__}"], ["reward.routes", "reward.path"]),
         (["reward.hosts=[127.0.0.1:9]"], ["reward.hosts", "MEGARL_JOB_KEY"]),
-        (["reward.length.weight=0.1", "algorithm=reinforce_pp", "algorithm.group_size=1"], ["reward.length.weight=0.1", "group_size is 1"]),
+        (
+            ["reward.length.weight=0.1", "algorithm=reinforce_pp", "algorithm.group_size=1"],
+            ["reward.length.weight=0.1", "group_size is 1"],
+        ),
         (["reward.judge.url=http://127.0.0.1:9/v1"], ["http://127.0.0.1:9/v1", "cannot be reached"]),
         (["reward.hosts=[node1:7000*4,node2]"], ["reward.hosts", "'node2'", "HOST:PORT*N", "megarl rewards serve"]),
         (["reward.hosts=[node2:7000*0]"], ["'node2:7000*0'"]),
         (["reward.hosts=node2:7000"], ["reward.hosts", "must be a list"]),
         (["reward.routes={reasoning_gym: judge}"], ["reward.judge.url is not set", "http://HOST:PORT/v1"]),
-        (["reward.routes={reasoning_gym: judge}", "reward.judge.url=rollout"], ["reward.judge.max_tokens=1024", "56 tokens"]),
+        (
+            ["reward.routes={reasoning_gym: judge}", "reward.judge.url=rollout"],
+            ["reward.judge.max_tokens=1024", "56 tokens"],
+        ),
         (["reward.retries=-1"], ["reward.retries=-1", "at least 0"]),
         (["reward.format.form=thinking"], ["reward.format.form", "think_answer"]),
     ],
@@ -45,7 +52,13 @@ def test_settings_that_cannot_work(prepared: Path, overrides: list[str], words: 
 
 def test_hosts_are_asked_before_anything_starts(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_JOB_KEY", "sixteen letters..")
-    refused(ConfigError, config_of(prepared, "reward.hosts=[127.0.0.1:9*2]"), "127.0.0.1:9", "cannot be reached", "megarl rewards serve")
+    refused(
+        ConfigError,
+        config_of(prepared, "reward.hosts=[127.0.0.1:9*2]"),
+        "127.0.0.1:9",
+        "cannot be reached",
+        "megarl rewards serve",
+    )
 
 
 def test_the_judges_cache_lies_in_the_run(prepared: Path) -> None:
@@ -58,10 +71,14 @@ def test_a_data_source_goes_where_the_settings_send_it(prepared: Path, tmp_path:
     checks.check(config_of(prepared, override, "reward.routes.my_set=math"))
 
 
-def test_programs_need_a_sandbox_before_anything_starts(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_need_a_sandbox_before_anything_starts(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tests = {"style": "rule", "ground_truth": '{"inputs": ["1"], "outputs": ["2"]}'}
     override = rewritten(prepared, "train", tmp_path / "train.parquet", 3, data_source="code/own", reward_model=tests)
-    refused(ConfigError, config_of(prepared, override, "reward.timeout_s=5"), "reward.code.item_s=8", "reward.timeout_s=10")
+    refused(
+        ConfigError, config_of(prepared, override, "reward.timeout_s=5"), "reward.code.item_s=8", "reward.timeout_s=10"
+    )
     service = config_of(prepared, override, "reward.code.url=http://127.0.0.1:9")
     monkeypatch.setenv("MEGARL_SANDBOX_KEY", "sixteen letters..")
     monkeypatch.setattr(client, "BUSY_S", 0.2)
@@ -73,7 +90,9 @@ def test_programs_need_a_sandbox_before_anything_starts(prepared: Path, tmp_path
 
 
 def test_rows_that_no_answer_can_be_judged_by(prepared: Path, tmp_path: Path) -> None:
-    override = rewritten(prepared, "train", tmp_path / "train.parquet", 3, data_source="k12/x", extra_info={"type": "essay"})
+    override = rewritten(
+        prepared, "train", tmp_path / "train.parquet", 3, data_source="k12/x", extra_info={"type": "essay"}
+    )
     refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.unjudgeable=drop")
     tasks = checks.check(config_of(prepared, override, "taskset.unjudgeable=drop"))
     assert len(tasks["train"]) == 29 and "train/3" not in {task.task_id for task in tasks["train"]}

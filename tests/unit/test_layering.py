@@ -91,14 +91,21 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")}
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
     graph = import_graph({name: path.read_text() for name, path in files.items()})
     assert graph["megarl.loop.trainer"] >= {"megarl.loop.online", "megarl.errors"}
     TopologicalSorter(graph).prepare()  # CycleError names the circle
 
 
 def test_a_circle_is_seen_wherever_the_import_stands() -> None:
-    sources = {"p.a": "def f():\n    from p import b\n", "p.b": "if TYPE_CHECKING:\n    from p.a import Name\n", "p": ""}
+    sources = {
+        "p.a": "def f():\n    from p import b\n",
+        "p.b": "if TYPE_CHECKING:\n    from p.a import Name\n",
+        "p": "",
+    }
     with pytest.raises(CycleError):
         TopologicalSorter(import_graph(sources)).prepare()
 
@@ -111,14 +118,18 @@ def test_violations_are_seen_wherever_the_import_stands() -> None:
     assert violations("store", source, order) == ["line 1: store imports loop", "line 3: store imports loop"]
 
 
-@pytest.mark.parametrize("package", [package for package in packages_in_order() if package != "sync"])  # sync holds the plugin
+@pytest.mark.parametrize(
+    "package", [package for package in packages_in_order() if package != "sync"]
+)  # sync holds the plugin
 def test_only_the_engines_side_names_vllm(package: str) -> None:
     """The trainer's and the explorer's processes never import vLLM: it costs 13 s and takes over the process."""
     for path in modules()[package]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            allowed = path.name in ("endpoint.py", "part.py", "server.py") and package == "rollout"  # what runs inside vLLM's processes
+            allowed = (
+                path.name in ("endpoint.py", "part.py", "server.py") and package == "rollout"
+            )  # what runs inside vLLM's processes
             assert allowed or not any(name.split(".")[0] == "vllm" for name in names), f"{path}:{node.lineno}"
 
 
@@ -142,15 +153,25 @@ def test_importing_is_light() -> None:
 def test_explorer_workers_and_report_run_without_torch() -> None:
     """Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""
     imported = imported_by(
-        "megarl.loop.explorer", "megarl.rollout.client", "megarl.rollout.control", "megarl.rewards.worker", "megarl.report.html"
+        "megarl.loop.explorer",
+        "megarl.rollout.client",
+        "megarl.rollout.control",
+        "megarl.rewards.worker",
+        "megarl.report.html",
     )
     assert not imported & {"torch", "vllm", "megatron", "transformers"}
 
 
 NEITHER = (
-    "megarl.reshard.plan", "megarl.reshard.execute", "megarl.architectures", "megarl.rollout.client", "megarl.checkpoint.hf",
-    "megarl.ops", "megarl.algorithms", "megarl.launch.job",
-)  # fmt: skip
+    "megarl.reshard.plan",
+    "megarl.reshard.execute",
+    "megarl.architectures",
+    "megarl.rollout.client",
+    "megarl.checkpoint.hf",
+    "megarl.ops",
+    "megarl.algorithms",
+    "megarl.launch.job",
+)
 
 
 def test_layers_below_the_models_need_neither_megatron_nor_vllm() -> None:

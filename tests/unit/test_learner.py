@@ -33,7 +33,9 @@ from megarl.training import objectives
 from megarl.training.objectives import Kept
 
 
-def learner_of(config: Config, *, actor: Any = None, reference: Any = None, critic: Any = None, updates: Any = None, **changes: Any) -> Learner:
+def learner_of(
+    config: Config, *, actor: Any = None, reference: Any = None, critic: Any = None, updates: Any = None, **changes: Any
+) -> Learner:
     """A learner with stand-ins of models. ``changes``: to the algorithm."""
     algorithm = replace(algorithms.get(config.algorithm.name), **changes)
     models: Any = SimpleNamespace(actor=actor, reference=reference, critic=critic)
@@ -48,14 +50,19 @@ def batch(reasons: tuple[str, ...] = ("stop", "length")) -> StepBatch:
     sequences = Sequences(
         torch.arange(9), lengths, mask, old_logp=torch.full((9,), -1.0), ref_logp=torch.full((9,), -1.5), values=values
     )
-    experiences: list[Any] = [SimpleNamespace(reward=SimpleNamespace(score=1.0), group_stats=None, finish_reason=r) for r in reasons]
+    experiences: list[Any] = [
+        SimpleNamespace(reward=SimpleNamespace(score=1.0), group_stats=None, finish_reason=r) for r in reasons
+    ]
     return StepBatch(experiences, sequences, [])
 
 
 @pytest.mark.parametrize(("step", "moves"), [(0, False), (1, False), (2, True)])
 def test_the_coefficient_stays_while_the_critic_learns_alone(step: int, moves: bool) -> None:
     config = AlgorithmConfig(name="ppo", kl=KLConfig(0.1, "k1", "reward", target=0.01, horizon=10))
-    learner, state = learner_of(Config(algorithm=config, critic=CriticConfig(warmup_steps=2)), critic=object()), TrainState(step=step)
+    learner, state = (
+        learner_of(Config(algorithm=config, critic=CriticConfig(warmup_steps=2)), critic=object()),
+        TrainState(step=step),
+    )
     assert learner.critic_alone(state) is not moves
     after, metrics = learner.estimate(state, batch())
     assert metrics["actor/kl_coef"] == 0.1 and metrics["actor/kl_measured"] == pytest.approx(0.5)
@@ -126,7 +133,9 @@ def answer(index: int, score: float, reason: FinishReason = "stop") -> Experienc
 REASONS = ("stop", "length", "stop", "length")
 
 
-def filtered(settings: AlgorithmConfig, *, updates: int = 1, demonstrations: Any = (), reasons: Any = REASONS) -> tuple[Any, StepBatch, list[Any]]:
+def filtered(
+    settings: AlgorithmConfig, *, updates: int = 1, demonstrations: Any = (), reasons: Any = REASONS
+) -> tuple[Any, StepBatch, list[Any]]:
     """The stand-in of a model, and a group of four answers as far as its advantages; log-probs before the filter."""
     model: Any = SimpleNamespace(
         micro_batches=lambda sequences, units: micro_batches(sequences, Cut(rows=2), 0, units),
@@ -160,9 +169,15 @@ def test_truncated_answers_are_in_no_update_and_the_others_keep_their_group(name
         mean = (wanted * tokens).sum() / tokens.sum()
         wanted = (wanted - mean) / np.sqrt((tokens * (wanted - mean) ** 2).sum() / (tokens.sum() - 1) + 1e-8)
     assert found.sequences.advantages is not None
-    assert torch.allclose(found.sequences.advantages, torch.where(mask, torch.tensor(wanted)[row], 0.0).float(), atol=1e-6)
+    assert torch.allclose(
+        found.sequences.advantages, torch.where(mask, torch.tensor(wanted)[row], 0.0).float(), atol=1e-6
+    )
     policy = objectives.policy(algorithms.get(name), config, found.sequences)
-    counts = [policy.count(Kept.of(b, found.sequences)) for units in found.updates for b in model.micro_batches(found.sequences, units)]
+    counts = [
+        policy.count(Kept.of(b, found.sequences))
+        for units in found.updates
+        for b in model.micro_batches(found.sequences, units)
+    ]
     assert float(sum(counts)) == 6  # the denominator: tokens of the answers that ended
 
 
@@ -189,20 +204,25 @@ def test_a_pair_with_a_truncated_answer_is_left_out() -> None:
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("critic", [False, True])
 def test_every_epoch_makes_the_same_updates_in_order(epochs: int, critic: bool) -> None:
-    """As verl's ppo_epochs: mini-batches are cut once; log-probs, values and advantages stay those of the step's start."""
+    """As verl's ppo_epochs: mini-batches are cut once; log-probs, values and advantages stay those of the step's
+    start."""
     made: list[Any] = []
 
     def model(name: str) -> Any:
         return SimpleNamespace(
             micro_batches=lambda sequences, units: units,
-            backward=lambda sequences, units, objective: made.append((objective.name, units)) or {f"{name}/loss": (1.0, 1.0)},
+            backward=lambda sequences, units, objective: (
+                made.append((objective.name, units)) or {f"{name}/loss": (1.0, 1.0)}
+            ),
             gradient_norm=lambda: 1.0,
             step=lambda lr: made.append((name, "step")),
         )
 
     numbers: list[int] = []
     updates = SimpleNamespace(
-        begin=lambda: None, end=lambda state: {}, admits=lambda state, name, sums, norm, update: (numbers.append(update) or True, state)
+        begin=lambda: None,
+        end=lambda state: {},
+        admits=lambda state, name, sums, norm, update: (numbers.append(update) or True, state),
     )
     settings = AlgorithmConfig(name="ppo" if critic else "grpo")
     config = Config(algorithm=settings, trainer=TrainerConfig(ppo_epochs=epochs))
@@ -213,13 +233,20 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, critic: bool) 
     policy = objectives.policy(algorithms.get(settings.name), settings, step.sequences)
     learner.update(TrainState(step=5), step, policy, settings)
     roles = ["critic", "actor"] if critic else ["actor"]
-    assert made == [entry for _ in range(epochs) for units in step.updates for role in roles for entry in ((role, units), (role, "step"))]
+    assert made == [
+        entry
+        for _ in range(epochs)
+        for units in step.updates
+        for role in roles
+        for entry in ((role, units), (role, "step"))
+    ]
     assert numbers == [n for n in range(2 * epochs) for _ in roles]
 
 
 @pytest.mark.parametrize(("offline", "devices"), [(False, 4 + 6), (True, 4)])
 def test_throughput_is_verls(offline: bool, devices: int, tmp_path: Path) -> None:
-    """total_num_tokens / (time_per_step * n_gpus), n_gpus those of the job: of verl's compute_throughout_metrics and get_n_gpus."""
+    """total_num_tokens / (time_per_step * n_gpus), n_gpus those of the job: of verl's compute_throughout_metrics and
+    get_n_gpus."""
     recorded: dict[str, float] = {}
     config = Config(
         algorithm=AlgorithmConfig(name="sft" if offline else "grpo"),
@@ -230,5 +257,7 @@ def test_throughput_is_verls(offline: bool, devices: int, tmp_path: Path) -> Non
     reporter = Reporter(RunContext(config, tmp_path, 1, 0), store)
     reporter.timeline.seconds.update({"step": 8.0, "sync": 1.0})
     reporter.record_step(1, {}, tokens=1600)
-    assert recorded["perf/total_num_tokens"] == 1600 and recorded["perf/time_per_step"] == recorded["timing_s/step"] == 8.0
+    assert (
+        recorded["perf/total_num_tokens"] == 1600 and recorded["perf/time_per_step"] == recorded["timing_s/step"] == 8.0
+    )
     assert recorded["perf/throughput"] == 1600 / (8.0 * devices)

@@ -1,4 +1,5 @@
-"""benchmarks/learning.py: every run's settings are ones that megarl takes, and the table says what was measured and nothing else."""
+"""benchmarks/learning.py: every run's settings are ones that megarl takes, and the table says what was measured and
+nothing else."""
 
 from __future__ import annotations
 

@@ -9,7 +9,19 @@ from pathlib import Path
 import megarl
 from tests.metrics_page import unlisted
 
-GROUPS = ("actor", "critic", "training", "val", "perf", "rollout", "sync", "response_length", "prompt_length", "reward_model", "rewards")
+GROUPS = (
+    "actor",
+    "critic",
+    "training",
+    "val",
+    "perf",
+    "rollout",
+    "sync",
+    "response_length",
+    "prompt_length",
+    "reward_model",
+    "rewards",
+)
 WRITERS = ("algorithms", "experience", "loop", "sync", "training", "metrics.py")
 SPREAD = {"critic/advantages", "critic/returns", "critic/score", "critic/values", "reward_model/score"}
 """First halves of names, to which /mean, /max and /min are added."""
@@ -20,14 +32,21 @@ def test_every_name_in_the_source_is_listed() -> None:
     for place in WRITERS:
         path = Path(megarl.__file__).parent / place
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            texts = {n.value for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            texts = {
+                n.value
+                for n in ast.walk(ast.parse(file.read_text()))
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            }
             found |= {text for text in texts if re.fullmatch(rf"({'|'.join(GROUPS)})/[\w/]+", text)}
     assert len(found) > 30 and found >= SPREAD
     assert unlisted(found - SPREAD | {f"{name}/mean" for name in SPREAD}) - {"critic/rewards"} == set()
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    assert unlisted({"actor/loss", "reward/parts/format", "reward/math/seconds/max", "val/rewards/chosen", "step"}) == set()
+    assert (
+        unlisted({"actor/loss", "reward/parts/format", "reward/math/seconds/max", "val/rewards/chosen", "step"})
+        == set()
+    )
     assert unlisted({"actor/nothing", "reward/math/seconds/median", "critic/scores/mean"}) == {
         "actor/nothing", "reward/math/seconds/median", "critic/scores/mean"
     }  # fmt: skip

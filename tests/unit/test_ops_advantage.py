@@ -54,7 +54,9 @@ def test_against_matrix_and_loop(backend, seed, lengths, gamma, lam, index):
     with backends.on(backend):
         advantages, returns = ops.gae(rewards, values, cu.to(index), gamma=gamma, lam=lam, bootstrap=bootstrap)
         discounted = ops.discounted_returns(rewards, cu.to(index), gamma, bootstrap)
-    reference = ops.gae_reference(rewards.double(), values.double(), cu, gamma=gamma, lam=lam, bootstrap=bootstrap.double())
+    reference = ops.gae_reference(
+        rewards.double(), values.double(), cu, gamma=gamma, lam=lam, bootstrap=bootstrap.double()
+    )
     for i, (a, b) in enumerate(zip(cu.tolist(), cu.tolist()[1:], strict=False)):
         want = by_matrix(rewards[a:b], values[a:b], bootstrap[i], gamma, lam)
         assert torch.allclose(advantages[a:b].double(), want, rtol=2e-6, atol=2e-6)
@@ -67,7 +69,12 @@ def test_against_matrix_and_loop(backend, seed, lengths, gamma, lam, index):
 def test_closed_form():
     """γ=0.5, λ=0.5: δ = (1 + 0.5·3 − 2, 2 + 0.5·4 − 3) = (0.5, 1); A = (0.5 + 0.25·1, 1)."""
     advantages, returns = ops.gae(
-        torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0]), torch.tensor([0, 2]), gamma=0.5, lam=0.5, bootstrap=torch.tensor([4.0])
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([2.0, 3.0]),
+        torch.tensor([0, 2]),
+        gamma=0.5,
+        lam=0.5,
+        bootstrap=torch.tensor([4.0]),
     )
     assert advantages.tolist() == [0.75, 1.0] and returns.tolist() == [2.75, 4.0]
 
@@ -100,7 +107,10 @@ def test_few_long_sequences(backend):
     many = torch.cat([cu, cu[-1:].expand(200)])
     with backends.on(backend):
         few = ops.gae(rewards, values, cu, gamma=1.0, lam=0.999, bootstrap=bootstrap)
-        assert all(torch.equal(a, b) for a, b in zip(few, ops.gae(rewards, values, cu, gamma=1.0, lam=0.999, bootstrap=bootstrap), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(few, ops.gae(rewards, values, cu, gamma=1.0, lam=0.999, bootstrap=bootstrap), strict=True)
+        )
         also = ops.gae(rewards, values, many, gamma=1.0, lam=0.999, bootstrap=torch.cat([bootstrap, torch.zeros(200)]))
     want = ops.gae_reference(rewards.double(), values.double(), cu, gamma=1.0, lam=0.999, bootstrap=bootstrap.double())
     for x, y, exact in zip(few, also, want, strict=True):
@@ -115,7 +125,9 @@ def test_what_lies_behind_a_long_piece_counts(backend, gamma, lam, padding):
     """Sequences above the CPU's pieces of 32,768 tokens, where the first tokens see the last ones."""
     rewards, values, cu, bootstrap = packed(9, [100_000, 3, *[0] * padding])
     with backends.on(backend):
-        ones = ops.gae(torch.ones(100_000), torch.zeros(100_000), cu[[0, 1]], gamma=1.0, lam=1.0, bootstrap=torch.zeros(1))[0]
+        ones = ops.gae(
+            torch.ones(100_000), torch.zeros(100_000), cu[[0, 1]], gamma=1.0, lam=1.0, bootstrap=torch.zeros(1)
+        )[0]
         got = ops.gae(rewards, values, cu, gamma=gamma, lam=lam, bootstrap=bootstrap)
     assert torch.equal(ones, torch.arange(100_000, 0, -1).float())
     want, behind, next_value = [0.0] * 100_000, 0.0, bootstrap[0].item()
@@ -138,7 +150,9 @@ def test_what_is_not_finite_stays_so_however_far_in_front(backend, gamma, lam, b
     for empty in (0, 200):
         cut = torch.cat([cu, cu[-1:].expand(empty)])
         with backends.on(backend):
-            advantages, returns = ops.gae(rewards, values, cut, gamma=gamma, lam=lam, bootstrap=torch.cat([bootstrap, torch.zeros(empty)]))
+            advantages, returns = ops.gae(
+                rewards, values, cut, gamma=gamma, lam=lam, bootstrap=torch.cat([bootstrap, torch.zeros(empty)])
+            )
         front = torch.full((69_000,), bad if gamma else torch.nan)
         for x in (advantages, returns):
             assert torch.equal(x[:69_000].nan_to_num(7.0), front.nan_to_num(7.0)) and x[69_001:].isfinite().all()
@@ -164,7 +178,9 @@ def test_instruction_sets_threads_and_neighbours_change_no_bits():
                 torch.set_num_threads(threads)
                 results.append(ops.gae(rewards, values, cu, gamma=0.99, lam=0.95, bootstrap=bootstrap)[0])
     torch.set_num_threads(before)
-    alone = ops.gae(rewards[5000:10000], values[5000:10000], torch.tensor([0, 5000]), gamma=0.99, lam=0.95, bootstrap=bootstrap[1:2])[0]
+    alone = ops.gae(
+        rewards[5000:10000], values[5000:10000], torch.tensor([0, 5000]), gamma=0.99, lam=0.95, bootstrap=bootstrap[1:2]
+    )[0]
     assert all(torch.equal(results[0], other) for other in results[1:]) and torch.equal(results[0][5000:10000], alone)
 
 
@@ -177,8 +193,21 @@ def test_offsets_that_lie_are_clamped(backend):
         for lie in ([-5, 7, 2**40], [2**50, -(2**50), 3], [60, 70, 80], [40, 10, 50]):
             cu, a, r = torch.tensor(lie), torch.zeros(50), torch.zeros(50)
             with backends.on(backend):
-                native.run("gae", rewards, rewards.data_ptr(), values.data_ptr(), cu.data_ptr(), 2, 50, bootstrap.data_ptr(),
-                           0.9, 0.9, a.data_ptr(), r.data_ptr(), address)  # fmt: skip
+                native.run(
+                    "gae",
+                    rewards,
+                    rewards.data_ptr(),
+                    values.data_ptr(),
+                    cu.data_ptr(),
+                    2,
+                    50,
+                    bootstrap.data_ptr(),
+                    0.9,
+                    0.9,
+                    a.data_ptr(),
+                    r.data_ptr(),
+                    address,
+                )
 
 
 def test_empty():
@@ -187,7 +216,9 @@ def test_empty():
         with backends.on(backend):
             for n in (0, 3):
                 cu = torch.zeros(n + 1, dtype=torch.int64)
-                assert [x.shape for x in ops.gae(nothing, nothing, cu, gamma=1.0, lam=1.0, bootstrap=torch.zeros(n))] == [(0,), (0,)]
+                assert [
+                    x.shape for x in ops.gae(nothing, nothing, cu, gamma=1.0, lam=1.0, bootstrap=torch.zeros(n))
+                ] == [(0,), (0,)]
 
 
 def test_as_torch_sees_it():
@@ -236,9 +267,13 @@ PLAIN_FAULTS = [
 
 def with_fault(change):
     return {
-        "rewards": torch.zeros(4), "values": torch.zeros(4), "cu_seqlens": torch.tensor([0, 1, 4]), "bootstrap": torch.zeros(2),
-        "gamma": 1.0, "lam": 1.0,
-    } | change  # fmt: skip
+        "rewards": torch.zeros(4),
+        "values": torch.zeros(4),
+        "cu_seqlens": torch.tensor([0, 1, 4]),
+        "bootstrap": torch.zeros(2),
+        "gamma": 1.0,
+        "lam": 1.0,
+    } | change
 
 
 @pytest.mark.parametrize(("change", "error", "text"), FAULTS + PLAIN_FAULTS)

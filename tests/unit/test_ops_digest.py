@@ -71,7 +71,9 @@ def test_every_flipped_bit_changes_it(dtype):
     for i in range(x.numel()):
         for bit in range(8 * dtype.itemsize):
             y = x.clone()
-            y.view(INTEGER_OF_SIZE[dtype.itemsize])[i] ^= (-(1 << bit) if bit == 8 * dtype.itemsize - 1 and dtype.itemsize > 1 else 1 << bit)
+            y.view(INTEGER_OF_SIZE[dtype.itemsize])[i] ^= (
+                -(1 << bit) if bit == 8 * dtype.itemsize - 1 and dtype.itemsize > 1 else 1 << bit
+            )
             digests.add(whole(y))
     assert len(digests) == 1 + 8 * 24
 
@@ -178,7 +180,13 @@ def test_scalar_and_empty():
 @pytest.mark.parametrize(
     ("x", "start", "shape", "error", "text"),
     [
-        (torch.zeros(3, 3), (2, 0), (4, 3), ValueError, r"a box of \(3, 3\) at start \(2, 0\) does not lie within shape \(4, 3\)"),
+        (
+            torch.zeros(3, 3),
+            (2, 0),
+            (4, 3),
+            ValueError,
+            r"a box of \(3, 3\) at start \(2, 0\) does not lie within shape \(4, 3\)",
+        ),
         (torch.zeros(3), (0, 0), (4, 3), ValueError, "x has 1 dimensions"),
         (torch.zeros(3, dtype=torch.complex64), (0,), (3,), TypeError, "not complex"),
         (torch.zeros(3, device="meta"), (0,), (3,), ValueError, "x is on meta"),

@@ -39,7 +39,9 @@ def test_a_row_has_the_same_bits_whatever_surrounds_it(width, dtype):
 @pytest.mark.parametrize("shift", range(9))
 def test_misaligned_and_strided_rows(width, shift, dtype):
     for gap in (0, 3, 16):
-        kernels.misaligned_and_strided_rows_change_no_bits(make_case(shift, 5, width, 1, dtype=dtype), shift, gap, "cuda")
+        kernels.misaligned_and_strided_rows_change_no_bits(
+            make_case(shift, 5, width, 1, dtype=dtype), shift, gap, "cuda"
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,7 +62,9 @@ def test_sixteen_bit_conversions_are_exact_and_rounded_like_torch():
     for dtype in (torch.float16, torch.bfloat16):
         patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
         finite = patterns[patterns.isfinite()].cuda()
-        stats = logprob.local_stats(finite[:, None].contiguous(), torch.zeros(len(finite), dtype=torch.int64).cuda(), 0, 1, 1.0)
+        stats = logprob.local_stats(
+            finite[:, None].contiguous(), torch.zeros(len(finite), dtype=torch.int64).cuda(), 0, 1, 1.0
+        )
         assert torch.equal(stats[:, 0], finite.float()) and torch.equal(stats[:, 3], finite.float())
         case = kernels.on(make_case(3, 400, 50, 1, dtype=dtype), "cuda")
         stats = logprob.local_stats(case.logits, case.targets, 0, 50, 1.0)
@@ -141,4 +145,6 @@ def test_digest_of_a_large_tensor_equals_the_cpu():
         x = torch.randn(5000, 4096).to(dtype)
         for view, start in ((x, (0, 0)), (x[:, 1:4001], (3, 5)), (x.T, (0, 0))):
             shape = [n + 9 for n in view.shape]
-            assert ops.slice_digest(view.cuda(), start=start, shape=shape) == ops.slice_digest(view, start=start, shape=shape)
+            assert ops.slice_digest(view.cuda(), start=start, shape=shape) == ops.slice_digest(
+                view, start=start, shape=shape
+            )

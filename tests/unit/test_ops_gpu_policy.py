@@ -21,7 +21,10 @@ pytestmark = [
 VARIANTS = [
     {"importance": importance, "objective": objective, "kl": kl, "aggregation": aggregation}
     for importance, objective, kl, aggregation in itertools.product(
-        ("token", "sequence_mean", "sequence_product"), ("ppo_clip", "cispo"), (None, "k1", "k2", "k3"), ("sum", "seq_mean")
+        ("token", "sequence_mean", "sequence_product"),
+        ("ppo_clip", "cispo"),
+        (None, "k1", "k2", "k3"),
+        ("sum", "seq_mean"),
     )
 ]
 
@@ -33,7 +36,12 @@ def on_gpu(arguments):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
 def test_policy(variant):
     arguments = packed(1, [300, 0, 1, 5000, 257], sigma=0.01 if variant["importance"] == "sequence_product" else 0.3)
-    variant = variant | {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.1 if variant["kl"] else 0.0, "entropy_coef": 0.05}
+    variant = variant | {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "kl_coef": 0.1 if variant["kl"] else 0.0,
+        "entropy_coef": 0.05,
+    }
     variant["dual_clip"] = 3.0 if variant["objective"] == "ppo_clip" else None
     want = exact(arguments, **variant)
     arguments = on_gpu(arguments)
@@ -43,8 +51,13 @@ def test_policy(variant):
     again = evaluate(ops.policy_loss, arguments, **variant)
     assert all(torch.equal(a, b) for a, b in zip(bits(got), bits(again), strict=True))
     row = slice(301, 5301)
-    alone = {k: v[row].clone() for k, v in arguments.items() if k != "cu_seqlens"} | {"cu_seqlens": torch.tensor([0, 5000]).cuda()}
-    assert all(torch.equal(a, b) for a, b in zip(bits(got, row), bits(evaluate(ops.policy_loss, alone, **variant), slice(None)), strict=True))
+    alone = {k: v[row].clone() for k, v in arguments.items() if k != "cu_seqlens"} | {
+        "cu_seqlens": torch.tensor([0, 5000]).cuda()
+    }
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(bits(got, row), bits(evaluate(ops.policy_loss, alone, **variant), slice(None)), strict=True)
+    )
 
 
 def test_policy_of_more_rows_than_a_grid_has_in_y():
@@ -66,7 +79,12 @@ def test_gae(lengths):
         assert ((x.cpu() - exactly).abs() <= 2e-6 * exactly.abs().clamp(min=1.0)).all()
     again = call(rewards, values, cu, bootstrap=bootstrap)
     # Among many sequences a block walks all tiles of a long one; among few, each tile has a block.
-    company = call(rewards, values, torch.cat([cu, cu[-1:].expand(200)]), bootstrap=torch.cat([bootstrap, bootstrap.new_zeros(200)]))
+    company = call(
+        rewards,
+        values,
+        torch.cat([cu, cu[-1:].expand(200)]),
+        bootstrap=torch.cat([bootstrap, bootstrap.new_zeros(200)]),
+    )
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(got, again, company, strict=True))
 
 
@@ -75,4 +93,6 @@ def test_compiled():
     call = functools.partial(ops.gae, gamma=0.9, lam=0.8)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     eager = call(rewards, values, cu, bootstrap=bootstrap)
-    assert all(torch.equal(a, b) for a, b in zip(eager, compiled(rewards, values, cu, bootstrap=bootstrap), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(eager, compiled(rewards, values, cu, bootstrap=bootstrap), strict=True)
+    )

@@ -139,7 +139,12 @@ def test_gradients_by_finite_differences(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def by_loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ops.linear_logprob_loss(
-            hidden, weight, case.targets, lambda logp, entropy, _: (logp.exp() + entropy).sum(), vocab_size=6, logits_bytes=112
+            hidden,
+            weight,
+            case.targets,
+            lambda logp, entropy, _: (logp.exp() + entropy).sum(),
+            vocab_size=6,
+            logits_bytes=112,
         )
 
     assert torch.autograd.gradcheck(by_loss, (hidden, weight))
@@ -179,9 +184,13 @@ def test_only_what_needs_a_gradient_gets_one(mode: str, frozen: str) -> None:
     budget = None if mode == "A" else 2 * 40 * 4
     if mode == "B":
         total = ops.linear_logprob_loss(
-            hidden, weight, case.targets, lambda logp, entropy, rows: (logp * case.grad_logp[rows] + entropy * case.grad_entropy[rows]).sum(),
-            vocab_size=37, logits_bytes=budget,
-        )  # fmt: skip
+            hidden,
+            weight,
+            case.targets,
+            lambda logp, entropy, rows: (logp * case.grad_logp[rows] + entropy * case.grad_entropy[rows]).sum(),
+            vocab_size=37,
+            logits_bytes=budget,
+        )
     else:
         logp, entropy = ops.linear_logprob(hidden, weight, case.targets, vocab_size=37, logits_bytes=budget)
         total = (logp * case.grad_logp + entropy * case.grad_entropy).sum()
@@ -250,19 +259,32 @@ def test_the_twin_gives_the_same_and_its_loss_sees_the_same_chunks(monkeypatch: 
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"hidden": torch.randn(3, 4, dtype=torch.float64)}, TypeError, "hidden must be float32 or bfloat16 or float16, got float64"),
+        (
+            {"hidden": torch.randn(3, 4, dtype=torch.float64)},
+            TypeError,
+            "hidden must be float32 or bfloat16 or float16, got float64",
+        ),
         ({"hidden": torch.randn(3, 2, 4)}, ValueError, "hidden must have shape"),
         ({"weight": torch.randn(8, 4).bfloat16()}, TypeError, "weight must be float32, got bfloat16"),
         ({"weight": torch.randn(8, 5)}, ValueError, r"weight must have shape \[any, 4\], got \[8, 5\]"),
         ({"targets": torch.zeros(4, dtype=torch.int64)}, ValueError, r"targets must have shape \[3\], got \[4\]"),
         ({"targets": torch.tensor([0, 8, 1])}, ValueError, r"targets\[1\] = 8 is outside the vocabulary of 8"),
         ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
-        ({"logits_bytes": 31}, ValueError, r"logits_bytes=31 does not hold one row of 8 logits \(32 bytes\); give at least 32, or None"),
+        (
+            {"logits_bytes": 31},
+            ValueError,
+            r"logits_bytes=31 does not hold one row of 8 logits \(32 bytes\); give at least 32, or None",
+        ),
     ],
 )
 @pytest.mark.parametrize("mode", ["A or C", "B"])
 def test_errors_name_the_argument(mode: str, change: dict[str, Any], error: type[Exception], text: str) -> None:
-    arguments = {"hidden": torch.randn(3, 4), "weight": torch.randn(8, 4), "targets": torch.tensor([0, 1, 2]), "vocab_size": 8}
+    arguments = {
+        "hidden": torch.randn(3, 4),
+        "weight": torch.randn(8, 4),
+        "targets": torch.tensor([0, 1, 2]),
+        "vocab_size": 8,
+    }
     arguments |= change
     with pytest.raises(error, match=text):
         if mode == "B":
@@ -279,11 +301,14 @@ def test_a_loss_that_is_no_scalar_is_named() -> None:
 
 
 def allocations(function: Callable[[], Any]) -> list[int]:
-    """Bytes of every block that torch's CPU allocator hands out within ``function`` (positive), or gets back (negative)."""
+    """Bytes of every block that torch's CPU allocator hands out within ``function`` (positive), or gets back
+    (negative)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     results = profile.profiler.kineto_results  # type: ignore[union-attr]
-    return [event.nbytes() for event in sorted(results.events(), key=lambda e: e.start_ns()) if event.name() == "[memory]"]
+    return [
+        event.nbytes() for event in sorted(results.events(), key=lambda e: e.start_ns()) if event.name() == "[memory]"
+    ]
 
 
 def peak(sizes: list[int]) -> int:
@@ -311,7 +336,12 @@ def test_memory(large: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mode: st
     def work() -> None:
         if mode == "B":
             ops.linear_logprob_loss(
-                hidden, weight, targets, lambda logp, entropy, _: (logp + entropy).sum(), vocab_size=columns, logits_bytes=logits
+                hidden,
+                weight,
+                targets,
+                lambda logp, entropy, _: (logp + entropy).sum(),
+                vocab_size=columns,
+                logits_bytes=logits,
             ).backward()
         else:
             logp, entropy = ops.linear_logprob(hidden, weight, targets, vocab_size=columns, logits_bytes=logits)
@@ -325,7 +355,9 @@ def test_memory(large: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mode: st
     per_row = 20 * rows * 4
     scratch = 2**20  # oneDNN's, and small numbers
     assert peak(sizes) <= logits + gradients + in_float32 + per_row + scratch
-    assert peak(sizes) < 1.3 * rows * columns * itemsize if mode == "A" else peak(sizes) < 0.4 * rows * columns * itemsize
+    assert (
+        peak(sizes) < 1.3 * rows * columns * itemsize if mode == "A" else peak(sizes) < 0.4 * rows * columns * itemsize
+    )
 
 
 @pytest.mark.gpu
@@ -362,7 +394,9 @@ def test_a_budget_does_not_change_the_precision_under_autocast():
     hidden, weight = torch.randn(6, 64), torch.randn(50, 64)
     targets = torch.arange(6)
     with torch.autocast("cpu", torch.bfloat16):
-        kept, chunked = (ops.linear_logprob(hidden, weight, targets, vocab_size=50, logits_bytes=n)[0] for n in (None, 400))
+        kept, chunked = (
+            ops.linear_logprob(hidden, weight, targets, vocab_size=50, logits_bytes=n)[0] for n in (None, 400)
+        )
     assert (kept - chunked).abs().max() < 1e-5
 
 

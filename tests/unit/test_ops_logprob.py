@@ -46,7 +46,9 @@ def make_case(seed, rows, vocab_size, shards, temperature=1.0, scale=4.0, offset
     logits = logits.to(dtype)
     targets = torch.randint(0, vocab_size, (rows,), generator=g)
     targets[torch.rand(rows, generator=g) < 0.2] = -100
-    return Case(logits, targets, vocab_size, shards, temperature, torch.randn(rows, generator=g), torch.randn(rows, generator=g))
+    return Case(
+        logits, targets, vocab_size, shards, temperature, torch.randn(rows, generator=g), torch.randn(rows, generator=g)
+    )
 
 
 cases = st.builds(
@@ -120,8 +122,14 @@ def test_unknown_instruction_set_is_refused():
 def test_a_row_has_the_same_bits_whatever_surrounds_it(seed, threads, pick):
     case = make_case(seed, rows=300, vocab_size=1500, shards=1)
     torch.set_num_threads(1)
-    alone = by_shards(case._replace(logits=case.logits[pick : pick + 1].clone(), targets=case.targets[pick : pick + 1],
-                                    grad_logp=case.grad_logp[pick : pick + 1], grad_entropy=case.grad_entropy[pick : pick + 1]))
+    alone = by_shards(
+        case._replace(
+            logits=case.logits[pick : pick + 1].clone(),
+            targets=case.targets[pick : pick + 1],
+            grad_logp=case.grad_logp[pick : pick + 1],
+            grad_entropy=case.grad_entropy[pick : pick + 1],
+        )
+    )
     torch.set_num_threads(threads)
     together = by_shards(case)
     assert all(torch.equal(a[0], b[pick]) for a, b in zip(alone, together, strict=True))
@@ -238,7 +246,12 @@ def test_nan_of_an_ignored_row_reaches_no_gradient(backend):
         logp, entropy = ops.vocab_parallel_logprob(logits * 1.0, torch.tensor([1, IGNORED, IGNORED]), vocab_size=40)
         (logp.sum() + entropy.sum()).backward()
     assert logp.isfinite().all() and entropy.isfinite().all()
-    assert logits.grad is not None and logits.grad[0].any() and logits.grad[0].isfinite().all() and not logits.grad[1:].any()
+    assert (
+        logits.grad is not None
+        and logits.grad[0].any()
+        and logits.grad[0].isfinite().all()
+        and not logits.grad[1:].any()
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [1024, 151_936])
@@ -275,7 +288,9 @@ def test_half_precision_conversions_are_exact_and_rounded_like_torch():
         patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
         finite = patterns[patterns.isfinite()]
         # Loading: with one column the statistics hold the logit itself as the maximum.
-        stats = logprob.local_stats(finite[:, None].contiguous(), torch.zeros(len(finite), dtype=torch.int64), 0, 1, 1.0)
+        stats = logprob.local_stats(
+            finite[:, None].contiguous(), torch.zeros(len(finite), dtype=torch.int64), 0, 1, 1.0
+        )
         assert torch.equal(stats[:, 0], finite.float()) and torch.equal(stats[:, 3], finite.float())
         # Storing: the gradient of the same logits in float32, rounded by torch.
         targets = torch.randint(0, 50, (400,))
@@ -292,7 +307,11 @@ def test_half_precision_conversions_are_exact_and_rounded_like_torch():
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"logits": torch.randn(3, 8, dtype=torch.float64)}, TypeError, "logits must be float32 or bfloat16 or float16, got float64"),
+        (
+            {"logits": torch.randn(3, 8, dtype=torch.float64)},
+            TypeError,
+            "logits must be float32 or bfloat16 or float16, got float64",
+        ),
         ({"logits": torch.randn(24)}, ValueError, "logits must have shape"),
         ({"logits": torch.randn(8, 3).T}, ValueError, "logits must have contiguous columns"),
         ({"targets": torch.zeros(3, dtype=torch.int32)}, TypeError, "targets must be int64, got int32"),
@@ -358,10 +377,14 @@ def test_elements_beyond_two_to_the_31_are_found():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: logprob.local_stats(torch.randn(9, 8), torch.zeros(3, dtype=torch.int64), 0, 8, 1.0), "targets must have shape"),
-        (lambda: logprob.local_stats(torch.randn(8, 9).T, torch.zeros(9, dtype=torch.int64), 0, 8, 1.0), "contiguous columns"),
-        (lambda: logprob.combine_stats(torch.randn(1, 9, 4), torch.zeros(3, dtype=torch.int64), 1.0), "targets must have shape"),
-        (lambda: logprob.combine_stats(torch.randn(9, 4), torch.zeros(9, dtype=torch.int64), 1.0), "stats must have shape"),
+        (lambda: logprob.local_stats(torch.randn(9, 8), torch.zeros(3, dtype=torch.int64), 0, 8, 1.0), "targets must "
+            "have shape"),
+        (lambda: logprob.local_stats(torch.randn(8, 9).T, torch.zeros(9, dtype=torch.int64), 0, 8, 1.0), "contiguous "
+            "columns"),
+        (lambda: logprob.combine_stats(torch.randn(1, 9, 4), torch.zeros(3, dtype=torch.int64), 1.0), "targets must "
+            "have shape"),
+        (lambda: logprob.combine_stats(torch.randn(9, 4), torch.zeros(9, dtype=torch.int64), 1.0), "stats must have "
+            "shape"),
         (lambda: logprob.gradient(torch.randn(3, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(3),
                                   None, None, 0, 8, 1.0), "norm must have shape"),
         (lambda: logprob.gradient_(torch.randn(3, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2), torch.zeros(2),

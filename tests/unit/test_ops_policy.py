@@ -1,4 +1,5 @@
-"""The fused policy loss against plain autograd in float64: every variant, bits, masks, clip bounds, torch's own checks."""
+"""The fused policy loss against plain autograd in float64: every variant, bits, masks, clip bounds, torch's own
+checks."""
 
 from __future__ import annotations
 
@@ -71,13 +72,22 @@ variants = st.fixed_dictionaries(
         "entropy_coef": st.sampled_from([0.0, 0.05]),
         "scale": st.sampled_from([1.0, 1 / 9, 1 / 4096]),
     }
-).map(lambda v: v | ({"dual_clip": None} if v["objective"] == "cispo" else {}) | ({"kl_coef": 0.0} if v["kl"] is None else {}))
+).map(
+    lambda v: (
+        v | ({"dual_clip": None} if v["objective"] == "cispo" else {}) | ({"kl_coef": 0.0} if v["kl"] is None else {})
+    )
+)
 lengths_of_rows = st.lists(st.one_of(st.integers(0, 12), st.integers(250, 270)), max_size=5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**31), lengths=lengths_of_rows, variant=variants, without=st.sets(st.sampled_from(["mask", "is_weight"])))
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=lengths_of_rows,
+    variant=variants,
+    without=st.sets(st.sampled_from(["mask", "is_weight"])),
+)
 def test_against_autograd_in_float64(backend, seed, lengths, variant, without):
     # Sequence products are spread over orders of magnitude by long rows; relative error is that of their exponent.
     arguments = packed(seed, lengths, sigma=0.01 if variant["importance"] == "sequence_product" else 0.3)
@@ -85,7 +95,9 @@ def test_against_autograd_in_float64(backend, seed, lengths, variant, without):
     with backends.on(backend):
         got = evaluate(ops.policy_loss, arguments, **variant)
     want = exact(arguments, **variant)
-    assert got[0].total.dtype == torch.float32 and all(x.dtype == torch.float64 and not x.requires_grad for x in got[0].sums)
+    assert got[0].total.dtype == torch.float32 and all(
+        x.dtype == torch.float64 and not x.requires_grad for x in got[0].sums
+    )
     assert_close(got, want)
     if arguments["mask"] is not None:
         assert not got[1][~arguments["mask"]].any() and not got[2][~arguments["mask"]].any()
@@ -102,16 +114,26 @@ def test_gradcheck(backend, importance, objective):
         arguments["old_logp"] = arguments["old_logp"] - 1.0
     for kl, aggregation in itertools.product(("k1", "k2", "k3"), policy.AGGREGATIONS):
         call = functools.partial(
-            ops.policy_loss, **{k: v for k, v in arguments.items() if k not in ("logp", "entropy")}, importance=importance,
-            objective=objective, clip_low=0.2, clip_high=0.28, dual_clip=3.0 if objective == "ppo_clip" else None, kl=kl,
-            kl_coef=0.1, entropy_coef=0.05, aggregation=aggregation,
-        )  # fmt: skip
+            ops.policy_loss,
+            **{k: v for k, v in arguments.items() if k not in ("logp", "entropy")},
+            importance=importance,
+            objective=objective,
+            clip_low=0.2,
+            clip_high=0.28,
+            dual_clip=3.0 if objective == "ppo_clip" else None,
+            kl=kl,
+            kl_coef=0.1,
+            entropy_coef=0.05,
+            aggregation=aggregation,
+        )
         leaves = (arguments["logp"].clone().requires_grad_(), arguments["entropy"].clone().requires_grad_())
         with backends.on(backend):
             assert torch.autograd.gradcheck(lambda x, h, call=call: call(x, entropy=h).total, leaves)
 
 
-BOUNDS = list(itertools.product((1.0, 0.8, 1.2, 0.79, 1.21, 3.0, 2.0), (1.5, -1.5, 0.0), ("ppo_clip", "cispo"), (None, 2.0)))
+BOUNDS = list(
+    itertools.product((1.0, 0.8, 1.2, 0.79, 1.21, 3.0, 2.0), (1.5, -1.5, 0.0), ("ppo_clip", "cispo"), (None, 2.0))
+)
 
 
 @pytest.mark.parametrize("backend", DOUBLE)
@@ -122,11 +144,23 @@ def test_ties_are_split_as_autograd_splits_them(backend, importance):
         if objective == "cispo" and dual:
             continue
         one = torch.ones(1, dtype=torch.float64)
-        arguments = {"logp": one * math.log(ratio), "old_logp": 0 * one, "advantages": advantage * one, "entropy": one, "cu_seqlens": torch.tensor([0, 1])}
+        arguments = {
+            "logp": one * math.log(ratio),
+            "old_logp": 0 * one,
+            "advantages": advantage * one,
+            "entropy": one,
+            "cu_seqlens": torch.tensor([0, 1]),
+        }
         # Bounds that exp(logp) meets to the bit.
         bound = float(torch.exp(arguments["logp"]))
         low, high = (1 - bound, 0.2) if ratio in (0.8,) else (0.2, bound - 1) if ratio in (1.2,) else (0.2, 0.2)
-        variant = {"importance": importance, "objective": objective, "clip_low": low, "clip_high": high, "dual_clip": dual and max(dual, bound if ratio == 2.0 else dual)}
+        variant = {
+            "importance": importance,
+            "objective": objective,
+            "clip_low": low,
+            "clip_high": high,
+            "dual_clip": dual and max(dual, bound if ratio == 2.0 else dual),
+        }
         with backends.on(backend):
             got = evaluate(ops.policy_loss, arguments, **variant)
         want = evaluate(ops.policy_loss_reference, arguments, **variant)
@@ -141,9 +175,15 @@ def test_a_row_has_the_same_bits_whatever_surrounds_it(backend, importance):
     lengths = [700, 3, 0, 1200, 256, 257]
     arguments = packed(2, lengths, sigma=0.02)
     variant = {
-        "importance": importance, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05,
+        "importance": importance,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": 3.0,
+        "kl": "k3",
+        "kl_coef": 0.1,
+        "entropy_coef": 0.05,
         "aggregation": "seq_mean",
-    }  # fmt: skip
+    }
     run = lambda a: evaluate(ops.policy_loss, a, **variant)  # noqa: E731
     before = torch.get_num_threads()
     with backends.on(backend):
@@ -153,7 +193,9 @@ def test_a_row_has_the_same_bits_whatever_surrounds_it(backend, importance):
         torch.set_num_threads(before)
         for start, end in itertools.pairwise(arguments["cu_seqlens"].tolist()):
             part = slice(start, end)
-            alone = {k: v[part].clone() for k, v in arguments.items() if k != "cu_seqlens"} | {"cu_seqlens": torch.tensor([0, end - start])}
+            alone = {k: v[part].clone() for k, v in arguments.items() if k != "cu_seqlens"} | {
+                "cu_seqlens": torch.tensor([0, end - start])
+            }
             assert all(torch.equal(a, b) for a, b in zip(bits(whole, part), bits(run(alone), slice(None)), strict=True))
 
 
@@ -161,17 +203,27 @@ def test_a_row_has_the_same_bits_whatever_surrounds_it(backend, importance):
 @pytest.mark.parametrize("importance", policy.IMPORTANCE)
 def test_masked_tokens_may_hold_anything(backend, importance):
     variant = {
-        "importance": importance, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05,
+        "importance": importance,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 3.0,
+        "kl": "k3",
+        "kl_coef": 0.1,
+        "entropy_coef": 0.05,
         "aggregation": "seq_mean",
-    }  # fmt: skip
+    }
     clean = packed(3, [5, 9, 0, 4])
     clean["mask"][5:14] = False  # a whole row
     with backends.on(backend):
         want = bits(evaluate(ops.policy_loss, clean, **variant))
         for junk in (math.nan, math.inf, -math.inf, 1e30):
             dirty = clean | {f: torch.where(clean["mask"], clean[f], junk) for f in FIELDS}
-            assert all(torch.equal(a, b) for a, b in zip(want, bits(evaluate(ops.policy_loss, dirty, **variant)), strict=True))
-        nothing = clean | {"mask": torch.zeros_like(clean["mask"])} | {f: torch.full_like(clean[f], math.nan) for f in FIELDS}
+            assert all(
+                torch.equal(a, b) for a, b in zip(want, bits(evaluate(ops.policy_loss, dirty, **variant)), strict=True)
+            )
+        nothing = (
+            clean | {"mask": torch.zeros_like(clean["mask"])} | {f: torch.full_like(clean[f], math.nan) for f in FIELDS}
+        )
         loss, *grads = evaluate(ops.policy_loss, nothing, **variant)
     assert not any(float(x.detach()) for x in (loss.total, *loss.sums)) and not any(g.any() for g in grads)
 
@@ -180,7 +232,9 @@ def test_masked_tokens_may_hold_anything(backend, importance):
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_no_tokens(backend, lengths):
     with backends.on(backend):
-        loss, *grads = evaluate(ops.policy_loss, packed(0, lengths), clip_low=0.2, clip_high=0.2, kl="k3", kl_coef=0.1, entropy_coef=0.1)
+        loss, *grads = evaluate(
+            ops.policy_loss, packed(0, lengths), clip_low=0.2, clip_high=0.2, kl="k3", kl_coef=0.1, entropy_coef=0.1
+        )
         alone = torch.empty(0, requires_grad=True)
         cu = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         ops.policy_loss(alone, torch.empty(0), torch.empty(0), cu, clip_low=0.2, clip_high=0.2).total.backward()
@@ -202,7 +256,12 @@ def test_nan_of_a_kept_token_is_seen_and_stays_in_its_row(backend):
 def test_a_ratio_that_overflows_has_no_gradient_where_it_is_clipped_or_worth_nothing(backend):
     """Products over long sequences leave float64's range; plain autograd then gives 0·∞ = NaN."""
     n = 400
-    arguments = {"logp": torch.full((n,), -0.5), "old_logp": torch.full((n,), -3.0), "entropy": torch.ones(n), "cu_seqlens": torch.tensor([0, n])}
+    arguments = {
+        "logp": torch.full((n,), -0.5),
+        "old_logp": torch.full((n,), -3.0),
+        "entropy": torch.ones(n),
+        "cu_seqlens": torch.tensor([0, n]),
+    }
     for advantage, dual, want in ((1.0, None, -1.2), (-1.0, 3.0, 3.0), (0.0, None, 0.0), (0.0, 3.0, 0.0)):
         with backends.on(backend):
             loss, by_logp, _ = evaluate(
@@ -231,12 +290,18 @@ def test_a_factor_of_0_outweighs_a_ratio_that_overflows(backend, importance, cas
     advantage, weight, variant, want = OVERFLOWS[case]
     n, up = (1001, 0.72) if importance == "sequence_product" else (2, 720.0)
     arguments = {
-        "logp": torch.full((n,), -0.5), "old_logp": torch.full((n,), -0.5 - up), "advantages": torch.full((n,), advantage),
-        "entropy": torch.ones(n), "cu_seqlens": torch.tensor([0, n]), "mask": torch.arange(n) < n - 1,
+        "logp": torch.full((n,), -0.5),
+        "old_logp": torch.full((n,), -0.5 - up),
+        "advantages": torch.full((n,), advantage),
+        "entropy": torch.ones(n),
+        "cu_seqlens": torch.tensor([0, n]),
+        "mask": torch.arange(n) < n - 1,
         "is_weight": None if weight is None else torch.full((n,), weight),
-    }  # fmt: skip
+    }
     with backends.on(backend):
-        loss, by_logp, _ = evaluate(ops.policy_loss, arguments, importance=importance, clip_low=0.2, aggregation="seq_mean", **variant)
+        loss, by_logp, _ = evaluate(
+            ops.policy_loss, arguments, importance=importance, clip_low=0.2, aggregation="seq_mean", **variant
+        )
     assert float(loss.total.detach()) == pytest.approx(want) and not by_logp.any() and not by_logp.isnan().any()
     assert loss.sums.ratio.isinf()
 
@@ -246,7 +311,10 @@ def test_a_ratio_that_overflows_and_counts_is_seen(backend):
     arguments = {"logp": torch.tensor([-0.5]), "old_logp": torch.tensor([-800.0]), "advantages": torch.tensor([-1.0])}
     with backends.on(backend):
         loss, by_logp, _ = evaluate(
-            ops.policy_loss, arguments | {"entropy": torch.ones(1), "cu_seqlens": torch.tensor([0, 1])}, clip_low=0.2, clip_high=0.2
+            ops.policy_loss,
+            arguments | {"entropy": torch.ones(1), "cu_seqlens": torch.tensor([0, 1])},
+            clip_low=0.2,
+            clip_high=0.2,
         )
     assert loss.total.isinf() and by_logp.isinf()
 
@@ -254,7 +322,10 @@ def test_a_ratio_that_overflows_and_counts_is_seen(backend):
 def test_metrics_only_terms_do_not_touch_loss_or_gradient():
     arguments = packed(5, [7, 8]) | {"mask": None}
     arguments["ref_logp"][0], arguments["entropy"][1] = -math.inf, math.nan
-    plain = {k: v for k, v in arguments.items() if k not in ("logp", "ref_logp", "entropy")} | {"clip_low": 0.2, "clip_high": 0.2}
+    plain = {k: v for k, v in arguments.items() if k not in ("logp", "ref_logp", "entropy")} | {
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    }
     leaf, entropy = arguments["logp"].clone().requires_grad_(), arguments["entropy"].clone().requires_grad_()
     (bare,) = torch.autograd.grad(ops.policy_loss(leaf, **plain).total, leaf)
     loss = ops.policy_loss(leaf, entropy=entropy, ref_logp=arguments["ref_logp"], kl="k3", **plain)
@@ -267,10 +338,18 @@ def test_metrics_only_terms_do_not_touch_loss_or_gradient():
 @pytest.mark.parametrize("d", [1e-5, 1e-7, 1e-8, 1e-10, 1e-12])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_k3_is_exact_near_0(backend, d, sign):
-    """Where exp(d) − 1 − d is 0 or noise in float64, and exp(d) − 1 (the gradient) has lost digits: both by their series."""
+    """Where exp(d) − 1 − d is 0 or noise in float64, and exp(d) − 1 (the gradient) has lost digits: both by their
+    series."""
     logp, ref = torch.full((3,), -d if sign > 0 else 0.0), torch.full((3,), 0.0 if sign > 0 else -d)
     exactly = (ref.double() - logp.double())[0].item()
-    arguments = {"logp": logp, "old_logp": logp, "advantages": torch.zeros(3), "entropy": torch.zeros(3), "ref_logp": ref, "cu_seqlens": torch.tensor([0, 3])}
+    arguments = {
+        "logp": logp,
+        "old_logp": logp,
+        "advantages": torch.zeros(3),
+        "entropy": torch.zeros(3),
+        "ref_logp": ref,
+        "cu_seqlens": torch.tensor([0, 3]),
+    }
     variant = {"clip_low": 0.2, "clip_high": 0.2, "kl": "k3", "kl_coef": 1.0}
     with backends.on(backend):
         got = evaluate(ops.policy_loss, arguments, **variant)
@@ -289,7 +368,9 @@ def test_golden():
                 logp, torch.zeros(2), torch.tensor([1.0, -2.0]), torch.tensor([0, 2]), clip_low=0.2, clip_high=0.2,
                 ref_logp=logp + math.log(2), kl="k3", kl_coef=1.0, aggregation="seq_mean",
             )  # fmt: skip
-        assert loss.sums.pg == pytest.approx((-1.2 + 1.6) / 2) and loss.sums.kl == pytest.approx(1 - math.log(2), rel=1e-6)
+        assert loss.sums.pg == pytest.approx((-1.2 + 1.6) / 2) and loss.sums.kl == pytest.approx(
+            1 - math.log(2), rel=1e-6
+        )
         assert [int(x) for x in (loss.sums.tokens, loss.sums.clipped, loss.sums.dual_clipped)] == [2, 2, 0]
         assert loss.sums.ratio == pytest.approx(2.0) and loss.sums.old_minus_new == pytest.approx(-math.log(0.75))
         assert loss.total == pytest.approx(0.2 + 1 - math.log(2))
@@ -303,18 +384,55 @@ def test_offsets_that_lie_are_clamped(backend):
         cu, grad, sums = torch.tensor(lie), torch.zeros(50), torch.zeros(2, 8, dtype=torch.float64)
         with backends.on(backend):
             how = native.library.Policy(
-                importance=1, objective=0, kl=0, aggregation=1, clip_low=0.2, clip_high=0.2, dual_clip=0.0, kl_coef=0.0, entropy_coef=0.0, scale=1.0
+                importance=1,
+                objective=0,
+                kl=0,
+                aggregation=1,
+                clip_low=0.2,
+                clip_high=0.2,
+                dual_clip=0.0,
+                kl_coef=0.0,
+                entropy_coef=0.0,
+                scale=1.0,
             )
-            native.run("policy", grad, how, a["logp"].data_ptr(), 0, a["old_logp"].data_ptr(), 0, a["advantages"].data_ptr(), 0, 0,
-                       cu.data_ptr(), 2, 50, grad.data_ptr(), 0, sums.data_ptr())  # fmt: skip
+            native.run(
+                "policy",
+                grad,
+                how,
+                a["logp"].data_ptr(),
+                0,
+                a["old_logp"].data_ptr(),
+                0,
+                a["advantages"].data_ptr(),
+                0,
+                0,
+                cu.data_ptr(),
+                2,
+                50,
+                grad.data_ptr(),
+                0,
+                sums.data_ptr(),
+            )
         assert sums.isfinite().all()
 
 
 def test_as_torch_sees_it():
     a = packed(7, [5, 0, 9])
     for kl, entropy_coef in ((None, 0.0), ("k3", 0.1)):
-        tensors = [a["logp"], a["entropy"], a["old_logp"], a["advantages"], a["cu_seqlens"], a["mask"], a["ref_logp"], a["is_weight"]]
-        torch.library.opcheck(policy.policy_rows, (*tensors, "token", "ppo_clip", kl, "sum", 0.2, 0.2, None, 0.1 if kl else 0.0, entropy_coef, 1.0))
+        tensors = [
+            a["logp"],
+            a["entropy"],
+            a["old_logp"],
+            a["advantages"],
+            a["cu_seqlens"],
+            a["mask"],
+            a["ref_logp"],
+            a["is_weight"],
+        ]
+        torch.library.opcheck(
+            policy.policy_rows,
+            (*tensors, "token", "ppo_clip", kl, "sum", 0.2, 0.2, None, 0.1 if kl else 0.0, entropy_coef, 1.0),
+        )
     variant = {"clip_low": 0.2, "clip_high": 0.28, "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0}
     eager = evaluate(ops.policy_loss, a, **variant)
     torch.compiler.reset()
@@ -324,14 +442,23 @@ def test_as_torch_sees_it():
     loss, *grads = evaluate(ops.policy_loss, meta, **variant)
     assert loss.total.is_meta and loss.total.shape == () and all(g.is_meta and g.shape == (14,) for g in grads)
     with pytest.raises(ValueError, match="cu_seqlens must rise"):
-        torch.compile(ops.policy_loss, fullgraph=True, backend="aot_eager")(**a | {"cu_seqlens": torch.tensor([0, 20])}, **variant)
+        torch.compile(ops.policy_loss, fullgraph=True, backend="aot_eager")(
+            **a | {"cu_seqlens": torch.tensor([0, 20])}, **variant
+        )
 
 
 def test_the_twin_is_the_reference_and_takes_strided_tensors():
     a = packed(8, [5, 9])
     strided = {k: v if k == "cu_seqlens" else torch.stack([v, v], 1)[:, 0] for k, v in a.items()}
     variant = {"clip_low": 0.2, "clip_high": 0.28, "kl": "k2", "kl_coef": 0.1, "entropy_coef": 0.05}
-    assert all(torch.equal(x, y) for x, y in zip(bits(evaluate(ops.policy_loss, a, **variant)), bits(evaluate(ops.policy_loss, strided, **variant)), strict=True))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(
+            bits(evaluate(ops.policy_loss, a, **variant)),
+            bits(evaluate(ops.policy_loss, strided, **variant)),
+            strict=True,
+        )
+    )
     want = bits(evaluate(ops.policy_loss_reference, a, **variant))
     ops.use("torch")
     try:
@@ -351,14 +478,22 @@ FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "cu_seqlens must rise"),
     ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, ValueError, "cu_seqlens must rise"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens must be int32 or int64"),
-    ({"importance": "sequence"}, ValueError, "importance must be one of token, sequence_mean, sequence_product, got 'sequence'"),
+    (
+        {"importance": "sequence"},
+        ValueError,
+        "importance must be one of token, sequence_mean, sequence_product, got 'sequence'",
+    ),
     ({"objective": "ppo"}, ValueError, "objective must be one of"),
     ({"kl": "k4", "ref_logp": torch.zeros(4)}, ValueError, "kl must be one of None, k1, k2, k3"),
     ({"aggregation": "mean"}, ValueError, "aggregation must be one of sum, seq_mean"),
     ({"clip_low": -0.1}, ValueError, "clip_low must be at least 0"),
     ({"clip_high": math.nan}, ValueError, "clip_high must be at least 0"),
     ({"dual_clip": 1.0}, ValueError, "dual_clip must be above 1"),
-    ({"dual_clip": 3.0, "objective": "cispo"}, ValueError, "dual_clip must be above 1 and goes with objective ppo_clip"),
+    (
+        {"dual_clip": 3.0, "objective": "cispo"},
+        ValueError,
+        "dual_clip must be above 1 and goes with objective ppo_clip",
+    ),
     ({"kl": "k3"}, ValueError, "ref_logp must be given with kl='k3'"),
     ({"entropy_coef": 0.1}, ValueError, "entropy must be given with entropy_coef=0.1"),
     ({"logp": torch.zeros(4).int()}, TypeError, "logp must be float32"),
@@ -386,8 +521,13 @@ PLAIN_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def with_fault(change):
     zeros = torch.zeros(4)
     return {
-        "logp": zeros, "old_logp": zeros, "advantages": zeros, "cu_seqlens": torch.tensor([0, 1, 4]), "clip_low": 0.2, "clip_high": 0.2,
-    } | change  # fmt: skip
+        "logp": zeros,
+        "old_logp": zeros,
+        "advantages": zeros,
+        "cu_seqlens": torch.tensor([0, 1, 4]),
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    } | change
 
 
 @pytest.mark.parametrize(("change", "error", "text"), FAULTS + PLAIN_FAULTS)
@@ -400,9 +540,19 @@ def test_errors_name_the_argument(change, error, text):
 def test_the_registered_op_and_the_twin_check_too(change, error, text):
     arguments = with_fault(change)
     unset = {
-        "entropy": None, "mask": None, "ref_logp": None, "is_weight": None, "importance": "token", "objective": "ppo_clip", "kl": None,
-        "aggregation": "sum", "dual_clip": None, "kl_coef": 0.0, "entropy_coef": 0.0, "scale": 1.0,
-    }  # fmt: skip
+        "entropy": None,
+        "mask": None,
+        "ref_logp": None,
+        "is_weight": None,
+        "importance": "token",
+        "objective": "ppo_clip",
+        "kl": None,
+        "aggregation": "sum",
+        "dual_clip": None,
+        "kl_coef": 0.0,
+        "entropy_coef": 0.0,
+        "scale": 1.0,
+    }
     with pytest.raises(error, match=text):
         torch.ops.megarl.policy(**unset | arguments)
     with pytest.raises(error, match=text):

@@ -1,4 +1,5 @@
-"""Overrides as they are typed: given twice, with characters that hydra's grammar keeps for itself, or in verl's names."""
+"""Overrides as they are typed: given twice, with characters that hydra's grammar keeps for itself, or in verl's
+names."""
 
 from __future__ import annotations
 

@@ -20,7 +20,11 @@ from tests.unit.small_job import SMALL, config_of, refused
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "own_experiments.md").read_text()
 [EXPERIMENT] = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
 [GENERATOR] = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-COMMANDS = [shlex.split(line, comments=True) for block in re.findall(r"```bash\n(.*?)```", DOCS, re.DOTALL) for line in block.splitlines()]
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in re.findall(r"```bash\n(.*?)```", DOCS, re.DOTALL)
+    for line in block.splitlines()
+]
 """Commands of the page, without their comments."""
 
 
@@ -47,7 +51,10 @@ def test_an_experiment_of_ones_own(folder: Path) -> None:
 
 def test_the_command_takes_the_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = [setting for setting in SMALL if not setting.startswith("experiment")]
-    assert main(["train", "--check", "--config-dir", str(folder), "experiment=mine", *small, f"run.dir={tmp_path}/run"]) == 0
+    assert (
+        main(["train", "--check", "--config-dir", str(folder), "experiment=mine", *small, f"run.dir={tmp_path}/run"])
+        == 0
+    )
     assert main(["config", "experiment=mine", "--config-dir", str(folder)]) == 0
     assert '"steps": 7' in capsys.readouterr().out
     assert main(["data", "--config-dir", str(folder), "experiment=mine", *small, f"run.dir={tmp_path}/run"]) == 0
@@ -62,7 +69,11 @@ def test_a_sweep_over_ones_own_files(folder: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["missing", "shadowed", "key"])
 def test_a_folder_that_cannot_be_used(folder: Path, fault: str) -> None:
-    words = {"missing": "no such directory", "shadowed": "experiment/sft.yaml is also the name", "key": "did you mean 'trainer.steps'"}[fault]
+    words = {
+        "missing": "no such directory",
+        "shadowed": "experiment/sft.yaml is also the name",
+        "key": "did you mean 'trainer.steps'",
+    }[fault]
     if fault == "shadowed":
         (folder / "experiment" / "sft.yaml").write_text(EXPERIMENT)
     if fault == "key":
@@ -103,7 +114,9 @@ def test_pairs_of_a_generator_of_ones_own(tmp_path: Path) -> None:
     text = GENERATOR.replace("answer=str(a * b), response=str(a * b)", "answer='yes', response='yes'")
     prepare_data(config_of(tmp_path / "run", *own(tmp_path, text), "algorithm=dpo"))
     rows = read_preferences(tmp_path / "run" / "data" / "train.parquet")
-    assert all(row.chosen == "yes" and row.rejected.startswith("about ") for row in rows), "an answer without digits has only its slip"
+    assert all(row.chosen == "yes" and row.rejected.startswith("about ") for row in rows), (
+        "an answer without digits has only its slip"
+    )
 
 
 def test_rows_are_made_anew_when_the_file_changes(tmp_path: Path) -> None:
@@ -129,15 +142,34 @@ def test_rows_are_made_anew_when_the_file_changes(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_generator_that_lacks_something(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
-    refused(ConfigError, config_of(tmp_path / "run", *own(tmp_path, GENERATOR.replace(old, new, 1))), f"taskset.generate={tmp_path}/products.py", *words)
+    refused(
+        ConfigError,
+        config_of(tmp_path / "run", *own(tmp_path, GENERATOR.replace(old, new, 1))),
+        f"taskset.generate={tmp_path}/products.py",
+        *words,
+    )
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
-    refused(ConfigError, config_of(tmp_path / "run", *own(tmp_path), "taskset.options.largset=3"), "largset", "did you mean 'largest'")
+    refused(
+        ConfigError,
+        config_of(tmp_path / "run", *own(tmp_path), "taskset.options.largset=3"),
+        "largset",
+        "did you mean 'largest'",
+    )
     foreign = [option for option in own(tmp_path) if option != "~taskset.options"]
     words = ["min_terms, max_terms, min_digits, max_digits, slip_percent", "known: largest", "'~taskset.options'"]
     refused(ConfigError, config_of(tmp_path / "run", *foreign), *words)
-    refused(ConfigError, config_of(tmp_path / "run", "taskset.generate=/no/such.py"), "taskset.generate=/no/such.py", "no such file")
-    refused(DataError, config_of(tmp_path / "run", *own(tmp_path), "taskset.options.largest=1"), "taskset.train_size=30 cannot be reached")
+    refused(
+        ConfigError,
+        config_of(tmp_path / "run", "taskset.generate=/no/such.py"),
+        "taskset.generate=/no/such.py",
+        "no such file",
+    )
+    refused(
+        DataError,
+        config_of(tmp_path / "run", *own(tmp_path), "taskset.options.largest=1"),
+        "taskset.train_size=30 cannot be reached",
+    )
     ends = GENERATOR.replace("while True", "for _ in range(5)")
     refused(DataError, config_of(tmp_path / "run", *own(tmp_path, ends)), "cannot be reached")

@@ -13,7 +13,9 @@ from megarl.parallel.grid import check_parallel, check_roles, megatron_grid, rol
 from megarl.reshard.grid import MegatronGrid
 from tests.unit.reshard_oracle import qwen3_config
 
-MOE = qwen3_config(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True)
+MOE = qwen3_config(
+    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True
+)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,20 @@ def test_no_setting_is_lost() -> None:
         (ParallelConfig(tp=0), r"parallel\.tp=0 is not a positive number; set parallel\.tp to 1 or more"),
         (ParallelConfig(etp=0), r"parallel\.etp=0 is not a positive number"),
         (ParallelConfig(pp=2, first_stage_layers=0), r"parallel\.first_stage_layers=0 is not a positive number"),
-        (ParallelConfig(dp=2, ep=4), r"parallel\.ep=4 \* parallel\.etp=1 does not divide the 2 ranks .*dp=2 .* parallel\.ep to a divisor of 2"),
-        (ParallelConfig(tp=2, dp=2, ep=2, etp=4), r"parallel\.ep=2 \* parallel\.etp=4 does not divide the 4 ranks .*tp=2 pp=1 dp=2"),
+        (
+            ParallelConfig(dp=2, ep=4),
+            r"parallel\.ep=4 \* parallel\.etp=1 does not divide the 2 ranks .*dp=2 .* parallel\.ep to a divisor of 2",
+        ),
+        (
+            ParallelConfig(tp=2, dp=2, ep=2, etp=4),
+            r"parallel\.ep=2 \* parallel\.etp=4 does not divide the 4 ranks .*tp=2 pp=1 dp=2",
+        ),
         (ParallelConfig(vpp=2), r"parallel\.vpp=2 needs parallel\.pp above 1; .*leave parallel\.vpp out"),
         (ParallelConfig(last_stage_layers=1), r"parallel\.last_stage_layers=1 needs parallel\.pp above 1"),
-        (ParallelConfig(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2), r"no stage between, .*; give one of the two"),
+        (
+            ParallelConfig(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2),
+            r"no stage between, .*; give one of the two",
+        ),
     ],
 )
 def test_what_is_no_grid(parallel: ParallelConfig, message: str) -> None:
@@ -64,18 +75,25 @@ def test_what_is_no_grid(parallel: ParallelConfig, message: str) -> None:
 def test_what_the_trainer_cannot_train() -> None:
     sizes = architecture(MOE).sizes(MOE)
     check_parallel(ParallelConfig(tp=2, ep=2, sequence_parallel=True), sizes)
-    with pytest.raises(ConfigError, match=r"parallel\.tp=2 with the 8 experts .* needs parallel\.sequence_parallel=true"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.tp=2 with the 8 experts .* needs parallel\.sequence_parallel=true"
+    ):
         check_parallel(ParallelConfig(tp=2, ep=2), sizes)
     check_parallel(ParallelConfig(pp=2, vpp=2), sizes)
     check_parallel(ParallelConfig(cp=sizes.heads), sizes)
-    with pytest.raises(ConfigError, match=rf"parallel\.cp={sizes.heads} does not divide the {sizes.heads // 2} attention heads that parallel\.tp=2"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"parallel\.cp={sizes.heads} does not divide the {sizes.heads // 2} attention heads that parallel\.tp=2",
+    ):
         check_parallel(ParallelConfig(tp=2, cp=sizes.heads, sequence_parallel=True), sizes)
 
 
 ACTOR = ParallelConfig(tp=2, dp=2)
 
 
-def roles(reference: ParallelConfig | None = None, critic: ParallelConfig | None = None, reward: ParallelConfig | None = None) -> Config:
+def roles(
+    reference: ParallelConfig | None = None, critic: ParallelConfig | None = None, reward: ParallelConfig | None = None
+) -> Config:
     return Config(
         parallel=ACTOR,
         reference=ReferenceConfig(parallel=reference),

@@ -26,9 +26,15 @@ def step(request: pytest.FixtureRequest) -> Sequences:
     old = -old.exp()
     return Sequences(
         torch.randint(0, 99, (TOTAL,), generator=generator, dtype=torch.int32),
-        LENGTHS, torch.rand(TOTAL, generator=generator) < 0.7, old_logp=old, engine_logp=old + 0.01 * noise,
-        ref_logp=old + 0.1 * noise, values=values, returns=values + noise, expert=torch.tensor([False, False, False, False, True]),
-    )  # fmt: skip
+        LENGTHS,
+        torch.rand(TOTAL, generator=generator) < 0.7,
+        old_logp=old,
+        engine_logp=old + 0.01 * noise,
+        ref_logp=old + 0.1 * noise,
+        values=values,
+        returns=values + noise,
+        expert=torch.tensor([False, False, False, False, True]),
+    )
 
 
 def test_the_mismatch_of_log_probs(step: Sequences) -> None:
@@ -60,7 +66,9 @@ def test_what_critics_and_advantages_take(step: Sequences) -> None:
     assert torch.equal(kept, step.returns[step.mask])
     before = kept.clone()
     x = kept.double()
-    assert torch.equal(whitened(kept), ((x - x.mean()) / (x.var() + VARIANCE_EPSILON).sqrt()).float()) and torch.equal(kept, before)
+    assert torch.equal(whitened(kept), ((x - x.mean()) / (x.var() + VARIANCE_EPSILON).sqrt()).float()) and torch.equal(
+        kept, before
+    )
     assert torch.equal(parts.spread_out(kept, step.mask), torch.where(step.mask, step.returns, 0.0))
 
 
@@ -68,8 +76,15 @@ def test_what_goes_by_sequences(step: Sequences) -> None:
     assert step.old_logp is not None
     numbers = torch.tensor([0.5, -0.0, 3.0, 1e-30, 7.0], dtype=torch.float64)
     assert torch.equal(parts.repeated(numbers, LENGTHS), numbers[step.row])
-    assert parts.counts(step.mask, LENGTHS).tolist() == torch.zeros(5, dtype=torch.int64).index_add(0, step.row, step.mask.long()).tolist()
+    assert (
+        parts.counts(step.mask, LENGTHS).tolist()
+        == torch.zeros(5, dtype=torch.int64).index_add(0, step.row, step.mask.long()).tolist()
+    )
     values = step.old_logp.double()
     assert torch.equal(parts.sums(values, LENGTHS), torch.zeros(5, dtype=torch.float64).index_add(0, step.row, values))
     empty = torch.tensor([0, TOTAL, 0])
-    assert parts.sums(values, empty).tolist() == [0.0, float(torch.zeros(1, dtype=torch.float64).index_add(0, step.row * 0, values)), 0.0]
+    assert parts.sums(values, empty).tolist() == [
+        0.0,
+        float(torch.zeros(1, dtype=torch.float64).index_add(0, step.row * 0, values)),
+        0.0,
+    ]

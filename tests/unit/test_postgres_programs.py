@@ -91,7 +91,9 @@ def test_no_program_gets_a_key_and_each_holds_the_run(seen: Path, monkeypatch: p
 def test_a_program_that_hangs_is_ended_and_named(seen: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     install(seen, HANG if program == "initdb" else f"{MAKE}\n{HANG}")
     monkeypatch.setattr(postgres, "START_S", 1.0)
-    with pytest.raises(JobError, match=rf"{program.partition('.')[0]} has not ended after 1 s in {seen.parent}/postgres"):
+    with pytest.raises(
+        JobError, match=rf"{program.partition('.')[0]} has not ended after 1 s in {seen.parent}/postgres"
+    ):
         Server(seen.parent / "postgres", "key").start()
     assert gone(int((seen / f"{program}.pid").read_text()))
 

@@ -38,9 +38,14 @@ FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("form", range(len(FORMS)))
 def test_every_form_is_the_same_preference(tmp_path: Path, suffix: str, form: int) -> None:
     none = {"margin": None, "data_source": None, "extra_info": None}
-    path = write(tmp_path / f"p.{suffix}", [FORMS[form] | none, FORMS[form] | {"margin": 0.5, "data_source": "d", "extra_info": {"k": 1}}])
+    path = write(
+        tmp_path / f"p.{suffix}",
+        [FORMS[form] | none, FORMS[form] | {"margin": 0.5, "data_source": "d", "extra_info": {"k": 1}}],
+    )
     rows = read_preferences(path, split="train")
-    rendered = (says("a"), says("b")) if isinstance(FORMS[form]["chosen"], list) else (None, None)  # texts stand as they are
+    rendered = (
+        (says("a"), says("b")) if isinstance(FORMS[form]["chosen"], list) else (None, None)
+    )  # texts stand as they are
     assert all(row.answers == rendered for row in rows)
     first, second = (replace(row, answers=(None, None)) for row in rows)
     assert first == Preference("train/0", "", (USER,), "a", "b")
@@ -68,7 +73,10 @@ def test_a_long_chat_is_the_prompt(tmp_path: Path) -> None:
         ({"prompt": []}, "prompt must be a non-empty list"),
         ({"prompt": [says("u")]}, r"prompt\[0\].role must be user"),
         ({"chosen": [USER, says("a")]}, "rejected must be an answer to the same messages as chosen"),
-        ({"chosen": [SYSTEM, USER, says("a")], "rejected": [SYSTEM, USER, says("b")]}, "chosen must be an answer to prompt"),
+        (
+            {"chosen": [SYSTEM, USER, says("a")], "rejected": [SYSTEM, USER, says("b")]},
+            "chosen must be an answer to prompt",
+        ),
         (
             {"prompt": None, "chosen": [USER, says("x"), says("a")], "rejected": [USER, says("x"), says("b")]},
             r"chosen\[1\].role must be user",
@@ -114,11 +122,17 @@ def test_generated_pairs(tmp_path: Path, name: str) -> None:
         assert len(set(asked[split])) == len(pairs) == SIZES[split]
         for pair in pairs:
             entry = {"question": pair.prompt[-1]["content"], "metadata": pair.extra_info["metadata"]}
-            scores = [compute_score(pair.data_source, text, pair.chosen, pair.extra_info | entry)["score"] for text in (pair.chosen, pair.rejected)]
+            scores = [
+                compute_score(pair.data_source, text, pair.chosen, pair.extra_info | entry)["score"]
+                for text in (pair.chosen, pair.rejected)
+            ]
             assert scores == [1.0, 0.0]
             assert len(pair.rejected) == len(pair.chosen), "an answer that length gives away teaches nothing"
             assert str(int(pair.rejected)) == pair.rejected or pair.rejected == "-0"
-        slips = [pair.rejected[:-1] == pair.chosen[:-1] and int(pair.rejected[-1]) == (int(pair.chosen[-1]) + 1) % 10 for pair in pairs]
+        slips = [
+            pair.rejected[:-1] == pair.chosen[:-1] and int(pair.rejected[-1]) == (int(pair.chosen[-1]) + 1) % 10
+            for pair in pairs
+        ]
         assert 0.4 < sum(slips) / len(slips) < 0.75
     demonstrations = read_rows(paths["warm_start"], require_response=True)
     assert demonstrations == written["warm_start"]

@@ -1,8 +1,8 @@
 """The experiments for real models against their sources: every number is the source's or a listed departure.
 
-``SOURCES`` holds the sources' values under megarl's names, copied by hand from the files at the named commits. A setting
-without a value there is not in the table. ``OURS`` holds the departures with megarl's values; the experiment's file
-explains each.
+``SOURCES`` holds the sources' values under megarl's names, copied by hand from the files at the named commits. A
+setting without a value there is not in the table. ``OURS`` holds the departures with megarl's values; the experiment's
+file explains each.
 """
 
 from __future__ import annotations
@@ -222,11 +222,7 @@ OURS: dict[str, dict[str, Any]] = {
         "trainer.eval_interval": 50,
         "trainer.checkpoint_interval": 50,
     },
-    "grpo_deepseek_v3": {
-        "algorithm.clip_low": 10.0,
-        "algorithm.clip_high": 10.0,
-        "rollout.max_response_tokens": 32768,
-    },
+    "grpo_deepseek_v3": {"algorithm.clip_low": 10.0, "algorithm.clip_high": 10.0, "rollout.max_response_tokens": 32768},
 }
 EXPERIMENTS = {str(values["experiment"]): source for source, values in SOURCES.items()}
 

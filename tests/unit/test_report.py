@@ -214,9 +214,17 @@ def test_report_holds_the_numbers(run_dir: Path) -> None:
 
 def test_verifiers_are_summed_over_the_steps(run_dir: Path) -> None:
     def step(answers: float, mean: float, most: float, kills: float) -> dict[str, float]:
-        times = {f"reward/math/{name}/{what}": value for name in ("seconds", "waited_s") for what, value in (("mean", mean), ("max", most))}
+        times = {
+            f"reward/math/{name}/{what}": value
+            for name in ("seconds", "waited_s")
+            for what, value in (("mean", mean), ("max", most))
+        }
         counts = {"answers": answers, "error": 0.0, "timeout": 1.0, "retries": 2.0, "kills": kills}
-        return times | {f"reward/math/{name}": value for name, value in counts.items()} | {"reward/parts/format": answers / 40}
+        return (
+            times
+            | {f"reward/math/{name}": value for name, value in counts.items()}
+            | {"reward/parts/format": answers / 40}
+        )
 
     steps = ((1, step(10, 0.1, 0.5, 0)), (2, step(30, 0.3, 2.0, 3)))
     text = re.sub("<[^>]+>", " ", page(replace(load(run_dir), steps=steps)))

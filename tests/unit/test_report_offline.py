@@ -49,7 +49,9 @@ def test_every_stage_of_a_run(tmp_path: Path, preferences: bool, evaluations: in
     else:
         assert ("Held-out loss 0.7 → 0.5" if after else "Held-out loss 0.7") in words
         assert "Chosen answer preferred" not in words and "%" not in said.split("held-out rows")[1]
-    assert "Sample answers" not in words and "reward" not in said.split("HF checkpoint")[0].replace("reward_curve.png", "")
+    assert "Sample answers" not in words and "reward" not in said.split("HF checkpoint")[0].replace(
+        "reward_curve.png", ""
+    )
 
 
 def test_it_is_finished_with_its_checkpoint(tmp_path: Path) -> None:

@@ -38,11 +38,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def run_plan(
-    plan: ReshardPlan,
-    sources: list[Tensors],
-    network: Network,
-    bucket_bytes: int = 4096,
-    dtype: torch.dtype = FP32,
+    plan: ReshardPlan, sources: list[Tensors], network: Network, bucket_bytes: int = 4096, dtype: torch.dtype = FP32
 ) -> tuple[list[Tensors], Digests]:
     """Send and receive in threads; what every destination rank holds then, and the digests of all senders."""
     got = [unwritten(dict(plan.destination.local_shapes(r)), dtype) for r in range(plan.destination.num_ranks)]
@@ -192,8 +188,8 @@ def test_one_flipped_element_is_named(case: Case, data: st.DataObject) -> None:
 def test_a_message_that_is_lost_or_comes_twice_is_named(case: Case, data: st.DataObject, lost: bool) -> None:
     """With its tensors and ranks, as soon as another message of its link arrives.
 
-    A lost message can keep its sender from sending another: ranks then wait for each other in a circle of several sources
-    and destinations, and the transport's timeout names the messages that are waited for.
+    A lost message can keep its sender from sending another: ranks then wait for each other in a circle of several
+    sources and destinations, and the transport's timeout names the messages that are waited for.
     """
     plan, bucket_bytes = to_engine(case), 512
     link = data.draw(st.sampled_from(sorted({Link(move.src, move.dst) for move in plan.moves})))

@@ -1,4 +1,5 @@
-"""Every family from any grid to any engine, file or other grid, bit for bit as the oracle cuts it from whole HF tensors."""
+"""Every family from any grid to any engine, file or other grid, bit for bit as the oracle cuts it from whole HF
+tensors."""
 
 from __future__ import annotations
 
@@ -180,7 +181,8 @@ def blank(plan: ReshardPlan, dtype: torch.dtype = torch.float32) -> list[Tensors
     bucket_bytes=st.sampled_from([16, 100, 1 << 16]),
 )
 def test_sent_in_buckets_it_is_the_same(case: FamilyCase, dtype: torch.dtype, bucket_bytes: int) -> None:
-    """Trainer and engine in processes of their own (here threads); float32 masters, the router's bias float32 in bf16 too."""
+    """Trainer and engine in processes of their own (here threads); float32 masters, the router's bias float32 in bf16
+    too."""
     plan, network, (sources, expected) = plan_of(case), Network(), both_ends(case)
     got = blank(plan, dtype)
     keys: dict[str, Any] = {"dtype": dtype, "bucket_bytes": bucket_bytes}
@@ -209,11 +211,17 @@ def test_exchanged_among_the_same_ranks_it_is_the_same(case: FamilyCase, bucket_
     ranks = range(max(len(sources), len(got)))
     jobs = [
         functools.partial(
-            exchange, plan, rank, sources[rank] if rank < len(sources) else {},
-            (got[rank] if rank < len(got) else {}).__getitem__, network.port(rank), dtype=torch.float32, bucket_bytes=bucket_bytes,
+            exchange,
+            plan,
+            rank,
+            sources[rank] if rank < len(sources) else {},
+            (got[rank] if rank < len(got) else {}).__getitem__,
+            network.port(rank),
+            dtype=torch.float32,
+            bucket_bytes=bucket_bytes,
         )
         for rank in ranks
-    ]  # fmt: skip
+    ]
     run_threads(network, jobs)
     for rank, want in enumerate(expected):
         wrong = explain(case, rank, got[rank], want)

@@ -16,7 +16,8 @@ LEAST = {"megatron": 950, "checkpoint": 88, "vllm": 73}
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Each in a process of its own, since they take over the one that imports them; beside each other, each on one core."""
+    """Each in a process of its own, since they take over the one that imports them; beside each other, each on one
+    core."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     started = {
         engine: subprocess.Popen(

@@ -215,7 +215,8 @@ def sent_by_copies(plan: ReshardPlan) -> list[list[int]]:
     replicas=st.integers(1, 9),
 )
 def test_data_parallel_copies_share_the_sending(tp: int, pp: int, dp: int, engine_tp: int, replicas: int) -> None:
-    """Whatever the numbers of copies and replicas: none sends more than 2 % above the mean (8 layers in Qwen3-0.6B's shapes)."""
+    """Whatever the numbers of copies and replicas: none sends more than 2 % above the mean (8 layers in Qwen3-0.6B's
+    shapes)."""
     config = qwen3_config(
         vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128,
@@ -243,8 +244,8 @@ def test_experts_and_the_rest_are_shared_by_their_own_copies() -> None:
 @fast
 @given(case=cases(), node=st.sampled_from([1, 2, 3, 8]))
 def test_the_nearest_copies_send(case: Case, node: int) -> None:
-    """Ranks of both sides are placed on nodes of ``node`` devices one after the other. (Of a tied embedding that lies on two
-    stages under two names only the first is ever used.)"""
+    """Ranks of both sides are placed on nodes of ``node`` devices one after the other. (Of a tied embedding that lies
+    on two stages under two names only the first is ever used.)"""
 
     def distance(src: int, dst: int) -> int:
         return abs(src // node - dst // node)
@@ -356,10 +357,7 @@ def test_an_engine_that_does_not_fit_names_rule_values_and_mend(
 
 @fast
 @given(
-    config=configs(layers=4),
-    tp=st.integers(2, 12),
-    pp=st.integers(1, 4),
-    side=st.sampled_from(["trainer", "engine"]),
+    config=configs(layers=4), tp=st.integers(2, 12), pp=st.integers(1, 4), side=st.sampled_from(["trainer", "engine"])
 )
 def test_the_sizes_that_a_message_names_fit(config: dict, tp: int, pp: int, side: str) -> None:
     def layout(tp: int) -> Layout:

@@ -12,11 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.checkpoint.manifest import (
-    LATEST,
-    fingerprints,
-    write_manifest,
-)
+from megarl.checkpoint.manifest import LATEST, fingerprints, write_manifest
 from megarl.config import save_resolved
 from megarl.config.load import check_setting
 from megarl.durable import write_text
@@ -41,7 +37,9 @@ def finished_checkpoint(run_dir: Path, step: int = 2) -> Path:
     checkpoint = run_dir / "checkpoints" / f"global_step_{step}"
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"weight": torch.arange(3.0)}, storage_writer=dcp.FileSystemWriter(checkpoint / "actor"), no_dist=True)
-    (checkpoint / "actor" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (checkpoint / "actor" / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     torch.save({}, checkpoint / "actor" / "common.pt")
     list_files(checkpoint, step)
     write_text(checkpoint.with_name(LATEST), str(step))
@@ -49,7 +47,9 @@ def finished_checkpoint(run_dir: Path, step: int = 2) -> Path:
 
 
 def list_files(checkpoint: Path, step: int) -> None:
-    files = fingerprints(checkpoint, [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "state.json"])
+    files = fingerprints(
+        checkpoint, [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "state.json"]
+    )
     write_manifest(checkpoint, {"phase": "rl", "step": step}, {}, files)
 
 
@@ -63,7 +63,13 @@ def run_dir(prepared: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "override",
-    ["taskset.train_size=20", "taskset.eval_size=5", "taskset.seed=8", "taskset.options.max_digits=3", "taskset.generate=basic_arithmetic"],
+    [
+        "taskset.train_size=20",
+        "taskset.eval_size=5",
+        "taskset.seed=8",
+        "taskset.options.max_digits=3",
+        "taskset.generate=basic_arithmetic",
+    ],
 )
 def test_tasks_are_made_anew_when_a_setting_changes(run_dir: Path, override: str) -> None:
     before = contents(run_dir / "data")
@@ -85,7 +91,9 @@ def test_tasks_are_made_anew_when_a_setting_changes(run_dir: Path, override: str
         ("taskset.eval_size=9000", ["taskset.eval_size=9000", "distinct questions"]),
     ],
 )
-def test_settings_that_cannot_be_made_are_refused_though_files_exist(run_dir: Path, override: str, words: list[str]) -> None:
+def test_settings_that_cannot_be_made_are_refused_though_files_exist(
+    run_dir: Path, override: str, words: list[str]
+) -> None:
     before = contents(run_dir)
     with pytest.raises(ValueError) as raised:
         prepare_data(config_of(run_dir, override))
@@ -138,7 +146,9 @@ def test_a_model_folder_with_other_files_is_not_made_anew(run_dir: Path, mine: s
     path.parent.mkdir(exist_ok=True)
     path.write_text("keep me")
     before = contents(run_dir)
-    with pytest.raises(ConfigError, match=rf"model\.path=.*model has {mine.split('/')[0]}, which was not made with it; move it away"):
+    with pytest.raises(
+        ConfigError, match=rf"model\.path=.*model has {mine.split('/')[0]}, which was not made with it; move it away"
+    ):
         prepare_model(config_of(run_dir, "trainer.seed=2"))
     assert contents(run_dir) == before
 
@@ -183,7 +193,9 @@ def test_a_finished_run_of_other_settings_is_not_passed_off_as_theirs(tmp_path: 
     begun(tmp_path, finished=True)
     check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "run.port=5000", "run.name=another"), tmp_path)
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match=r"finished run .*parallel\.tp was 2, now 1, parallel\.pp was 1, now 2.*run\.name"):
+    with pytest.raises(
+        ConfigError, match=r"finished run .*parallel\.tp was 2, now 1, parallel\.pp was 1, now 2.*run\.name"
+    ):
         check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "parallel=pp2"), tmp_path)
     assert contents(tmp_path) == before, "a dry run checks this too"
 
@@ -197,8 +209,11 @@ def test_a_finished_run_whose_server_is_not_up_is_asked_later(tmp_path: Path) ->
     check_settings_of_run(config, tmp_path)
 
 
-def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its last attempt had smaller sizes (``cluster.shrink``); who repeats the command has not asked for another run."""
+def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its last attempt had smaller sizes (``cluster.shrink``); who repeats the command has not asked for another
+    run."""
     begun(tmp_path, finished=True)
     whole = config_of(tmp_path, "trainer.steps=2", "parallel.dp=2", "rollout.replicas=2")
     check_settings_of_run(whole, tmp_path)
@@ -208,13 +223,20 @@ def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_a_run_that_goes_on_names_what_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool) -> None:
+def test_a_run_that_goes_on_names_what_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool
+) -> None:
     begun(tmp_path, finished=finished)
-    check_settings_of_run(config_of(tmp_path, "trainer.steps=9", "algorithm.kl.coef=0", "run.allow_changes=[algorithm.kl]"), tmp_path)
+    check_settings_of_run(
+        config_of(tmp_path, "trainer.steps=9", "algorithm.kl.coef=0", "run.allow_changes=[algorithm.kl]"), tmp_path
+    )
     assert "algorithm.kl.coef was 0.2, now 0.0, trainer.steps was 2, now 9" in caplog.text
 
 
-MANY = [f"algorithm.{name}=0.5" for name in ("clip_low", "clip_high", "gamma", "lam", "tau", "beta", "mu", "expert_ratio", "entropy_coef")]
+MANY = [
+    f"algorithm.{name}=0.5"
+    for name in ("clip_low", "clip_high", "gamma", "lam", "tau", "beta", "mu", "expert_ratio", "entropy_coef")
+]
 
 
 @pytest.mark.parametrize(
@@ -222,9 +244,15 @@ MANY = [f"algorithm.{name}=0.5" for name in ("clip_low", "clip_high", "gamma", "
     [
         (["trainer.optimizer.lr=1e-6"], ["trainer.optimizer.lr was 5e-05, now 1e-06"]),
         (["trainer.steps=9", "reward.weight=2"], ["reward.weight was 1.0, now 2.0"]),
-        (["algorithm.dynamic_sampling=true", "rollout.temperature=0.5"], ["algorithm.dynamic_sampling was False, now True", "rollout.temperature was 1.0"]),
+        (
+            ["algorithm.dynamic_sampling=true", "rollout.temperature=0.5"],
+            ["algorithm.dynamic_sampling was False, now True", "rollout.temperature was 1.0"],
+        ),
         (["trainer.seed=2"], ["trainer.seed was 1, now 2"]),
-        (["reward.timeout_s=9", "reward.retries=3", "reward.max_kills=9", "reward.judge.timeout_s=9"], ["reward.timeout_s was 10.0, now 9.0", "reward.max_kills"]),
+        (
+            ["reward.timeout_s=9", "reward.retries=3", "reward.max_kills=9", "reward.judge.timeout_s=9"],
+            ["reward.timeout_s was 10.0, now 9.0", "reward.max_kills"],
+        ),
         (["reward.judge.url=http://h:1/v1"], ["reward.judge.url was None, now http://h:1/v1"]),
         (["reference.dtype=bfloat16"], ["reference.dtype was None, now bfloat16"]),
         (MANY, [name.partition("=")[0] for name in MANY]),
@@ -247,7 +275,9 @@ def test_what_changes_the_training_is_confirmed(tmp_path: Path, overrides: list[
 def test_a_judge_may_move_to_another_address(tmp_path: Path) -> None:
     begun(tmp_path, finished=False)
     save_resolved(config_of(tmp_path, "reward.judge.url=http://a:1/v1"), tmp_path / "resolved.json")
-    check_settings_of_run(config_of(tmp_path, "reward.judge.url=http://b:2/v1", "reward.code.python=/other/python"), tmp_path)
+    check_settings_of_run(
+        config_of(tmp_path, "reward.judge.url=http://b:2/v1", "reward.code.python=/other/python"), tmp_path
+    )
     for overrides, now in ([], "None"), (["reward.judge.url=rollout"], "rollout"):
         with pytest.raises(ConfigError, match=rf"reward\.judge\.url was http://a:1/v1, now {now}"):
             check_settings_of_run(config_of(tmp_path, *overrides), tmp_path)
@@ -255,11 +285,17 @@ def test_a_judge_may_move_to_another_address(tmp_path: Path) -> None:
 
 def test_a_group_confirms_what_is_in_it_and_a_part_of_a_name_does_not(tmp_path: Path) -> None:
     begun(tmp_path, finished=False)
-    check_settings_of_run(config_of(tmp_path, "trainer.optimizer.lr=1e-6", "run.allow_changes=[trainer.optimizer]"), tmp_path)
+    check_settings_of_run(
+        config_of(tmp_path, "trainer.optimizer.lr=1e-6", "run.allow_changes=[trainer.optimizer]"), tmp_path
+    )
     with pytest.raises(ConfigError, match=r"run\.allow_changes=\[algorithm\.clip_high,trainer\.optimizer\.lr\]"):
-        config = config_of(tmp_path, "trainer.optimizer.lr=1e-6", "algorithm.clip_high=0.3", "run.allow_changes=[trainer.optimizer]")
+        config = config_of(
+            tmp_path, "trainer.optimizer.lr=1e-6", "algorithm.clip_high=0.3", "run.allow_changes=[trainer.optimizer]"
+        )
         check_settings_of_run(config, tmp_path)
-    with pytest.raises(ConfigError, match=r"unknown setting 'trainer\.opt' in run\.allow_changes; did you mean 'trainer\.optimizer'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'trainer\.opt' in run\.allow_changes; did you mean 'trainer\.optimizer'"
+    ):
         config_of(tmp_path, "run.allow_changes=[trainer.opt]")
 
 

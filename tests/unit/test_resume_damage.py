@@ -34,9 +34,19 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "file", ["state.json", "actor/.metadata", "actor/common.pt", "actor/__0_0.distcp", "critic/common.pt", "critic/__0_0.distcp"]
+    "file",
+    [
+        "state.json",
+        "actor/.metadata",
+        "actor/common.pt",
+        "actor/__0_0.distcp",
+        "critic/common.pt",
+        "critic/__0_0.distcp",
+    ],
 )
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     shutil.copytree(newest / "actor", newest / "critic")
     list_files(newest, 4)
@@ -59,7 +69,9 @@ def test_what_was_set_aside_before_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("digests", [True, False])
-def test_a_flipped_byte_gives_way_to_the_checkpoint_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, digests: bool) -> None:
+def test_a_flipped_byte_gives_way_to_the_checkpoint_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, digests: bool
+) -> None:
     """In a place that no header tells of; ``trainer.verify_checkpoints=false`` does not look there."""
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     data = newest / "actor" / "__0_0.distcp"
@@ -68,12 +80,17 @@ def test_a_flipped_byte_gives_way_to_the_checkpoint_before(tmp_path: Path, caplo
     data.write_bytes(content)
     set_aside_damaged(tmp_path, digests=digests)
     if digests:
-        assert f"{newest} is damaged" in caplog.text and "SHA-256" in caplog.text and f"goes on from {before}" in caplog.text
+        assert (
+            f"{newest} is damaged" in caplog.text
+            and "SHA-256" in caplog.text
+            and f"goes on from {before}" in caplog.text
+        )
     assert newest.is_dir() is not digests
 
 
 def test_a_stop_ends_the_check_of_digests(tmp_path: Path) -> None:
-    """Which takes minutes where checkpoints are large; a stop must not wait for them. Nothing is judged by a check that did not end."""
+    """Which takes minutes where checkpoints are large; a stop must not wait for them. Nothing is judged by a check that
+    did not end."""
     newest = finished_checkpoint(tmp_path)
     files = fingerprints(newest, [path for path in newest.rglob("*") if path.is_file() and path.name != "state.json"])
     write_manifest(newest, {"phase": "rl", "step": 1}, {}, files)
@@ -91,7 +108,9 @@ def test_without_a_whole_checkpoint_nothing_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["", "warm_start"])
-def test_a_checkpoint_that_was_being_saved_again_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, phase: str) -> None:
+def test_a_checkpoint_that_was_being_saved_again_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, phase: str
+) -> None:
     """``trainer.keep_checkpoints=1``, killed between the two renames: without it the run would begin again."""
     only = finished_checkpoint(tmp_path)
     folder = tmp_path / "checkpoints" / phase
@@ -105,11 +124,17 @@ def test_a_checkpoint_that_was_being_saved_again_comes_back(tmp_path: Path, capl
     assert f"{folder / only.name} was being saved again" in caplog.text
 
 
-def test_a_newest_checkpoint_without_its_manifest_is_set_aside_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newest_checkpoint_without_its_manifest_is_set_aside_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     (newest / "state.json").unlink()
     set_aside_damaged(tmp_path)
-    assert f"{newest} is damaged" in caplog.text and "state.json is missing" in caplog.text and f"goes on from {before}" in caplog.text
+    assert (
+        f"{newest} is damaged" in caplog.text
+        and "state.json is missing" in caplog.text
+        and f"goes on from {before}" in caplog.text
+    )
     assert sorted(path.name for path in before.parent.iterdir()) == ["damaged_global_step_4", "global_step_2", LATEST]
     assert (before.parent / LATEST).read_text() == "2"
     caplog.clear()
@@ -120,12 +145,16 @@ def test_a_newest_checkpoint_without_its_manifest_is_set_aside_loudly(tmp_path: 
 def test_an_only_checkpoint_without_its_manifest_is_no_new_run(tmp_path: Path) -> None:
     only = finished_checkpoint(tmp_path)
     (only / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=f"no checkpoint can be read: {only}: .*state.json is missing; put its files back"):
+    with pytest.raises(
+        CheckpointError, match=f"no checkpoint can be read: {only}: .*state.json is missing; put its files back"
+    ):
         set_aside_damaged(tmp_path)
     assert only.is_dir()
 
 
-def test_an_older_checkpoint_that_is_half_removed_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_older_checkpoint_that_is_half_removed_is_no_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """What a job that was killed while it removed old ones leaves."""
     older, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     (older / "state.json").unlink()
@@ -134,14 +163,18 @@ def test_an_older_checkpoint_that_is_half_removed_is_no_damage(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("text", ["6", "", "x"])
-def test_a_name_of_the_newest_that_counts_for_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
+def test_a_name_of_the_newest_that_counts_for_nothing_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
     """Of a checkpoint that is gone; a run of which it was the only one does not begin again without a word."""
     found = finished_checkpoint(tmp_path, 4)
     (found.parent / LATEST).write_text(text)
     set_aside_damaged(tmp_path)
     assert f"{found.parent / LATEST} names {text!r}" in caplog.text and f"goes on from {found}" in caplog.text
     shutil.rmtree(found)
-    with pytest.raises(CheckpointError, match=f"{found.parent / LATEST} names {text!r}.*put it back, or remove {found.parent}"):
+    with pytest.raises(
+        CheckpointError, match=f"{found.parent / LATEST} names {text!r}.*put it back, or remove {found.parent}"
+    ):
         set_aside_damaged(tmp_path)
 
 
@@ -154,14 +187,18 @@ def test_an_older_name_of_the_newest_is_no_fault(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("files", ["absent", "empty"])
-def test_a_manifest_without_files_is_not_taken_as_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture, files: str) -> None:
+def test_a_manifest_without_files_is_not_taken_as_verified(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: str
+) -> None:
     before, newest = (finished_checkpoint(tmp_path, step) for step in (2, 4))
     manifest = read_manifest(newest) | {"files": {}}
     if files == "absent":
         del manifest["files"]
     (newest / "state.json").write_text(json.dumps(manifest))
     set_aside_damaged(tmp_path, digests=False)
-    assert f"{newest / 'state.json'} lists no files" in caplog.text and newest.is_dir(), "who has said so takes it unverified"
+    assert f"{newest / 'state.json'} lists no files" in caplog.text and newest.is_dir(), (
+        "who has said so takes it unverified"
+    )
     set_aside_damaged(tmp_path)
     assert f"{newest} is damaged" in caplog.text and "trainer.verify_checkpoints=false" in caplog.text
     assert latest(before.parent) == before
@@ -229,7 +266,10 @@ def test_a_store_that_lost_its_last_steps_takes_the_run_back(tmp_path: Path, cap
     check_store_of_run(config, tmp_path, store)
     folder = tmp_path / "checkpoints"
     assert latest(folder) == folder / "global_step_2"
-    assert sorted(path.name for path in folder.glob("uncovered_*")) == ["uncovered_global_step_4", "uncovered_global_step_6"]
+    assert sorted(path.name for path in folder.glob("uncovered_*")) == [
+        "uncovered_global_step_4",
+        "uncovered_global_step_6",
+    ]
     assert f"THE RUN GOES BACK to {folder}/global_step_2" in caplog.text and "3 of the 6 steps" in caplog.text
     store.close()
 
@@ -260,7 +300,9 @@ def test_a_damaged_store_is_made_again_at_the_start(tmp_path: Path, caplog: pyte
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(1, 4):
             metrics = {"training/global_step": step, "reward": step / 2}
-            file.write(json.dumps({"step": step, "sft/loss": 1.0}) + "\n" + json.dumps({"step": step, **metrics}) + "\n")
+            file.write(
+                json.dumps({"step": step, "sft/loss": 1.0}) + "\n" + json.dumps({"step": step, **metrics}) + "\n"
+            )
         file.write('{"step": 4, "tra')
     store = Store(config.store.url)
     for step in range(1, 4):
@@ -285,7 +327,9 @@ def test_a_damaged_store_is_made_again_at_the_start(tmp_path: Path, caplog: pyte
     assert not caplog.records
 
 
-def test_an_emptied_store_is_made_again_where_the_run_has_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_emptied_store_is_made_again_where_the_run_has_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of(tmp_path)
     path, metrics = tmp_path / "store.db", tmp_path / "metrics.jsonl"
     path.touch()

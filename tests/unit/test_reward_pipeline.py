@@ -79,7 +79,9 @@ def test_group_order_does_not_matter() -> None:
 
 
 def versions(first: tuple[int, int], second: tuple[int, int]) -> dict[str, Any]:
-    return {"segments": (Segment(0, 1, WeightsVersion(*first), "abort"), Segment(1, 2, WeightsVersion(*second), "stop"))}
+    return {
+        "segments": (Segment(0, 1, WeightsVersion(*first), "abort"), Segment(1, 2, WeightsVersion(*second), "stop"))
+    }
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,11 @@ def test_shuffling_permutes_rewards_over_the_rollout_before_the_statistics() -> 
 
 def test_a_reward_models_scores_are_added_before_the_statistics() -> None:
     found = with_group_stats(add_model_scores([*group("a", 1.0, 0.0), *group("b", 1.0)], [0.5, -0.5, 2.0], 0.5))
-    assert [e.reward.score for e in found] == [1.25, -0.25, 2.0] and [e.reward.parts["model"] for e in found] == [0.5, -0.5, 2.0]
+    assert [e.reward.score for e in found] == [1.25, -0.25, 2.0] and [e.reward.parts["model"] for e in found] == [
+        0.5,
+        -0.5,
+        2.0,
+    ]
     assert [e.group_stats.mean for e in found if e.group_stats] == [0.5, 0.5, 2.0]
     assert [e.reward.status for e in found] == ["ok", "wrong", "ok"], "the verdict stays what it is"
 
@@ -198,7 +204,11 @@ def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason", "message"),
     [
-        ({"reward": Reward(math.nan, "error"), "metadata": {"reward_message": "Zero"}}, "reward_error", "a[greedy]: Zero"),
+        (
+            {"reward": Reward(math.nan, "error"), "metadata": {"reward_message": "Zero"}},
+            "reward_error",
+            "a[greedy]: Zero",
+        ),
         ({"reward": Reward(math.nan, "timeout")}, "reward_timeout", "a[greedy]: no verdict"),
         ({"reward": Reward(math.nan, "ok")}, "invalid", "a[greedy]: its reward is nan"),
         ({"prompt_ids": np.array([VOCAB], dtype=np.int32)}, "invalid", "a[greedy]: prompt_ids has ids"),
@@ -256,7 +266,10 @@ def test_dynamic_sampling_keeps_groups_by_their_accuracy_alone(rights: list[list
     """Scores all differ, as after shaping; what has no verdict is not right."""
     wrong = Reward(0.0, "timeout" if on_error else "wrong")
     groups = [
-        [make(f"g{g}", i, size=len(right), reward=Reward(0.01 * i, "ok") if ok else wrong) for i, ok in enumerate(right)]
+        [
+            make(f"g{g}", i, size=len(right), reward=Reward(0.01 * i, "ok") if ok else wrong)
+            for i, ok in enumerate(right)
+        ]
         for g, right in enumerate(rights)
     ]
     kept, counts = split_by_accuracy(groups)
@@ -276,7 +289,8 @@ def test_reports_add_up() -> None:
 
 
 def test_short_answers_among_a_group_are_rewarded_after_the_warm_up() -> None:
-    """Lengths 1 to 5, the first four right: λ falls from 0.5 to -0.5 in steps of 1/4; a wrong answer gains nothing by it."""
+    """Lengths 1 to 5, the first four right: λ falls from 0.5 to -0.5 in steps of 1/4; a wrong answer gains nothing by
+    it."""
 
     def answers(*statuses: str) -> list[Experience]:
         return [
@@ -301,11 +315,13 @@ def test_what_verifiers_took_is_counted_over_all_answers() -> None:
         return {"reward": {"verifier": verifier, "seconds": seconds, "waited_s": 0.5, "tries": tries, "kills": kills}}
 
     greedy = make(index=GREEDY, metadata=asked("math", 3.0))
-    found = verifier_metrics([
-        make(metadata=asked("math", 1.0, tries=2), greedy=greedy),
-        make(metadata=asked("code", 4.0, tries=3, kills=3), reward=Reward(math.nan, "timeout")),
-        make(metadata={}),
-    ])
+    found = verifier_metrics(
+        [
+            make(metadata=asked("math", 1.0, tries=2), greedy=greedy),
+            make(metadata=asked("code", 4.0, tries=3, kills=3), reward=Reward(math.nan, "timeout")),
+            make(metadata={}),
+        ]
+    )
     assert found["reward/math/answers"] == 2 and found["reward/math/retries"] == 1 and found["reward/math/timeout"] == 0
     assert (found["reward/math/seconds/mean"], found["reward/math/seconds/max"]) == (2.0, 3.0)
     assert (found["reward/code/timeout"], found["reward/code/kills"], found["reward/code/retries"]) == (1, 3, 2)

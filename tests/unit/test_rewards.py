@@ -61,7 +61,9 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
 
 
 def test_an_unknown_data_source_is_an_error() -> None:
-    with pytest.raises(DataError, match="'my_set/1' has no verifier; known prefixes: reasoning_gym, math, .* reward.routes"):
+    with pytest.raises(
+        DataError, match="'my_set/1' has no verifier; known prefixes: reasoning_gym, math, .* reward.routes"
+    ):
         compute_score("my_set/1", "1", "1")
     with pytest.raises(DataError, match="reasoning-gym has no such family"):
         compute_score("reasoning_gym/chain_sums", "1", "1")
@@ -88,14 +90,30 @@ def test_results_become_verdicts(result: Any, score: float, status: str, parts: 
 
 
 @pytest.mark.parametrize(
-    "result", [None, "1", [1.0], 1j, math.inf, {"acc": 1}, {"score": "1"}, {"score": 1, "status": "fine"}, {"score": 0, "acc": math.nan}, {"score": -1, "acc": 0.5}]
+    "result",
+    [
+        None,
+        "1",
+        [1.0],
+        1j,
+        math.inf,
+        {"acc": 1},
+        {"score": "1"},
+        {"score": 1, "status": "fine"},
+        {"score": 0, "acc": math.nan},
+        {"score": -1, "acc": 0.5},
+    ],
 )
 def test_other_results_are_refused(result: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="compute_score"):
         to_verdict(result)
 
 
-@pytest.mark.parametrize("many", [{f"part{k}": 1.0 for k in range(100_000)}, {"a\ud800": 1.0}, {"x" * 201: 1.0}], ids=["number", "surrogate", "length"])
+@pytest.mark.parametrize(
+    "many",
+    [{f"part{k}": 1.0 for k in range(100_000)}, {"a\ud800": 1.0}, {"x" * 201: 1.0}],
+    ids=["number", "surrogate", "length"],
+)
 @pytest.mark.parametrize("inner", [False, True])
 def test_parts_are_bounded_and_have_valid_names(many: dict[str, float], inner: bool) -> None:
     with pytest.raises(ValueError, match="compute_score returned (100000 parts; at most 256|a part named)"):
@@ -145,12 +163,15 @@ def test_loading_a_verifier_is_no_part_of_a_tasks_time() -> None:
     assert verdict.reward.status == "ok"
 
 
-def test_a_users_function_that_fails_costs_one_sample(user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_function_that_fails_costs_one_sample(
+    user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rewards.process, "MAX_LINE_BYTES", 2**16)
 
     async def work(pool: RewardPool) -> list[Verdict]:
         return [
-            await pool.score(TASK, text) for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "much", "13"]
+            await pool.score(TASK, text)
+            for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "much", "13"]
         ]
 
     good, loop, after_loop, die, after_death, raised, nan, none, much, wrong = run_pool(user_config, work)
@@ -164,7 +185,9 @@ def test_a_users_function_that_fails_costs_one_sample(user_config: RewardConfig,
     assert nan.reward.status == "error" and "must be finite" in nan.message
     assert none.reward.status == "error" and "NoneType" in none.message
     assert much.reward.status == "error" and "more than 65536 bytes" in much.message
-    assert all(math.isnan(v.reward.score) for v in (loop, die, raised, nan, none, much)), "an error must not look like a 0"
+    assert all(math.isnan(v.reward.score) for v in (loop, die, raised, nan, none, much)), (
+        "an error must not look like a 0"
+    )
 
 
 def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardConfig) -> None:
@@ -254,9 +277,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.parametrize(
     ("how", "then", "local"),
-    [("fork", "hang", True), ("fork", "die", True), ("spawn", "return", True), ("session", "hang", True), ("fork", "hang", False), ("spawn", "die", False)],
+    [
+        ("fork", "hang", True),
+        ("fork", "die", True),
+        ("spawn", "return", True),
+        ("session", "hang", True),
+        ("fork", "hang", False),
+        ("spawn", "die", False),
+    ],
 )
-def test_what_a_function_started_holds_nothing_up_and_ends_with_its_worker(tmp_path: Path, how: str, then: str, local: bool) -> None:
+def test_what_a_function_started_holds_nothing_up_and_ends_with_its_worker(
+    tmp_path: Path, how: str, then: str, local: bool
+) -> None:
     """It has inherited every descriptor of the worker, which must be neither waited for nor left open."""
     path = tmp_path / "reward.py"
     path.write_text(FORKS)
@@ -283,11 +315,22 @@ def ended(pid: int) -> None:
 
 
 def test_a_prompt_that_opens_a_thought_and_a_question_are_known_to_the_verifier() -> None:
-    """A chat template wrote <think>: what the cut-off thought tries is no answer. The question: an answer must not repeat it."""
+    """A chat template wrote <think>: what the cut-off thought tries is no answer. The question: an answer must not
+    repeat it."""
 
     async def work(pool: RewardPool) -> list[str]:
-        task = replace(TASK, data_source="math", prompt=({"role": "user", "content": r"Expand $(x+1)(x-1)+1$."},), reward_model={"ground_truth": "x^2"})
-        texts = [(r"try \boxed{x^2} wait", True), (r"x</think> \boxed{x^2}", True), (r"\boxed{x^2}", False), (r"\boxed{(x+1)(x-1)+1}", False)]
+        task = replace(
+            TASK,
+            data_source="math",
+            prompt=({"role": "user", "content": r"Expand $(x+1)(x-1)+1$."},),
+            reward_model={"ground_truth": "x^2"},
+        )
+        texts = [
+            (r"try \boxed{x^2} wait", True),
+            (r"x</think> \boxed{x^2}", True),
+            (r"\boxed{x^2}", False),
+            (r"\boxed{(x+1)(x-1)+1}", False),
+        ]
         return [(await pool.score(task, text, opened=opened)).reward.status for text, opened in texts]
 
     assert run_pool(RewardConfig(), work) == ["wrong", "ok", "ok", "wrong"]
@@ -333,7 +376,11 @@ def test_shape_rewards_are_added_with_their_weights(user_config: RewardConfig) -
     config = replace(user_config, weight=0.5, format=FormatConfig(weight=0.1, form="think"))
 
     async def work(pool: RewardPool) -> list[Verdict]:
-        return [await pool.score(TASK, "12"), await pool.score(TASK, "9 and 3</think> 12", opened=True), await pool.score(TASK, "nan")]
+        return [
+            await pool.score(TASK, "12"),
+            await pool.score(TASK, "9 and 3</think> 12", opened=True),
+            await pool.score(TASK, "nan"),
+        ]
 
     bare, thought, none = run_pool(replace(config, retries=0), work)
     assert bare.reward == Reward(0.5, "ok", {"format": 0.0, "answer": 1.0})
@@ -364,7 +411,9 @@ def test_the_workers_imports_are_light() -> None:
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0
 
 
-def test_who_waits_for_a_worker_is_told_when_the_pool_closes_or_gets_stuck(user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_worker_is_told_when_the_pool_closes_or_gets_stuck(
+    user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = replace(user_config, timeout_s=60.0)
 
     async def close() -> list[Verdict]:

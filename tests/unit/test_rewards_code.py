@@ -26,13 +26,27 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
-hashable = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.fractions() | st.dates()
+hashable = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.fractions()
+    | st.dates()
+)
 rich = st.recursive(
     hashable | st.complex_numbers(allow_nan=False) | st.decimals(allow_nan=False) | st.datetimes() | st.timedeltas(),
-    lambda inner: st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.frozensets(hashable, max_size=4)
-    | st.sets(hashable, max_size=4) | st.dictionaries(hashable, inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.frozensets(hashable, max_size=4)
+        | st.sets(hashable, max_size=4)
+        | st.dictionaries(hashable, inner, max_size=4)
+    ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 def test_there_are_enough_verdict_cases() -> None:
@@ -122,7 +136,14 @@ def test_outputs_are_compared(printed: str, expected: str, same: bool) -> None:
     assert same_output(printed, expected) is same
 
 
-@given(st.lists(st.lists(st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("abc", min_size=1), min_size=1), min_size=1))
+@given(
+    st.lists(
+        st.lists(
+            st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("abc", min_size=1), min_size=1
+        ),
+        min_size=1,
+    )
+)
 def test_white_space_never_matters_and_words_do(lines: list[list[Any]]) -> None:
     text = "\n".join(" ".join(map(str, line)) for line in lines)
     assert same_output("\n\n" + "\n\n".join("\t ".join(map(str, line)) + " \r" for line in lines), text)
@@ -163,7 +184,20 @@ def test_values_are_compared(returned: Any, expected: Any, same: bool) -> None:
     assert same_value(json.dumps(values.encode(returned)), expected) is same
 
 
-@pytest.mark.parametrize("text", ["", "[", "9" * 10000, "[" * 100000, '{"t": "dict", "v": 1}', '{"t": "range", "v": [0, 1, 0]}', '{"v": 1}', '{"t": "int", "v": "z"}', '{"t": [], "v": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[",
+        "9" * 10000,
+        "[" * 100000,
+        '{"t": "dict", "v": 1}',
+        '{"t": "range", "v": [0, 1, 0]}',
+        '{"v": 1}',
+        '{"t": "int", "v": "z"}',
+        '{"t": [], "v": 1}',
+    ],
+)
 def test_nonsense_is_equal_to_nothing(text: str) -> None:
     assert not same_value(text, [1])
     assert not same_value(text, {"a": 1})
@@ -202,7 +236,9 @@ def test_text_that_is_no_json_is_refused(text: str) -> None:
         (["assert [len(x) for x in f(lambda z: z)]"], None, ["f"], {}),
     ],
 )
-def test_names_have_owners(tests: list[str], entry: str | None, asked: list[str], library: dict[str, list[str]]) -> None:
+def test_names_have_owners(
+    tests: list[str], entry: str | None, asked: list[str], library: dict[str, list[str]]
+) -> None:
     assert owners(Checks(tuple(tests), "", entry)) == (asked, library)
 
 
@@ -279,8 +315,13 @@ def test_rows_without_tests_are_refused(truth: Any, message: str) -> None:
     ],
 )
 def test_rows_that_look_at_arguments_are_refused(test: str, name: str | None) -> None:
-    check = "def check(candidate):\n" + "".join(f"    {line}\n" for line in test.replace("f(", "candidate(").splitlines())
-    rows: list[Any] = [{"test_list": [test]}, {"test_list": test.splitlines()} if "\n " not in test else {"test_list": [test]}]
+    check = "def check(candidate):\n" + "".join(
+        f"    {line}\n" for line in test.replace("f(", "candidate(").splitlines()
+    )
+    rows: list[Any] = [
+        {"test_list": [test]},
+        {"test_list": test.splitlines()} if "\n " not in test else {"test_list": [test]},
+    ]
     rows += [] if "def " in test else [{"test": check, "entry_point": "f"}]
     for row in rows:
         if name is None:
@@ -292,7 +333,11 @@ def test_rows_that_look_at_arguments_are_refused(test: str, name: str | None) ->
 
 def test_published_rows_of_apps_are_read() -> None:
     inner = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
-    for truth in ({"input_output": json.dumps(inner)}, {"input_output": inner}, json.dumps({"input_output": json.dumps(inner)})):
+    for truth in (
+        {"input_output": json.dumps(inner)},
+        {"input_output": inner},
+        json.dumps({"input_output": json.dumps(inner)}),
+    ):
         assert parse(truth) == parse(inner)
     with pytest.raises(DataError, match="input_output of a code row: 'x' is no dict"):
         parse({"input_output": "x"})
@@ -312,8 +357,14 @@ def test_settings_become_limits() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RewardConfig(timeout_s=8.0), r"reward.code.item_s=8: must be below reward.timeout_s=8.*set reward.timeout_s=10"),
-        (RewardConfig(code=CodeConfig(url="http://h:1", python="/p")), "reward.code.python=/p: the service at reward.code.url=http://h:1"),
+        (
+            RewardConfig(timeout_s=8.0),
+            r"reward.code.item_s=8: must be below reward.timeout_s=8.*set reward.timeout_s=10",
+        ),
+        (
+            RewardConfig(code=CodeConfig(url="http://h:1", python="/p")),
+            "reward.code.python=/p: the service at reward.code.url=http://h:1",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(config: RewardConfig, message: str) -> None:
@@ -340,7 +391,10 @@ def test_a_failing_sandbox_is_an_error_and_no_wrong_answer() -> None:
         assert verdict["status"] == "error" and "the service is gone" in verdict["reason"]
 
 
-@pytest.mark.parametrize("limits", [{"cpu_s": 0}, {"cpu_s": 1.5}, {"wall_s": -1}, {"processes": True}, {"wall_s": math.nan}, {"memory_bytes": 2**50}])
+@pytest.mark.parametrize(
+    "limits",
+    [{"cpu_s": 0}, {"cpu_s": 1.5}, {"wall_s": -1}, {"processes": True}, {"wall_s": math.nan}, {"memory_bytes": 2**50}],
+)
 def test_limits_are_checked(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"sandbox limit {next(iter(limits))}="):
         Limits(**limits)
@@ -358,12 +412,18 @@ def test_the_filter_refuses_what_it_names_and_nothing_else(machine: str) -> None
         verdict = run_filter(program, machine, number, (2, 0))
         expected = 0x50001 if number in refused else 0x50026 if number == 435 else seccomp.ALLOW
         assert verdict == expected, number
-    assert run_filter(program, machine, clone, (0x11, 0)) == run_filter(program, machine, clone, (0x3D0F00, 0)) == seccomp.ALLOW
+    assert (
+        run_filter(program, machine, clone, (0x11, 0))
+        == run_filter(program, machine, clone, (0x3D0F00, 0))
+        == seccomp.ALLOW
+    )
     for flag in (0x10000000, 0x20000011, 0x40000000, 0x02000000):
         assert run_filter(program, machine, clone, (flag, 0)) == 0x50001
     for family in range(46):
         assert (run_filter(program, machine, socket_call, (family, 0)) == seccomp.ALLOW) == (family in (1, 2, 10))
-    assert run_filter(program, machine, ioctl, (0, 0x5412)) == run_filter(program, machine, ioctl, (0, 0x541C)) == 0x50001
+    assert (
+        run_filter(program, machine, ioctl, (0, 0x5412)) == run_filter(program, machine, ioctl, (0, 0x541C)) == 0x50001
+    )
     assert run_filter(program, machine, ioctl, (0, 0x5401)) == seccomp.ALLOW
     assert run_filter(program, "other", 0, (0, 0)) == seccomp.KILL
     if machine == "x86_64":
@@ -384,7 +444,11 @@ def run_filter(program: bytes, machine: str, number: int, arguments: tuple[int, 
         elif operation == seccomp.RETURN:
             return k
         else:
-            holds = {seccomp.EQUAL: accumulator == k, seccomp.AT_LEAST: accumulator >= k, seccomp.ANY_BIT: bool(accumulator & k)}[operation]
+            holds = {
+                seccomp.EQUAL: accumulator == k,
+                seccomp.AT_LEAST: accumulator >= k,
+                seccomp.ANY_BIT: bool(accumulator & k),
+            }[operation]
             at += if_true if holds else if_false
 
 

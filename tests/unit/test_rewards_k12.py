@@ -32,7 +32,9 @@ def cases() -> list[tuple[str, bool, Any, str, dict[str, Any]]]:
         if not kind.endswith("?"):
             extra["type"] = kind
         response = pred[2:] if pred.startswith("> ") else f"\\boxed{{{pred}}}"
-        found.append((kind.rstrip("?"), right == "1", json.loads(gold[1:]) if gold.startswith("!") else gold, response, extra))
+        found.append(
+            (kind.rstrip("?"), right == "1", json.loads(gold[1:]) if gold.startswith("!") else gold, response, extra)
+        )
     return found
 
 
@@ -64,7 +66,9 @@ def test_every_row_of_the_table() -> None:
         ("ACD", r"\boxed{AB}", {}, 0.0),
     ],
 )
-def test_partial_scores_are_a_part_and_never_the_score(gold: Any, response: str, info: dict[str, Any], partial: float) -> None:
+def test_partial_scores_are_a_part_and_never_the_score(
+    gold: Any, response: str, info: dict[str, Any], partial: float
+) -> None:
     result = score(response, gold, info)
     assert (result["partial"], result["score"], result["status"]) == (pytest.approx(partial), 0.0, "wrong")
 
@@ -83,14 +87,35 @@ def test_partial_scores_are_a_part_and_never_the_score(gold: Any, response: str,
         ({"data_source": "math", "prompt": "Find x. (A) 1 (B) 2 (C) 3", "reward_model": {"ground_truth": "3"}}, True),
         ({"data_source": "math", "prompt": [{"role": "user", "content": "求值：\nA. 1\nB. 2\nC. 3"}]}, True),
         ({"data_source": "math", "prompt": [{"role": "user", "content": "Let A, B and C be points."}]}, False),
-        ({"data_source": "math", "prompt": "Triangle with vertices A: (0,0), B: (1,0), C: (0,1). Find the area."}, False),
-        ({"data_source": "math", "prompt": "Find the area of the triangle.\nA: (0,0)\nB: (1,0)\nC: (0,1)\nGive a fraction."}, False),
+        (
+            {"data_source": "math", "prompt": "Triangle with vertices A: (0,0), B: (1,0), C: (0,1). Find the area."},
+            False,
+        ),
+        (
+            {
+                "data_source": "math",
+                "prompt": "Find the area of the triangle.\nA: (0,0)\nB: (1,0)\nC: (0,1)\nGive a fraction.",
+            },
+            False,
+        ),
         ({"data_source": "math", "prompt": "Which is even?\nA: 1\nB: 2\nC: 3"}, True),
-        ({"data_source": "math", "prompt": "Consider the lines (A) y=1, (B) y=2 and (C) y=x. Find their common area."}, False),
+        (
+            {
+                "data_source": "math",
+                "prompt": "Consider the lines (A) y=1, (B) y=2 and (C) y=x. Find their common area.",
+            },
+            False,
+        ),
         ({"data_source": "math", "prompt": "Points A. B. C lie on a line. Which?"}, False),
         ({"data_source": "math", "prompt": "Which? C. 1 B. 2 A. 3"}, False),
         ({"data_source": "math", "prompt": "x is ( ) A. 1 B. 2 C. 3 D. 4"}, True),
-        ({"data_source": "math", "prompt": r"The sum is $\textbf{(A)}\ 1 \qquad\textbf{(B)}\ 2 \qquad\textbf{(C)}\ 3$"}, True),
+        (
+            {
+                "data_source": "math",
+                "prompt": r"The sum is $\textbf{(A)}\ 1 \qquad\textbf{(B)}\ 2 \qquad\textbf{(C)}\ 3$",
+            },
+            True,
+        ),
         ({"data_source": "math", "prompt": "Which?\nA) 1\nB) 2\nC) 3\nAnswer with a letter."}, True),
         ({"data_source": "k12", "prompt": "Which? A: 1, B: 2, C: 3"}, True),
         ({"data_source": "math", "extra_info": {"type": "multiple_choice"}}, True),
@@ -146,7 +171,11 @@ def test_reading() -> None:
     assert letters("An apple") is None and letters("") is None and letters("A or B") is None
     assert truth("这句话不正确") is False and truth("真") is True and truth("不知道对不对") is None
     assert split_blanks("(1,2), 3", 2) == ["(1,2)", "3"] and split_blanks("3；5") == ["3", "5"]
-    assert with_digits("三百零五") == "305" and with_digits("forty-two apples") == "42 apples" and with_digits("苹果") == "苹果"
+    assert (
+        with_digits("三百零五") == "305"
+        and with_digits("forty-two apples") == "42 apples"
+        and with_digits("苹果") == "苹果"
+    )
     assert options_of({"options": {"a": "x", "b": "y"}}) == {"A": "x", "B": "y"}
 
 
@@ -157,7 +186,10 @@ def test_the_router_knows_k12() -> None:
         compute_score("k12x", "B", "B")
 
 
-@given(st.text(alphabet="ABCD,、;；()（）.对错√×是否123 or和\\{}$", max_size=40), st.sampled_from(["B", "AC", "3;5", "对", "Paris"]))
+@given(
+    st.text(alphabet="ABCD,、;；()（）.对错√×是否123 or和\\{}$", max_size=40),
+    st.sampled_from(["B", "AC", "3;5", "对", "Paris"]),
+)
 @settings(max_examples=200)
 def test_any_text_gets_a_verdict(text: str, gold: str) -> None:
     result = score(f"\\boxed{{{text}}}", gold)
@@ -170,17 +202,37 @@ def test_letters_in_any_order(gold: set[str], draw: Any) -> None:
     shuffled = sorted(gold)
     draw.shuffle(shuffled)
     for joiner in ("", ", ", "、", " and ", "和"):
-        assert score(f"\\boxed{{{joiner.join(shuffled)}}}", "".join(sorted(gold)), {"type": "multiple_choice"})["score"] == 1.0
+        assert (
+            score(f"\\boxed{{{joiner.join(shuffled)}}}", "".join(sorted(gold)), {"type": "multiple_choice"})["score"]
+            == 1.0
+        )
 
 
-HOSTILE = ["1 , , " * 300, "1 - , " * 300, "not " * 480, r"\text{" * 300, "A-" * 900, "1." + "1" * 1900, "H2+" * 600, "true, " * 300, "a dozen and " * 160, "①→" * 900, "1 h " * 450, "不是" * 900, "(" * 1900, "x>" * 900]
+HOSTILE = [
+    "1 , , " * 300,
+    "1 - , " * 300,
+    "not " * 480,
+    r"\text{" * 300,
+    "A-" * 900,
+    "1." + "1" * 1900,
+    "H2+" * 600,
+    "true, " * 300,
+    "a dozen and " * 160,
+    "①→" * 900,
+    "1 h " * 450,
+    "不是" * 900,
+    "(" * 1900,
+    "x>" * 900,
+]
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_hostile_text_is_wrong_and_soon(kind: str) -> None:
     gold = {"choice": "B", "multiple_choice": "AC", "blanks": "3;5", "true_false": "错"}.get(kind)
     info = {"type": kind, "options": ["1", "not", "2", "h"]} if kind.endswith("choice") else {"type": kind}
-    for truth_ in [gold] if gold else ["2H2+O2=2H2O", "③①②", "B→A→C", "a>b>c", "①③", "90 min", "12", "床前明月光，疑是地上霜。"]:
+    for truth_ in (
+        [gold] if gold else ["2H2+O2=2H2O", "③①②", "B→A→C", "a>b>c", "①③", "90 min", "12", "床前明月光，疑是地上霜。"]
+    ):
         for text in HOSTILE:
             assert score(f"\\boxed{{{text}q}}", truth_, info)["status"] == "wrong", (truth_, text[:12])
 

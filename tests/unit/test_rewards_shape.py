@@ -135,7 +135,9 @@ def test_language_of_a_question(question: str, language: str) -> None:
     assert language_of(question) == language
 
 
-WORDS = st.lists(st.sampled_from(["hello", "world", "好", "天", "да", "x", "7", "$total$", "`name`", "\\frac{1}{2}"]), min_size=1)
+WORDS = st.lists(
+    st.sampled_from(["hello", "world", "好", "天", "да", "x", "7", "$total$", "`name`", "\\frac{1}{2}"]), min_size=1
+)
 
 
 @given(WORDS, st.randoms())
@@ -144,7 +146,9 @@ def test_language_shares_sum_to_one_in_any_order(words: list[str], random: objec
     assert all(0 <= share <= 1 for share in shares)
     assert sum(shares) == pytest.approx(1) or shares == [1, 1, 1]
     random.shuffle(words)  # type: ignore[attr-defined]
-    assert [language_consistency("\n".join(words), language) for language in ("en", "zh", "other")] == pytest.approx(shares)
+    assert [language_consistency("\n".join(words), language) for language in ("en", "zh", "other")] == pytest.approx(
+        shares
+    )
 
 
 @pytest.mark.parametrize("piece", ["\\(", "\\[", "$", "$$ ", "$a", "`", "```", "<a", "\\begin{", "www.", "'a", "\\"])
@@ -163,7 +167,11 @@ def test_k15_by_hand() -> None:
         k15_length_rewards([1, 2], [True])
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), min_size=1, max_size=20), st.integers(0, 1000), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.booleans()), min_size=1, max_size=20),
+    st.integers(0, 1000),
+    st.integers(1, 9),
+)
 def test_k15_depends_on_relative_lengths_alone(group: list[tuple[int, bool]], shift: int, factor: int) -> None:
     lengths, right = [length for length, _ in group], [good for _, good in group]
     rewards = k15_length_rewards(lengths, right)
@@ -171,7 +179,9 @@ def test_k15_depends_on_relative_lengths_alone(group: list[tuple[int, bool]], sh
     assert k15_length_rewards([factor * length + shift for length in lengths], right) == pytest.approx(rewards)
     assert k15_length_rewards(lengths[::-1], right[::-1]) == rewards[::-1]
     by_length = sorted((length, -reward) for length, reward, good in zip(lengths, rewards, right, strict=True) if good)
-    assert [reward for _, reward in by_length] == sorted(reward for _, reward in by_length)  # no longer answer earns more
+    assert [reward for _, reward in by_length] == sorted(
+        reward for _, reward in by_length
+    )  # no longer answer earns more
 
 
 def test_only_parts_with_a_weight_are_computed() -> None:
@@ -182,7 +192,11 @@ def test_only_parts_with_a_weight_are_computed() -> None:
         repetition=RepetitionConfig(weight=2.0, ngram=2),
         language=LanguageConfig(weight=0.1),
     )
-    assert shape_parts(text, question, everything) == {"format": 1.0, "repetition": pytest.approx(-1 / 4), "language": 1.0}
+    assert shape_parts(text, question, everything) == {
+        "format": 1.0,
+        "repetition": pytest.approx(-1 / 4),
+        "language": 1.0,
+    }
     english = RewardConfig(language=LanguageConfig(weight=-1.0, language="en"))
     assert shape_parts(text, question, english) == {"language": 0.0}
     closed = RewardConfig(format=FormatConfig(weight=1.0, form="think"))

@@ -47,7 +47,11 @@ def test_every_row_of_the_table() -> None:
     disagree = []
     for subtype, status, gold, response, info in cases():
         result = SUBTYPES[subtype](response, gold, info)
-        if result["status"] != status or result["acc"] is not (status == "ok") or ("reason" in result) != (status == "error"):
+        if (
+            result["status"] != status
+            or result["acc"] is not (status == "ok")
+            or ("reason" in result) != (status == "error")
+        ):
             disagree.append(f"{subtype}: gold {gold!r} response {response!r} {info}: {result}")
     assert not disagree, "\n".join(disagree)
 
@@ -76,7 +80,10 @@ def test_a_row_with_a_fault_says_which() -> None:
     assert "expected x1 < x2" in score_box("[1,2,3,4]", [5, 5, 1, 1])["reason"]
     needs = score_box("[1,2,3,4]", truth, {"coordinates": "0-1", "gt_coordinates": "pixels"})
     assert "need extra_info.width and height" in needs["reason"]
-    assert "extra_info.threshold 2: expected a number above 0 and at most 1" in score_box("[1,2,3,4]", truth, {"threshold": 2})["reason"]
+    assert (
+        "extra_info.threshold 2: expected a number above 0 and at most 1"
+        in score_box("[1,2,3,4]", truth, {"threshold": 2})["reason"]
+    )
 
 
 def test_the_score_of_texts_is_their_anls() -> None:
@@ -98,13 +105,18 @@ def test_the_score_of_boxes_and_its_parts() -> None:
     assert (crossed["status"], crossed["iou"]) == ("ok", 0.5)
 
 
-@pytest.mark.parametrize(("text", "count"), [("forty-two", 42), ("负三", -3), ("第三张图有两只", 2), ("one of the three", 3), ("x" * 400, None)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("forty-two", 42), ("负三", -3), ("第三张图有两只", 2), ("one of the three", 3), ("x" * 400, None)],
+)
 def test_counts_are_read(text: str, count: int | None) -> None:
     assert read_count(text) == count
 
 
 number = st.floats(-1e6, 1e6, allow_nan=False).map(lambda value: round(value, 2))
-box = st.tuples(number, number, st.floats(0.5, 1e6), st.floats(0.5, 1e6)).map(lambda b: (b[0], b[1], b[0] + b[2], b[1] + b[3]))
+box = st.tuples(number, number, st.floats(0.5, 1e6), st.floats(0.5, 1e6)).map(
+    lambda b: (b[0], b[1], b[0] + b[2], b[1] + b[3])
+)
 anything = st.tuples(*[st.one_of(number, st.sampled_from([0.0, 1e308, -1e308, 5e-324]))] * 4)
 
 
@@ -119,7 +131,9 @@ def test_a_box_is_itself_at_any_scale(first: tuple[float, ...], width: float, he
     scaled = tuple(value * (width, height)[i % 2] for i, value in enumerate(first))
     other = tuple(value + 0.25 for value in first)
     assert iou(scaled, scaled) == 1.0
-    assert iou(scaled, tuple(v * (width, height)[i % 2] for i, v in enumerate(other))) == pytest.approx(iou(first, other), abs=1e-6)
+    assert iou(scaled, tuple(v * (width, height)[i % 2] for i, v in enumerate(other))) == pytest.approx(
+        iou(first, other), abs=1e-6
+    )
 
 
 @given(st.lists(box, min_size=1, max_size=5), st.lists(box, min_size=1, max_size=5), st.randoms())
@@ -167,7 +181,10 @@ def test_anls_is_0_or_from_its_threshold_to_1(first: str, second: str, threshold
     assert (value == 1.0) == (first.lower().split() == second.lower().split() != [])
 
 
-@given(st.text(alphabet="[](){}<>0123456789,. -eENaInfinity\"bbox_2d:pointxy=orn三两", max_size=60), st.sampled_from(sorted(SUBTYPES)))
+@given(
+    st.text(alphabet='[](){}<>0123456789,. -eENaInfinity"bbox_2d:pointxy=orn三两', max_size=60),
+    st.sampled_from(sorted(SUBTYPES)),
+)
 @settings(max_examples=150)
 def test_any_text_gets_a_verdict(text: str, subtype: str) -> None:
     truth: Any = {"count": 3, "box": [0, 0, 5, 5], "point": [0, 0, 5, 5], "choice": "B"}.get(subtype, "3")
@@ -176,7 +193,18 @@ def test_any_text_gets_a_verdict(text: str, subtype: str) -> None:
         assert result["status"] in ("ok", "wrong") and 0.0 <= result["score"] <= 1.0
 
 
-@pytest.mark.parametrize("response", ["[" * 30_000, "[1," * 9_000, "(" + "1 " * 9_000, '{"bbox":' * 2_000, "9" * 19_000, "<point x=" * 2_000, "one " * 9000])
+@pytest.mark.parametrize(
+    "response",
+    [
+        "[" * 30_000,
+        "[1," * 9_000,
+        "(" + "1 " * 9_000,
+        '{"bbox":' * 2_000,
+        "9" * 19_000,
+        "<point x=" * 2_000,
+        "one " * 9000,
+    ],
+)
 def test_a_hostile_text_is_wrong_and_soon(response: str) -> None:
     for subtype, truth in (("box", [0, 0, 5, 5]), ("point", [0, 0, 5, 5]), ("count", 3), ("anls", "x" * 1000)):
         for text in (response, f"<answer>{response}</answer>"):

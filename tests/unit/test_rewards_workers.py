@@ -63,7 +63,10 @@ def test_a_poisoned_answer_is_quarantined(flaky: Path) -> None:
         return [await pool.score(TASK, text) for text in ("poison", "12", "poison")]
 
     poison, good, again = run_pool(RewardConfig(path=str(flaky), workers=2, retries=9, max_kills=2), work)
-    assert poison.kills == 2 and "quarantined after 2 reward processes: the reward process ended with code -9" in poison.message
+    assert (
+        poison.kills == 2
+        and "quarantined after 2 reward processes: the reward process ended with code -9" in poison.message
+    )
     assert good.reward == Reward(1.0, "ok")
     assert again.tries == 0 and again.reward.status == "error" and math.isnan(again.reward.score)
     assert (flaky.parent / "log").read_text().split().count("poison") == 2
@@ -123,7 +126,9 @@ def test_a_worker_that_cannot_have_a_verifier_costs_no_answer(monkeypatch: pytes
             writer.write(b'{"ready": true}\n')
             while line := await reader.readline():
                 asked.append("prepare" if b'"prepare"' in line else "other")
-                writer.write(b'{"error": "no module", "of_row": false}\n' if b'"prepare"' in line else b'{"ready": true}\n')
+                writer.write(
+                    b'{"error": "no module", "of_row": false}\n' if b'"prepare"' in line else b'{"ready": true}\n'
+                )
 
     async def main(routes: dict[str, str]) -> list[Verdict]:
         async with Unfit("127.0.0.1", 0, KEY, workers=1) as host:
@@ -135,7 +140,9 @@ def test_a_worker_that_cannot_have_a_verifier_costs_no_answer(monkeypatch: pytes
     assert [(v.reward.status, v.tries, v.kills) for v in asyncio.run(main({}))] == [("ok", 1, 0)] * 40
     assert asked.count("prepare") == 3, "one answer met it, and two attempts to bring it up again"
     found = asyncio.run(main({"reasoning_gym": "vision/no_such"}))
-    assert {v.reward.status for v in found} == {"error"} and "no_such" in str(found[0].message), "a fault of the row is no worker's"
+    assert {v.reward.status for v in found} == {"error"} and "no_such" in str(found[0].message), (
+        "a fault of the row is no worker's"
+    )
 
 
 def worker_processes() -> list[psutil.Process]:
@@ -174,7 +181,8 @@ def test_workers_of_another_host_score_and_are_replaced_like_our_own(flaky: Path
 
 
 def test_answers_outlive_a_host_and_end_with_the_last_worker(flaky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host goes: what it had in hand is scored here. Then our own file goes, and the processes with it: errors, no waiting."""
+    """The host goes: what it had in hand is scored here. Then our own file goes, and the processes with it: errors, no
+    waiting."""
     monkeypatch.setattr(rewards.pool, "REVIVE_DELAYS_S", (0.0, 0.05))
 
     async def main() -> tuple[list[Verdict], Verdict]:
@@ -245,7 +253,9 @@ def test_a_host_that_sends_no_reply_costs_no_thread_of_the_pool(reply: bytes, mo
     [b"[" * 5000 + b"\n", b"x" * 200_000, b'{"proof": "\\ud800"}\n', b'{"proof": 3}\n', b"\xff\n", b"3\n"],
     ids=["nested", "huge", "surrogates", "number", "no text", "no object"],
 )
-def test_an_unauthenticated_client_of_a_host_is_refused_whatever_it_sends(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unauthenticated_client_of_a_host_is_refused_whatever_it_sends(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> bytes:
         async with asyncio.timeout(60), RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
             reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
@@ -278,7 +288,9 @@ def test_whoever_listens_at_the_address_of_a_host_learns_neither_key_nor_setting
         async with asyncio.timeout(60), await asyncio.start_server(listen, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             worker = rewards.process.RemoteWorker(RewardConfig(), f"127.0.0.1:{port}", KEY)
-            with pytest.raises(rewards.process.WorkerDied, match=rf"127\.0\.0\.1:{port} gives no worker: it has another key"):
+            with pytest.raises(
+                rewards.process.WorkerDied, match=rf"127\.0\.0\.1:{port} gives no worker: it has another key"
+            ):
                 await worker.ready()
             await worker.kill()
             await left.wait()
@@ -297,7 +309,15 @@ def test_a_malformed_request_is_an_error_of_one_line() -> None:
             await worker.ready()
             assert worker._reader is not None and worker._writer is not None
             replies = []
-            for line in (b"[" * 5000, b"3", b"{", b"\xff", b"{}", b'{"score": 3}', b'{"prepare": "reasoning_gym/chain_sum"}'):
+            for line in (
+                b"[" * 5000,
+                b"3",
+                b"{",
+                b"\xff",
+                b"{}",
+                b'{"score": 3}',
+                b'{"prepare": "reasoning_gym/chain_sum"}',
+            ):
                 worker._writer.write(line + b"\n")
                 replies.append(json.loads(await worker._reader.readline()))
             connection = worker._writer.get_extra_info("socket")

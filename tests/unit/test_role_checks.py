@@ -24,9 +24,18 @@ def scores(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("scores") / "model"
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=16, max_position_embeddings=128, num_labels=1, pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        num_labels=1,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
     Qwen3ForSequenceClassification(config).save_pretrained(path)
     shutil.copy(prepared / "model" / "tokenizer.json", path)
     return path
@@ -51,7 +60,13 @@ def test_roles_that_fit(prepared: Path, scores: Path) -> None:
 
 def test_another_tokenizer_is_refused_though_its_size_is_the_same(prepared: Path, scores: Path, tmp_path: Path) -> None:
     other = with_tokens(scores, tmp_path / "other", 1)
-    refused(ConfigError, config_of(prepared, f"reward_model.path={other}"), f"reward_model.path={other}", "the actor's token", "same tokenizer")
+    refused(
+        ConfigError,
+        config_of(prepared, f"reward_model.path={other}"),
+        f"reward_model.path={other}",
+        "the actor's token",
+        "same tokenizer",
+    )
 
 
 def test_without_a_tokenizer_it_is_said_that_nothing_was_compared(
@@ -73,8 +88,18 @@ def test_a_role_is_named_by_its_own_settings(prepared: Path, scores: Path) -> No
     missing = "reward_model.path: /nonexistent has no config.json; set reward_model.path to"
     refused(CheckpointError, config_of(prepared, "reward_model.path=/nonexistent"), missing)
     uneven = config_of(prepared, *ppo, "parallel.dp=3", "critic.parallel={pp: 3, dp: 2}")
-    refused(ConfigError, uneven, "critic.parallel.pp=3 does not", "set critic.parallel.pp", "(critic.parallel.first_stage_layers,")
-    refused(ConfigError, config_of(prepared, "algorithm=ppo", "critic.optimizer.decay_steps=10"), "critic.optimizer.decay_steps=10")
+    refused(
+        ConfigError,
+        uneven,
+        "critic.parallel.pp=3 does not",
+        "set critic.parallel.pp",
+        "(critic.parallel.first_stage_layers,",
+    )
+    refused(
+        ConfigError,
+        config_of(prepared, "algorithm=ppo", "critic.optimizer.decay_steps=10"),
+        "critic.optimizer.decay_steps=10",
+    )
 
 
 def test_a_grid_of_a_role_that_is_not_there_does_not_matter(prepared: Path, caplog: pytest.LogCaptureFixture) -> None:

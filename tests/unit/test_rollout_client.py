@@ -25,7 +25,9 @@ def sample(request: int, index: int, **changes: Any) -> Completion:
     return Completion(request, index, **(answer | {"versions": (VersionSpan("1.2", 0, 2),)} | changes))
 
 
-def streaming(*records: Record | bytes, then: Callable[[web.Request], None] = lambda request: None, every_s: float = 0.0) -> Handler:
+def streaming(
+    *records: Record | bytes, then: Callable[[web.Request], None] = lambda request: None, every_s: float = 0.0
+) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
         await answer.prepare(request)

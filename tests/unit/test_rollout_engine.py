@@ -34,7 +34,9 @@ def test_context_and_batch_of_an_engine() -> None:
 
 @pytest.mark.parametrize(("tp", "device", "alone"), [(1, "cpu", True), (2, "cpu", False), (1, "cuda", False)])
 def test_one_process_fewer_only_on_one_cpu_rank(tp: int, device: str, alone: bool) -> None:
-    argv, environment = engine_process("m", RolloutConfig(max_prompt_tokens=128, tp=tp), ModelConfig(), "127.0.0.1", 1, device)  # type: ignore[arg-type]
+    argv, environment = engine_process(
+        "m", RolloutConfig(max_prompt_tokens=128, tp=tp), ModelConfig(), "127.0.0.1", 1, device
+    )  # type: ignore[arg-type]
     assert ("--distributed-executor-backend" in argv) == alone
     assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in environment) == alone
     assert ("--enforce-eager" in argv) == ("--no-enable-chunked-prefill" in argv) == (device == "cpu")
@@ -74,7 +76,9 @@ def test_a_float32_head_is_asked_for() -> None:
 
 def test_expert_parallelism_is_asked_for() -> None:
     for wanted in (True, False):
-        argv, _ = engine_process("m", RolloutConfig(max_prompt_tokens=128, tp=2, expert_parallel=wanted), ModelConfig(), "127.0.0.1", 1)
+        argv, _ = engine_process(
+            "m", RolloutConfig(max_prompt_tokens=128, tp=2, expert_parallel=wanted), ModelConfig(), "127.0.0.1", 1
+        )
         assert ("--enable-expert-parallel" in argv) == wanted
 
 

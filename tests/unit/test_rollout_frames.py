@@ -21,9 +21,14 @@ def samples(draw: st.DrawFn) -> Completion:
     logprobs = draw(st.lists(st.floats(width=32), min_size=len(ids), max_size=len(ids)))
     versions = draw(st.lists(st.tuples(st.text(max_size=8), COUNT, COUNT), max_size=3))
     return Completion(
-        draw(COUNT), draw(COUNT), ids, np.array(logprobs, dtype=np.float32), draw(st.sampled_from(["stop", "length", "abort"])),
-        tuple(VersionSpan(*span) for span in versions), draw(st.none() | IDS),
-    )  # fmt: skip
+        draw(COUNT),
+        draw(COUNT),
+        ids,
+        np.array(logprobs, dtype=np.float32),
+        draw(st.sampled_from(["stop", "length", "abort"])),
+        tuple(VersionSpan(*span) for span in versions),
+        draw(st.none() | IDS),
+    )
 
 
 FAILURES = st.builds(Failure, COUNT, COUNT, st.text(max_size=30), st.booleans())

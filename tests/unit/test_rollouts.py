@@ -1,5 +1,5 @@
-"""Ranks that wait for a rollout meet again and again: a collective gives up long before a long rollout ends. And which tasks,
-groups and demonstrations a step gets."""
+"""Ranks that wait for a rollout meet again and again: a collective gives up long before a long rollout ends. And which
+tasks, groups and demonstrations a step gets."""
 
 from __future__ import annotations
 
@@ -145,7 +145,9 @@ def test_expert_rows_of_a_step_are_fixed_and_all_come_up(size: int, count: int, 
     experts, again = (data.ExpertRows(demonstrations(size)) for _ in range(2))
     chosen = [[int(prompt[0]) for prompt, _ in experts.of_step(step, count, seed)] for step in range(size)]
     assert all(len(rows) == count for rows in chosen)
-    assert chosen[-1] == [int(prompt[0]) for prompt, _ in again.of_step(size - 1, count, seed)], "earlier steps had an influence"
+    assert chosen[-1] == [int(prompt[0]) for prompt, _ in again.of_step(size - 1, count, seed)], (
+        "earlier steps had an influence"
+    )
     assert set(Counter(i for rows in chosen for i in rows).values()) == {count}, "`size` steps are `count` whole epochs"
 
 
@@ -172,7 +174,9 @@ def test_expert_rows_are_read_and_encoded(prepared: Path, tmp_path: Path) -> Non
 
 def task_of(i: int, response: str | None = None) -> Task:
     messages = ({"role": "user", "content": f"{i} + 1 ="},)
-    return Task(f"train/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)}, response=response)
+    return Task(
+        f"train/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)}, response=response
+    )
 
 
 RIGHT = {"all": (True, True), "none": (False, False), "mixed": (True, False), "broken": (True, None)}
@@ -301,7 +305,9 @@ def test_after_the_last_extra_rollout_a_step_trains_with_what_it_has(tmp_path: P
     assert found is not None and len(found.rollout_ids) == 21
     assert {e.task_id for e in found.experiences} == {"train/7"} and found.metrics["rollout/kept_groups"] >= 1
     none = Step(tmp_path / "none", lambda i: "all", dynamic_sampling=True, max_extra_rollouts=0)
-    with pytest.raises(JobError, match=r"none of the 4 groups of 1 rollouts of step 4 .* all right \(4\) and all wrong \(0\); raise"):
+    with pytest.raises(
+        JobError, match=r"none of the 4 groups of 1 rollouts of step 4 .* all right \(4\) and all wrong \(0\); raise"
+    ):
         none.groups()
 
 

@@ -1,4 +1,5 @@
-"""Requests that a sandbox service cannot read, before any program runs; tests/system/test_sandbox.py has those that it can."""
+"""Requests that a sandbox service cannot read, before any program runs; tests/system/test_sandbox.py has those that it
+can."""
 
 from __future__ import annotations
 
@@ -35,14 +36,20 @@ class NoSandbox:
     [
         ("/run", NESTED, "application/json"),
         ("/check", NESTED, "application/json"),
-        ("/run", CALL.replace("[]", f'[{{"stdin": "", "call": {{"function": "f", "arguments": {NESTED}}}}}]'), "application/json"),
+        (
+            "/run",
+            CALL.replace("[]", f'[{{"stdin": "", "call": {{"function": "f", "arguments": {NESTED}}}}}]'),
+            "application/json",
+        ),
         ("/run", "{}", "application/json; charset=none-such"),
         ("/run", "[1]", "application/json"),
         ("/check", '{"a":\n', "application/json"),
     ],
     ids=["nested", "nested check", "nested arguments", "charset", "no object", "cut off"],
 )
-def test_a_request_that_cannot_be_read_is_a_400_of_one_line(path: str, body: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_cannot_be_read_is_a_400_of_one_line(
+    path: str, body: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> tuple[int, dict[str, Any]]:
         runner = web.AppRunner(Service(NoSandbox(), KEY, 1, 1).application())
         await runner.setup()
@@ -51,7 +58,11 @@ def test_a_request_that_cannot_be_read_is_a_400_of_one_line(path: str, body: str
         url = f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": kind}
         try:
-            async with asyncio.timeout(60), aiohttp.ClientSession() as client, client.post(url, data=body, headers=headers) as answer:
+            async with (
+                asyncio.timeout(60),
+                aiohttp.ClientSession() as client,
+                client.post(url, data=body, headers=headers) as answer,
+            ):
                 return answer.status, await answer.json(content_type=None)
         finally:
             await runner.cleanup()

@@ -41,7 +41,11 @@ GRIDS = [MegatronGrid(), MegatronGrid(tp=2), MegatronGrid(pp=2), MegatronGrid(tp
 
 def classifier_config(**changes: Any) -> Config:
     """A config.json of transformers' Qwen3ForSequenceClassification with one label."""
-    values = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    values = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
     return qwen3_config(**(values | {"head_dim": 4, "pad_token_id": 3} | changes))
 
 
@@ -73,8 +77,12 @@ def test_the_tensors_of_transformers(tmp_path: Path, family: str) -> None:
 def test_a_family_without_the_class_is_refused() -> None:
     model_type, settings = FAMILIES["ernie4_5"]
     config = AutoConfig.for_model(model_type, **settings)
-    assert type(config) not in AutoModelForSequenceClassification._model_mapping, "transformers has it now: drop the refusal"
-    with pytest.raises(ArchitectureError, match=r"ernie4_5 has no class for sequence classification .*; use a checkpoint of another"):
+    assert type(config) not in AutoModelForSequenceClassification._model_mapping, (
+        "transformers has it now: drop the refusal"
+    )
+    with pytest.raises(
+        ArchitectureError, match=r"ernie4_5 has no class for sequence classification .*; use a checkpoint of another"
+    ):
         architecture(config.to_dict(), "score")
 
 
@@ -105,7 +113,13 @@ def test_loaded_and_exported_again(tmp_path: Path, grid: MegatronGrid, tied: boo
     ranks = load(source, config, grid)
     plan = build_plan(megatron_layout(config, grid, head="score"), hf_layout(config, head="score"))
     network, out = Network(), tmp_path / "out"
-    run_threads(network, [functools.partial(hf.export_hf, plan, r, t, source, out, transport=network.port(r)) for r, t in enumerate(ranks)])
+    run_threads(
+        network,
+        [
+            functools.partial(hf.export_hf, plan, r, t, source, out, transport=network.port(r))
+            for r, t in enumerate(ranks)
+        ],
+    )
     assert_same(load_file(out / "model.safetensors"), tensors)
     model, info = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -126,7 +140,9 @@ def test_a_head_of_zeros_on_a_language_model(tmp_path: Path, tied: bool, has_cop
         plain = write_checkpoint(tmp_path / "expected", classifier_config(tie_word_embeddings=tied), expected)
         for got, want in zip(load(source, config, grid, score="zeros"), load(plain, config, grid), strict=True):
             assert_same(got, want)
-    with pytest.raises(CheckpointError, match=r"lm lacks score\.weight.*architectures=\['Qwen3ForCausalLM'\].*head of zeros"):
+    with pytest.raises(
+        CheckpointError, match=r"lm lacks score\.weight.*architectures=\['Qwen3ForCausalLM'\].*head of zeros"
+    ):
         load(source, config, MegatronGrid())
 
 
@@ -148,7 +164,10 @@ def test_an_exported_critic_of_a_language_model_is_a_classifier(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"id2label": {"0": "a", "1": "b"}}, r"num_labels=2 \(id2label of config\.json\), .* has 1.*; use a checkpoint"),
+        (
+            {"id2label": {"0": "a", "1": "b"}},
+            r"num_labels=2 \(id2label of config\.json\), .* has 1.*; use a checkpoint",
+        ),
         ({"id2label": None, "num_labels": 5}, r"num_labels=5 \(num_labels of config\.json\)"),
         ({"id2label": None}, r"num_labels=2 \(num_labels"),  # what transformers takes where nothing is said
     ],
@@ -181,7 +200,9 @@ END, ANSWERS = 3, [[5, 6, 7, 3], [5, 6, 7, 8, 9, 3], [4, 3, 3]]
 
 def with_tokenizer(path: Path, pad: str | None, *special: str) -> Path:
     """Tokenizer files beside a language model: <|end|> is token 3."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(3)} | {"<|end|>": END} | {f"w{i}": i for i in range(4, 60)}))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(3)} | {"<|end|>": END} | {f"w{i}": i for i in range(4, 60)})
+    )
     tokenizer.add_special_tokens(["<|end|>", *special])
     tokenizer.save(str(path / "tokenizer.json"))
     tokens = {"eos_token": "<|end|>"} | ({"pad_token": pad} if pad else {})
@@ -191,7 +212,9 @@ def with_tokenizer(path: Path, pad: str | None, *special: str) -> Path:
 
 def exported_score_model(path: Path, source: Path, config: Config) -> Path:
     """The export of a model that has been trained on from ``source``, with a score head of numbers."""
-    (tensors,) = load(source, config, MegatronGrid(), score="zeros" if "ForCausalLM" in config["architectures"][0] else "stored")
+    (tensors,) = load(
+        source, config, MegatronGrid(), score="zeros" if "ForCausalLM" in config["architectures"][0] else "stored"
+    )
     torch.manual_seed(0)
     for tensor in tensors.values():
         tensor.normal_()
@@ -203,7 +226,12 @@ def exported_score_model(path: Path, source: Path, config: Config) -> Path:
 @pytest.mark.parametrize(
     ("pad", "special", "id_in_config", "expected"),
     [
-        ("<|end|>", ("<|fim_pad|>", "<|reserved_7|>"), END, "<|fim_pad|>"),  # Qwen's config after TRL's pad_token = eos_token
+        (
+            "<|end|>",
+            ("<|fim_pad|>", "<|reserved_7|>"),
+            END,
+            "<|fim_pad|>",
+        ),  # Qwen's config after TRL's pad_token = eos_token
         ("<|end|>", ("<|im_start|>", "<|reserved_7|>"), END, "<|reserved_7|>"),
         ("<|end|>", ("<|im_start|>",), END, None),
         ("<|own_pad|>", ("<|fim_pad|>", "<|own_pad|>"), None, "<|own_pad|>"),
@@ -214,7 +242,8 @@ def exported_score_model(path: Path, source: Path, config: Config) -> Path:
 def test_an_export_is_read_at_the_end_by_transformers(
     tmp_path: Path, pad: str | None, special: tuple[str, ...], id_in_config: int | None, expected: str | None
 ) -> None:
-    """megarl trains a new score model at the end token: where pad is the end, transformers would read the token before it."""
+    """megarl trains a new score model at the end token: where pad is the end, transformers would read the token before
+    it."""
     config = qwen3_config(architectures=["Qwen3ForCausalLM"], head_dim=4, eos_token_id=END, pad_token_id=id_in_config)
     source = with_tokenizer(write_checkpoint(tmp_path / "lm", config, random_hf(config)), pad, *special)
     out = exported_score_model(tmp_path / "out", source, config)
@@ -238,7 +267,10 @@ def test_a_score_model_keeps_its_reading(tmp_path: Path) -> None:
     out = exported_score_model(tmp_path / "out", source, config)
     assert json.loads((out / "config.json").read_text())["pad_token_id"] == END
     assert (out / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
-    assert score_pad(hf.read_hf_config(out)) == END and score_pad(qwen3_config(pad_token_id=END, architectures=["Qwen3ForCausalLM"])) is None
+    assert (
+        score_pad(hf.read_hf_config(out)) == END
+        and score_pad(qwen3_config(pad_token_id=END, architectures=["Qwen3ForCausalLM"])) is None
+    )
 
 
 @pytest.mark.parametrize("pad", [None, 0, END])

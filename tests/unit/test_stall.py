@@ -29,7 +29,10 @@ MARKING = (
     "with pulse.phase({phase!r}, 6):\n    while True:\n        pulse.mark()\n        time.sleep(0.02)\n"
 )
 SILENT = "import time\nfrom megarl import pulse\npulse.begin()\nwith pulse.phase('update', 6):\n    time.sleep(600)\n"
-TICKING = "import asyncio\nfrom megarl import pulse\npulse.begin()\nasyncio.run(pulse.ticking(lambda: '3 samples being generated', 0.02))\n"
+TICKING = (
+    "import asyncio\nfrom megarl import pulse\npulse.begin()\nasyncio.run(pulse.ticking(lambda: '3 samples being "
+    "generated', 0.02))\n"
+)
 
 
 @pytest.fixture
@@ -59,7 +62,9 @@ def sentinel_of(folder: Path, stall_s: float = 0.4, *overrides: str) -> Sentinel
     return Sentinel(replace(config, cluster=replace(config.cluster, stall_s=stall_s)), folder / "logs")
 
 
-def watched(sentinel: Sentinel, children: Sequence[Child], node: LocalNode, end: Callable[[], bool] = lambda: False) -> str:
+def watched(
+    sentinel: Sentinel, children: Sequence[Child], node: LocalNode, end: Callable[[], bool] = lambda: False
+) -> str:
     """What the sentinel says when it gives up; "" when ``end`` was first."""
     deadline = time.monotonic() + 60
     while not end():
@@ -169,7 +174,10 @@ def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
     script.write_text(RANK)
     (port,) = ports.choose("127.0.0.1", 1, None)
     env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    specs = (Spec(f"trainer rank {r}", (str(script), str(r), str(port), str(tmp_path)), env, str(tmp_path / f"{r}.log")) for r in range(2))
+    specs = (
+        Spec(f"trainer rank {r}", (str(script), str(r), str(port), str(tmp_path)), env, str(tmp_path / f"{r}.log"))
+        for r in range(2)
+    )
     ranks = [node.start(spec) for spec in specs]
     for rank in ranks:
         until(lambda rank=rank: "up" in rank.log.read_text(), rank)  # type: ignore[misc]
@@ -201,29 +209,41 @@ def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
 
 def account(*frames: str, state: str = "S") -> Account:
     lines = [f'  File "{frame.split(":")[0]}", line {frame.split(":")[1]} in {frame.split(":")[2]}' for frame in frames]
-    return Account(state, "", 0x10, "\n".join(["Current thread 0x00000010 (most recent call first):", *lines]) if frames else "")
+    return Account(
+        state, "", 0x10, "\n".join(["Current thread 0x00000010 (most recent call first):", *lines]) if frames else ""
+    )
 
 
-C10D, LOGGER = "/x/site-packages/torch/distributed/distributed_c10d.py", "/x/site-packages/torch/distributed/c10d_logger.py:83:wrapper"
+C10D, LOGGER = (
+    "/x/site-packages/torch/distributed/distributed_c10d.py",
+    "/x/site-packages/torch/distributed/c10d_logger.py:83:wrapper",
+)
 
 
 def test_the_call_is_named_that_a_person_knows() -> None:
     """A collective within a collective, torch's wrapper around it, and the code that called it."""
     mappings = "/x/site-packages/megatron/core/tensor_parallel/mappings.py:88:_reduce"
     inner = account(f"{C10D}:2810:all_gather", LOGGER, f"{C10D}:3000:all_gather_object", LOGGER, mappings)
-    assert str(stacks.place_of(inner)) == "in all_gather_object from megatron/core/tensor_parallel/mappings.py:88 (_reduce)"
+    assert (
+        str(stacks.place_of(inner))
+        == "in all_gather_object from megatron/core/tensor_parallel/mappings.py:88 (_reduce)"
+    )
 
 
 def test_a_collective_in_a_thread_of_autograd_counts() -> None:
     main = account("/x/site-packages/torch/autograd/graph.py:823:_engine_run_backward")
-    other = account(f"{C10D}:2810:all_reduce", LOGGER, "/x/m.py:5:backward").stacks.replace("Current thread 0x00000010", "Thread 0x00000020")
+    other = account(f"{C10D}:2810:all_reduce", LOGGER, "/x/m.py:5:backward").stacks.replace(
+        "Current thread 0x00000010", "Thread 0x00000020"
+    )
     both = main._replace(stacks=f"{other}\n\n{main.stacks}")
     assert stacks.place_of(both).collective == "all_reduce"
 
 
 def test_who_gives_no_stacks_is_described_by_its_state(node: LocalNode, tmp_path: Path) -> None:
     """And is not signalled without a handler: that would end it."""
-    child = node.start(Spec("engine 0", ("-c", "import time; print('up', flush=True); time.sleep(600)"), {}, str(tmp_path / "e.log")))
+    child = node.start(
+        Spec("engine 0", ("-c", "import time; print('up', flush=True); time.sleep(600)"), {}, str(tmp_path / "e.log"))
+    )
     until(lambda: "up" in child.log.read_text(), child)
     found = node.accounts(["engine 0"])["engine 0"]
     assert (found.stacks, found.state, child.poll()) == ("", "S", None)
@@ -236,7 +256,9 @@ def test_who_gives_no_stacks_is_described_by_its_state(node: LocalNode, tmp_path
 # ---------------------------------------------------------------- what is done
 
 
-def test_a_stopped_explorer_is_killed_and_nobody_else(node: LocalNode, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_explorer_is_killed_and_nobody_else(
+    node: LocalNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A rank that waits for another one that moves is left alone, however long it is silent."""
     codes = {"trainer rank 0": MARKING.format(phase="rollout"), "trainer rank 1": SILENT, "explorer": TICKING}
     children = [start(node, name, code, tmp_path) for name, code in codes.items()]
@@ -244,14 +266,20 @@ def test_a_stopped_explorer_is_killed_and_nobody_else(node: LocalNode, tmp_path:
     children[2].signal(signal.SIGSTOP)
     assert watched(sentinel, children, node, lambda: children[2].poll() is not None) == ""
     assert children[2].poll() == -signal.SIGKILL
-    assert "explorer gave no sign of life" in caplog.text and "likely: explorer is to blame: stopped by a signal" in caplog.text
+    assert (
+        "explorer gave no sign of life" in caplog.text
+        and "likely: explorer is to blame: stopped by a signal" in caplog.text
+    )
     assert [child.poll() for child in children[:2]] == [None, None]
 
 
 def test_a_stopped_engine_is_to_blame_for_silent_ranks(node: LocalNode, tmp_path: Path) -> None:
     """Any process of its group: the server may go on answering."""
     trainer = start(node, "trainer rank 0", SILENT, tmp_path)
-    code = "import subprocess, sys\nworker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nprint(worker.pid, flush=True)\nworker.wait()"
+    code = (
+        "import subprocess, sys\nworker = subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(600)'])\nprint(worker.pid, flush=True)\nworker.wait()"
+    )
     engine = node.start(Spec("engine 0", ("-c", code), {}, str(tmp_path / "e.log")))
     until(lambda: engine.sign().marks > 0 and engine.log.read_text() != "", engine)
     os.kill(int(engine.log.read_text()), signal.SIGSTOP)
@@ -283,7 +311,13 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def server(node: LocalNode, port: int, folder: Path) -> Child:
     """An engine whose core answers twice."""
-    spec = Spec("engine 0", ("-c", SERVER, str(port)), {"MEGARL_JOB_KEY": "the key"}, str(folder / "e.log"), listens=f"127.0.0.1:{port}")
+    spec = Spec(
+        "engine 0",
+        ("-c", SERVER, str(port)),
+        {"MEGARL_JOB_KEY": "the key"},
+        str(folder / "e.log"),
+        listens=f"127.0.0.1:{port}",
+    )
     return node.start(spec)
 
 
@@ -294,7 +328,12 @@ def test_an_engine_that_takes_weights_has_time(node: LocalNode, tmp_path: Path) 
     until(lambda: engine.sign().marks == 2, engine)
     ended = tmp_path / "sync has ended"
     syncing = f"with pulse.patience(600):\n    pulse.mark()\n    time.sleep(3)\nopen({str(ended)!r}, 'w').close()\n"
-    trainer = start(node, "trainer rank 0", MARKING.format(phase="rollout").replace("with pulse.phase", syncing + "with pulse.phase"), tmp_path)
+    trainer = start(
+        node,
+        "trainer rank 0",
+        MARKING.format(phase="rollout").replace("with pulse.phase", syncing + "with pulse.phase"),
+        tmp_path,
+    )
     sentinel = sentinel_of(tmp_path, 1.0)
     assert watched(sentinel, [trainer, engine], node, lambda: engine.poll() is not None) == ""
     assert ended.exists() and trainer.poll() is None
@@ -323,7 +362,9 @@ def test_a_rollout_that_stands_still_is_said(node: LocalNode, tmp_path: Path) ->
     codes = {"trainer rank 0": MARKING.format(phase="rollout"), "explorer": TICKING}
     children = [start(node, name, code, tmp_path) for name, code in codes.items()]
     said = watched(sentinel_of(tmp_path, 1.0, "rollout.request_timeout_s=1"), children, node)
-    assert "waits for a rollout of which no sample has ended" in said and "the explorer: 3 samples being generated" in said
+    assert (
+        "waits for a rollout of which no sample has ended" in said and "the explorer: 3 samples being generated" in said
+    )
 
 
 def test_who_was_stopped_together_with_the_job_blames_nobody(node: LocalNode, tmp_path: Path) -> None:

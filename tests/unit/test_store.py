@@ -362,8 +362,14 @@ SECRET = "p4ss"
         ("env://NOT_SET", ["env://NOT_SET", "NOT_SET is not in the environment"]),
         ("env://TEST_URL", ["postgresql://me:***@127.0.0.1:1/x cannot be reached"]),
         ("env://TEST_NONE", ["env://TEST_NONE is no database that can be opened"]),
-        (f"postgresql://me:{SECRET}@h1:5432,h2:5432/x", ["me:***@h1:5432,h2:5432/x is", "(its port is not a number)", "host=A:5432&host=B:5432"]),
-        (f"postgresql://me:word@h1:{SECRET}@h2/x?sslpassword={SECRET}", ["me:***@h2/x?sslpassword=*** is", "(its port is not a number)"]),
+        (
+            f"postgresql://me:{SECRET}@h1:5432,h2:5432/x",
+            ["me:***@h1:5432,h2:5432/x is", "(its port is not a number)", "host=A:5432&host=B:5432"],
+        ),
+        (
+            f"postgresql://me:word@h1:{SECRET}@h2/x?sslpassword={SECRET}",
+            ["me:***@h2/x?sslpassword=*** is", "(its port is not a number)"],
+        ),
     ],
 )
 def test_urls_that_cannot_work(monkeypatch: pytest.MonkeyPatch, url: str, words: list[str]) -> None:
@@ -393,7 +399,9 @@ def test_a_file_is_one_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     check_url(OWN_SERVER, nodes=2)
     monkeypatch.setenv("TEST_URL", f"sqlite:///{tmp_path}/store.db")
     for url in ("env://TEST_URL", f"sqlite:///{tmp_path}/store.db"):
-        with pytest.raises(ConfigError, match=r"store.url=sqlite:///.*/store.db is a file, which 2 nodes would open.*store=postgres"):
+        with pytest.raises(
+            ConfigError, match=r"store.url=sqlite:///.*/store.db is a file, which 2 nodes would open.*store=postgres"
+        ):
             check_url(url, nodes=2)
     assert list(tmp_path.iterdir()) == []
 
@@ -408,7 +416,9 @@ def test_a_file_is_one_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_a_password_is_never_written_down(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("TEST_URL", url)
     for setting in (url, "${oc.env:TEST_URL}"):
-        with pytest.raises(ConfigError, match=r"store.url=postgresql://.*\*\*\*.* holds a password.*PGPASSWORD.*env://") as raised:
+        with pytest.raises(
+            ConfigError, match=r"store.url=postgresql://.*\*\*\*.* holds a password.*PGPASSWORD.*env://"
+        ) as raised:
             compose(["experiment=quickstart", f"store.url='{setting}'"])
         assert SECRET not in str(raised.value)
     assert compose(["experiment=quickstart", "store.url=env://TEST_URL"]).store.url == "env://TEST_URL"

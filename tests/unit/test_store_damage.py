@@ -23,7 +23,8 @@ STEPS = 40
 
 
 def filled(path: Path) -> str:
-    """A store of two whole rollouts, ``STEPS`` steps and an evaluation, with nothing left in its log; returns its URL."""
+    """A store of two whole rollouts, ``STEPS`` steps and an evaluation, with nothing left in its log; returns its
+    URL."""
     url = f"sqlite:///{path}"
     store = Store(url)
     store.begin_attempt(1)
@@ -67,7 +68,10 @@ def test_a_flipped_bit_of_a_row_is_noticed_where_it_is_read(tmp_path: Path, tabl
     store.close()
     flip(path, text)
     store = Store(f"sqlite:///{path}")
-    with pytest.raises(StoreDamagedError, match=rf"store sqlite:///{path} is damaged: .*(row of {table} is not|decode).*start the run again") as raised:
+    with pytest.raises(
+        StoreDamagedError,
+        match=rf"store sqlite:///{path} is damaged: .*(row of {table} is not|decode).*start the run again",
+    ) as raised:
         for number in range(2) if table in ("experiences", "trained") else (0,):
             store.experiences(f"r{number}")
         read(store)
@@ -131,7 +135,9 @@ def test_what_can_be_read_of_a_damaged_store_is_kept(tmp_path: Path) -> None:
     assert repair.fault(path) == "a row of steps is not as it was written, its checksum differs"
     repair.rebuild(path)
     after = rows(url)
-    assert [row for row in before["steps"] if row not in after["steps"]] == [row for row in before["steps"] if row[0] == 20]
+    assert [row for row in before["steps"] if row not in after["steps"]] == [
+        row for row in before["steps"] if row[0] == 20
+    ]
     [left] = after["rollouts"]
     for name in ("experiences", "groups", "rollout_metrics"):
         assert after[name] == [row for row in before[name] if left[1] in row], name
@@ -204,7 +210,9 @@ def test_rebuilding_that_was_cut_off_is_repeated(tmp_path: Path, monkeypatch: py
 def test_a_store_from_before_there_were_checksums_goes_on(tmp_path: Path) -> None:
     url = filled(tmp_path / "store.db")
     old = sqlite3.connect(tmp_path / "store.db")
-    tables = [name for (name,) in old.execute("select name from sqlite_master where type = 'table' and sql like '%checksum%'")]
+    tables = [
+        name for (name,) in old.execute("select name from sqlite_master where type = 'table' and sql like '%checksum%'")
+    ]
     assert len(tables) >= 8
     for table in tables:
         old.execute(f"alter table {table} drop column checksum")
@@ -214,7 +222,10 @@ def test_a_store_from_before_there_were_checksums_goes_on(tmp_path: Path) -> Non
     assert repair.fault(tmp_path / "store.db") is None
     shutil.copy(tmp_path / "store.db", tmp_path / "copy.db")
     repair.rebuild(tmp_path / "copy.db")
-    assert repair.fault(tmp_path / "copy.db") is None and len(Store(f"sqlite:///{tmp_path}/copy.db").experiences("r0")) == 12
+    assert (
+        repair.fault(tmp_path / "copy.db") is None
+        and len(Store(f"sqlite:///{tmp_path}/copy.db").experiences("r0")) == 12
+    )
     store = Store(url)
     assert len(store.experiences("r0")) == 12 and len(store.steps()) == STEPS and len(store.tasks("train")) == 6
     store.record_step(1, {"reward": 0.5})
@@ -282,11 +293,15 @@ def test_what_is_synced_outlives_a_power_cut(tmp_path: Path, when: str) -> None:
 def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = filled(tmp_path / "store.db")
     monkeypatch.setattr(database, "_enter_wal", lambda connection: connection.execute("PRAGMA query_only=1"))
-    with pytest.raises(ConfigError, match=rf"store\.url={url} cannot be .* \(attempt to write a readonly database\); .* set store\.url") as raised:
+    with pytest.raises(
+        ConfigError, match=rf"store\.url={url} cannot be .* \(attempt to write a readonly database\); .* set store\.url"
+    ) as raised:
         Store(url).record_step(1, {})
     assert "\n" not in str(raised.value)
     (tmp_path / "folder.db").mkdir()
-    with pytest.raises(ConfigError, match=r"folder\.db cannot be .* \(unable to open database file\); .* set store\.url"):
+    with pytest.raises(
+        ConfigError, match=r"folder\.db cannot be .* \(unable to open database file\); .* set store\.url"
+    ):
         Store(f"sqlite:///{tmp_path}/folder.db")
 
 

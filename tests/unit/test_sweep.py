@@ -36,21 +36,41 @@ def swept(*overrides: str) -> list[str]:
 
 def test_every_combination_has_its_settings_and_its_directory() -> None:
     found = combinations([*SWEEP, "trainer.optimizer.lr=1e-5,3e-5"])
-    assert [(c.config.trainer.seed, c.config.trainer.optimizer.lr) for c in found] == list(product((1, 2), (1e-5, 3e-5)))
+    assert [(c.config.trainer.seed, c.config.trainer.optimizer.lr) for c in found] == list(
+        product((1, 2), (1e-5, 3e-5))
+    )
     assert found[1].slug == "trainer.seed=1,trainer.optimizer.lr=3e-05"
     plain = compose(["run.name=s", "trainer.seed=1", "trainer.optimizer.lr=3e-5"])
     folder = f"runs/s/{found[1].slug}"
     assert found[1].config.run.dir == folder and found[1].config.store.url == f"sqlite:///{folder}/store.db"
-    assert replace(found[1].config, run=plain.run, store=plain.store, model=plain.model, taskset=plain.taskset, reward=plain.reward) == plain
+    assert (
+        replace(
+            found[1].config,
+            run=plain.run,
+            store=plain.store,
+            model=plain.model,
+            taskset=plain.taskset,
+            reward=plain.reward,
+        )
+        == plain
+    )
 
 
 def test_hydras_syntax() -> None:
     assert swept("algorithm=glob(*grpo)") == ["algorithm=dr_grpo", "algorithm=grpo"]
     assert swept("trainer.steps=range(1,6,2)") == ["trainer.steps=1", "trainer.steps=3", "trainer.steps=5"]
-    assert swept("trainer.seed=choice(3,1)", "taskset.options={min_terms:2,max_terms:3}") == ["trainer.seed=3", "trainer.seed=1"]
-    assert swept("critic.parallel={tp:2,dp:1},null", "reward.hosts=[a:1,b:2]") == ["critic.parallel={tp:2,dp:1}", "critic.parallel=null"]
+    assert swept("trainer.seed=choice(3,1)", "taskset.options={min_terms:2,max_terms:3}") == [
+        "trainer.seed=3",
+        "trainer.seed=1",
+    ]
+    assert swept("critic.parallel={tp:2,dp:1},null", "reward.hosts=[a:1,b:2]") == [
+        "critic.parallel={tp:2,dp:1}",
+        "critic.parallel=null",
+    ]
     [(first, _), _] = _expanded(["reward.path='a,b'", "trainer.seed=1,2", "~reward.judge"])
-    assert first == ["reward.path='a,b'", "trainer.seed=1", "~reward.judge"], "what is not swept stays as it was written"
+    assert first == ["reward.path='a,b'", "trainer.seed=1", "~reward.judge"], (
+        "what is not swept stays as it was written"
+    )
 
 
 def test_a_swept_run_name_and_a_given_directory() -> None:
@@ -62,9 +82,11 @@ def test_a_swept_run_name_and_a_given_directory() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["trainer.stesp=1,2"], "combination 0, trainer.stesp=1: unknown setting 'trainer.stesp'; did you mean 'trainer.steps'"),
+        (["trainer.stesp=1,2"], "combination 0, trainer.stesp=1: unknown setting 'trainer.stesp'; did you mean "
+                                "'trainer.steps'"),
         (["trainer.steps=1,x"], "combination 1, trainer.steps=x: trainer.steps='x' must be of type int"),
-        (["trainer.optimizer.lr=1e-5,-1"], "combination 1, trainer.optimizer.lr=-1: trainer.optimizer.lr=-1 must be at least 0"),
+        (["trainer.optimizer.lr=1e-5,-1"], "combination 1, trainer.optimizer.lr=-1: trainer.optimizer.lr=-1 must be at "
+                                           "least 0"),
         (["algorithm=grpo,grop"], "combination 1, algorithm=grop: no configs/algorithm/grop.yaml; did you mean 'grpo'"),
         (["algorithm=glob(nothing*)"], "matches nothing"),
         (["trainer.seed=1,1"], "two combinations would both run in runs/quickstart/trainer.seed=1"),
@@ -98,7 +120,8 @@ def test_long_slugs_differ_by_their_ends() -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names the runs that were started; what each does is ``outcome``'s to say. Nothing is really checked or launched."""
+    """Names the runs that were started; what each does is ``outcome``'s to say. Nothing is really checked or
+    launched."""
     started: list[str] = []
     monkeypatch.setattr(checks, "check", lambda config, **_: {})
     monkeypatch.setattr(job, "run", lambda config: started.append(Path(config.run.dir).name) or 0)
@@ -121,7 +144,9 @@ def test_one_after_another(ran: list[str], caplog: pytest.LogCaptureFixture) -> 
     assert caplog.messages[-2:] == [f"{n} {slug}: finished (status 0)" for n, slug in enumerate(ran)]
 
 
-@pytest.mark.parametrize("error", [JobError("engine 0 ended with status 1"), ConfigError("in use"), OSError(28, "No space", "attempt")])
+@pytest.mark.parametrize(
+    "error", [JobError("engine 0 ended with status 1"), ConfigError("in use"), OSError(28, "No space", "attempt")]
+)
 def test_a_failed_one_does_not_stop_the_others(
     ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
@@ -138,23 +163,31 @@ def test_a_failed_one_does_not_stop_the_others(
     assert str(error) in caplog.messages
 
 
-def test_a_stop_ends_the_sweep(ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_ends_the_sweep(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     outcome(monkeypatch, ran, lambda config: 130)
     with caplog.at_level(logging.INFO):
         assert main(["train", "-m", *SWEEP]) == 130
     assert caplog.messages[-2:] == ["0 trainer.seed=1: stopped (status 130)", "1 trainer.seed=2: not started"]
 
 
-def test_a_finished_one_is_skipped(ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_one_is_skipped(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(resume, "is_finished", lambda config, folder: folder.name == "trainer.seed=1")
     with caplog.at_level(logging.INFO):
         assert main(["train", "-m", *SWEEP]) == 0
     assert ran == ["trainer.seed=2"] and caplog.messages[-2] == "0 trainer.seed=1: finished before, skipped"
 
 
-def test_index_count_and_check(ran: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_index_count_and_check(
+    ran: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     assert main(["train", "-m", *SWEEP, "--count"]) == 0 and capsys.readouterr().out == "2\n"
-    assert main(["train", "--check", *SWEEP, "-m"]) == 0 and main(["train", "-m", "--index", "1", "--check", *SWEEP]) == 0
+    assert (
+        main(["train", "--check", *SWEEP, "-m"]) == 0 and main(["train", "-m", "--index", "1", "--check", *SWEEP]) == 0
+    )
     assert ran == []
     assert main(["train", "-m", *SWEEP, "--index", "1"]) == 0 and ran == ["trainer.seed=2"]
     assert main(["train", "-m", *SWEEP, "--index=4"]) == 2 and "the combinations are 0 to 1" in caplog.messages[-1]
@@ -162,13 +195,18 @@ def test_index_count_and_check(ran: list[str], capsys: pytest.CaptureFixture[str
     assert len(ran) == 1
 
 
-def test_all_are_really_checked_before_the_first_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_are_really_checked_before_the_first_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     started: list[Config] = []
     monkeypatch.setattr(job, "run", lambda config: started.append(config) or 0)
     sweep = ["train", "-m", *SMALL, "trainer.warm_start.steps=0", "taskset.warm_start=null", f"run.dir={tmp_path}"]
     assert main([*sweep, "trainer.updates_per_step=1,129"]) == 2
     assert started == []
-    assert "combination 1, trainer.updates_per_step=129: trainer.updates_per_step=129 is more than the 128 rows" in caplog.messages[-1]
+    assert (
+        "combination 1, trainer.updates_per_step=129: trainer.updates_per_step=129 is more than the 128 rows"
+        in caplog.messages[-1]
+    )
 
 
 # ------------------------------------------------------------------ as a job array
@@ -189,7 +227,9 @@ def script(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Co
         (tmp_path / name).chmod(0o755)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MEGARL_"))}
     env = {**kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(["bash", str(SCRIPT), *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_script_counts_and_submits_itself(tmp_path: Path) -> None:
@@ -211,9 +251,18 @@ def test_a_task_of_the_array_runs_its_own_combination(tmp_path: Path) -> None:
 
 
 def test_the_heads_status_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where another node was lost on the way, srun ends with that one's; without a word from the head its own counts."""
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "MEGARL_HOME": str(ROOT), "MEGARL_SETUP": "none", "TMPDIR": str(tmp_path)}
-    monkeypatch.setitem(STAND_INS, "srun", 'while [ "$1" != megarl ]; do shift; done; SLURM_PROCID=$RANK "$@"; exit 137')
+    """Where another node was lost on the way, srun ends with that one's; without a word from the head its own
+    counts."""
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node1",
+        "MEGARL_HOME": str(ROOT),
+        "MEGARL_SETUP": "none",
+        "TMPDIR": str(tmp_path),
+    }
+    monkeypatch.setitem(
+        STAND_INS, "srun", 'while [ "$1" != megarl ]; do shift; done; SLURM_PROCID=$RANK "$@"; exit 137'
+    )
     (tmp_path / "megarl-status-7-killed").write_text("1")  # by a start of this job that was killed
     (tmp_path / "megarl-status-77-lives").write_text("")
     statuses = [script(tmp_path, *SWEEP, **job, SLURM_ARRAY_TASK_ID="9", RANK=rank).returncode for rank in ("0", "1")]

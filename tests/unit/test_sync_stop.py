@@ -31,11 +31,16 @@ def test_a_stop_ends_the_wait_of_every_rank() -> None:
     """Rank 0 looks at the request; the others wait for its word."""
     engine, link = ports.choose(HOST, 2, None)
     addresses = JobAddresses((f"http://{HOST}:{engine}",), HOST, link, "key")
-    config = Config(model=ModelConfig(path="unused"), parallel=ParallelConfig(tp=2), rollout=RolloutConfig(start_timeout_s=600))
+    config = Config(
+        model=ModelConfig(path="unused"), parallel=ParallelConfig(tp=2), rollout=RolloutConfig(start_timeout_s=600)
+    )
     hf_config = qwen3_config()
     layout = megatron_layout(hf_config, megatron_grid(config.parallel))
     asked = threading.Event()
-    ranks = [WeightPublisher(config, layout, hf_config, rank, addresses=addresses, stopping=asked.is_set) for rank in range(2)]
+    ranks = [
+        WeightPublisher(config, layout, hf_config, rank, addresses=addresses, stopping=asked.is_set)
+        for rank in range(2)
+    ]
 
     def connect(publisher: WeightPublisher) -> str:
         with pytest.raises((EngineError, WeightSyncError)) as raised:

@@ -109,7 +109,9 @@ def test_values_that_are_not_json_are_named(tmp_path: Path) -> None:
 
 def bad_row(path: Path, good: dict[str, Any], bad: dict[str, Any], field: str, read: Callable[[Path], object]) -> None:
     """The last row of a file is refused by name; the first is right."""
-    rows = [good, bad] if path.suffix == ".jsonl" or _same_types(good, bad) else [bad]  # parquet's types exclude some mixtures
+    rows = (
+        [good, bad] if path.suffix == ".jsonl" or _same_types(good, bad) else [bad]
+    )  # parquet's types exclude some mixtures
     write(path, rows)
     place = f"{'line' if path.suffix == '.jsonl' else 'row'} {len(rows)}"
     with pytest.raises(DataError, match=rf"{re.escape(str(path))}: {place}: {field}"):
@@ -126,7 +128,8 @@ def _same_types(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_demonstrations_in_either_form(tmp_path: Path, suffix: str) -> None:
-    """A prompt with its response, as verl's; or a chat that ends with the answer. What only rewards need may be left out."""
+    """A prompt with its response, as verl's; or a chat that ends with the answer. What only rewards need may be left
+    out."""
     chat = [SYSTEM, USER, {"role": "assistant", "content": "c", "name": "kept"}]
     wanted = [Task("d/0", "", (SYSTEM, USER), "", {}, {}, "c"), Task("d/1", "", (USER,), "", {}, {}, "c")]
     for rows in (
@@ -135,7 +138,9 @@ def test_demonstrations_in_either_form(tmp_path: Path, suffix: str) -> None:
     ):
         found = read_rows(write(tmp_path / f"d.{suffix}", rows), require_response=True)
         assert [replace(row, answer=None) for row in found] == wanted
-        assert [row.answer for row in found] == [chat[-1] if "messages" in rows[0] else None] * 2, "rendered by the template"
+        assert [row.answer for row in found] == [chat[-1] if "messages" in rows[0] else None] * 2, (
+            "rendered by the template"
+        )
     for answer in ("c", [{"role": "assistant", "content": "c"}]):  # TRL's
         rows = [{"prompt": [SYSTEM, USER], "completion": answer}, {"prompt": [USER], "completion": answer}]
         found = read_rows(write(tmp_path / f"d.{suffix}", rows), require_response=True)
@@ -221,7 +226,10 @@ def test_generated_splits(tmp_path: Path, name: str) -> None:
         questions[split] = [task.prompt[-1]["content"] for task in tasks]
         assert len(set(questions[split])) == len(tasks) == SIZES[split]
         for task in tasks:
-            right, wrong = (compute_score(task.data_source, text, task.ground_truth, task.extra_info) for text in (task.ground_truth, "x"))
+            right, wrong = (
+                compute_score(task.data_source, text, task.ground_truth, task.extra_info)
+                for text in (task.ground_truth, "x")
+            )
             assert (right["status"], wrong["status"]) == ("ok", "wrong")
             assert task.response == (task.ground_truth if split in ("warm_start", "expert") else None)
     assert not set(questions["eval"]) & set(questions["train"] + questions["warm_start"] + questions["expert"])

@@ -1,4 +1,5 @@
-"""Rows for megarl's own verifiers: what a teacher writes is right, what a careless one writes is wrong, and each preset holds its rows."""
+"""Rows for megarl's own verifiers: what a teacher writes is right, what a careless one writes is wrong, and each preset
+holds its rows."""
 
 from __future__ import annotations
 
@@ -50,8 +51,12 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
     path = {"warm_start": tmp_path_factory.mktemp("taught") / "warm_start.parquet"}
     found = {}
     for name in PRESETS:
-        right, wrong = (generate(name, path, SIZES, seed=3, options={"slip_percent": share})["warm_start"] for share in (0, 100))
-        found[name] = [(task, task.response or "", other.response or "") for task, other in zip(right, wrong, strict=True)]  # type: ignore[union-attr]
+        right, wrong = (
+            generate(name, path, SIZES, seed=3, options={"slip_percent": share})["warm_start"] for share in (0, 100)
+        )
+        found[name] = [
+            (task, task.response or "", other.response or "") for task, other in zip(right, wrong, strict=True)
+        ]  # type: ignore[union-attr]
     return found
 
 
@@ -76,7 +81,10 @@ def test_the_teacher_is_right_and_the_careless_one_wrong(taught: Taught, name: s
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_share_of_slips(folder: Path, taught: Taught, name: str) -> None:
-    found = [(task.response, right, wrong) for task, (_, right, wrong) in zip(rows(folder, name, "warm_start"), taught[name], strict=True)]
+    found = [
+        (task.response, right, wrong)
+        for task, (_, right, wrong) in zip(rows(folder, name, "warm_start"), taught[name], strict=True)
+    ]
     assert all(response in (right, wrong) for response, right, wrong in found)
     assert 0.6 < sum(response == wrong for response, _, wrong in found) / len(found) < 0.8
     assert all(task.response is None for task in rows(folder, name, "train"))
@@ -89,7 +97,12 @@ def test_mathematics_is_compared_by_value(folder: Path) -> None:
         whole = "." not in gold
         kinds.add((whole, asked(task).split()[0]))
         tenths = round(float(gold) * 10)
-        for same in (rf"\boxed{{{gold}}}", rf"So it is \boxed{{{tenths}/10}}.", rf"$\boxed{{\frac{{{tenths}}}{{10}}}}$", f"The answer is {gold}."):
+        for same in (
+            rf"\boxed{{{gold}}}",
+            rf"So it is \boxed{{{tenths}/10}}.",
+            rf"$\boxed{{\frac{{{tenths}}}{{10}}}}$",
+            f"The answer is {gold}.",
+        ):
             assert status(task, same) == "ok", (gold, same)
         copied = re.sub(r"^What is (.*)\?.*$", r"\1", asked(task))
         assert status(task, rf"\boxed{{{copied}}}") == "wrong", "the question is no answer"
@@ -149,13 +162,50 @@ def test_programs_are_python_and_written_in_two_ways(folder: Path, taught: Taugh
 def test_programs_are_judged_by_what_they_do(folder: Path) -> None:
     for task in rows(folder, "code")[:6]:
         a, b = map(int, terms(task))
-        for same in (f"def f(a, b):\n    return {b} * b + {a} * a", f"f = lambda x, y: {a} * x + y * ({b})", f"```python\ndef f(a, b): return a*{a} + b*{b}\n```"):
+        for same in (
+            f"def f(a, b):\n    return {b} * b + {a} * a",
+            f"f = lambda x, y: {a} * x + y * ({b})",
+            f"```python\ndef f(a, b): return a*{a} + b*{b}\n```",
+        ):
             assert status(task, same) == "ok"
-        for wrong in (f"def f(a, b):\n    return {a} * b + {b} * a", f"def f(a, b):\n    return {a} * a", "def g(a, b):\n    return 1", "def f(a, b):\n    return"):
+        for wrong in (
+            f"def f(a, b):\n    return {a} * b + {b} * a",
+            f"def f(a, b):\n    return {a} * a",
+            "def g(a, b):\n    return 1",
+            "def f(a, b):\n    return",
+        ):
             assert status(task, wrong) == "wrong"
 
 
-PIECES = ["\\", "boxed", "{", "}", "x=", "1", "7", ".", "-", "+", " pens", "Answer", ":", " A", " B", "<|unk|>", "\n    ", "def", " f", "(", "a", ", ", "b", "):", "return", " * ", "not"]
+PIECES = [
+    "\\",
+    "boxed",
+    "{",
+    "}",
+    "x=",
+    "1",
+    "7",
+    ".",
+    "-",
+    "+",
+    " pens",
+    "Answer",
+    ":",
+    " A",
+    " B",
+    "<|unk|>",
+    "\n    ",
+    "def",
+    " f",
+    "(",
+    "a",
+    ", ",
+    "b",
+    "):",
+    "return",
+    " * ",
+    "not",
+]
 
 
 def _junk() -> st.SearchStrategy[str]:
@@ -179,7 +229,9 @@ def test_junk_is_wrong_and_no_error(folder: Path, name: str) -> None:
 def test_junk_programs_are_wrong_and_no_error(folder: Path) -> None:
     dice = random.Random(1)
     fixed = ["", "\x00", "return 1", "def f(a, b):\n    return" + "(" * 200, "f = 1", "\ud800", "exit()"]
-    for task, answer in zip(rows(folder, "code"), [*fixed, *("".join(dice.choices(PIECES, k=20)) for _ in range(SAMPLE))], strict=False):
+    for task, answer in zip(
+        rows(folder, "code"), [*fixed, *("".join(dice.choices(PIECES, k=20)) for _ in range(SAMPLE))], strict=False
+    ):
         assert status(task, answer) == "wrong", answer
 
 
@@ -206,7 +258,11 @@ def test_files_are_read_back_and_made_again_to_the_byte(folder: Path, tmp_path: 
         assert rows(folder, name, split) == again[split]
         assert path.read_bytes() == paths(tmp_path)[split].read_bytes()
         made_with = read_recipe(path)
-        assert made_with is not None and made_with["taskset.generate"] == name and made_with["taskset.options.slip_percent"] == 70
+        assert (
+            made_with is not None
+            and made_with["taskset.generate"] == name
+            and made_with["taskset.options.slip_percent"] == 70
+        )
     held_out = {asked(task) for task in rows(folder, name, "eval")}
     assert not held_out & {asked(task) for split in ("train", "warm_start") for task in rows(folder, name, split)}
 
@@ -246,12 +302,19 @@ def test_one_override_chooses_the_tasks(name: str) -> None:
     assert config == compose([f"taskset={name}", "experiment=quickstart"]), "in whichever order"
     plain = compose(["experiment=quickstart"])
     assert (config.taskset.generate, config.run.dir) == (name, f"runs/{name}") and plain.taskset.generate == "chain_sum"
-    assert dataclasses.replace(config.taskset, generate="chain_sum", train=plain.taskset.train).options == plain.taskset.options
-    assert compose([f"taskset={name}", "trainer.tasks_per_step=4", "run.name=mine"]).trainer.tasks_per_step == 4, "one's own setting wins"
+    assert (
+        dataclasses.replace(config.taskset, generate="chain_sum", train=plain.taskset.train).options
+        == plain.taskset.options
+    )
+    assert compose([f"taskset={name}", "trainer.tasks_per_step=4", "run.name=mine"]).trainer.tasks_per_step == 4, (
+        "one's own setting wins"
+    )
 
 
 def test_a_taskset_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"no configs/taskset/maths.yaml; did you mean 'math'\? there are code, k12, math"):
+    with pytest.raises(
+        ConfigError, match=r"no configs/taskset/maths.yaml; did you mean 'math'\? there are code, k12, math"
+    ):
         compose(["taskset=maths"])
 
 

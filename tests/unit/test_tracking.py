@@ -20,7 +20,11 @@ from megarl.errors import ConfigError
 from megarl.metrics import MetricWriter
 from megarl.tracking import Run, Tracker, check_trackers, open_trackers
 
-STEPS = [(0, {"val/eval-before": 0.25}), (1, {"actor/loss": 0.5, "critic/rewards/mean": 1.0}), (2, {"actor/loss": 0.25})]
+STEPS = [
+    (0, {"val/eval-before": 0.25}),
+    (1, {"actor/loss": 0.5, "critic/rewards/mean": 1.0}),
+    (2, {"actor/loss": 0.25}),
+]
 
 
 def needs(package: str) -> Any:
@@ -62,7 +66,9 @@ def test_a_tracker_gets_what_the_file_gets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["at the start", "on the way", "at the end"])
-def test_a_failure_is_logged_once_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str) -> None:
+def test_a_failure_is_logged_once_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
     service = Memory(fails_at=1 if when == "on the way" else None)
 
     def open_service() -> Memory:
@@ -86,11 +92,16 @@ def test_a_failure_is_logged_once_and_training_goes_on(tmp_path: Path, caplog: p
         writer.close()
     assert [record["step"] for record in lines(tmp_path)] == [0, 1, 2, 3]
     [message] = [record.getMessage() for record in caplog.records]
-    assert message.startswith("memory is left out from here on: ") and ("no login" in message) == (when == "at the start")
+    assert message.startswith("memory is left out from here on: ") and ("no login" in message) == (
+        when == "at the start"
+    )
 
 
-def test_a_service_that_hangs_delays_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing returns while the service stands still; the end waits for it for a bounded time, what does not fit is dropped."""
+def test_a_service_that_hangs_delays_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing returns while the service stands still; the end waits for it for a bounded time, what does not fit is
+    dropped."""
     release = threading.Event()
     monkeypatch.setattr(tracking, "CLOSE_S", 0.1)
 
@@ -108,7 +119,9 @@ def test_a_service_that_hangs_delays_nothing(tmp_path: Path, caplog: pytest.LogC
     release.set()
 
 
-def test_a_queue_that_is_full_ends_the_tracker(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_that_is_full_ends_the_tracker(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release = threading.Event()
     monkeypatch.setattr(tracking, "WAITING", 2)
 
@@ -126,7 +139,9 @@ def test_a_queue_that_is_full_ends_the_tracker(caplog: pytest.LogCaptureFixture,
 
 
 @pytest.mark.timeout(60)
-def test_a_queue_that_is_full_at_the_end_delays_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_that_is_full_at_the_end_delays_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The service hangs, and exactly as many records wait as may."""
     monkeypatch.setattr(tracking, "WAITING", 2)
     monkeypatch.setattr(tracking, "CLOSE_S", 0.1)
@@ -145,7 +160,9 @@ def test_the_setting() -> None:
 
 
 @pytest.mark.parametrize("left_behind", [False, True])
-def test_a_missing_package_is_told_with_its_mend(left_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_told_with_its_mend(
+    left_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the directory has a folder of its name, which Python would take for a package."""
     monkeypatch.setitem(tracking.PACKAGES, "wandb", "megarl_no_such_tracker")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -173,7 +190,9 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     client = MlflowClient(tracking_uri=tracking.mlflow_uri(tmp_path))
     [found] = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
-    assert found.info.run_name == "mine" and found.info.status == "FINISHED" and found.data.params["trainer.seed"] == "1"
+    assert (
+        found.info.run_name == "mine" and found.info.status == "FINISHED" and found.data.params["trainer.seed"] == "1"
+    )
     for name in {name for _, metrics in STEPS for name in metrics}:
         history = sorted((entry.step, entry.value) for entry in client.get_metric_history(found.info.run_id, name))
         assert history == [(step, metrics[name]) for step, metrics in STEPS if name in metrics]
@@ -196,13 +215,17 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         found += [(entry["step"], entry) for entry in history_of(file)]
     assert len(found) == len(STEPS) and len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
-    assert [(step, {name: entry[name] for name in metrics}) for (step, entry), (_, metrics) in zip(found, STEPS, strict=True)] == STEPS
+    assert [
+        (step, {name: entry[name] for name in metrics})
+        for (step, entry), (_, metrics) in zip(found, STEPS, strict=True)
+    ] == STEPS
     ids = {file.stem.removeprefix("run-") for file in tmp_path.glob("wandb/offline-run-*/*.wandb")}
     assert ids == {json.loads((tmp_path / tracking.IDS).read_text())["wandb"]}
 
 
 def history_of(file: Path) -> list[dict[str, Any]]:
-    """The history records of W&B's log: seven bytes of its own, then LevelDB's format (blocks of 32 KiB, a header of 7 bytes a part)."""
+    """The history records of W&B's log: seven bytes of its own, then LevelDB's format (blocks of 32 KiB, a header of 7
+    bytes a part)."""
     from wandb.proto import wandb_internal_pb2 as records
 
     data, at, whole, found = file.read_bytes(), 7, b"", []
@@ -217,5 +240,7 @@ def history_of(file: Path) -> list[dict[str, Any]]:
             record.ParseFromString(whole)
             whole = b""
             if record.WhichOneof("record_type") == "history":
-                found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+                found.append(
+                    {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                )
     return found

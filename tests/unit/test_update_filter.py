@@ -52,7 +52,9 @@ def test_what_is_not_finite_is_left_out() -> None:
     s = Steps()
     assert s.step(1.0, math.nan, 2.0, math.inf) == [True, False, True, False]
     assert s.metrics == {"training/skipped_updates": 2.0, "training/rollbacks": 0.0}
-    assert s.step(1.0, loss=math.nan) == [False] and "the loss is nan on rank 0, the gradient's norm is 1.0" in s.said[-1]
+    assert (
+        s.step(1.0, loss=math.nan) == [False] and "the loss is nan on rank 0, the gradient's norm is 1.0" in s.said[-1]
+    )
     assert s.step(1e30) == [True], "no spikes are looked for unless that is asked for"
     assert s.state.grad_norms == {}
 
@@ -69,7 +71,8 @@ def test_a_spike_is_measured_by_the_median_of_a_full_window() -> None:
 
 
 def test_updates_without_gradient_are_no_measure() -> None:
-    """Of tasks that are hardly ever solved, most groups have one reward and no gradient; what is learnt comes with the others."""
+    """Of tasks that are hardly ever solved, most groups have one reward and no gradient; what is learnt comes with the
+    others."""
     s = Steps(spike_factor=3.0, spike_window=2)
     for _ in range(4):
         assert s.step(0.0, 1.0, 0.0, 0.0) == [True] * 4
@@ -82,7 +85,9 @@ def test_the_windows_go_with_a_checkpoint() -> None:
     s.step(0.1, 1 / 3)
     saved = json.loads(json.dumps({**asdict(s.state), "made": {}}))
     assert TrainState.from_manifest(saved) == s.state
-    assert TrainState.from_manifest({"phase": "rl", "step": 3}) == TrainState("rl", 3), "one that an earlier megarl has written"
+    assert TrainState.from_manifest({"phase": "rl", "step": 3}) == TrainState("rl", 3), (
+        "one that an earlier megarl has written"
+    )
 
 
 def test_a_row_of_bad_steps_ends_the_job() -> None:
@@ -116,7 +121,10 @@ def test_steps_that_are_done_again_end_no_row() -> None:
 
 
 def test_stop_names_the_setting() -> None:
-    with pytest.raises(JobError, match=r"warm start, step 1, update 1 of the critic: .*nan.*trainer\.guard\.on_nonfinite=stop.*set it to skip"):
+    with pytest.raises(
+        JobError,
+        match=r"warm start, step 1, update 1 of the critic: .*nan.*trainer\.guard\.on_nonfinite=stop.*set it to skip",
+    ):
         s = Steps(on_nonfinite="stop")
         s.state = TrainState()
         s.step(math.nan, model="critic")

@@ -61,7 +61,9 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, setting: str, text: str | No
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text.replace("NAME", NAMES[setting]))
-    with pytest.raises(ConfigError, match=rf"^{setting}={re.escape(str(path))}:? {words.replace('NAME', NAMES[setting])}"):
+    with pytest.raises(
+        ConfigError, match=rf"^{setting}={re.escape(str(path))}:? {words.replace('NAME', NAMES[setting])}"
+    ):
         LOADERS[setting](str(path))
 
 

@@ -18,7 +18,10 @@ class Syncs:
     """The engines, ranks and reporter of a job of one rank: each of ``failures`` ends one connection."""
 
     def __init__(
-        self, *failures: WeightSyncError, died: tuple[str, ...] = ("no answer from the engine",), stop_after: int | None = None
+        self,
+        *failures: WeightSyncError,
+        died: tuple[str, ...] = ("no answer from the engine",),
+        stop_after: int | None = None,
     ) -> None:
         self.failures = list(failures)
         self.said: list[str] = []
@@ -56,17 +59,25 @@ def connect(s: Syncs) -> None:
 def test_what_died_is_waited_for() -> None:
     s = Syncs(*[WeightSyncError("the link is down")] * 3)
     connect(s)
-    assert s.said == ["an engine died in a weight sync (no answer from the engine); waiting for the one that replaces it"] * 3
+    assert (
+        s.said
+        == ["an engine died in a weight sync (no answer from the engine); waiting for the one that replaces it"] * 3
+    )
 
 
 def test_the_last_failure_tells_how_often_it_was_tried() -> None:
     s = Syncs(*[WeightSyncError("the link is down")] * 5)
-    with pytest.raises(WeightSyncError, match=r"the link is down \(tried 4 times, an engine died each time; no answer from the engine\)"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"the link is down \(tried 4 times, an engine died each time; no answer from the engine\)",
+    ):
         connect(s)
     assert len(s.failures) == 1
 
 
-@pytest.mark.parametrize(("failure", "died"), [(WeightSyncError("of the trainer"), ()), (WeightsDiffer("a tensor"), ("no answer",))])
+@pytest.mark.parametrize(
+    ("failure", "died"), [(WeightSyncError("of the trainer"), ()), (WeightsDiffer("a tensor"), ("no answer",))]
+)
 def test_what_another_engine_would_not_mend_is_raised_at_once(failure: WeightSyncError, died: tuple[str, ...]) -> None:
     s = Syncs(failure, died=died)
     with pytest.raises(type(failure)) as raised:

@@ -1,4 +1,5 @@
-"""Beside the program: calls its functions and writes down what they return. Everything here is in the program's hands."""
+"""Beside the program: calls its functions and writes down what they return. Everything here is in the program's
+hands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The tests' side: runs assertions in a sandbox of their own and asks the program, in another, only for calls.
 
-What comes back is plain data (``values``) or a number for an object that stays over there. So nothing of the program runs here: it can
-neither change ``==`` or ``assert`` nor end this process nor write this process's verdict.
+What comes back is plain data (``values``) or a number for an object that stays over there. So nothing of the program
+runs here: it can neither change ``==`` or ``assert`` nor end this process nor write this process's verdict.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_REPLY_BYTES = 2**24
-CONTROL = (StopIteration, StopAsyncIteration, BaseExceptionGroup) if hasattr(builtins, "BaseExceptionGroup") else (StopIteration, StopAsyncIteration)
-"""Never raised here for the program: the first two end a ``map``, ``zip`` or ``for`` of the tests as if all were done."""
+CONTROL = (
+    (StopIteration, StopAsyncIteration, BaseExceptionGroup)
+    if hasattr(builtins, "BaseExceptionGroup")
+    else (StopIteration, StopAsyncIteration)
+)
+"""Never raised here for the program: the first two end a ``map``, ``zip`` or ``for`` of the tests as if all were
+done."""
 
 
 class Gone(BaseException):
-    """The program has ended, or sends nonsense. No ``except Exception`` of the tests takes it for an exception that they expect."""
+    """The program has ended, or sends nonsense. No ``except Exception`` of the tests takes it for an exception that
+    they expect."""
 
     remote = True
 
@@ -38,7 +44,8 @@ class _TooSlow(BaseException):
 
 
 class Clock:
-    """Each test has ``wall_s``, all of them ``total_s`` from now on. The program cannot reach it: the signal is this process's own."""
+    """Each test has ``wall_s``, all of them ``total_s`` from now on. The program cannot reach it: the signal is this
+    process's own."""
 
     def __init__(self, wall_s: float, total_s: float) -> None:
         self._wall_s = wall_s
@@ -118,11 +125,16 @@ class Link:
 
 
 def _exception(names: Any, message: str) -> BaseException:
-    """The nearest exception of the standard kinds, but of ``CONTROL`` only what it extends; ``remote`` marks it as the program's."""
+    """The nearest exception of the standard kinds, but of ``CONTROL`` only what it extends; ``remote`` marks it as the
+    program's."""
     for name in names if isinstance(names, list) else []:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, CONTROL):
-            made = type(kind.__name__, (kind,), {"remote": True, "__init__": lambda self, *_: None, "__str__": lambda self, text=message: text})
+            made = type(
+                kind.__name__,
+                (kind,),
+                {"remote": True, "__init__": lambda self, *_: None, "__str__": lambda self, text=message: text},
+            )
             error: Exception = made(message)
             return error
         if isinstance(kind, type) and issubclass(kind, CONTROL):
@@ -192,10 +204,19 @@ def _ask(remote: Remote, do: str, args: Any = (), named: Any = None) -> Any:
     return object.__getattribute__(remote, "_link").ask(do, _number(remote), args, named)
 
 
-def check(tests: list[str], setup: str, entry: str | None, asked: list[str], library: dict[str, list[str]], times: tuple[float, float], link: int) -> dict[str, Any]:
+def check(
+    tests: list[str],
+    setup: str,
+    entry: str | None,
+    asked: list[str],
+    library: dict[str, list[str]],
+    times: tuple[float, float],
+    link: int,
+) -> dict[str, Any]:
     """``{"passed": [bool], "reasons": [str], "row_error": str | None}``, of as many tests as there was time for.
 
-    ``asked`` and ``library`` are ``sandbox.names``'; ``times`` are seconds: of one test, and of the program's import, setup and all tests.
+    ``asked`` and ``library`` are ``sandbox.names``'; ``times`` are seconds: of one test, and of the program's import,
+    setup and all tests.
     """
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:

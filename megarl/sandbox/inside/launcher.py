@@ -1,8 +1,9 @@
 """Process 1 of a sandbox: starts each test in a process of its own, watches its limits, and says how it ended.
 
-Not to be killed from inside (it is the namespace's init), not to be read (not dumpable); its link to the outside is no descriptor of
-any other process. It ends when that link does, and everything in the sandbox with it. A mother has executed this module before, and its
-child calls ``serve``; without a mother it starts as ``exec(code["launcher"], {"code": code, "link": descriptor, "passed": descriptor or -1})``.
+Not to be killed from inside (it is the namespace's init), not to be read (not dumpable); its link to the outside is no
+descriptor of any other process. It ends when that link does, and everything in the sandbox with it. A mother has
+executed this module before, and its child calls ``serve``; without a mother it starts as ``exec(code["launcher"],
+{"code": code, "link": descriptor, "passed": descriptor or -1})``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:  # imports that each start would pay for: typing, types and co
 ModuleType = type(sys)
 
 HEAD = struct.Struct("<iBBddIII")
-"""exit code, index in LIMITS, whether something is left behind, seconds, cpu_s, bytes of stdout, stderr and value that follow."""
+"""exit code, index in LIMITS, whether something is left behind, seconds, cpu_s, bytes of stdout, stderr and value that
+follow."""
 LIMITS = ("", "wall", "cpu", "memory", "output", "processes", "file")
 STDERR_BYTES = 4096
 WATCH_S = 0.05
@@ -56,7 +58,8 @@ def unnamed_file(content: bytes = b"") -> int:
 
 
 def load(code: dict[str, CodeType]) -> dict[str, Any]:
-    """The modules that a test's process may need, executed once for all of them. No program finds them imported before it is to."""
+    """The modules that a test's process may need, executed once for all of them. No program finds them imported before
+    it is to."""
     made = {}
     for name in MODULES:
         sys.modules[name] = made[name] = ModuleType(name)
@@ -67,7 +70,8 @@ def load(code: dict[str, CodeType]) -> dict[str, Any]:
 
 
 def rehearse(ready: dict[str, Any]) -> None:
-    """A little of what each test does, so that what Python makes at a first use is there before the forks, which else make it each."""
+    """A little of what each test does, so that what Python makes at a first use is there before the forks, which else
+    make it each."""
     values = ready["values"]
     for _ in range(3):
         names: dict[str, Any] = {}
@@ -164,7 +168,8 @@ def work(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any]) -> No
 
 
 def end(error: BaseException | None) -> int:
-    """End as the interpreter does and return the exit code; without taking the whole interpreter apart, which takes time."""
+    """End as the interpreter does and return the exit code; without taking the whole interpreter apart, which takes
+    time."""
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
@@ -184,7 +189,9 @@ def end(error: BaseException | None) -> int:
 
     atexit._run_exitfuncs()
     code = code or 120 * flush(sys.stdout)
-    sys.modules["__main__"].__dict__.clear()  # files that the program opened on stdout and did not close write what they hold
+    sys.modules[
+        "__main__"
+    ].__dict__.clear()  # files that the program opened on stdout and did not close write what they hold
     flush(sys.__stdout__)
     flush(sys.stderr)
     return code & 0xFF
@@ -306,7 +313,9 @@ def run_test(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], p
     if process == 0:
         child(job, test, ready, files)
     if job["kind"] == "answer":
-        os.close(passed)  # so that the tests see it when the program ends; the program, if it is still there, is killed when they have
+        os.close(
+            passed
+        )  # so that the tests see it when the program ends; the program, if it is still there, is killed when they have
     limit = watch(process, test["wall_s"], limits["memory_bytes"])
     seconds = time.monotonic() - start
     status, cpu_s = kill_all(process)
@@ -317,7 +326,9 @@ def run_test(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], p
         limit = "output"
     stderr = content(files[2], STDERR_BYTES, from_end=True)
     if not limit and status != 0:
-        limit = last_words(stderr) or ("" if os.statvfs("/tmp").f_bavail else "file")  # full: then there are no last words
+        limit = last_words(stderr) or (
+            "" if os.statvfs("/tmp").f_bavail else "file"
+        )  # full: then there are no last words
     stdout = content(files[1], limits["output_bytes"])
     value = content(files[VALUE], limits["output_bytes"])
     for descriptor in opened:

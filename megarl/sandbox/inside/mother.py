@@ -1,12 +1,14 @@
 """Process 1 of a sandbox in which no program ever runs: it makes, one after the other, fresh sandboxes inside its own.
 
-bwrap has shut this process off from the host; its Python is started and has imported what most programs import. For each request it forks
-a process into new user, pid, mount, IPC and network namespaces with an empty /tmp and /dev/shm, which gives up all capabilities, takes the
-seccomp filter and becomes the launcher. That costs a few ms instead of the 20 of another bwrap and Python. When it is told to, it kills
-all of that and says when the last process is gone. From inside a sandbox nothing of this process can be named: not its pid, its files, its
-descriptors. It knows no program, no test and no result: those go over the descriptor that came with the request.
+bwrap has shut this process off from the host; its Python is started and has imported what most programs import. For
+each request it forks a process into new user, pid, mount, IPC and network namespaces with an empty /tmp and /dev/shm,
+which gives up all capabilities, takes the seccomp filter and becomes the launcher. That costs a few ms instead of the
+20 of another bwrap and Python. When it is told to, it kills all of that and says when the last process is gone. From
+inside a sandbox nothing of this process can be named: not its pid, its files, its descriptors. It knows no program, no
+test and no result: those go over the descriptor that came with the request.
 
-Requests, over the descriptor ``link`` and in lockstep: "S", bytes of /tmp, and one or two descriptors; or "E", answered by "E".
+Requests, over the descriptor ``link`` and in lockstep: "S", bytes of /tmp, and one or two descriptors; or "E", answered
+by "E".
 """
 
 from __future__ import annotations
@@ -76,10 +78,11 @@ def write(path: str, text: bytes) -> None:
 
 
 def fork_into(namespaces: int) -> int:
-    """Like ``os.fork``; the child is process 1 in new namespaces. ``unshare`` would take one more process in between, which costs a millisecond.
+    """Like ``os.fork``; the child is process 1 in new namespaces. ``unshare`` would take one more process in between,
+    which costs a millisecond.
 
-    What ``os.fork`` does beside matters where there are other threads, or to ``raise`` (libc goes on with the mother's thread id): not to the
-    launcher, which starts its tests by ``os.fork``.
+    What ``os.fork`` does beside matters where there are other threads, or to ``raise`` (libc goes on with the mother's
+    thread id): not to the launcher, which starts its tests by ``os.fork``.
     """
     process = call("syscall", SYS_CLONE[os.uname().machine], namespaces | signal.SIGCHLD, 0, 0, 0, 0)
     if process < 0:
@@ -95,7 +98,8 @@ def map_user() -> None:
 
 
 def furnish(tmp_bytes: int) -> None:
-    """Set up the new mount and network namespaces; the rest is our own sandbox's, read-only, and cannot be unmounted."""
+    """Set up the new mount and network namespaces; the rest is our own sandbox's, read-only, and cannot be
+    unmounted."""
     must("mount", b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None)
     for path, size in ((b"/dev/shm", SHM_BYTES), (b"/tmp", tmp_bytes)):
         must("mount", b"tmpfs", path, b"tmpfs", NOSUID | NODEV, b"size=%d,mode=0755" % size)
@@ -120,7 +124,9 @@ def complain(link: int, error: BaseException) -> None:
     os.write(link, f"!{type(error).__name__}: {error}"[:1000].encode())
 
 
-def child(launcher: dict[str, Any], ready: dict[str, Any], refused: Any, tmp_bytes: int, link: int, passed: int) -> None:
+def child(
+    launcher: dict[str, Any], ready: dict[str, Any], refused: Any, tmp_bytes: int, link: int, passed: int
+) -> None:
     """Never returns."""
     try:
         try:
@@ -136,7 +142,8 @@ def child(launcher: dict[str, Any], ready: dict[str, Any], refused: Any, tmp_byt
 
 
 def end_all() -> None:
-    """End every sandbox in ours. When its process 1 can be waited for, the kernel has ended all others of its pid namespace."""
+    """End every sandbox in ours. When its process 1 can be waited for, the kernel has ended all others of its pid
+    namespace."""
     try:  # noqa: SIM105
         os.kill(-1, signal.SIGKILL)
     except ProcessLookupError:
@@ -182,7 +189,9 @@ def serve(code: dict[str, CodeType], filter: bytes, link: int) -> None:
         else:
             if process == 0:
                 control.close()
-                child(launcher, ready, refused, tmp_bytes, descriptors[0], descriptors[1] if len(descriptors) > 1 else -1)
+                child(
+                    launcher, ready, refused, tmp_bytes, descriptors[0], descriptors[1] if len(descriptors) > 1 else -1
+                )
         for descriptor in descriptors:
             os.close(descriptor)
 

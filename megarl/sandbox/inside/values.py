@@ -1,8 +1,8 @@
 """Values of Python as JSON, so that they can be compared where the program that made them cannot reach.
 
-None, booleans, strings, lists, small integers and finite floats are themselves; all else is ``{"t": type, "v": ...}``. Never pickle:
-whoever reads this must not believe who wrote it. Subclasses are written as what they extend, so a string with an ``__eq__`` of its
-own arrives as a string.
+None, booleans, strings, lists, small integers and finite floats are themselves; all else is ``{"t": type, "v": ...}``.
+Never pickle: whoever reads this must not believe who wrote it. Subclasses are written as what they extend, so a string
+with an ``__eq__`` of its own arrives as a string.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def encode(value: Any, opaque: Callable[[Any], Any] | None = None) -> Any:
 
 
 def decode(data: Any, special: Callable[[str, Any], Any] | None = None) -> Any:
-    """The value. Types that are unknown here go to ``special(type, v)``. Raises ValueError, TypeError or KeyError for anything else."""
+    """The value. Types that are unknown here go to ``special(type, v)``. Raises ValueError, TypeError or KeyError for
+    anything else."""
     if isinstance(data, list):
         return [decode(item, special) for item in data]
     if not isinstance(data, dict):
@@ -114,7 +115,9 @@ def loads(text: str) -> Any:
 
 def dumps(value: Any) -> str:
     """``json.dumps``."""
-    return "".join(make_encoder(None, _no_json, encode_basestring_ascii, None, ": ", ", ", False, False, True)(value, 0))
+    return "".join(
+        make_encoder(None, _no_json, encode_basestring_ascii, None, ": ", ", ", False, False, True)(value, 0)
+    )
 
 
 def _no_json(value: Any) -> Any:
@@ -139,4 +142,5 @@ BY_ARGUMENTS: dict[str, tuple[str, str, Callable[[Any], Any], Callable[[Any, Any
         lambda kind, parts: kind(*parts),
     ),
 }  # fmt: skip
-"""Module and name of the class, its arguments, from those to the value. Imported only when such a value comes: that takes milliseconds."""
+"""Module and name of the class, its arguments, from those to the value. Imported only when such a value comes: that
+takes milliseconds."""
