@@ -1,4 +1,5 @@
-"""The extension built from ``csrc``; pointers are ``Tensor.data_ptr()``. Call it through ``megarl.ops``, which checks."""
+"""The extension built from ``csrc``; pointers are ``Tensor.data_ptr()``. Call it through ``megarl.ops``, which
+checks."""
 
 FLOAT32: int
 BFLOAT16: int

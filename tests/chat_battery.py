@@ -25,7 +25,8 @@ from megarl.tasksets import ChatTokenizer
 
 FOLDER = Path(__file__).parent / "data" / "chat_templates"
 SPECIAL = re.compile(
-    r"<\|\w+\|>|<｜[^｜]+｜>|\[\|\w+\|\]|\[/?[A-Z_]{3,}\]|</?s>|<bos>|<eos>|<(?:start|end)_of_turn>|</?think>|\[gMASK\]|<sop>"
+    r"<\|\w+\|>|<｜[^｜]+｜>|\[\|\w+\|\]|\[/?[A-Z_]{3,}\]|</?s>|<bos>|"
+    r"<eos>|<(?:start|end)_of_turn>|</?think>|\[gMASK\]|<sop>"
 )
 
 

@@ -66,8 +66,10 @@ _REPLACEMENTS = [
 
 _BODY = r"(?:[A-Z][a-z]?|[()\[\]]|(?<=[A-Za-z)\]])\d+)+"
 _TERM = re.compile(
-    rf"\s*(?P<coefficient>\d+(?:/\d+)?)?\s*(?:(?P<isotope>(?:[\^_]\{{\d+\}}){{0,2}})(?P<body>{_BODY}(?:·\d*{_BODY})*)|(?P<electron>e(?=\^\{{-|-))|(?P<han>[一-鿿]+))"
-    r"(?P<charge>\^\{[^{}]*\}|[+-](?=\s*(?:\+|-\s*\d*e|$)))?(?P<state>\((?:s|l|g|aq)\))?\s*(?P<mark>[↑↓])?\s*(?P<then>\+|-(?=\s*\d*e)|$)"
+    rf"\s*(?P<coefficient>\d+(?:/\d+)?)?\s*(?:(?P<isotope>(?:[\^_]\{{\d+\}}){{0,2}})(?P<body>{_BODY}(?:·\d*{_BODY})*)|"
+    rf"(?P<electron>e(?=\^\{{-|-))|(?P<han>[一-鿿]+))"
+    r"(?P<charge>\^\{[^{}]*\}|[+-](?=\s*(?:\+|-\s*\d*e|$)))?(?P<state>\((?:s|"
+    r"l|g|aq)\))?\s*(?P<mark>[↑↓])?\s*(?P<then>\+|-(?=\s*\d*e)|$)"
 )
 _ATOM = re.compile(r"([A-Z][a-z]?)(\d*)|([(\[])|[)\]](\d*)|(·)(\d*)")
 

@@ -10,9 +10,13 @@ from megarl.rewards.normalize import half_width
 MAX_TEXT = 80
 _NAME = r"(?:options?\s*|选项\s*)?\(?(?<![A-Za-z])[A-H](?![A-Za-z])\)?"
 _NAMES = rf"{_NAME}(?:\s*(?:,|、|\bor\b|\band\b|\bnor\b|和|或|与)\s*{_NAME})*"
-_WRONG = r"(?:(?:is|are)\s+(?:wrong|incorrect|false|not\s+(?:right|correct|true))|(?:是|都)?(?:不对|错误?的?|不正确|不符合?(?:题意)?|不成立|不选))"
+_WRONG = (
+    r"(?:(?:is|are)\s+(?:wrong|incorrect|false|not\s+(?:right|"
+    r"correct|true))|(?:是|都)?(?:不对|错误?的?|不正确|不符合?(?:题意)?|不成立|不选))"
+)
 _REFUSED = re.compile(
-    rf"[,;(]?\s*(?:\b(?:but|and)\s+)?(?:\b(?:it\s+is\s+|it's\s+)?(?:not|rather\s+than|instead\s+of)\b|而?非|而?不是|而?不选|排除)\s*(?P<refused>{_NAMES})\s*\)?"
+    r"[,;(]?\s*(?:\b(?:but|and)\s+)?(?:\b(?:it\s+is\s+|it's\s+)?(?:not|"
+    rf"rather\s+than|instead\s+of)\b|而?非|而?不是|而?不选|排除)\s*(?P<refused>{_NAMES})\s*\)?"
     rf"|(?P<wrong>{_NAMES})\s*{_WRONG}",
     re.IGNORECASE,
 )
@@ -21,7 +25,8 @@ _AFFIRMED = re.compile(
     re.IGNORECASE,
 )
 _LEAD = re.compile(
-    r"^(?:[\s,;.:]|\b(?:so|but|therefore|thus|hence|it\s+is|it's|choose|the\s+answer\s+is)\b|而是|所以|因此|故|应该?|选(?!项)择?|答案|是|为)+",
+    r"^(?:[\s,;.:]|\b(?:so|but|therefore|thus|hence|it\s+is|it's|"
+    r"choose|the\s+answer\s+is)\b|而是|所以|因此|故|应该?|选(?!项)择?|答案|是|为)+",
     re.IGNORECASE,
 )
 

@@ -16,7 +16,8 @@ _TIME = re.compile(r"(\d{1,2}:\d{2})(?::\d{2})?\s*(a\.?m|p\.?m)?\.?", re.IGNOREC
 _EQUALS = re.compile(r"(?<![<>!:\\])=|\\equiv(?![a-z])")
 _APPROX = re.compile(r"\\approx(?![a-z])|\\simeq|\\doteq|\\sim(?![a-z])")
 _FUNCTION = re.compile(
-    r"[fghFGHPQTN](?:_\{?\w+\}?)?'*\s*\(.*\)|(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?'*\s*\((?:[A-Za-z],?\s*)+\)|[A-Za-z]\^\{-1\}\s*\([A-Za-z]\)|[A-Z]{1,3}|[A-Za-z]{2,}(?:\s[A-Za-z]+){0,4}"
+    r"[fghFGHPQTN](?:_\{?\w+\}?)?'*\s*\(.*\)|(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?'*\s*\((?:[A-Za-z],?\s*)+\)|"
+    r"[A-Za-z]\^\{-1\}\s*\([A-Za-z]\)|[A-Z]{1,3}|[A-Za-z]{2,}(?:\s[A-Za-z]+){0,4}"
 )
 _CONDITION = re.compile(
     r"(?:if|suppose|let|assum\w*|unless|not|never|without|except|exclud\w*|we\s+(?:exclude|reject|discard))\b",
@@ -309,7 +310,8 @@ def _same_value(gold: str, pred: str, strict: bool = True) -> bool:
 
 
 _TRAILING_UNIT = re.compile(
-    r"(?P<value>.*[\d})!]|.*\\(?:pi|infty))\s+(?P<unit>[A-Za-z一-鿿][A-Za-z一-鿿/^{}\d ]*)|(?P<value2>.*[\d})])(?P<unit2>[一-鿿]+)"
+    r"(?P<value>.*[\d})!]|.*\\(?:pi|infty))\s+(?P<unit>[A-Za-z一-鿿][A-Za-z一-鿿/^{}\d "
+    r"]*)|(?P<value2>.*[\d})])(?P<unit2>[一-鿿]+)"
 )
 
 

@@ -43,7 +43,8 @@ _ONE_NUMBER = re.compile(
     r"[^\d\\]*?(?P<number>[$€£¥]?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|\s?%)?)(?![A-Za-z0-9_/^*+=-])[^\d\\]*"
 )
 _UNSURE = re.compile(
-    r"\b(?:or|not|no|least|most|than|between|maybe|possibly|either|cannot|can't|about|around|could|might|perhaps|probably)\b|n't\b|或|不|没|至少|至多|可能|[a-zA-Z]-\d",
+    r"\b(?:or|not|no|least|most|than|between|maybe|possibly|either|"
+    r"cannot|can't|about|around|could|might|perhaps|probably)\b|n't\b|或|不|没|至少|至多|可能|[a-zA-Z]-\d",
     re.IGNORECASE,
 )
 _LEAD = re.compile(

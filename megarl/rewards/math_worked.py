@@ -15,12 +15,14 @@ _LITERAL = r"(?:\d+(?:\.\d+)?|\\frac\s*\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s
 _EXPONENT = r"\^\s*(?:(?P<digit>\d)|\{\s*(?P<exponent>-?\d+)\s*\}|\{\s*\d{1,2}\s*\^\s*(?:\{\s*[2-9]\s*\}|[2-9])\s*\})"
 _POWER = re.compile(rf"[+-]?\s*(?:\d+(?:\.\d+)?|\(\s*[+-]?\s*{_LITERAL}\s*\))\s*{_EXPONENT}")
 _COUNT = re.compile(
-    r"[+-]?\s*(?:\(?\d+\)?!|\\[dt]?binom\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)|\{?\s*\d+\s*\\choose\s*\d+\s*\}?)"
+    r"[+-]?\s*(?:\(?\d+\)?!|\\[dt]?binom\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|"
+    r"\d)|\{?\s*\d+\s*\\choose\s*\d+\s*\}?)"
 )
 _FACTOR = r"\d+(?:\s*\^\s*(?:\d|\{\s*\d+\s*\}))?"
 _PRODUCT = rf"{_FACTOR}(?:\s*(?:\\cdot|\\times)\s*{_FACTOR})*"
 _QUOTIENT = re.compile(
-    rf"[+-]?\s*(?:\\frac\s*\{{\s*(?P<top>{_PRODUCT})\s*\}}\s*\{{\s*(?P<bottom>{_PRODUCT})\s*\}}|(?P<top2>{_PRODUCT})(?:\s*/\s*(?P<bottom2>{_FACTOR}))?)"
+    rf"[+-]?\s*(?:\\frac\s*\{{\s*(?P<top>{_PRODUCT})\s*\}}\s*\{{\s*(?P<bottom>{_PRODUCT})\s*\}}|"
+    rf"(?P<top2>{_PRODUCT})(?:\s*/\s*(?P<bottom2>{_FACTOR}))?)"
 )
 _BINOMIAL = re.compile(r"\\[dt]?binom(?!\s*(?:\{\s*\w+\s*\}|\d)\s*(?:\{\s*\w+\s*\}|\d))")
 """Binomial with anything but numbers or letters in it; math-verify evaluates binomials as it parses."""

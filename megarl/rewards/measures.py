@@ -139,7 +139,8 @@ _UNIT = (
     rf"(?:(?:square|cubic|平方|立方)\s*)?(?:{'|'.join(map(re.escape, _ASKABLE))})(?:\^?\{{?[23]\}}?|[²³])?(?![A-Za-z])"
 )
 _ASKED = re.compile(
-    rf"\b(?:in|into|to|nearest|many|much)\s+(?:the\s+nearest\s+|whole\s+)?{_UNIT}|(?:多少|几|合|成|以|单位[:：为是]?)\s*个?{_UNIT}|(?:_{{2,}}|[(（]\s*[)）]|\?|？)\s*\\?,?\s*{_UNIT}"
+    r"\b(?:in|into|to|nearest|many|much)\s+(?:the\s+nearest\s+|"
+    rf"whole\s+)?{_UNIT}|(?:多少|几|合|成|以|单位[:：为是]?)\s*个?{_UNIT}|(?:_{{2,}}|[(（]\s*[)）]|\?|？)\s*\\?,?\s*{_UNIT}"
 )
 
 

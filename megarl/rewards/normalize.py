@@ -72,7 +72,8 @@ _MATH_SIGNS = str.maketrans(
 )
 
 _WORDS = re.compile(
-    r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|operatorname|bm|boldsymbol)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+    r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|"
+    r"mathit|mathsf|operatorname|bm|boldsymbol)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _SUPERSCRIPTS = {sign: plain for sign, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True)}
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]{2,}|[⁰¹⁴⁵⁶⁷⁸⁹]")
@@ -136,7 +137,8 @@ _REPLACEMENTS = [
         (r"\s*(?:或者|或是|或)\s*|\\(?:lor|vee)(?![a-zA-Z])", " or "),
         (r"(?<=[\w})])\s*(?:和|与|以及|且)\s*(?=[\w\\({-])|\\(?:land|wedge)(?![a-zA-Z])", " and "),
         (
-            r"\s*[,(]?\s*(?:where |for )?(?:any |all )?(?:integers? )?[kmn]\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z\s*\}?|is an integer|integer)\s*\)?\s*$",
+            r"\s*[,(]?\s*(?:where |for )?(?:any |all )?(?:integers? "
+            r")?[kmn]\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z\s*\}?|is an integer|integer)\s*\)?\s*$",
             "",
         ),
         (r"\s+", " "),

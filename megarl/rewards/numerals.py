@@ -57,13 +57,17 @@ _ALONE = {
 _UNIT = f"(?:{'|'.join(NUMERALS[1:10])})"
 _BELOW_100 = f"(?:(?:{'|'.join(TENS)})(?: {_UNIT})?|{'|'.join(NUMERALS[10:])}|{_UNIT}|zero)"
 _BELOW_1000 = rf"(?:(?:{_BELOW_100}|an?) hundred(?: (?:and )?{_BELOW_100})?|{_BELOW_100})"
-_INTEGER = rf"(?:(?:(?:{_BELOW_1000}|an?) (?:{'|'.join(_SCALES)}) (?:and )?)*(?:{_BELOW_1000}|an?) (?:{'|'.join(_SCALES)})(?: (?:and )?{_BELOW_1000})?|{_BELOW_1000})"
+_INTEGER = (
+    rf"(?:(?:(?:{_BELOW_1000}|an?) (?:{'|'.join(_SCALES)}) (?:and )?)*(?:{_BELOW_1000}|an?) (?:{'|'.join(_SCALES)})(?: "
+    rf"(?:and )?{_BELOW_1000})?|{_BELOW_1000})"
+)
 _DENOMINATOR = f"(?:{'|'.join(_DENOMINATORS)})"
 _ENGLISH = re.compile(
     rf"(?P<sign>(?:minus|negative) )?(?:"
     rf"(?P<counted>{'|'.join(sorted(_COUNTS, key=len, reverse=True))})"
     rf"|(?P<top>{_INTEGER}|an?) (?P<bottom>{_DENOMINATOR})"
-    rf"|(?P<whole>{_INTEGER}|\d+)(?P<decimal> point(?: (?:{'|'.join(NUMERALS[:10])}))+)?(?: and (?P<more>{_INTEGER}|an?) (?P<of>{_DENOMINATOR}))?(?P<dozen> dozen)?"
+    rf"|(?P<whole>{_INTEGER}|\d+)(?P<decimal> point(?: (?:{'|'.join(NUMERALS[:10])}))+)?(?: and "
+    rf"(?P<more>{_INTEGER}|an?) (?P<of>{_DENOMINATOR}))?(?P<dozen> dozen)?"
     rf")(?![\w-])"
 )
 

@@ -10,11 +10,13 @@ from megarl.rewards.normalize import half_width
 _WORDS: tuple[tuple[str, str], ...] = (
     (
         "≥",
-        r"(?:greater|larger|bigger|more)\s+than\s+or\s+equal\s+to|at\s+least|(?:not|no)\s+(?:less|smaller|fewer)\s+than|大于(?:或者?)?等于|不小于|不少于|不低于",
+        r"(?:greater|larger|bigger|more)\s+than\s+or\s+equal\s+to|"
+        r"at\s+least|(?:not|no)\s+(?:less|smaller|fewer)\s+than|大于(?:或者?)?等于|不小于|不少于|不低于",
     ),
     (
         "≤",
-        r"(?:less|smaller|fewer)\s+than\s+or\s+equal\s+to|at\s+most|(?:not|no)\s+(?:greater|more|larger|bigger)\s+than|小于(?:或者?)?等于|不大于|不多于|不超过|不高于",
+        r"(?:less|smaller|fewer)\s+than\s+or\s+equal\s+to|at\s+most|"
+        r"(?:not|no)\s+(?:greater|more|larger|bigger)\s+than|小于(?:或者?)?等于|不大于|不多于|不超过|不高于",
     ),
     ("≠", r"not\s+equal(?:\s+to)?|unequal\s+to|不等于|不相等"),
     ("≈", r"approximately\s+equal\s+to|约等于"),

@@ -32,40 +32,74 @@ _VERB = (
     rf"(?:{'|'.join(sorted(set().union(*map(_forms, _REGULAR.split()), _IRREGULAR.split()), key=len, reverse=True))})"
 )
 _FILLER = (
-    r"(?:a\s+(?:grand\s+)?total\s+of|in\s+(?:total|all)|only|exactly|just|simply|precisely|therefore|thus|hence|then|now|also|still|altogether|indeed|finally"
-    r"|equal\s+to|the\s+(?:number|value|integer|(?:final\s+)?answer)|him|her|them|us|me|you|it|that|there|all|his|their|my|our|its|another|the|these|those|to|be|pay|up"
-    r"|(?:his|her|their|my|our|its|the|each|every)\s+(?!(?:minus|negative|plus|double|triple|twice|half|square|cube|root)\b)[a-z]+)"
+    r"(?:a\s+(?:grand\s+)?total\s+of|in\s+(?:total|all)|only|exactly|"
+    r"just|simply|precisely|therefore|thus|hence|then|now|also|still|altogether|indeed|finally"
+    r"|equal\s+to|the\s+(?:number|value|integer|(?:final\s+)?answer)|"
+    r"him|her|them|us|me|you|it|that|there|all|his|their|my|our|its|another|the|these|those|to|be|pay|up"
+    r"|(?:his|her|their|my|our|its|the|each|every)\s+(?!(?:minus|"
+    r"negative|plus|double|triple|twice|half|square|cube|root)\b)[a-z]+)"
 )
-_MEASURE = r"(?:amount|answer|area|average|age|cost|difference|distance|height|length|maximum|mean|median|minimum|perimeter|price|probability|profit|radius|rate|ratio|remainder|result|savings|score|slope|speed|sum|temperature|time|total|value|volume|weight|width)s?"
-_THING = r"(?:equation|expression|formula|fraction|function|integer|interval|line|matrix|mode|number|pair|point|polynomial|quantity|range|set|solution|vector)s?"
+_MEASURE = (
+    r"(?:amount|answer|area|average|age|cost|difference|distance|"
+    r"height|length|maximum|mean|median|minimum|perimeter|price|"
+    r"probability|profit|radius|rate|ratio|remainder|result|savings|"
+    r"score|slope|speed|sum|temperature|time|total|value|volume|weight|width)s?"
+)
+_THING = (
+    r"(?:equation|expression|formula|fraction|function|integer|"
+    r"interval|line|matrix|mode|number|pair|point|polynomial|quantity|range|set|solution|vector)s?"
+)
 _MOVED = r"(?:increase[sd]?|decrease[sd]?|rises?|rose|falls?|fell|gr[eo]ws?|drops?|dropped|changes?|changed)"
-_REACHED = rf"(?:equal|equals|equivalent|add(?:s|ed)?(?:\s+up)?|amounts?|comes?|came|sums?|simplif\w+|evaluates?|reduces?|works?\s+out|corresponds?|leads?|{_MOVED})"
+_REACHED = (
+    r"(?:equal|equals|equivalent|add(?:s|ed)?(?:\s+up)?|amounts?|"
+    rf"comes?|came|sums?|simplif\w+|evaluates?|reduces?|works?\s+out|corresponds?|leads?|{_MOVED})"
+)
 _CARRIER = re.compile(
-    rf"^\W*(?:(?:the|these|those|all)\s+)?$|(?:^|[^\w-]){_VERB}(?:(?:\s+{_FILLER}){{0,4}}\s*[:：]?|(?:\s+[a-z]+){{0,3}}\s+(?:for|in|at|after|with|as))\s*$"
-    rf"|\b(?:{_MEASURE}\s+of|{_REACHED}\s+(?:\w+\s+)?to|(?:{_MOVED}|differs?)\s+by|{_MEASURE}|{_THING}|total\s+of|only|just|exactly|altogether|that|we|therefore|thus|hence|then|so)\s*$"
+    rf"^\W*(?:(?:the|these|those|all)\s+)?$|(?:^|[^\w-]){_VERB}(?:(?:\s+{_FILLER}){{0,4}}\s*[:：]?|"
+    rf"(?:\s+[a-z]+){{0,3}}\s+(?:for|in|at|after|with|as))\s*$"
+    rf"|\b(?:{_MEASURE}\s+of|{_REACHED}\s+(?:\w+\s+)?to|(?:{_MOVED}|"
+    rf"differs?)\s+by|{_MEASURE}|{_THING}|total\s+of|only|just|"
+    r"exactly|altogether|that|we|therefore|thus|hence|then|so)\s*$"
     r"|[\w)'’\]}]\s*=\s*$|[:：,，。(（]\s*$"
-    r"|(?:[是为有得共了需要花用卖买走跑行飞剩即则出给付第余下做种看见到距差打]|[今明去]年|每(?:[人天年月周时分次]|小时|分钟)|等于|总[数计]|合计|答案|结果|比[^，,。]{1,12}[多少])\s*[:：]?\s*$"
+    r"|(?:[是为有得共了需要花用卖买走跑行飞剩即则出给付第余下做种看见到距差打]|[今明去]年|每(?:[人天年月周时分次]|"
+    r"小时|分钟)|等于|总[数计]|合计|答案|结果|比[^，,。]{1,12}[多少])\s*[:：]?\s*$"
 )
 """Pattern for text in lower case: to ignore case costs several times as much."""
 _SIGNED = re.compile(r"[-−–±∓<>≤≥≈~～≠√∛+*/^|]\s*$|(?:^|[\s,:：])[-−–√|][^=]*=\s*$|[²³<>!~≈≠]\s*=\s*$")
 _DENIED = re.compile(
-    r"\b(?:or|not?|never|neither|nor|none|nothing|without|except|excluding|but|unless|if|whether|wrong|false|incorrect|inaccurate|invalid|impossible|unlikely|doubt\w*|mistake\w*"
-    r"|den(?:y|ies|ied)|disagree|reject\w*|refute\w*|contradict\w*|rather|instead|far|hardly|barely|scarcely|rarely|seldom|nearly|almost|approx(?:imately)?|roughly|around|about|circa"
-    r"|least|most|than|between|maybe|possibly|perhaps|probably|either|can['’]?t|cannot|could|might|guess\w*|fail\w*|opposite|negat\w+|suppose\w*|let|assum\w+|estimat\w+|hope[sd]?"
-    r"|beyond|under|exclud\w*|discard\w*|ruled\s+out|extraneous|of\s+the\s+(?:final\s+)?(?:answer|result)|answer['’]s|log|ln|fold|bis|upwards?|(?<=\0 )short|(?<!left )over|below|above|(?<!adds )(?<!add )(?<!added )(?<!sums )(?<!sum )up\s+to(?=\s*\0)|close\s+to|short\s+of|lacks?)\b|n['’]t\b|[?？]"
-    r"|[或不没未莫勿]|非(?!常)|无(?!论)|(?<![分区特级])别|错|误|否|假(?![期日])|除了|可能|也许|(?<![公节])约(?![定会数分])|大概|接近|将近|近似|吗|几乎|差点|至[多少]|最[多少]|超[过出]|以外|如果|怀疑|相反|零下|答案的|^\s*(?:is|was|are|were|do|does|did)\s+(?:it|this|that|there)\b",
+    r"\b(?:or|not?|never|neither|nor|none|nothing|without|except|"
+    r"excluding|but|unless|if|whether|wrong|false|incorrect|inaccurate|invalid|impossible|unlikely|doubt\w*|mistake\w*"
+    r"|den(?:y|ies|ied)|disagree|reject\w*|refute\w*|contradict\w*|"
+    r"rather|instead|far|hardly|barely|scarcely|rarely|seldom|"
+    r"nearly|almost|approx(?:imately)?|roughly|around|about|circa"
+    r"|least|most|than|between|maybe|possibly|perhaps|probably|"
+    r"either|can['’]?t|cannot|could|might|guess\w*|fail\w*|opposite|"
+    r"negat\w+|suppose\w*|let|assum\w+|estimat\w+|hope[sd]?"
+    r"|beyond|under|exclud\w*|discard\w*|ruled\s+out|extraneous|"
+    r"of\s+the\s+(?:final\s+)?(?:answer|result)|answer['’]s|log|ln|fold|bis|upwards?|(?<=\0 )short|(?<!left "
+    r")over|below|above|(?<!adds )(?<!add )(?<!added )(?<!sums )(?<!sum "
+    r")up\s+to(?=\s*\0)|close\s+to|short\s+of|lacks?)\b|n['’]t\b|[?？]"
+    r"|[或不没未莫勿]|非(?!常)|无(?!论)|(?<![分区特级])别|错|误|否|假(?![期日])|除了|"
+    r"可能|也许|(?<![公节])约(?![定会数分])|大概|接近|将近|近似|吗|几乎|差点|至[多少]|最[多少]|"
+    r"超[过出]|以外|如果|怀疑|相反|零下|答案的|^\s*(?:is|was|are|were|do|does|did)\s+(?:it|this|that|there)\b",
     re.IGNORECASE,
 )
 """``\\0`` stands where the number stood."""
 _CHANGED = re.compile(
-    r"^\s*[*/^×÷+²³]|\b(?:squared|cubed|doubled|halved|tripled|negated|factorials?|thousands?|millions?|billions?|trillions?|hundreds?|dozens?|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?"
-    r"|eighths?|ninths?|tenths?|hundredths?|root|power|reciprocal|inverse|modulo|mod|plus|minus|divided|multiplied|base|binary|too\s+(?:many|few|much|little|low|high|large|small))\b"
+    r"^\s*[*/^×÷+²³]|\b(?:squared|cubed|doubled|halved|tripled|"
+    r"negated|factorials?|thousands?|millions?|billions?|trillions?|"
+    r"hundreds?|dozens?|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?"
+    r"|eighths?|ninths?|tenths?|hundredths?|root|power|reciprocal|"
+    r"inverse|modulo|mod|plus|minus|divided|multiplied|base|binary|"
+    r"too\s+(?:many|few|much|little|low|high|large|small))\b"
     r"|\btimes\s+(?!(?:an?|per|each|every|in|on)\b)\w|分之|一半|的(?:平方|立方|倒数)|的[^，,。]*[倍根]|次方|阶乘|以[上下内]|左右|上下|之外|除外",
     re.IGNORECASE,
 )
 _PREDICATE = re.compile(
-    r"(?:is|was|remains?)\s+(?:(?:the|my|our|a|its|their)\s+)?(?:(?:final|correct|right|required|desired|only|total|exact)\s+)?"
-    r"(?:answer|result|value|solution|number|total|sum|left|correct|right|needed|required|remaining)\b|(?:are|were)\s+\w|remain(?:s|ed|ing)?\b|can\s+be\s+seen\b",
+    r"(?:is|was|remains?)\s+(?:(?:the|my|our|a|its|their)\s+)?(?:(?:final|"
+    r"correct|right|required|desired|only|total|exact)\s+)?"
+    r"(?:answer|result|value|solution|number|total|sum|left|correct|"
+    r"right|needed|required|remaining)\b|(?:are|were)\s+\w|remain(?:s|ed|ing)?\b|can\s+be\s+seen\b",
     re.IGNORECASE,
 )
 _TAIL = frozenset(
@@ -105,7 +139,8 @@ _TAIL = frozenset(
     ]
 )
 _HAN_BEHIND = re.compile(
-    r"^.{0,2}(?:[几万亿半]|千(?![米克瓦帕])|百(?!分))|^.?(?:[成至到加减乘和与]|倍(?!$)|分之)|^[余来对折]|^打$|^.?多|^的.|^是(?!(?:最终|正确|最后)?的?(?:答案|结果)|正确的|对的)"
+    r"^.{0,2}(?:[几万亿半]|千(?![米克瓦帕])|百(?!分))|^.?(?:[成至到加减乘和与]|倍(?!$)|"
+    r"分之)|^[余来对折]|^打$|^.?多|^的.|^是(?!(?:最终|正确|最后)?的?(?:答案|结果)|正确的|对的)"
 )
 _CLAUSE = re.compile(r"[,;，；:：(（。!！—]")
 

@@ -14,29 +14,35 @@ MAX_TEXT = 300
 _WORDS = rf"(?:{'|'.join(TENS)}|{'|'.join(sorted(NUMERALS, key=len, reverse=True))}|hundred|thousand|million)"
 _HAN = "零〇一二两三四五六七八九十百千万"
 _GROUPS = re.compile(
-    rf"\b(?:(?:an?|one)\s+)?half\s+(?:a\s+)?dozen\b|\b(?:an?|{_WORDS}|\d+)\s+dozen\b|\b(?:a|one)\s+(?:pair|couple)\b(?:\s+of\b)?|\ba\s+(?:single|hundred|thousand|trio)\b|^single$|^dozen$"
+    rf"\b(?:(?:an?|one)\s+)?half\s+(?:a\s+)?dozen\b|\b(?:an?|{_WORDS}|"
+    r"\d+)\s+dozen\b|\b(?:a|one)\s+(?:pair|couple)\b(?:\s+of\b)?|"
+    r"\ba\s+(?:single|hundred|thousand|trio)\b|^single$|^dozen$"
     rf"|半打|[{_HAN}]打|[一][对双](?![一-鿿]*[对双])|俩|仨",
     re.IGNORECASE,
 )
 """Counts of several words: ``two dozen``, ``a pair of``."""
 _LOOSE = re.compile(
-    r"\b(?:dozens?|couples?|hundreds|thousands|trios?|pairs?(?!\s+of\s+(?:\w+\s+)?(?:glasses|sunglasses|goggles|scissors|pants|trousers|jeans|shorts|pliers|tweezers)\b))\b|几|[对双打](?=$|[一-鿿])",
+    r"\b(?:dozens?|couples?|hundreds|thousands|trios?|pairs?(?!\s+of\s+(?:\w+\s+)?(?:glasses|"
+    r"sunglasses|goggles|scissors|pants|trousers|jeans|shorts|pliers|tweezers)\b))\b|几|[对双打](?=$|[一-鿿])",
     re.IGNORECASE,
 )
 """Rest of another count: ``two pairs``, ``dozens``."""
 _COUNT = re.compile(
-    rf"(?P<digits>(?<![A-Za-z0-9_.,])[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?![\d,.]*[\dA-Za-z_])(?P<behind>\s*(?:[%/^*×:=+-]|\\)\s*[\d{{]?|\s*%)?)"
+    rf"(?P<digits>(?<![A-Za-z0-9_.,])[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|"
+    rf"\d+)(?:\.\d+)?(?![\d,.]*[\dA-Za-z_])(?P<behind>\s*(?:[%/^*×:=+-]|\\)\s*[\d{{]?|\s*%)?)"
     rf"|\b(?P<words>(?:(?:minus|negative)\s+)?{_WORDS}(?:(?:\s+and\s+|[\s-]+){_WORDS})*)\b"
     rf"|(?P<han>负?(?:[{_HAN}]+)(?:点[{_HAN}]+)?)",
     re.IGNORECASE,
 )
 _NO_COUNT = re.compile(
-    r"\b(?:or|not|least|most|than|between|maybe|possibly|either|cannot|about|around|approximately|roughly|over|under|almost|nearly|some|several)\b"
+    r"\b(?:or|not|least|most|than|between|maybe|possibly|either|"
+    r"cannot|about|around|approximately|roughly|over|under|almost|nearly|some|several)\b"
     r"|n't\b|或|不是|至少|至多|大约|左右|超过|可能|[~≈<>≤≥±]",
     re.IGNORECASE,
 )
 _SECOND_COUNT = re.compile(
-    r"(?<!the )(?<!in )(?<!of )(?<!\d)\d+(?:st|nd|rd|th)\b|\b[xX×]\s?\d|\d\s?[xX×](?![\w-])|\b(?=[VX]|I[IVX])X{0,3}(?:IX|IV|V?I{0,3})\b(?!-)"
+    r"(?<!the )(?<!in )(?<!of )(?<!\d)\d+(?:st|nd|rd|th)\b|\b[xX×]\s?\d|"
+    r"\d\s?[xX×](?![\w-])|\b(?=[VX]|I[IVX])X{0,3}(?:IX|IV|V?I{0,3})\b(?!-)"
 )
 """Numbers that _COUNT passes over beside the one that it finds: ``4th``, ``x4``, ``IV``; not "the 2nd image", not
 "A4"."""
@@ -45,7 +51,8 @@ _NOT_COUNTS = re.compile(
     re.IGNORECASE,
 )
 _NONE = re.compile(
-    r"(?:there\s+(?:is|are)\s+)?(?:none|nothing|no\s+[a-z ]{1,40})\.?|there\s+(?:is|are)(?:n[' ]t|\s+not)\s+any(?:\s+[a-z ]{1,40})?|(?:[图画][片像面]?[中里上]?)?没有.{0,12}|无",
+    r"(?:there\s+(?:is|are)\s+)?(?:none|nothing|no\s+[a-z ]{1,40})\.?|there\s+(?:is|are)(?:n[' "
+    r"]t|\s+not)\s+any(?:\s+[a-z ]{1,40})?|(?:[图画][片像面]?[中里上]?)?没有.{0,12}|无",
     re.IGNORECASE,
 )
 

@@ -17,9 +17,13 @@ _PLAIN = str.maketrans(
 _ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303"}
 _ACCENT = re.compile(r"\\(['`^\"~])\s*\{?([A-Za-z])\}?")
 _BREAKS = re.compile(r"\\\\|<br\s*/?>|\\n(?=[A-Z\s]|$)|\\newline(?![a-z])", re.IGNORECASE)
-_THING = r"(?:image|picture|photo|photograph|figure|diagram|sign|text|word|words|label|board|poster|caption|title|screen|banner|plate|book|shirt|it|this)"
+_THING = (
+    r"(?:image|picture|photo|photograph|figure|diagram|sign|text|"
+    r"word|words|label|board|poster|caption|title|screen|banner|plate|book|shirt|it|this)"
+)
 _QUOTED = re.compile(
-    rf"(?:(?:the|this)\s+)?{_THING}(?:\s+(?:in|on|of|at)\s+(?:the|this)\s+\w+)?\s+(?:says?|reads?|states?|is|are|shows?)\s*[:,]?\s*(?P<en>.+)"
+    rf"(?:(?:the|this)\s+)?{_THING}(?:\s+(?:in|on|of|at)\s+(?:the|"
+    r"this)\s+\w+)?\s+(?:says?|reads?|states?|is|are|shows?)\s*[:,]?\s*(?P<en>.+)"
     r"|(?:图[片中里像上]*|招牌|牌子|标志|屏幕)?(?:上|中|里)?的?(?:文字|字|内容)?(?:写着|写的是|是|为)\s*[:,]?\s*(?P<zh>.+)",
     re.DOTALL | re.IGNORECASE,
 )

@@ -106,9 +106,14 @@ class Batch:
 
 
 def layout(
-    sequences: list[torch.Tensor], weights: list[torch.Tensor], chosen: list[int], parallel: ParallelConfig, packed: bool, cp_rank: int,
+    sequences: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    chosen: list[int],
+    parallel: ParallelConfig,
+    packed: bool,
+    cp_rank: int,
     length: int,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """``length`` rows of tokens for each chunk or row, the same in all micro-batches because pipeline stages exchange
     fixed sizes."""
     from megatron.core.packed_seq_params import PackedSeqParams

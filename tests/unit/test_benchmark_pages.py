@@ -35,7 +35,8 @@ def test_a_part_is_replaced_and_the_text_around_it_stays(page: object, tmp_path:
     )
     assert "| a | 2 |" in text and "| a | 1 |" not in text and text.count("benchmarks/loop.py: end") == 1
     assert re.search(
-        r"Measured by `python .*loop.py --steps 2` at commit \S+, \d{4}-\d\d-\d\d: \d+ cores \(.*\), \d+ GiB, .*; load \d",
+        r"Measured by `python .*loop.py --steps 2` at commit \S+, \d{4}-\d\d-\d\d: \d+ cores \(.*\), \d+ GiB, .*; load "
+        r"\d",
         text,
     )
 

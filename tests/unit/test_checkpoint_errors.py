@@ -169,16 +169,48 @@ def shorten(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: config_of(m, num_hidden_layers=5), r"linear_qkv.* in .*meg has shape \(4, .*\), config\.json asks for \(5, "),
-        (lambda m: config_of(m, model_type="qwen2"), r"meg lacks decoder\.layers\.self_attention\.linear_qkv\.bias; it was saved from"),
-        (lambda m: config_of(m, model_type="llama"), r"does not know: decoder\.layers\.self_attention\.k_layernorm\.weight"),
-        (lambda m: config_of(m, vocab_size=999), r"embedding\.word_embeddings\.weight in .* has 128 rows, config\.json asks for 999"),
-        (lambda m: config_of(m, tie_word_embeddings=True), r"tie_word_embeddings=true, so output_layer\.weight must be equal to embedding"),
+        (
+            lambda m: config_of(m, num_hidden_layers=5),
+            r"linear_qkv.* in .*meg has shape \(4, .*\), config\.json asks "
+            r"for \(5, ",
+        ),
+        (
+            lambda m: config_of(m, model_type="qwen2"),
+            r"meg lacks decoder\.layers\.self_attention\.linear_qkv\.bias; it "
+            r"was saved from",
+        ),
+        (
+            lambda m: config_of(m, model_type="llama"),
+            r"does not know: "
+            r"decoder\.layers\.self_attention\.k_layernorm\.weight",
+        ),
+        (
+            lambda m: config_of(m, vocab_size=999),
+            r"embedding\.word_embeddings\.weight in .* has 128 rows, config\.json "
+            r"asks for 999",
+        ),
+        (
+            lambda m: config_of(m, tie_word_embeddings=True),
+            r"tie_word_embeddings=true, so output_layer\.weight must be "
+            r"equal to embedding",
+        ),
         (lambda m: config_of(m, model_type="mamba"), r"config\.json: model_type='mamba' has no table"),
-        (lambda m: shorten(m / "__1_0.distcp"), r"__1_0\.distcp has \d+ bytes, expected \d+ or more \(up to the end of \S+\)"),
+        (
+            lambda m: shorten(m / "__1_0.distcp"),
+            r"__1_0\.distcp has \d+ bytes, expected \d+ or more \(up to the end of "
+            r"\S+\)",
+        ),
         (lambda m: (m / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing; .*\.metadata has \S+ in it"),
-        (lambda m: (m / "__0_0.distcp").write_bytes(bytes(99999)), r"__0_0\.distcp has 99999 bytes, megarl_manifest\.json has \d+ bytes"),
-        (lambda m: ((m / "megarl_manifest.json").unlink(), (m / "__0_0.distcp").write_bytes(bytes(99999))), r"in .*__0_0\.distcp is no saved tensor"),
+        (
+            lambda m: (m / "__0_0.distcp").write_bytes(bytes(99999)),
+            r"__0_0\.distcp has 99999 bytes, "
+            r"megarl_manifest\.json has \d+ bytes",
+        ),
+        (
+            lambda m: ((m / "megarl_manifest.json").unlink(), (m / "__0_0.distcp").write_bytes(bytes(99999))),
+            r"in "
+            r".*__0_0\.distcp is no saved tensor",
+        ),
         (lambda m: (m / ".metadata").unlink(), r"meg has no \.metadata; give the directory"),
         (lambda m: (m / ".metadata").write_bytes(b"\x80\x04"), r"\.metadata cannot be read"),
         (lambda m: (m / ".metadata").write_bytes(pickle.dumps([1, 2])), r"\.metadata cannot be read"),
@@ -186,9 +218,13 @@ def shorten(file: Path) -> None:
         (lambda m: (m / ".metadata").write_bytes(b"\x80\x04\x8c\x01\xff."), r"\.metadata cannot be read"),
         (lambda m: (m / "metadata.json").write_text("{"), r"meg/metadata\.json cannot be read"),
         (lambda m: (m / "metadata.json").write_text("[]"), r"meg/metadata\.json cannot be read"),
-        (lambda m: (m / "huggingface/config.json").unlink(), r"has no huggingface/config\.json; give the HF model .* with --config"),
+        (
+            lambda m: (m / "huggingface/config.json").unlink(),
+            r"has no huggingface/config\.json; give the HF model .* "
+            r"with --config",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_megatron_checkpoint(meg: Path, change: Callable[[Path], Any], message: str) -> None:
     change(meg)
     with pytest.raises(CheckpointError, match=message):

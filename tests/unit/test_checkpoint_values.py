@@ -47,7 +47,10 @@ def weight(value: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.Tens
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_values_that_are_not_finite(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     path = source(tmp_path, value=weight(value, dtype))
-    message = rf"{NAME} in .*hf/model\.safetensors has {'a NaN' if value != value else 'an infinite value'}; use a checkpoint from before"
+    message = (
+        rf"{NAME} in .*hf/model\.safetensors has {'a NaN' if value != value else 'an infinite value'}; use a "
+        r"checkpoint from before"
+    )
     with pytest.raises(CheckpointError, match=message + ".*--allow-nonfinite"):
         convert_hf_to_megatron(path, tmp_path / "out", QUIET)
     assert not (tmp_path / "out").exists()
@@ -82,7 +85,10 @@ def test_a_value_that_the_wanted_dtype_cannot_hold(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool])
 def test_dtypes_that_no_weight_has(tmp_path: Path, dtype: torch.dtype) -> None:
     path = source(tmp_path, value=weight(0).to(dtype))
-    message = rf"{NAME} in .*model\.safetensors is {str(dtype).removeprefix('torch.')}, which is no weight's dtype; use the checkpoint before quantisation"
+    message = (
+        rf"{NAME} in .*model\.safetensors is {str(dtype).removeprefix('torch.')}, which is no weight's dtype; use the "
+        r"checkpoint before quantisation"
+    )
     for settings in (QUIET, Settings(progress=False, dtype=torch.bfloat16)):
         with pytest.raises(CheckpointError, match=message):
             convert_hf_to_megatron(path, tmp_path / "out", settings)

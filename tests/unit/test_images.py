@@ -208,7 +208,8 @@ def test_a_training_job_refuses_images_and_models_that_take_them() -> None:
     vision = {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {"depth": 32}}
     with pytest.raises(
         ConfigError,
-        match=r"vision-language model \(Qwen2VLForConditionalGeneration\): megarl has no trainer for these, only rollouts",
+        match=r"vision-language model \(Qwen2VLForConditionalGeneration\): megarl has no trainer for these, only "
+        r"rollouts",
     ):
         check_images(config, vision, {"train": [seen]})
 

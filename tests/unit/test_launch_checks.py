@@ -67,8 +67,10 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["parallel.dp=0"], ["parallel.dp=0", "at least 1"]),
         (["rollout.tp=3"], ["rollout.tp=3", "num_attention_heads=4", "[1, 2, 4]"]),
         (["rollout.replicas=0"], ["rollout.replicas=0", "at least 1"]),
-        (["trainer.tasks_per_step=2", "algorithm.group_size=4", "trainer.updates_per_step=9"],
-         ["trainer.updates_per_step=9", "8 rows"]),
+        (
+            ["trainer.tasks_per_step=2", "algorithm.group_size=4", "trainer.updates_per_step=9"],
+            ["trainer.updates_per_step=9", "8 rows"],
+        ),
         (["trainer.micro_batch_size=0"], ["trainer.micro_batch_size=0"]),
         (["trainer.logits_bytes=0"], ["trainer.logits_bytes=0", "leave it out"]),
         (["trainer.logits_bytes=255"], ["trainer.logits_bytes=255", "64 logits (256 bytes)", "at least 256"]),
@@ -81,31 +83,46 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["algorithm.name=grpoo"], ["grpoo", "grpo"]),
         (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip", "0.5"]),
         (["algorithm.name=gspo"], ["algorithm.importance=token", "algorithm=gspo"]),
-        (["algorithm=kimi_mirror_descent", "algorithm.correction=mask"], ["algorithm.correction=mask", "kimi_mirror_descent"]),
+        (
+            ["algorithm=kimi_mirror_descent", "algorithm.correction=mask"],
+            ["algorithm.correction=mask", "kimi_mirror_descent"],
+        ),
         (["algorithm.options.tau=2"], ["algorithm.options", "grpo has none"]),
         (["algorithm.name=/no/such.py"], ["algorithm.name=/no/such.py", "no such file"]),
         (["parallel=tp1", "parallel.sequence_parallel=true"], ["parallel.sequence_parallel", "parallel.tp"]),
         (["trainer.optimizer.decay_steps=10"], ["trainer.optimizer.decay_steps=10", "min_lr=None"]),
-        (["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
-         ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"]),
+        (
+            ["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
+            ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"],
+        ),
         (["algorithm.group_size=1"], ["algorithm.group_size=1", "grpo"]),
         (["rollout.replicas=200"], ["rollout.replicas=200", "GiB"]),
         (["store.url=foo"], ["store.url=foo", "sqlite:///PATH"]),
         (["store.url=postgres://me:secret@x/y"], ["store.url=postgres://me:***@x/y"]),
         (["reward.overlong_buffer=9"], ["reward.overlong_buffer=9", "rollout.max_response_tokens=8"]),
-        (["reference.refresh=5", "algorithm.kl.coef=0"], ["reference.refresh=5", "grpo with algorithm.kl.coef=0 has no "
-            "reference"]),
-        (["reference.refresh=5", "algorithm=online_dpo", "algorithm.kl.target=0.1"], ["algorithm.kl.target=0.1", "online_dpo"]),
-        (["reference.refresh=every_iteration", "algorithm=ppo"], ["every_iteration with algorithm.kl.place=reward", "every N steps"]),
-        (["reference.refresh=every_iteration", "algorithm.kl.target=0.1"], ["every_iteration with "
-            "algorithm.kl.target=0.1"]),
+        (
+            ["reference.refresh=5", "algorithm.kl.coef=0"],
+            ["reference.refresh=5", "grpo with algorithm.kl.coef=0 has no reference"],
+        ),
+        (
+            ["reference.refresh=5", "algorithm=online_dpo", "algorithm.kl.target=0.1"],
+            ["algorithm.kl.target=0.1", "online_dpo"],
+        ),
+        (
+            ["reference.refresh=every_iteration", "algorithm=ppo"],
+            ["every_iteration with algorithm.kl.place=reward", "every N steps"],
+        ),
+        (
+            ["reference.refresh=every_iteration", "algorithm.kl.target=0.1"],
+            ["every_iteration with algorithm.kl.target=0.1"],
+        ),
         (["reward.shuffle=true", "reward_model.path=/models/scores"], ["reward.shuffle=true", "reward_model.path"]),
         (["reward.path=/no/such/reward.py"], ["reward.path=/no/such/reward.py", "compute_score"]),
         (["model.router.z_loss_coef=0.001"], ["model.router.z_loss_coef=0.001", "no experts", "set it to 0"]),
         (["model.router.aux_loss_coef=-1"], ["model.router.aux_loss_coef=-1", "at least 0"]),
         (["taskset.warm_start=null"], ["taskset.warm_start", "response"]),
     ],
-)  # fmt: skip
+)
 def test_setting_that_cannot_work(prepared: Path, overrides: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         checks.check(config_of(prepared, *overrides))

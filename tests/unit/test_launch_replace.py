@@ -223,7 +223,10 @@ def test_a_port_that_is_held_for_ever_is_named(
 def test_when_they_are_used_up_a_death_ends_the_attempt(run: Callable[..., LocalNode], tmp_path: Path) -> None:
     [port] = ports.choose("127.0.0.1", 1, None)
     plan = ("engine 0:1:9", "engine 0:2:9", "engine 0:3:0")
-    said = r"engine 0 was ended by signal 9, not started again: cluster.replacements=1 used up \(engine 0 1x\); .*; its last lines"
+    said = (
+        r"engine 0 was ended by signal 9, not started again: cluster.replacements=1 used up \(engine 0 1x\); .*; its "
+        r"last lines"
+    )
     with pytest.raises(JobError, match=said):
         run(server("engine 0", port, tmp_path), trainer(tmp_path, *plan), replacements=1)
     assert len(starts(tmp_path, "engine 0")) == 2

@@ -377,20 +377,52 @@ def test_elements_beyond_two_to_the_31_are_found():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: logprob.local_stats(torch.randn(9, 8), torch.zeros(3, dtype=torch.int64), 0, 8, 1.0), "targets must "
-            "have shape"),
-        (lambda: logprob.local_stats(torch.randn(8, 9).T, torch.zeros(9, dtype=torch.int64), 0, 8, 1.0), "contiguous "
-            "columns"),
-        (lambda: logprob.combine_stats(torch.randn(1, 9, 4), torch.zeros(3, dtype=torch.int64), 1.0), "targets must "
-            "have shape"),
-        (lambda: logprob.combine_stats(torch.randn(9, 4), torch.zeros(9, dtype=torch.int64), 1.0), "stats must have "
-            "shape"),
-        (lambda: logprob.gradient(torch.randn(3, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(3),
-                                  None, None, 0, 8, 1.0), "norm must have shape"),
-        (lambda: logprob.gradient_(torch.randn(3, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2), torch.zeros(2),
-                                   None, None, 0, 8, 1.0), "entropy must have shape"),
+        (
+            lambda: logprob.local_stats(torch.randn(9, 8), torch.zeros(3, dtype=torch.int64), 0, 8, 1.0),
+            "targets must have shape",
+        ),
+        (
+            lambda: logprob.local_stats(torch.randn(8, 9).T, torch.zeros(9, dtype=torch.int64), 0, 8, 1.0),
+            "contiguous columns",
+        ),
+        (
+            lambda: logprob.combine_stats(torch.randn(1, 9, 4), torch.zeros(3, dtype=torch.int64), 1.0),
+            "targets must have shape",
+        ),
+        (
+            lambda: logprob.combine_stats(torch.randn(9, 4), torch.zeros(9, dtype=torch.int64), 1.0),
+            "stats must have shape",
+        ),
+        (
+            lambda: logprob.gradient(
+                torch.randn(3, 8),
+                torch.zeros(3, dtype=torch.int64),
+                torch.zeros(1, 2),
+                torch.zeros(3),
+                None,
+                None,
+                0,
+                8,
+                1.0,
+            ),
+            "norm must have shape",
+        ),
+        (
+            lambda: logprob.gradient_(
+                torch.randn(3, 8),
+                torch.zeros(3, dtype=torch.int64),
+                torch.zeros(3, 2),
+                torch.zeros(2),
+                None,
+                None,
+                0,
+                8,
+                1.0,
+            ),
+            "entropy must have shape",
+        ),
     ],
-)  # fmt: skip
+)
 def test_registered_ops_check_what_they_are_given(call, text):
     with pytest.raises(ValueError, match=text):
         call()

@@ -115,16 +115,31 @@ def test_roles_without_a_grid_have_the_actors() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (roles(ParallelConfig(tp=2)),
-         r"reference\.parallel tp\*pp\*dp\*cp=2\*1\*1\*1 has 2 ranks, but parallel tp\*pp\*dp\*cp=2\*1\*2\*1 has 4: .*; change reference\.parallel\.dp"),
-        (roles(critic=ParallelConfig(pp=2, dp=4)), r"critic\.parallel tp\*pp\*dp\*cp=1\*2\*4\*1 has 8 ranks, .* leave critic\.parallel out"),
+        (
+            roles(ParallelConfig(tp=2)),
+            r"reference\.parallel tp\*pp\*dp\*cp=2\*1\*1\*1 has 2 ranks, but parallel tp\*pp\*dp\*cp=2\*1\*2\*1 has 4: "
+            r".*; change reference\.parallel\.dp",
+        ),
+        (
+            roles(critic=ParallelConfig(pp=2, dp=4)),
+            r"critic\.parallel tp\*pp\*dp\*cp=1\*2\*4\*1 has 8 ranks, .* leave "
+            r"critic\.parallel out",
+        ),
         (roles(reward=ParallelConfig(cp=2)), r"reward_model\.parallel .*=1\*1\*1\*2 has 2 ranks, but parallel"),
-        (roles(critic=ParallelConfig(dp=4, ep=3)), r"critic\.parallel\.ep=3 \* critic\.parallel\.etp=1 does not divide .* critic\.parallel\.ep to a divisor"),
+        (
+            roles(critic=ParallelConfig(dp=4, ep=3)),
+            r"critic\.parallel\.ep=3 \* critic\.parallel\.etp=1 does not divide "
+            r".* critic\.parallel\.ep to a divisor",
+        ),
         (roles(critic=ParallelConfig(tp=-4, dp=-1)), r"critic\.parallel\.tp=-4 is not a positive number"),
-        (roles(critic=ParallelConfig(dp=4, sequence_parallel=True)), r"critic\.parallel\.sequence_parallel=true needs critic\.parallel\.tp above 1"),
+        (
+            roles(critic=ParallelConfig(dp=4, sequence_parallel=True)),
+            r"critic\.parallel\.sequence_parallel=true needs "
+            r"critic\.parallel\.tp above 1",
+        ),
         (roles(ParallelConfig(dp=4, backend="nccl")), r"reference\.parallel\.backend=nccl, but parallel\.backend=gloo"),
     ],
-)  # fmt: skip
+)
 def test_grids_that_do_not_go_together(config: Config, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_roles(config)

@@ -301,27 +301,100 @@ def test_a_stack_has_a_leading_single_index() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "grid", "message"),
     [
-        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 6}, MegatronGrid(tp=4),
-         r"parallel\.tp=4 neither divides nor is a multiple of num_key_value_heads=6 of qwen3; set parallel\.tp to one of \[1, 2, 3, 6, 12\]"),
-        ("qwen3", {"num_attention_heads": 6}, MegatronGrid(tp=4), r"parallel\.tp=4 does not divide num_attention_heads=6 of qwen3"),
-        ("qwen3", {"intermediate_size": 25}, MegatronGrid(tp=2),
-         r"parallel\.tp=2 does not divide intermediate_size=25 of qwen3; set parallel\.tp to one of \[1\]"),
-        ("qwen3", {"num_key_value_heads": 1, "head_dim": 1}, MegatronGrid(tp=4), r"tp=4 does not divide the rows of the joint .*=6 of"),
-        ("qwen3", {}, MegatronGrid(pp=3),
-         r"parallel\.pp=3 does not divide num_hidden_layers=4 of qwen3; set parallel\.pp to 1, 2 or 4, or give the first or last"),
-        ("qwen3", {}, MegatronGrid(pp=3, first_stage_layers=1), r"pp=3 does not divide .*=4 of qwen3; set parallel\.first_stage_layers"),
-        ("qwen3", {}, MegatronGrid(pp=2, vpp=3), r"parallel\.vpp=3 does not divide the layers .*\[2, 2\]; set parallel\.vpp to 1 or 2"),
-        ("qwen3", {}, MegatronGrid(vpp=2), r"parallel\.vpp=2 needs parallel\.pp above 1; set parallel\.pp to 2 or more"),
-        ("qwen3", {}, MegatronGrid(pp=2, vpp=1, first_stage_layers=1, last_stage_layers=2), r"parallel\.pp=2 does not divide"),
-        ("qwen3", {}, MegatronGrid(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2), r"parallel\.vpp=2 with both .* give one of the two"),
+        (
+            "qwen3",
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            MegatronGrid(tp=4),
+            r"parallel\.tp=4 neither divides nor is a multiple of num_key_value_heads=6 of qwen3; set parallel\.tp to "
+            r"one "
+            r"of \[1, 2, 3, 6, 12\]",
+        ),
+        (
+            "qwen3",
+            {"num_attention_heads": 6},
+            MegatronGrid(tp=4),
+            r"parallel\.tp=4 does not divide "
+            r"num_attention_heads=6 of qwen3",
+        ),
+        (
+            "qwen3",
+            {"intermediate_size": 25},
+            MegatronGrid(tp=2),
+            r"parallel\.tp=2 does not divide intermediate_size=25 of qwen3; set parallel\.tp to one of \[1\]",
+        ),
+        (
+            "qwen3",
+            {"num_key_value_heads": 1, "head_dim": 1},
+            MegatronGrid(tp=4),
+            r"tp=4 does not divide the rows of "
+            r"the joint .*=6 of",
+        ),
+        (
+            "qwen3",
+            {},
+            MegatronGrid(pp=3),
+            r"parallel\.pp=3 does not divide num_hidden_layers=4 of qwen3; set parallel\.pp to 1, 2 or 4, or give the "
+            r"first or last",
+        ),
+        (
+            "qwen3",
+            {},
+            MegatronGrid(pp=3, first_stage_layers=1),
+            r"pp=3 does not divide .*=4 of qwen3; set "
+            r"parallel\.first_stage_layers",
+        ),
+        (
+            "qwen3",
+            {},
+            MegatronGrid(pp=2, vpp=3),
+            r"parallel\.vpp=3 does not divide the layers .*\[2, 2\]; set "
+            r"parallel\.vpp to 1 or 2",
+        ),
+        (
+            "qwen3",
+            {},
+            MegatronGrid(vpp=2),
+            r"parallel\.vpp=2 needs parallel\.pp above 1; set parallel\.pp to 2 or more",
+        ),
+        (
+            "qwen3",
+            {},
+            MegatronGrid(pp=2, vpp=1, first_stage_layers=1, last_stage_layers=2),
+            r"parallel\.pp=2 does not "
+            r"divide",
+        ),
+        (
+            "qwen3",
+            {},
+            MegatronGrid(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2),
+            r"parallel\.vpp=2 with "
+            r"both .* give one of the two",
+        ),
         ("qwen3", {}, MegatronGrid(dp=0), r"parallel\.dp=0 is not a positive number"),
         ("qwen3", {}, MegatronGrid(cp=0), r"parallel\.cp=0 is not a positive number"),
         ("qwen3", {}, MegatronGrid(dp=2, ep=2), r"parallel\.ep=2, but qwen3 has no experts; set parallel\.ep to 1"),
-        ("mixtral", {}, MegatronGrid(dp=2, ep=2), r"parallel\.ep=2 does not divide the 5 experts of mixtral; set parallel\.ep to 1 or 5"),
-        ("mixtral", {}, MegatronGrid(dp=2, ep=5), r"ep=5 \* parallel\.etp=1 does not divide the 2 ranks .*tp=1 pp=1 dp=2 ep=5"),
-        ("mixtral", {}, MegatronGrid(dp=3, etp=3), r"parallel\.etp=3 does not divide the experts' width 128 of mixtral"),
+        (
+            "mixtral",
+            {},
+            MegatronGrid(dp=2, ep=2),
+            r"parallel\.ep=2 does not divide the 5 experts of mixtral; set "
+            r"parallel\.ep to 1 or 5",
+        ),
+        (
+            "mixtral",
+            {},
+            MegatronGrid(dp=2, ep=5),
+            r"ep=5 \* parallel\.etp=1 does not divide the 2 ranks .*tp=1 pp=1 "
+            r"dp=2 ep=5",
+        ),
+        (
+            "mixtral",
+            {},
+            MegatronGrid(dp=3, etp=3),
+            r"parallel\.etp=3 does not divide the experts' width 128 of mixtral",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_grid_that_does_not_fit_names_rule_values_and_mend(
     family: str, changes: dict, grid: MegatronGrid, message: str
 ) -> None:
@@ -333,20 +406,42 @@ def test_a_grid_that_does_not_fit_names_rule_values_and_mend(
 @pytest.mark.parametrize(
     ("family", "changes", "engine", "message"),
     [
-        ("qwen3", {}, {"tp": 3},
-         r"rollout\.tp=3 does not divide num_attention_heads=4 of qwen3; set rollout\.tp to one of \[1, 2, 4\]"),
-        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 6}, {"tp": 3},
-         r"rollout\.tp=3 does not divide the padded vocabulary=128"),
-        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 6}, {"tp": 4},
-         r"rollout\.tp=4 neither divides nor is a multiple of num_key_value_heads=6 .* one of \[1, 2\]"),
+        (
+            "qwen3",
+            {},
+            {"tp": 3},
+            r"rollout\.tp=3 does not divide num_attention_heads=4 of qwen3; set rollout\.tp to one of \[1, 2, 4\]",
+        ),
+        (
+            "qwen3",
+            {"num_attention_heads": 6, "num_key_value_heads": 6},
+            {"tp": 3},
+            r"rollout\.tp=3 does not divide the padded vocabulary=128",
+        ),
+        (
+            "qwen3",
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            {"tp": 4},
+            r"rollout\.tp=4 neither divides nor is a multiple of num_key_value_heads=6 .* one of \[1, 2\]",
+        ),
         ("qwen3", {}, {"tp": 0}, r"rollout\.tp=0"),
         ("qwen3", {}, {"tp": 1, "pp": 5}, r"rollout\.pp=5 is more than the 4 layers of qwen3"),
         ("qwen3", {}, {"tp": 1, "expert_parallel": True}, r"rollout\.expert_parallel=True, but qwen3 has no experts"),
-        ("mixtral", {"num_attention_heads": 8}, {"tp": 8, "expert_parallel": True},
-         r"tp=8 leaves ranks without any of the 5 experts of mixtral; set rollout\.tp to at most 5"),
-        ("qwen3_moe", {"moe_intermediate_size": 6}, {"tp": 4}, r"rollout\.tp=4 does not divide the width of the experts=6 of qwen3_moe"),
+        (
+            "mixtral",
+            {"num_attention_heads": 8},
+            {"tp": 8, "expert_parallel": True},
+            r"tp=8 leaves ranks without any of the 5 experts of mixtral; set rollout\.tp to at most 5",
+        ),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 6},
+            {"tp": 4},
+            r"rollout\.tp=4 does not divide the width of the "
+            r"experts=6 of qwen3_moe",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_engine_that_does_not_fit_names_rule_values_and_mend(
     family: str, changes: dict, engine: dict, message: str
 ) -> None:

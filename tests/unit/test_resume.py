@@ -307,10 +307,24 @@ def test_what_a_run_keeps_cannot_be_confirmed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["parallel=pp2", "trainer.steps=50", "rollout.replicas=3", "trainer.checkpoint_interval=7", "trainer.eval_interval=3", "cluster.stall_s=9",
-     "store.outage_s=9", "run.shutdown_grace_s=9", "sync.timeout_s=9", "trainer.trackers=[]", "reward.workers=3", "reward.backlog=9",
-     "critic.parallel.pp=2", "trainer.max_tokens_per_micro_batch=512", "trainer.keep_checkpoints=5"],
-)  # fmt: skip
+    [
+        "parallel=pp2",
+        "trainer.steps=50",
+        "rollout.replicas=3",
+        "trainer.checkpoint_interval=7",
+        "trainer.eval_interval=3",
+        "cluster.stall_s=9",
+        "store.outage_s=9",
+        "run.shutdown_grace_s=9",
+        "sync.timeout_s=9",
+        "trainer.trackers=[]",
+        "reward.workers=3",
+        "reward.backlog=9",
+        "critic.parallel.pp=2",
+        "trainer.max_tokens_per_micro_batch=512",
+        "trainer.keep_checkpoints=5",
+    ],
+)
 def test_what_changes_nothing_of_the_training_needs_no_word(tmp_path: Path, override: str) -> None:
     begun(tmp_path, finished=False)
     check_settings_of_run(config_of(tmp_path, override), tmp_path)

@@ -153,11 +153,19 @@ def test_without_a_question_is_an_error() -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        status(429), status(429, **{"Retry-After": "0"}), status(500), status(502), status(503, "its weights are a "
-            "mixture"),
-        drop, garbage("<html>busy</html>"), garbage("{}"), garbage('{"choices": []}'), garbage("[" * 100_000), garbage("null"),
+        status(429),
+        status(429, **{"Retry-After": "0"}),
+        status(500),
+        status(502),
+        status(503, "its weights are a mixture"),
+        drop,
+        garbage("<html>busy</html>"),
+        garbage("{}"),
+        garbage('{"choices": []}'),
+        garbage("[" * 100_000),
+        garbage("null"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_of_the_server_is_asked_again(fault: Handler) -> None:
     server = Server([fault, fault, CORRECT])
     assert one(server, retries=2)["status"] == "ok"

@@ -409,10 +409,14 @@ def test_a_file_is_one_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "url",
     [
-        f"postgresql://me:{SECRET}@h/d", f"postgresql://h/d?password={SECRET}&user=me", f"postgresql://me:{SECRET}/@h:1/d",
-        f"postgresql://me@cloud:{SECRET}@h/d", f"postgresql://me:a@{SECRET}@h/d", f"postgresql://h/d?password=a@{SECRET}&user=me",
+        f"postgresql://me:{SECRET}@h/d",
+        f"postgresql://h/d?password={SECRET}&user=me",
+        f"postgresql://me:{SECRET}/@h:1/d",
+        f"postgresql://me@cloud:{SECRET}@h/d",
+        f"postgresql://me:a@{SECRET}@h/d",
+        f"postgresql://h/d?password=a@{SECRET}&user=me",
     ],
-)  # fmt: skip
+)
 def test_a_password_is_never_written_down(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("TEST_URL", url)
     for setting in (url, "${oc.env:TEST_URL}"):
