@@ -1,12 +1,16 @@
 """The report page's CSS and shared SVG definitions: light and dark by the reader's setting, nothing from afar."""
 
 CSS = """
-:root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c1d1f;--soft:#5d6167;--line:#e3e3df;--grid:#ecece8;--accent:#2563b8;
+:root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c1d1f;--soft:#5d6167;--line:#e3e3df;--grid:#ecece8;
+--accent:#2563b8;
 --raw:#9dbbe2;--mark:#b4540a;--good:#17704a;--goodbg:#e5f3ec;--bad:#b02a2a;--badbg:#fbeaea;--c0:#8a8d91;--track:#f1f1ee}
-@media (prefers-color-scheme:dark){:root{--page:#141517;--card:#1c1e21;--ink:#e9eaeb;--soft:#a0a5ab;--line:#303338;--grid:#2a2d31;
---accent:#74aef2;--raw:#3d5f8c;--mark:#f0a35c;--good:#74d3a6;--goodbg:#173327;--bad:#f29494;--badbg:#3a1f20;--c0:#6f7379;--track:#25282c}}
+@media (prefers-color-scheme:dark){:root{--page:#141517;--card:#1c1e21;--ink:#e9eaeb;--soft:#a0a5ab;--line:#303338;
+--grid:#2a2d31;
+--accent:#74aef2;--raw:#3d5f8c;--mark:#f0a35c;--good:#74d3a6;--goodbg:#173327;--bad:#f29494;--badbg:#3a1f20;
+--c0:#6f7379;--track:#25282c}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+body{margin:0;background:var(--page);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 main{max-width:1120px;margin:0 auto;padding:36px 24px 64px}
 h1{font-size:30px;line-height:1.2;margin:2px 0 6px;letter-spacing:-.01em;font-weight:650}
 h2{font-size:18px;margin:40px 0 4px;font-weight:650}
@@ -33,11 +37,13 @@ tbody tr:last-child>*{border-bottom:0}
 th[scope=row]{color:var(--ink);font-weight:500;font-size:inherit}
 code,.text{font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;max-height:15em;overflow:auto;min-width:6em}
-.verdict{display:inline-block;font-size:12px;font-weight:600;border-radius:4px;padding:0 6px;margin-bottom:3px;white-space:nowrap}
+.verdict{display:inline-block;font-size:12px;font-weight:600;border-radius:4px;padding:0 6px;margin-bottom:3px;
+white-space:nowrap}
 .right{color:var(--good);background:var(--goodbg)}
 .wrong{color:var(--bad);background:var(--badbg)}
 .bar{display:inline-block;height:9px;background:var(--accent);border-radius:2px;vertical-align:middle}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;padding:0;margin:8px 0 0;font-size:13px;color:var(--soft)}
+.legend{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;padding:0;margin:8px 0 0;font-size:13px;
+color:var(--soft)}
 .legend svg{width:14px;height:14px;margin-right:6px;vertical-align:-2px}
 svg{display:block;width:100%;height:auto}
 .legend svg{display:inline}
@@ -53,10 +59,12 @@ svg{display:block;width:100%;height:auto}
 .mark{fill:var(--mark);stroke:var(--card);stroke-width:1.5}
 .track{fill:var(--track)}
 .begin{stroke:var(--soft);stroke-dasharray:3 3}
-.ink{font-size:11px;fill:#fff}.inkwait{font-size:11px;fill:var(--ink);paint-order:stroke;stroke:var(--card);stroke-width:4px}
+.ink{font-size:11px;fill:#fff}.inkwait{font-size:11px;fill:var(--ink);paint-order:stroke;stroke:var(--card);
+stroke-width:4px}
 .wait{fill:url(#hatch);stroke:var(--soft);stroke-width:.7}
 .hatchline{stroke:var(--soft);stroke-width:1.4;opacity:.65}
-.c0{fill:var(--c0)}.c1{fill:#6b4fc4}.c2{fill:#946200}.c3{fill:#b03a76}.c4{fill:#0d7a8a}.c5{fill:#2468c0}.c6{fill:#bb3b3b}.c7{fill:#23784f}.c8{fill:#b25512}
+.c0{fill:var(--c0)}.c1{fill:#6b4fc4}.c2{fill:#946200}.c3{fill:#b03a76}.c4{fill:#0d7a8a}.c5{fill:#2468c0}.c6{
+fill:#bb3b3b}.c7{fill:#23784f}.c8{fill:#b25512}
 footer{margin-top:44px;color:var(--soft);font-size:13px}
 @media print{.card{break-inside:avoid}}
 """

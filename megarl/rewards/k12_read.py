@@ -89,7 +89,7 @@ _CHOSEN = re.compile(
 
 
 def chosen(text: str) -> set[str] | None:
-    """The letters after the last "故选" or "option" of a response that has no other sign of an answer; None for none."""
+    """The letters after the last "故选" or "option" of a response without another sign of an answer."""
     if re.search(r"\\boxed|<answer>", text):
         return None
     matches = list(_CHOSEN.finditer(half_width(text)[-2000:]))

@@ -61,9 +61,13 @@ _FALSE = frozenset(
     ]
 ) | {"not true", "not correct", "not right"}
 _DOUBT = re.compile(
-    r"\b(?:or|n?either|nor|maybe|perhaps|possibly|unsure|not sure|probably)\b|[?？]|或|(?<!不)可能|不知道|不确定|不清楚|无法"
+    r"\b(?:or|n?either|nor|maybe|perhaps|possibly|unsure|not sure|probably)\b|[?？]"
+    r"|或|(?<!不)可能|不知道|不确定|不清楚|无法"
 )
-_NEVER = r"(?:not|never|cannot|can't|isn't|isnt|aren't|wasn't|doesn't|don't|no\s+longer|不可能|并非|并不|不是|没有|不能|不|没|非|无|未)"
+_NEVER = (
+    r"(?:not|never|cannot|can't|isn't|isnt|aren't|wasn't|doesn't|don't|no\s+longer"
+    r"|不可能|并非|并不|不是|没有|不能|不|没|非|无|未)"
+)
 _BETWEEN = (
     r"(?:\s*(?:be|a|an|the|at\s+all|really|actually|in\s+fact|"
     r"logically|mathematically|strictly|是|能|会|够)\b|\s*(?:是|能|会|说|认为))*\s*"

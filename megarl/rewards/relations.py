@@ -1,4 +1,4 @@
-"""Relation signs in words, English and Chinese: ``is greater than``, 大于, ``平行``; comparisons that are turned round."""
+"""Relation signs in words, English and Chinese: ``is greater than``, 大于, ``平行``; comparisons turned round."""
 
 from __future__ import annotations
 

@@ -10,13 +10,16 @@ import re
 
 from megarl.rewards import units
 
-_REGULAR = """add answer ask average bake build buy carry charge collect complete conclude contain cook cost count cover cut deduce deliver depict
-derive donate draw drink drive earn eat end equal evaluate feature fill find finish follow gain gather get give have hold include invest jump
-keep last learn leave lend lose make mean measure mow need number obtain offer order owe own pack paint pass pay pick plant play possess pour
-practice print produce raise read receive remain remove repair require return run save say score see sell serve share show sleep solve
-spend stand start state stay stock store study swim take total travel use visit walk want wash watch wear weigh win work write yield"""
-_IRREGULAR = """is are was were be being been 's ’s has had having became got getting gave giving made making came left lost paid sold bought
-spent won took taken found kept ate drank drove rode ran flew saw held lent grew have become come goes"""
+_REGULAR = """add answer ask average bake build buy carry charge collect complete conclude contain cook cost count
+cover cut deduce deliver depict derive donate draw drink drive earn eat end equal evaluate feature
+fill find finish follow gain gather get give have hold include invest jump keep last learn leave lend
+lose make mean measure mow need number obtain offer order owe own pack paint pass pay pick plant play
+possess pour practice print produce raise read receive remain remove repair require return run save
+say score see sell serve share show sleep solve spend stand start state stay stock store study swim
+take total travel use visit walk want wash watch wear weigh win work write yield"""
+_IRREGULAR = """is are was were be being been 's ’s has had having became got getting gave giving made making came
+left lost paid sold bought spent won took taken found kept ate drank drove rode ran flew saw held
+lent grew have become come goes"""
 
 
 def _forms(verb: str) -> set[str]:

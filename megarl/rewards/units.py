@@ -88,8 +88,8 @@ def names() -> dict[str, str]:
 
 _SQUARE = {"平方": "^2", "立方": "^3", "square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _IGNORED = {"unit", "units", "单位", "每", "的", "of"}
-_NUMERALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
-nineteen"""
+_NUMERALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen"""
 NUMERALS = _NUMERALS.split()
 
 _STOPPING = (

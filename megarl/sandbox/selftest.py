@@ -117,7 +117,8 @@ print(json.dumps({
         "a port of the host is reached": fails(connect, ("127.0.0.1", port)),
         "a process of the host is signalled": fails(os.kill, pid, 0),
         **{f"{path} is written": fails(write, path) for path in
-           ("/x", "/usr/lib/x", "/python/lib/x", "/dev/x", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger", "/etc/x")},
+           ("/x", "/usr/lib/x", "/python/lib/x", "/dev/x", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger",
+            "/etc/x")},
         "a packet socket is opened": fails(socket.socket, socket.AF_PACKET, socket.SOCK_RAW),
         "a netlink socket is opened": fails(socket.socket, socket.AF_NETLINK, socket.SOCK_RAW),
         "more processes are started than the limit": fails(fork_many),
@@ -152,7 +153,8 @@ while True:
 """
 LEAVE_PROBE = """
 import os, time
-print(os.listdir("/tmp"), os.listdir("/dev/shm"), [name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())])
+others = [name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())]
+print(os.listdir("/tmp"), os.listdir("/dev/shm"), others)
 open("/tmp/left", "w").close()
 open("/dev/shm/left", "w").close()
 if os.fork() == 0:
