@@ -245,10 +245,11 @@ def outcomes(name: str) -> dict[str, str]:
 
 
 HEAD = """# Chat templates
-Written by `python -m tests.chat_battery docs/chat_templates.md`; a test fails when the page differs. Each cell renders a conversation
-with a published template in megarl and in transformers' `apply_chat_template`, and compares texts and token ids; where the last message
-is an answer, also the ids of prompt and answer together, up to the end token. The texts are in `tests/data/chat_templates`, with source
-and licence. Rules for rows: [offline.md](offline.md#messages-and-templates).
+Written by `python -m tests.chat_battery docs/chat_templates.md`; a test fails when the page differs. Each cell renders
+a conversation with a published template in megarl and in transformers' `apply_chat_template`, and compares texts and
+token ids; where the last message is an answer, also the ids of prompt and answer together, up to the end token. The
+texts are in `tests/data/chat_templates`, with source and licence. Rules for rows:
+[offline.md](offline.md#messages-and-templates).
 
 | cell | meaning |
 |---|---|

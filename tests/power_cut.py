@@ -15,11 +15,13 @@ SHIM = r"""
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-/* A disk that keeps only what was synced: each fsync of a file in $WATCHED copies it into $SYNCED, that of $WATCHED removes what is gone. */
+/* A disk that keeps only what was synced: each fsync of a file in $WATCHED copies it into $SYNCED,
+   that of $WATCHED removes what is gone. */
 static void forget(int folder) {
     DIR *kept = opendir(getenv("SYNCED"));
     for (struct dirent *entry; (entry = readdir(kept));)
-        if (entry->d_name[0] != '.' && faccessat(folder, entry->d_name, F_OK, 0)) unlinkat(dirfd(kept), entry->d_name, 0);
+        if (entry->d_name[0] != '.' && faccessat(folder, entry->d_name, F_OK, 0))
+            unlinkat(dirfd(kept), entry->d_name, 0);
     closedir(kept);
 }
 static int keep(int fd) {

@@ -20,8 +20,9 @@ from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
 
 HEADER = """# Settings
 
-Written by `megarl config --reference`; do not edit. Set them as overrides (`trainer.steps=20`) or in files of `configs/`.
-`megarl config [overrides]` prints what a job composes to. `null` is "not set". The last column names verl's setting.
+Written by `megarl config --reference`; do not edit. Set them as overrides (`trainer.steps=20`) or in files of
+`configs/`. `megarl config [overrides]` prints what a job composes to. `null` is "not set". The last column names verl's
+setting.
 """
 
 

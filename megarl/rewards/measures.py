@@ -145,6 +145,6 @@ _ASKED = re.compile(
 
 
 def asks_for_unit(question: str) -> bool:
-    """Return True if a question wants its answer in a unit that it names: ``in cm``, "how many minutes", 多少厘米, ``5 m =
-    ____ cm``."""
+    """Return True if a question wants its answer in a unit that it names: ``in cm``, "how many minutes", 多少厘米,
+    ``5 m = ____ cm``."""
     return bool(_ASKED.search(question[-2000:]))

@@ -160,8 +160,8 @@ def stated(before: str, after: str, equation: bool = False) -> bool:
 
 
 def _counted(text: str) -> bool:
-    """Return True if the words after a number are a unit, what is counted or where: ``apples in the box``, 个苹果, "is the
-    answer"."""
+    """Return True if the words after a number are a unit, what is counted or where: ``apples in the box``, 个苹果,
+    "is the answer"."""
     if re.match("[一-鿿]", text):
         return not _HAN_BEHIND.search(text[:4])
     nouns: list[str] = []

@@ -386,17 +386,18 @@ def measure(root: Path, cells: Sequence[Cell] = CELLS, backend: Literal["gloo", 
 
 HEADER = """# Parity of the grids
 
-Written by `make parity` (`tests/parallel/parity.py`) on a CPU in float32; `tests/parallel/test_parity.py` fails where a number is above
-{tolerance:.0e}.
+Written by `make parity` (`tests/parallel/parity.py`) on a CPU in float32; `tests/parallel/test_parity.py` fails where a
+number is above {tolerance:.0e}.
 
-One GRPO batch of six sequences of unequal length with perturbed `old_logp` and `ref_logp`, so that clipping, the KL term and the
-entropy term are all in the gradient. The reference is one process of transformers (eager attention) and `torch.optim.AdamW`, with the
-loss and the clipping of the gradient written out in the test. Four updates each.
+One GRPO batch of six sequences of unequal length with perturbed `old_logp` and `ref_logp`, so that clipping, the KL
+term and the entropy term are all in the gradient. The reference is one process of transformers (eager attention) and
+`torch.optim.AdamW`, with the loss and the clipping of the gradient written out in the test. Four updates each.
 
-- **loss**, **next losses**: of the first update and of the three that follow (worst), relative to the sum of the loss's terms without their signs;
+- **loss**, **next losses**: of the first update and of the three that follow (worst), relative to the sum of the loss's
+  terms without their signs;
 - **norm**: of the gradient before clipping, relative;
-- **gradient**: of every parameter as transformers names and shapes it, on every rank that holds a part of it, relative to its largest
-  entry; the worst parameter.
+- **gradient**: of every parameter as transformers names and shapes it, on every rank that holds a part of it, relative
+  to its largest entry; the worst parameter.
 
 Models: 4 layers, 200 tokens (no multiple of the padded vocabulary). EP2 stands on DP2. Recompute: `model.recompute`.
 

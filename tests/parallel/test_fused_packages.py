@@ -68,7 +68,8 @@ cpu.install()
 import megatron.core.optimizer as optimizer
 from megatron.core.optimizer import distrib_optimizer as distributed
 taken = {optimizer.Adam, distributed.Adam}
-print(*(f"{cls.__module__}.{cls.__name__}" for cls in taken), optimizer.USING_PYTORCH_OPTIMIZER, distributed.HAVE_APEX_OR_TE)
+names = [f"{cls.__module__}.{cls.__name__}" for cls in taken]
+print(*names, optimizer.USING_PYTORCH_OPTIMIZER, distributed.HAVE_APEX_OR_TE)
 """
 
 

@@ -194,7 +194,8 @@ def f():
         return open(path).read().splitlines()[1:]
     left = os.listdir("/tmp") + os.listdir("/dev/shm")
     pids = [name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())]
-    sockets = [path for path in ("/proc/net/tcp", "/proc/net/udp") if lines(path)] + [line for line in lines("/proc/net/unix") if "@" in line]
+    sockets = [path for path in ("/proc/net/tcp", "/proc/net/udp") if lines(path)]
+    sockets += [line for line in lines("/proc/net/unix") if "@" in line]
     with socket.create_server(("127.0.0.1", 5000)):
         pass
     room = os.statvfs("/tmp")

@@ -332,9 +332,10 @@ def test_float32_is_close_to_float64(name, monkeypatch):
 
 def test_grpo_advantages_golden():
     """algorithms.md: rewards [1,0,0,0] give 1.499997 (population std would give 1.73205)."""
-    a = lambda rewards, **kw: [
-        algorithms.get("grpo").advantage(r, group_stats(rewards), AlgorithmConfig(**kw)) for r in rewards
-    ]  # noqa: E731
+
+    def a(rewards, **kw):
+        return [algorithms.get("grpo").advantage(r, group_stats(rewards), AlgorithmConfig(**kw)) for r in rewards]
+
     assert a([1, 0, 0, 0]) == pytest.approx([1.499997, -0.499999, -0.499999, -0.499999], abs=1e-6)
     assert a([0.7] * 8) == [0.0] * 8
     assert a([1e6 / 3] * 5, normalize_by_std=False) == [0.0] * 5

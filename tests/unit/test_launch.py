@@ -133,7 +133,8 @@ def test_last_lines_begin_with_the_exception(tmp_path: Path) -> None:
     """A server that ends in order prints much after the cause of its end."""
     process = child(
         tmp_path,
-        "print('hello'); print('(EngineCore) RuntimeError: no such head_dim'); [print('closing', i) for i in range(90)]",
+        "print('hello'); print('(EngineCore) RuntimeError: no such head_dim'); "
+        "[print('closing', i) for i in range(90)]",
     )
     assert process.wait(30)
     assert process.tail().splitlines() == [
@@ -198,7 +199,8 @@ import os, sys
 from pathlib import Path
 from megarl.launch.process import Child
 waits = (
-    "import os, signal, threading; from megarl.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); end_after_parent(0.2); "
+    "import os, signal, threading; from megarl.parent import end_after_parent; signal.signal(15, signal.SIG_IGN); "
+    "end_after_parent(0.2); "
     "os.fork(); print('up', flush=True); lock = threading.Lock(); lock.acquire(); lock.acquire()"
 )
 child = Child("trainer rank 0", [sys.executable, "-c", waits], {}, Path(sys.argv[1]))

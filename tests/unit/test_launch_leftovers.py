@@ -73,7 +73,10 @@ from pathlib import Path
 from megarl.launch.guard import Guard
 from megarl.launch.node import LocalNode, Spec
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
-code = "import os, signal, time; signal.signal(15, signal.SIG_IGN); open(os.environ['TMPDIR'] + '/left', 'w'); print(os.environ['TMPDIR'], flush=True); time.sleep(600)"
+code = (
+    "import os, signal, time; signal.signal(15, signal.SIG_IGN); open(os.environ['TMPDIR'] + '/left', 'w'); "
+    "print(os.environ['TMPDIR'], flush=True); time.sleep(600)"
+)
 with Guard(alone_s=0.2) as guard:
     child = LocalNode(guard).start(Spec("engine 0", ("-c", code), {}, sys.argv[1]))
     while "\\n" not in child.log.read_text():

@@ -258,7 +258,10 @@ def _running(pid: int) -> bool:
 
 FORKS = """
 import os, pathlib, subprocess, sys, time
-CHILD = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], 'child_' + sys.argv[2]).write_text(str(os.getpid())); time.sleep(600)"
+CHILD = (
+    "import os, pathlib, sys, time; "
+    "pathlib.Path(sys.argv[1], 'child_' + sys.argv[2]).write_text(str(os.getpid())); time.sleep(600)"
+)
 FOLDER = pathlib.Path(__file__).parent
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     how, _, then = solution_str.partition(" ")
