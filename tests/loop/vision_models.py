@@ -26,8 +26,10 @@ IMAGE_TOKENS = 4
 """Vectors of one image: 4 x 4 patches, each 2 x 2 of them shuffled into one."""
 
 # As SmolVLM's: contents are lists of parts. A text would give nothing.
-TEMPLATE = """<bos> {% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>
-{%- elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %} {% endfor %}{% if add_generation_prompt %}Answer :{% endif %}"""
+TEMPLATE = """<bos> {% for message in messages %}{% for part in message['content'] -%}
+{% if part['type'] == 'image' %}<image>
+{%- elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %} {% endfor -%}
+{% if add_generation_prompt %}Answer :{% endif %}"""
 
 
 def save_tiny_idefics3(path: Path, seed: int = 0) -> Path:

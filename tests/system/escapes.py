@@ -199,7 +199,9 @@ def f():
     with socket.create_server(("127.0.0.1", 5000)):
         pass
     room = os.statvfs("/tmp")
-    return [left, pids, sockets, room.f_bavail == room.f_blocks, os.getpriority(os.PRIO_PROCESS, 1) == os.getpriority(os.PRIO_PROCESS, 0), len(os.sched_getaffinity(1)) == len(os.sched_getaffinity(0))]
+    niceness = os.getpriority(os.PRIO_PROCESS, 1) == os.getpriority(os.PRIO_PROCESS, 0)
+    cores = len(os.sched_getaffinity(1)) == len(os.sched_getaffinity(0))
+    return [left, pids, sockets, room.f_bavail == room.f_blocks, niceness, cores]
 def g(x):
     return len(x)
 """
