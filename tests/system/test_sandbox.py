@@ -28,7 +28,7 @@ from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.errors import SandboxError
 from megarl.report import doctor
 from megarl.rewards.code import check_code
-from megarl.sandbox import client, host, local, selftest
+from megarl.sandbox import client, host, proven, selftest
 from megarl.sandbox.client import RemoteSandbox, open_sandbox
 from megarl.sandbox.host import Host
 from megarl.sandbox.interface import MIB, Call, Checks, Limits, Sandbox, Test
@@ -427,7 +427,7 @@ def test_a_job_is_checked_before_it_starts(url: str, monkeypatch: pytest.MonkeyP
 
 def test_the_doctor_says_whether_programs_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check.state for check in doctor.sandbox()] == ["ok"]
-    monkeypatch.setattr(local, "_proven", {})
+    monkeypatch.setattr(proven, "_proven", {})
     monkeypatch.setattr(host, "find", host.find.__wrapped__)
     monkeypatch.setenv("PATH", "/nowhere")
     [check] = doctor.sandbox()

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.errors import ConfigError, DataError
 from megarl.launch import checks
-from megarl.sandbox import client, host, local
+from megarl.sandbox import client, host, proven
 from megarl.tasksets import read_rows
 from tests.unit.small_job import config_of, refused
 from tests.unit.test_launch_data import rewritten
@@ -84,7 +84,7 @@ def test_programs_need_a_sandbox_before_anything_starts(
     monkeypatch.setattr(client, "BUSY_S", 0.2)
     refused(ConfigError, service, "not run unless they can be isolated", "http://127.0.0.1:9")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(local, "_proven", {})  # by another test of this process
+    monkeypatch.setattr(proven, "_proven", {})  # by another test of this process
     host.find.cache_clear()
     refused(ConfigError, config_of(prepared, override), "not run unless they can be isolated", "bwrap")
 
