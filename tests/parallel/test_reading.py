@@ -56,7 +56,7 @@ def plain(experience: Any) -> Any:
 def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, float], int, bool]:
     """(experiences, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within
     groups)."""
-    from megarl.loop import reading
+    from megarl.loop.reading import RolloutReader
     from megarl.store import store as rows
 
     reader, store = joined(rank, nodes), Store(url)
@@ -64,8 +64,8 @@ def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, flo
     decoded: list[int] = []
     decode = rows.experience_from_row
     rows.experience_from_row = lambda row: (decoded.append(len(row.tensors) + len(row.record)), decode(row))[1]  # type: ignore[func-returns-value]
-    found = reading.experiences(reader, store, "r0", lambda: False)
-    metrics = reading.metrics(reader, store, "r0")
+    rollouts = RolloutReader(reader, store, lambda: False)
+    found, metrics = rollouts.experiences("r0"), rollouts.metrics("r0")
     assert found is not None
     shared = len({id(e.greedy) for e in found}) == GROUPS
     return pickle.dumps([plain(e) for e in found]), metrics, sum(decoded), shared
