@@ -184,7 +184,8 @@ def _span(fields: Any) -> VersionSpan:
 def _failure(fields: dict[str, Any], arrays: bytes) -> Failure:
     _check_empty(arrays)
     request, index = _typed(int, fields["request"]), _typed(int, fields["index"])
-    return Failure(request, index, _typed(str, fields["message"]), _typed(bool, fields["refused"]))
+    message = _typed(str, fields["message"]).encode(errors="replace").decode()  # JSON has halves of surrogate pairs
+    return Failure(request, index, message, _typed(bool, fields["refused"]))
 
 
 def _heartbeat(fields: dict[str, Any], arrays: bytes) -> Heartbeat:

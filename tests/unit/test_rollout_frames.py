@@ -162,6 +162,12 @@ def test_a_long_message_is_cut() -> None:
     assert isinstance(failure, Failure) and 0 < len(failure.message) < 10**6
 
 
+def test_a_message_can_be_written_to_a_file() -> None:
+    """JSON has halves of surrogate pairs, which neither a log nor a database takes."""
+    [failure] = Decoder().feed(encode(Failure(0, 0, "bad \ud800 byte, é", True)))
+    assert isinstance(failure, Failure) and failure.message == "bad ? byte, é"
+
+
 def test_log_probs_of_other_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="2 tokens has 1 log-probs"):
         encode(Completion(0, 0, np.array([1, 2]), np.array([-1.0]), "stop", ()))
