@@ -69,7 +69,7 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
     """What ``model.router`` sets, the model has. Raises ConfigError."""
     arch, router = architecture(hf_config), config.model.router
     for name, value in asdict(router).items():
-        if value and not arch.sizes(hf_config).experts:
+        if value and not arch.sizes(hf_config).moe_layers:
             raise ConfigError(f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0")
     if router.bias_update_rate and not arch.sigmoid_router:
         raise ConfigError(
