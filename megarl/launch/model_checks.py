@@ -73,7 +73,7 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Check that the model has what ``model.router`` sets. Raises ConfigError."""
     arch, router = architecture(hf_config), config.model.router
     for name, value in asdict(router).items():
-        if value and not arch.sizes(hf_config).experts:
+        if value and not arch.sizes(hf_config).moe_layers:
             raise ConfigError(
                 f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0"
             )

@@ -129,12 +129,11 @@ def sequences_of_tokens(stage: Any, row: torch.Tensor) -> torch.Tensor:
     return scatter_to_sequence_parallel_region(row.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
 
 
-def measured(found: Sequence[Router], name: str, device: torch.device) -> Sums:
+def measured(chunks: Sequence[torch.nn.Module], name: str) -> Sums:
     """Metrics of an update, the same on every rank of the model: both losses as means over the layers, and the largest
-    load of an expert in shares of its layer's mean. Every rank calls it; ``load`` is then that of all ranks.
-
-    ``device``: of the model, for a stage without routers too: a collective of CPU and GPU tensors would hang.
-    """
+    load of an expert in shares of its layer's mean. Every rank calls it; ``load`` is then that of all ranks."""
+    # The device of the model, for a stage without routers too: a collective of CPU and GPU tensors would hang.
+    found, device = routers(chunks), next(chunks[0].parameters()).device
     total = torch.zeros(3, dtype=torch.float64, device=device)
     fullest = torch.zeros((), dtype=torch.float64, device=device)
     if found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,6 +17,8 @@ from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Hear
 
 HEARTBEAT_S = 5.0
 """Longest time between two frames of an engine; less where ``timeout_s`` is short."""
+MAX_ERROR_BYTES = 2**16
+"""Of the body that comes with an error's status; the rest is cut."""
 LEFT_OUT_S = 5.0
 """Seconds for which an engine that failed gets no request while others live: one that is dead has the fewest unfinished
 samples of all."""
@@ -60,9 +62,10 @@ class Sampling:
 
 
 class _Silence:
-    """Raises EngineError once an engine has generated nothing for ``timeout_s``, weight updates left out.
+    """Raise EngineError once an engine has generated nothing for ``timeout_s``, weight updates left out, or has not
+    ended a frame.
 
-    It counts heartbeats rather than seconds: a caller may take its time between two records.
+    Between frames it counts heartbeats rather than seconds: a caller may take its time between two records.
     """
 
     def __init__(self, url: str, timeout_s: float, every_s: float, progressed: Callable[[], None]) -> None:
@@ -70,12 +73,25 @@ class _Silence:
         self._progressed = progressed
         self._tokens: int | None = None
         self._silent_s = 0.0
+        self._frame_since: float | None = None
 
     def over(self) -> None:
         """A sample has come."""
         self._silent_s = 0.0
+        self._frame_since = None
+
+    def read(self, decoder: Decoder) -> None:
+        """A chunk has come, and its records have been taken."""
+        if not decoder.is_within_frame or self._frame_since is None:
+            self._frame_since = time.monotonic() if decoder.is_within_frame else None
+        elif time.monotonic() - self._frame_since > self._timeout_s:
+            raise EngineError(
+                f"the engine at {self._url} sent part of a frame and has not ended it for {self._timeout_s:g} s "
+                f"(rollout.request_timeout_s={self._timeout_s:g}); its log has its last words"
+            )
 
     def beat(self, heartbeat: Heartbeat) -> None:
+        self._frame_since = None
         before, self._tokens = self._tokens, heartbeat.tokens
         if before is None:
             return
@@ -131,25 +147,28 @@ class EngineClient:
             EngineError: the engine refuses all calls, or is gone; samples already yielded stay good.
             RequestRefused: it refused this call, or a prompt of it, for what is in it.
         """
-        total = sum(prompt.n for prompt in prompts)
+        missing = {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
+        total = len(missing)
         now = time.monotonic()
         url = min(self._outstanding, key=lambda url: (max(now, self._left_out[url]), self._outstanding[url]))
         self._outstanding[url] += total
-        left = total
         try:
             async for completion in self._stream(url, prompts, sampling):
-                left -= 1
+                _check(url, completion, missing)
+                missing.remove((completion.request, completion.index))
                 self._outstanding[url] -= 1
                 yield completion
-            if left:
-                raise EngineError(f"the engine at {url} ended its answer with {left} of {total} samples missing")
+            if missing:
+                raise EngineError(
+                    f"the engine at {url} ended its answer with {len(missing)} of {total} samples missing"
+                )
         except RequestRefused:
             raise
         except EngineError:
             self._left_out[url] = time.monotonic() + LEFT_OUT_S
             raise
         finally:
-            self._outstanding[url] -= left
+            self._outstanding[url] -= len(missing)
 
     async def _stream(self, url: str, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Completion]:
         assert self._session is not None, "EngineClient is used as an async context manager"
@@ -159,11 +178,11 @@ class EngineClient:
             "heartbeat_s": self._heartbeat_s,
         }
         silence = _Silence(url, self._timeout_s, self._heartbeat_s, self._progressed)
-        decoder, missing = Decoder(), {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
+        decoder = Decoder()
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
                 if answer.status != 200:
-                    said = (await answer.text()).strip()
+                    said = await _text(answer)
                     kind = RequestRefused if 400 <= answer.status < 500 else EngineError
                     raise kind(f"the engine at {url} answered {answer.status} to /megarl/generate: {said}")
                 async for chunk in answer.content.iter_any():
@@ -172,12 +191,8 @@ class EngineClient:
                             silence.beat(record)
                             continue
                         silence.over()
-                        if (sample := (record.request, record.index)) not in missing:
-                            raise FrameError(
-                                f"sample {sample[1]} of prompt {sample[0]} was not asked for, or came before"
-                            )
-                        missing.remove(sample)
                         yield _completion(url, record)
+                    silence.read(decoder)
                 decoder.end()
         except FrameError as error:
             raise EngineError(f"the engine at {url} sent a broken stream: {error}") from error
@@ -197,6 +212,31 @@ def _body(prompt: Prompt) -> dict[str, Any]:
     }
     images = [base64.b64encode(image).decode() for image in prompt.images]
     return body | ({"images": images} if images else {})
+
+
+async def _text(answer: aiohttp.ClientResponse) -> str:
+    """The first ``MAX_ERROR_BYTES`` of a body, whatever its encoding and length."""
+    body = b""
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if len(body) >= MAX_ERROR_BYTES:
+            break
+    return body[:MAX_ERROR_BYTES].decode(errors="replace").strip()
+
+
+def _check(url: str, sample: Completion, missing: Set[tuple[int, int]]) -> None:
+    """Check that the sample is one of the ``missing`` and that its versions tile its tokens. Raises EngineError."""
+    if (sample.request, sample.index) not in missing:
+        raise EngineError(
+            f"the engine at {url} sent sample {sample.index} of prompt {sample.request}, which was not asked for or "
+            "came before"
+        )
+    edges = [0, *(edge for span in sample.versions for edge in (span.start, span.end)), len(sample.token_ids)]
+    if sample.versions and (edges != sorted(edges) or edges[::2] != edges[1::2]):
+        raise EngineError(
+            f"the engine at {url} failed at prompt {sample.request}, sample {sample.index}: its versions do not tile "
+            f"its {len(sample.token_ids)} tokens: {sample.versions}"
+        )
 
 
 def _completion(url: str, record: Completion | Failure) -> Completion:

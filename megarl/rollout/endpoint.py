@@ -19,7 +19,7 @@ import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -67,7 +67,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
     prompts: list[PromptBody]
     sampling: dict[str, Any]
-    heartbeat_s: float = 5.0
+    heartbeat_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
 
 
 @dataclass
@@ -273,10 +273,12 @@ async def _answer(
     number, i, j = place
     try:
         inputs = tokens_input(prompt.token_ids) if seen is None else await seen
-        # FINAL_ONLY: the one output is the finished sample.
-        async for output in engine.generate(inputs, sampling, f"megarl-{number}-{i}-{j}"):
-            progress.ended += len(output.outputs[0].token_ids)
-            frames.put_nowait(encode(_record(i, j, output, expanded=seen is not None)))
+        outputs = [output async for output in engine.generate(inputs, sampling, f"megarl-{number}-{i}-{j}")]
+        if not outputs:
+            raise RuntimeError("vLLM ended the request without an output")
+        finished = outputs[-1]  # FINAL_ONLY: the one output is the finished sample
+        progress.ended += len(finished.outputs[0].token_ids)
+        frames.put_nowait(encode(_record(i, j, finished, expanded=seen is not None)))
     except Exception as error:
         refused = isinstance(error, VLLMClientError | ValueError)
         frames.put_nowait(encode(Failure(i, j, f"{type(error).__name__}: {error}", refused)))

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -24,6 +24,7 @@ MAX_MESSAGE = 2**16
 """Characters of an error's text; the rest is cut."""
 _HEADER = struct.Struct("<4sII")
 _SAMPLE, _FAILURE, _HEARTBEAT = b"SMPL", b"FAIL", b"BEAT"
+T = TypeVar("T")
 
 
 class FrameError(ValueError):
@@ -130,6 +131,11 @@ class Decoder:
         while (record := self._next()) is not None:
             yield record
 
+    @property
+    def is_within_frame(self) -> bool:
+        """A part of a frame has come, without its end."""
+        return bool(self._buffer)
+
     def end(self) -> None:
         """Call at the end of the stream. Raises FrameError when it ended within a frame."""
         if self._buffer:
@@ -155,27 +161,51 @@ class Decoder:
 
 
 def _sample(fields: dict[str, Any], arrays: bytes) -> Completion:
-    tokens, prompt_tokens = fields["tokens"], fields["prompt_tokens"]
-    if len(arrays) != 4 * (2 * tokens + (prompt_tokens or 0)):
+    tokens = _typed(int, fields["tokens"])
+    prompt_tokens = None if fields["prompt_tokens"] is None else _typed(int, fields["prompt_tokens"])
+    if tokens < 0 or len(arrays) != 4 * (2 * tokens + (prompt_tokens or 0)):
         raise ValueError(f"{tokens} tokens and {prompt_tokens} of the prompt are not {len(arrays)} bytes")
+    if fields["finish_reason"] not in get_args(FinishReason):
+        raise ValueError(f"its finish reason is none of {', '.join(get_args(FinishReason))}")
     prompt_at = 8 * tokens
     return Completion(
-        request=int(fields["request"]),
-        index=int(fields["index"]),
+        request=_typed(int, fields["request"]),
+        index=_typed(int, fields["index"]),
         token_ids=np.frombuffer(arrays, "<i4", tokens).astype(np.int32),
         logprobs=np.frombuffer(arrays, "<f4", tokens, 4 * tokens).astype(np.float32),
         finish_reason=fields["finish_reason"],
-        versions=tuple(VersionSpan(*span) for span in fields["versions"]),
+        versions=tuple(map(_span, _typed(list, fields["versions"]))),
         prompt_ids=None if prompt_tokens is None else np.frombuffer(arrays[prompt_at:], "<i4").astype(np.int32),
     )
 
 
+def _span(fields: Any) -> VersionSpan:
+    version, start, end = _typed(list, fields)
+    return VersionSpan(_typed(str, version), _typed(int, start), _typed(int, end))
+
+
 def _failure(fields: dict[str, Any], arrays: bytes) -> Failure:
-    return Failure(int(fields["request"]), int(fields["index"]), fields["message"], fields["refused"])
+    _check_empty(arrays)
+    request, index = _typed(int, fields["request"]), _typed(int, fields["index"])
+    message = _typed(str, fields["message"]).encode(errors="replace").decode()  # JSON has halves of surrogate pairs
+    return Failure(request, index, message, _typed(bool, fields["refused"]))
 
 
 def _heartbeat(fields: dict[str, Any], arrays: bytes) -> Heartbeat:
-    return Heartbeat(fields["tokens"], fields["paused"])
+    _check_empty(arrays)
+    return Heartbeat(_typed(int, fields["tokens"]), _typed(bool, fields["paused"]))
+
+
+def _check_empty(arrays: bytes) -> None:
+    if arrays:
+        raise ValueError(f"it has {len(arrays)} bytes of arrays")
+
+
+def _typed(kind: type[T], value: Any) -> T:
+    """``value``, a field of JSON. Raises TypeError where it is of another type; true is no number."""
+    if type(value) is not kind:
+        raise TypeError(f"a field is {type(value).__name__} instead of {kind.__name__}")
+    return value  # type: ignore[no-any-return]
 
 
 _READERS: dict[bytes, Callable[[dict[str, Any], bytes], Record]] = {

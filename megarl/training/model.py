@@ -182,7 +182,7 @@ class TrainedModel(FrozenModel):
             self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
             self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
         config.grad_scale_func = self.optimizer.inner.scale_loss
-        self._balanced = model.router.is_used and bool(architecture(hf_config).sizes(hf_config).experts)
+        self._balanced = model.router.is_used and bool(architecture(hf_config).sizes(hf_config).moe_layers)
         self._routers = routers(self.chunks)
 
     def weights_changed(self) -> None:
@@ -238,8 +238,7 @@ class TrainedModel(FrozenModel):
         collected = run(
             self.chunks, sequences, batches, self.head, loss_function, forward_only=False, balanced=self._balanced
         )
-        device = next(self.chunks[0].parameters()).device
-        of_routers = measured(self._routers, objective.name, device) if self._balanced else {}
+        of_routers = measured(self.chunks, objective.name) if self._balanced else {}
         if not collected or not self._speaks():
             return {}
         whole = sum(float(total) for total, _ in collected)

@@ -1,17 +1,22 @@
-"""Memory of vLLM's front end for the tokens of unfinished answers, without an engine."""
+"""The endpoint's stream, and the memory of vLLM's front end for the tokens of unfinished answers, without an engine."""
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
+import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from megarl.rollout.endpoint import _record, sampling_params
-from megarl.rollout.frames import Completion
+from megarl.rollout.endpoint import GenerateBody, Progress, PromptBody, _record, _stream, sampling_params
+from megarl.rollout.frames import Completion, Decoder, Failure, Heartbeat, Record
 
 TOKENS = 4096
 
@@ -46,3 +51,46 @@ def test_bytes_of_a_token_until_its_answer_ends() -> None:
     record = _record(0, 0, output, expanded=False)
     assert isinstance(record, Completion)
     assert record.token_ids.tolist() == ids.tolist() and record.logprobs.tobytes() == logprobs.tobytes()
+
+
+class Engine:
+    """An engine whose requests give so many outputs each, with as many tokens as their number."""
+
+    output_processor = SimpleNamespace(request_states={})
+
+    def __init__(self, outputs: int) -> None:
+        self._outputs = outputs
+
+    async def generate(self, *_: object) -> AsyncIterator[object]:
+        for tokens in range(1, self._outputs + 1):
+            flat = SimpleNamespace(token_ids=[7] * tokens, logprobs=[-1.0] * tokens)
+            output = SimpleNamespace(token_ids=[7] * tokens, logprobs=flat, finish_reason="stop", weight_versions=None)
+            yield SimpleNamespace(outputs=[output])
+
+
+def records_of(engine: Engine) -> list[Record]:
+    async def ask() -> list[Record]:
+        parameters = sampling_params({"max_tokens": 4})
+        body = GenerateBody([PromptBody([1], n=2)], {}, heartbeat_s=0.05)
+        async with asyncio.timeout(1):
+            chunks = [chunk async for chunk in _stream(engine, Progress(engine), body, parameters, parameters)]  # type: ignore[arg-type]
+        return list(Decoder().feed(b"".join(chunks)))
+
+    return [record for record in asyncio.run(ask()) if not isinstance(record, Heartbeat)]
+
+
+@pytest.mark.parametrize(("outputs", "kind"), [(0, Failure), (1, Completion), (3, Completion)])
+def test_every_sample_has_one_frame(outputs: int, kind: type[Record]) -> None:
+    """Without one its caller would wait for as long as the engine serves others; with two another's would be lost."""
+    records = records_of(Engine(outputs))
+    assert [type(record) for record in records] == [kind, kind]
+    assert {record.index for record in records if not isinstance(record, Heartbeat)} == {0, 1}
+    assert all(len(record.token_ids) == outputs for record in records if isinstance(record, Completion))
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "0.0"])
+def test_heartbeats_without_a_pause_are_refused(seconds: str) -> None:
+    text = '{"prompts": [], "sampling": {}, "heartbeat_s": %s}'
+    assert msgspec.json.decode(text % "0.25", type=GenerateBody).heartbeat_s == 0.25
+    with pytest.raises(msgspec.ValidationError, match="heartbeat_s"):
+        msgspec.json.decode(text % seconds, type=GenerateBody)

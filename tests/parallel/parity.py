@@ -58,6 +58,7 @@ GRIDS = {
     "EP2": ParallelConfig(dp=2, ep=2),
     "TP2 × PP2": ParallelConfig(tp=2, pp=2),
     "TP2 × DP2": ParallelConfig(tp=2, dp=2),
+    "TP2 + SP × PP2": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
     "TP2 + SP × CP2": ParallelConfig(tp=2, cp=2, sequence_parallel=True),
     "CP2 × EP2": ParallelConfig(cp=2, ep=2),
 }

@@ -144,6 +144,17 @@ def test_only_routers_with_a_bias_have_it_moved(prepared: Path, tmp_path: Path, 
         check_router(config, hf_config)
 
 
+@pytest.mark.parametrize(
+    ("family", "dense"), [("qwen3_moe", {"decoder_sparse_step": 100}), ("deepseek_v3", {"first_k_dense_replace": 100})]
+)
+def test_a_model_whose_layers_are_all_dense_has_nothing_to_balance(
+    prepared: Path, tmp_path: Path, family: str, dense: dict[str, int]
+) -> None:
+    hf_config = {**read_hf_config(save(family, tmp_path)), **dense}
+    with pytest.raises(ConfigError, match=r"aux_loss_coef=0\.001.*no experts"):
+        check_router(config_of(prepared, "model.router.aux_loss_coef=0.001"), hf_config)
+
+
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "algorithm").glob("*.yaml")))
 def test_every_algorithm_passes(prepared: Path, tmp_path: Path, name: str) -> None:
     settings = [f"algorithm={name}", f"taskset.expert={tmp_path}/expert.parquet"]

@@ -111,7 +111,7 @@ def test_a_generator_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_pairs_of_a_generator_of_ones_own(tmp_path: Path) -> None:
-    text = GENERATOR.replace("answer=str(a * b), response=str(a * b)", "answer='yes', response='yes'")
+    text = GENERATOR.replace("=str(a * b)", "='yes'")
     prepare_data(config_of(tmp_path / "run", *own(tmp_path, text), "algorithm=dpo"))
     rows = read_preferences(tmp_path / "run" / "data" / "train.parquet")
     assert all(row.chosen == "yes" and row.rejected.startswith("about ") for row in rows), (
@@ -135,7 +135,7 @@ def test_rows_are_made_anew_when_the_file_changes(tmp_path: Path) -> None:
         ("GENERATOR =", "OTHER =", ["has nothing called GENERATOR"]),
         ("GENERATOR = Generator(", "GENERATOR = dict(entries=", ["has a dict called GENERATOR"]),
         ("import random", "import no_such_module", ["cannot be imported", "no_such_module", "products.py:1"]),
-        ("randint(0", "randit(0", ["AttributeError", "products.py:7"]),
+        ("randint(0", "randit(0", ["AttributeError", "products.py:8"]),
         ("yield Entry(", "yield dict(", ["must yield megarl.tasksets.Entry or None", "dict"]),
         ("answer=str", "answer=int", ["Entry.answer must be a text", "products.py"]),
         ("largest\": 999", "largest\": 'x'", ["GENERATOR.options", "numbers"]),

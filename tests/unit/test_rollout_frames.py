@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 
 import numpy as np
@@ -97,6 +98,59 @@ def header(kind: bytes, fields: int, arrays: int) -> bytes:
 GOOD = encode(Completion(0, 0, np.array([1, 2]), np.array([-1.0, -2.0]), "stop", ()))
 
 
+def frame(kind: bytes, fields: object, arrays: bytes = b"") -> bytes:
+    text = json.dumps(fields).encode()
+    return header(kind, len(text), len(arrays)) + text + arrays
+
+
+SAMPLE = {
+    "request": 0,
+    "index": 0,
+    "finish_reason": "stop",
+    "versions": [["1.2", 0, 1]],
+    "tokens": 1,
+    "prompt_tokens": None,
+}
+FAILED = {"request": 0, "index": 0, "message": "no", "refused": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (b"SMPL", SAMPLE | {"request": "0"}),
+        (b"SMPL", SAMPLE | {"index": None}),
+        (b"SMPL", SAMPLE | {"request": 0.0}),
+        (b"SMPL", SAMPLE | {"tokens": True}),
+        (b"SMPL", SAMPLE | {"tokens": -1, "prompt_tokens": 4}),
+        (b"SMPL", SAMPLE | {"prompt_tokens": False}),
+        (b"SMPL", SAMPLE | {"finish_reason": "tired"}),
+        (b"SMPL", SAMPLE | {"finish_reason": ["stop"]}),
+        (b"SMPL", SAMPLE | {"versions": ["abc"]}),
+        (b"SMPL", SAMPLE | {"versions": [[1, 0, 1]]}),
+        (b"SMPL", SAMPLE | {"versions": [["1.2", 0, "1"]]}),
+        (b"SMPL", SAMPLE | {"versions": {}}),
+        (b"FAIL", FAILED | {"message": ["no"]}),
+        (b"FAIL", FAILED | {"refused": "false"}),
+        (b"FAIL", FAILED | {"request": None}),
+        (b"BEAT", {"tokens": float("nan"), "paused": False}),
+        (b"BEAT", {"tokens": 1, "paused": 0}),
+    ],
+)
+def test_fields_of_another_type_are_refused(kind: bytes, fields: dict[str, object]) -> None:
+    arrays = bytes(8) if kind == b"SMPL" else b""
+    decoded([frame(b"SMPL", SAMPLE, bytes(8)), frame(b"FAIL", FAILED), frame(b"BEAT", {"tokens": 1, "paused": False})])
+    with pytest.raises(FrameError, match="malformed"):
+        decoded([frame(kind, fields, arrays)])
+
+
+@pytest.mark.parametrize(
+    "good", [frame(b"FAIL", FAILED, bytes(4)), frame(b"BEAT", {"tokens": 1, "paused": False}, bytes(4))]
+)
+def test_only_samples_have_arrays(good: bytes) -> None:
+    with pytest.raises(FrameError, match="malformed.*4 bytes of arrays"):
+        decoded([good])
+
+
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
@@ -120,6 +174,12 @@ def test_what_is_no_frame_is_refused(stream: bytes, words: str) -> None:
 def test_a_long_message_is_cut() -> None:
     [failure] = Decoder().feed(encode(Failure(0, 0, "é" * 10**6, True)))
     assert isinstance(failure, Failure) and 0 < len(failure.message) < 10**6
+
+
+def test_a_message_can_be_written_to_a_file() -> None:
+    """JSON has halves of surrogate pairs, which neither a log nor a database takes."""
+    [failure] = Decoder().feed(encode(Failure(0, 0, "bad \ud800 byte, é", True)))
+    assert isinstance(failure, Failure) and failure.message == "bad ? byte, é"
 
 
 def test_log_probs_of_other_tokens_are_refused() -> None:
