@@ -62,7 +62,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     import torch.distributed as dist
 
     from megarl import algorithms
-    from megarl.batching import Cut, of_demonstrations
+    from megarl.batching import MicroBatching, of_demonstrations
     from megarl.checkpoint import state, writer
     from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
     from megarl.loop.batch import updates_of
@@ -76,10 +76,10 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     groups.initialize(parallel, seed=1)
     from megarl.checkpoint import hf
 
-    hf_config, cut, head = hf.read_hf_config(Path(model)), Cut(dp=1, max_tokens=8192), Head(128)
+    hf_config, micro_batching, head = hf.read_hf_config(Path(model)), MicroBatching(dp=1, max_tokens=8192), Head(128)
     settings = ModelConfig(path=model)
-    actor = TrainedModel(hf_config, settings, parallel, head, cut, OptimizerConfig(lr=1e-5))
-    reference = FrozenModel(hf_config, settings, parallel, head, cut)
+    actor = TrainedModel(hf_config, settings, parallel, head, micro_batching, OptimizerConfig(lr=1e-5))
+    reference = FrozenModel(hf_config, settings, parallel, head, micro_batching)
     for m in (actor, reference):
         m.load_hf(Path(model))
     dice = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
 
     def step() -> None:
         for m in (actor, reference):
-            m.answers(batch, [m.micro_batches(batch, units) for units in updates])
+            m.outputs(batch, [m.micro_batches(batch, units) for units in updates])
         for units in updates:
             objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(name="sft"), batch)
             actor.backward(batch, actor.micro_batches(batch, units), objective)

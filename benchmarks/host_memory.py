@@ -93,7 +93,7 @@ def model_of(kind: str, config: Any) -> Any:
     """An actor, critic or reference without layers."""
     import torch
 
-    from megarl.training.model import TrainedModel, cut_for
+    from megarl.training.model import TrainedModel, micro_batching_for
     from megarl.training.schedule import Head
 
     class Chunk(torch.nn.Module):
@@ -110,9 +110,9 @@ def model_of(kind: str, config: Any) -> Any:
     class Layerless(TrainedModel):
         def __init__(self) -> None:
             self.head = None if kind == "critic" else Head(VOCAB)
-            self.parallel, self.cut, self.grid, self.dp_rank = (
+            self.parallel, self.micro_batching, self.grid, self.dp_rank = (
                 config.parallel,
-                cut_for(config.parallel, config.trainer),
+                micro_batching_for(config.parallel, config.trainer),
                 nullcontext,
                 0,
             )

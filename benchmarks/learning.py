@@ -246,7 +246,7 @@ def warm_started(runs: Path, overrides: Sequence[str], bar: tqdm) -> dict[str, A
         result.write_text(json.dumps(record, indent=1))
     record = json.loads(result.read_text())
     if record["overrides"] != list(overrides):
-        raise SystemExit(f"{runs / 'start'} was made with {record['overrides']}; remove {runs} to begin anew")
+        raise SystemExit(f"{runs / 'start'} was made with {record['overrides']}; remove {runs} to begin again")
     return dict(record)
 
 

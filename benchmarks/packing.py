@@ -24,7 +24,7 @@ import torch
 
 from megarl import algorithms
 from megarl.batching import Sequences
-from megarl.batching.packing import Cut, deal
+from megarl.batching.packing import MicroBatching, deal
 from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 
 VOCAB = 512
@@ -44,7 +44,7 @@ def fill() -> list[str]:
     ]
     lengths = lengths_of(512, 3000, 32768)
     for dp in (1, 4, 16):
-        ranks = deal([[n] for n in lengths], Cut(dp=dp, max_tokens=32768))
+        ranks = deal([[n] for n in lengths], MicroBatching(dp=dp, max_tokens=32768))
         chunks = [chunk for rank in ranks for chunk in rank]
         fullest = max(sum(lengths[i] for i in chunk) for chunk in chunks)
         share = sum(lengths) / (len(chunks) * fullest)
@@ -57,20 +57,20 @@ def fill() -> list[str]:
 def actor(path: Path, longest: int) -> Any:
     from megarl.checkpoint import hf
     from megarl.parallel import groups
-    from megarl.training.model import TrainedModel, cut_for
+    from megarl.training.model import TrainedModel, micro_batching_for
     from megarl.training.schedule import Head
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     groups.initialize(ParallelConfig(), seed=1)
-    cut = cut_for(ParallelConfig(), TrainerConfig(max_tokens_per_micro_batch=longest))
+    micro_batching = micro_batching_for(ParallelConfig(), TrainerConfig(max_tokens_per_micro_batch=longest))
     model = TrainedModel(
         hf.read_hf_config(path),
         ModelConfig(path=str(path)),
         ParallelConfig(),
         Head(VOCAB),
-        cut,
+        micro_batching,
         OptimizerConfig(lr=1e-4),
     )
     model.load_hf(path)
@@ -113,7 +113,11 @@ def main() -> None:
     mask[torch.tensor(lengths).cumsum(0) - 1] = False
     tokens = torch.randint(0, VOCAB, (total,), generator=torch.Generator().manual_seed(0))
     step = Sequences(tokens, torch.tensor(lengths), mask)
-    ways = {"packed": Cut(max_tokens=arguments.longest), "padded, 1 row": Cut(rows=1), "padded, 8 rows": Cut(rows=8)}
+    ways = {
+        "packed": MicroBatching(max_tokens=arguments.longest),
+        "padded, 1 row": MicroBatching(rows=1),
+        "padded, 8 rows": MicroBatching(rows=8),
+    }
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), arguments.longest)
         model = actor(Path(folder), arguments.longest)
@@ -121,8 +125,8 @@ def main() -> None:
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     losses = {}
     for round_ in range(arguments.rounds + 1):
-        for way, cut in ways.items():
-            batches = micro_batches(step, cut, 0)
+        for way, micro_batching in ways.items():
+            batches = micro_batches(step, micro_batching, 0)
             start = time.perf_counter()
             found = model.backward(step, batches, objective)
             model.step(0.0)
@@ -134,8 +138,8 @@ def main() -> None:
         "| way | micro-batches | positions computed / tokens | seconds of an update | of packed | loss |",
         "|---|---|---|---|---|---|",
     ]
-    for way, cut in ways.items():
-        batches = micro_batches(step, cut, 0)
+    for way, micro_batching in ways.items():
+        batches = micro_batches(step, micro_batching, 0)
         positions = len(batches) * batches[0].index.numel()
         median = statistics.median(seconds[way])
         lines.append(

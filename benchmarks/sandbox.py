@@ -116,9 +116,9 @@ def cpu(work: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> float:
     def loop() -> None:
         for _ in range(ITEMS):
             work(row)
-        for mother in local_sandbox()._threads.__dict__.get("idle", ()):  # killed, they would leave no account
-            mother._outer.link.shutdown(socket.SHUT_RDWR)
-            mother._outer._process.wait()
+        for zygote in local_sandbox()._threads.__dict__.get("idle", ()):  # killed, they would leave no account
+            zygote._outer.link.shutdown(socket.SHUT_RDWR)
+            zygote._outer._process.wait()
 
     before = used()
     thread = threading.Thread(target=loop)

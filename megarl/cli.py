@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
     report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart")
     add_arguments(
-        add("convert", "Convert checkpoints between HF and Megatron-Core, cut them anew, say what is in them.")
+        add("convert", "Convert checkpoints between HF and Megatron-Core, cut them again, say what is in them.")
     )
     sandbox = add("sandbox", "Run programs in isolation: prove it on this machine, or serve it to others.")
     actions = sandbox.add_subparsers(dest="action", required=True, metavar="action")
@@ -174,7 +174,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 2
     except JobError as error:
         logging.error("megarl %s: %s", arguments.command, error)
-        logging.error("once the cause is mended, the same command resumes the run")
+        logging.error("once the cause is fixed, the same command resumes the run")
         return 1
     except OSError as error:
         if error.filename is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megarl import pulse
+from megarl import heartbeat
 
 _OLD = ".old"
 
@@ -51,7 +51,7 @@ def sync_tree(folder: Path) -> None:
     """``sync`` every file below a folder, then the folders, the given one last. What is on the disk costs nothing."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            pulse.mark()
+            heartbeat.beat()
             sync(Path(parent, name))
         sync(Path(parent))
 

@@ -69,7 +69,7 @@ class DiskFullError(JobError):
     """No room, on a disk or in a quota, for what was to be written."""
 
 
-class LastingError(JobError):
+class NonRetryableError(JobError):
     """The job ends of something that would come again however often it were started."""
 
     STATUS = 4

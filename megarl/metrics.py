@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.durable import write_text
 
 log = logging.getLogger(__name__)
@@ -176,8 +176,8 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
 class Timeline:
     """Timeline of one process: phases with wall-clock start and end (unix seconds), for the report.
 
-    Shown to the supervisor while it lasts (``pulse``), and written to ``<folder>/<process>.jsonl``, one phase a line;
-    ``seconds`` sums the phases since ``reset``.
+    Shown to the supervisor while it lasts (``heartbeat``), and written to ``<folder>/<process>.jsonl``, one phase a
+    line; ``seconds`` sums the phases since ``reset``.
     """
 
     def __init__(self, folder: Path, process: str) -> None:
@@ -195,7 +195,7 @@ class Timeline:
         start = time.time()
         clock = time.perf_counter()
         try:
-            with pulse.phase(name, labels.get("step")):
+            with heartbeat.phase(name, labels.get("step")):
                 yield
         finally:
             self.add(name, start, time.perf_counter() - clock, **labels)

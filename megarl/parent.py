@@ -31,7 +31,7 @@ _watched: list[float] = []
 
 
 def end_after_parent(after_s: float = ALONE_S) -> None:
-    """End this process ``after_s`` after its parent's death, whatever it waits for then: a guard may be dead as well.
+    """End this process ``after_s`` after its parent's death, whatever it waits for then: a reaper may be dead as well.
 
     The same holds for what it forks. A second call changes nothing.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from megarl.algorithms.cispo import CISPO
-from megarl.algorithms.dapo import overlong_penalty, says_nothing
+from megarl.algorithms.dapo import is_zero_variance, overlong_penalty
 from megarl.algorithms.dpo import DPO
 from megarl.algorithms.groups import group_stats
 from megarl.algorithms.grpo import GRPO
@@ -53,7 +53,7 @@ __all__ = [
     "get",
     "group_stats",
     "overlong_penalty",
-    "says_nothing",
+    "is_zero_variance",
     "try_out",
 ]
 

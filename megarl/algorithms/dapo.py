@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megarl.schema import RewardStatus
 
 
-def says_nothing(statuses: Sequence[RewardStatus]) -> bool:
+def is_zero_variance(statuses: Sequence[RewardStatus]) -> bool:
     """Return True if a group's accuracy is 0 or 1 (dynamic sampling: it is then replaced before training).
 
     The accuracy, not the score: length and format shaping vary scores among answers that are all right or all wrong.

@@ -34,7 +34,7 @@ def adapted(coef: float, kl: float, responses: int, config: KLConfig) -> float:
     """The coefficient of the next step: coef · (1 + clip(kl/target − 1, ±0.2) · responses / horizon); ``coef`` without
     a target.
 
-    The coefficient is the controller's whole state. A step whose ``kl`` is no number leaves it as it is.
+    The coefficient is the controller's whole state. A step whose ``kl`` is not finite leaves it as it is.
 
     Args:
         kl: of the step that ends, per token.

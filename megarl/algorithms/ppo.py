@@ -1,8 +1,8 @@
 """PPO (1707.06347) with a critic and generalised advantage estimation (1506.02438).
 
 δ_t = r_t + γV_{t+1} − V_t;  A_t = δ_t + γλA_{t+1};  R_t = A_t + V_t over the kept tokens of a response
-r_t: ``token_rewards.py``. After the last token stands 0; with ``bootstrap_cut`` the value of the state there, for a
-    response that was cut.
+r_t: ``token_rewards.py``. After the last token stands 0; with ``bootstrap_truncated`` the value of the state there, for
+    a response that was cut.
 Actor: GRPO's loss (clip, KL, entropy, correction). Critic: ``value.py`` on R.
 ``whiten_advantages``: A to mean 0 and variance 1 over the step's tokens; R stays.
 """

@@ -1,11 +1,11 @@
 """Experiences and demonstrations to equal numbers of equally shaped micro-batches on every data-parallel rank."""
 
 from megarl.batching.micro import MicroBatch, micro_batches
-from megarl.batching.packing import Cut
+from megarl.batching.packing import MicroBatching
 from megarl.batching.sequences import Sequences, joined, of_demonstrations, of_experiences, response_values
 
 __all__ = [
-    "Cut",
+    "MicroBatching",
     "MicroBatch",
     "Sequences",
     "joined",

@@ -13,7 +13,7 @@ from typing import overload
 
 import torch
 
-from megarl.batching.packing import Cut, deal
+from megarl.batching.packing import MicroBatching, deal
 from megarl.batching.sequences import IGNORED, Sequences
 from megarl.batching.zigzag import share_rows
 
@@ -72,7 +72,7 @@ class MicroBatches(Sequence[MicroBatch]):
 
 
 def micro_batches(
-    sequences: Sequences, cut: Cut, rank: int, units: Sequence[Sequence[int]] | None = None
+    sequences: Sequences, micro_batching: MicroBatching, rank: int, units: Sequence[Sequence[int]] | None = None
 ) -> MicroBatches:
     """The micro-batches of data-parallel rank ``rank``; all ranks have equally many, all of one shape.
 
@@ -81,27 +81,29 @@ def micro_batches(
             itself.
 
     Raises:
-        ValueError: a unit is longer than ``cut.max_tokens``.
+        ValueError: a unit is longer than ``micro_batching.max_tokens``.
     """
     units = [[i] for i in range(len(sequences))] if units is None else units
     lengths = sequences.lengths.tolist()
     chunks = [
         [[number for unit in chunk for number in units[unit]] for chunk in chunks_of_rank]
-        for chunks_of_rank in deal([[lengths[i] for i in unit] for unit in units], cut)
+        for chunks_of_rank in deal([[lengths[i] for i in unit] for unit in units], micro_batching)
     ]
     starts = sequences.cu_seqlens
-    if cut.max_tokens is None:
+    if micro_batching.max_tokens is None:
         rows = max(1, max(len(chunk) for part in chunks for chunk in part))
-        width = _width(max((lengths[i] for unit in units for i in unit), default=1), cut)
+        width = _width(max((lengths[i] for unit in units for i in unit), default=1), micro_batching)
         return MicroBatches(chunks[rank], lambda chunk: _padded(chunk, starts, rows, width))
-    width = _width(max(sum(cut.padded(lengths[i]) for i in chunk) for part in chunks for chunk in part), cut)
-    return MicroBatches(chunks[rank], lambda chunk: _packed(chunk, starts, lengths, width, cut))
+    width = _width(
+        max(sum(micro_batching.padded(lengths[i]) for i in chunk) for part in chunks for chunk in part), micro_batching
+    )
+    return MicroBatches(chunks[rank], lambda chunk: _packed(chunk, starts, lengths, width, micro_batching))
 
 
-def _width(longest: int, cut: Cut) -> int:
+def _width(longest: int, micro_batching: MicroBatching) -> int:
     """Each rank's share of the positions is a multiple of what cuts it, and has two pieces where context is
     parallel."""
-    unit = cut.multiple * cut.cp * (2 if cut.cp > 1 else 1)
+    unit = micro_batching.multiple * micro_batching.cp * (2 if micro_batching.cp > 1 else 1)
     return max(longest, 1) + -max(longest, 1) % unit
 
 
@@ -118,10 +120,12 @@ def _padded(chunk: list[int], starts: torch.Tensor, rows: int, width: int) -> Mi
     return MicroBatch(index, position, row, numbers, None, width)
 
 
-def _packed(chunk: list[int], starts: torch.Tensor, lengths: Sequence[int], width: int, cut: Cut) -> MicroBatch:
+def _packed(
+    chunk: list[int], starts: torch.Tensor, lengths: Sequence[int], width: int, micro_batching: MicroBatching
+) -> MicroBatch:
     numbers = torch.tensor(chunk, dtype=torch.int64)
-    sizes = [cut.padded(lengths[i]) for i in chunk]
-    piece = cut.padded(max(FILLER - FILLER % (2 * cut.cp), 1))
+    sizes = [micro_batching.padded(lengths[i]) for i in chunk]
+    piece = micro_batching.padded(max(FILLER - FILLER % (2 * micro_batching.cp), 1))
     whole, rest = divmod(width - sum(sizes), piece)
     sizes += [piece] * whole + ([rest] if rest else [])
     size = torch.tensor(sizes, dtype=torch.int64)

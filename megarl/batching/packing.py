@@ -19,7 +19,7 @@ Chunk = list[int]
 
 
 @dataclass(frozen=True)
-class Cut:
+class MicroBatching:
     """Limits of a model's micro-batches."""
 
     dp: int = 1
@@ -70,17 +70,17 @@ def spread(sizes: Sequence[int], number: int) -> list[Chunk]:
     return chunks
 
 
-def deal(lengths: Sequence[Sequence[int]], cut: Cut) -> list[list[Chunk]]:
+def deal(lengths: Sequence[Sequence[int]], micro_batching: MicroBatching) -> list[list[Chunk]]:
     """Units (sequences that stay together, given by their lengths) to micro-batches: ``result[dp_rank][micro-batch]``.
 
     Every rank gets the same number of micro-batches, at least one; an empty one is a dummy. Raises ValueError for a
     unit that does not fit.
     """
-    if cut.max_tokens is None:
-        return _deal_rows(lengths, cut)
-    sizes = [sum(cut.padded(n) for n in unit) for unit in lengths]
-    least = best_fit(sizes, cut.max_tokens)
-    number = _up(max(len(least), 1), cut.dp * cut.chunks)
+    if micro_batching.max_tokens is None:
+        return _deal_rows(lengths, micro_batching)
+    sizes = [sum(micro_batching.padded(n) for n in unit) for unit in lengths]
+    least = best_fit(sizes, micro_batching.max_tokens)
+    number = _up(max(len(least), 1), micro_batching.dp * micro_batching.chunks)
     even = spread(sizes, number)
 
     def fullest(chunks: list[Chunk]) -> int:
@@ -91,23 +91,23 @@ def deal(lengths: Sequence[Sequence[int]], cut: Cut) -> list[list[Chunk]]:
         chosen.append(_half_of(max(chosen, key=len, default=[]), sizes))
     cost = [sum(n * n for i in chunk for n in lengths[i]) for chunk in chosen]
     order = sorted(range(number), key=lambda c: (-cost[c], c))
-    ranks: list[list[Chunk]] = [[] for _ in range(cut.dp)]
-    for turn, start in enumerate(range(0, number, cut.dp)):
-        dealt = order[start : start + cut.dp]
-        for rank, chunk in zip(range(cut.dp), dealt if turn % 2 == 0 else reversed(dealt), strict=True):
+    ranks: list[list[Chunk]] = [[] for _ in range(micro_batching.dp)]
+    for turn, start in enumerate(range(0, number, micro_batching.dp)):
+        dealt = order[start : start + micro_batching.dp]
+        for rank, chunk in zip(range(micro_batching.dp), dealt if turn % 2 == 0 else reversed(dealt), strict=True):
             ranks[rank].append(sorted(chosen[chunk]))
     return ranks
 
 
-def _deal_rows(lengths: Sequence[Sequence[int]], cut: Cut) -> list[list[Chunk]]:
+def _deal_rows(lengths: Sequence[Sequence[int]], micro_batching: MicroBatching) -> list[list[Chunk]]:
     """Units in turn to the ranks, and as many rows at a time as the settings say."""
     each = max((len(unit) for unit in lengths), default=1)
-    units = max(1, cut.rows // each)
-    per_rank = -(-len(lengths) // cut.dp)
-    number = _up(max(1, -(-per_rank // units)), cut.chunks)
+    units = max(1, micro_batching.rows // each)
+    per_rank = -(-len(lengths) // micro_batching.dp)
+    number = _up(max(1, -(-per_rank // units)), micro_batching.chunks)
     ranks = []
-    for rank in range(cut.dp):
-        mine = list(range(rank, len(lengths), cut.dp))
+    for rank in range(micro_batching.dp):
+        mine = list(range(rank, len(lengths), micro_batching.dp))
         ranks.append([mine[start * units : (start + 1) * units] for start in range(number)])
     return ranks
 

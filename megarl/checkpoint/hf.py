@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.checkpoint.hf_files import INDEX, SINGLE, shards
 from megarl.checkpoint.hf_source import (
     EMBEDDING,
@@ -92,7 +92,7 @@ def load_into(
 def _load(source: Source, piece: Piece, into: torch.Tensor, tied: bool) -> None:
     """Load one piece in bounded blocks; of a tied model's embedding its copy in the file is compared on the way."""
     for box in boxes.split(piece.box, _READ_ELEMENTS):
-        pulse.mark()
+        heartbeat.beat()
         values = source.read(piece.tensor, box)
         if tied and piece.tensor == EMBEDDING:
             check_copy(source.path, EMBEDDING, LM_HEAD, values, source.read(LM_HEAD, box))

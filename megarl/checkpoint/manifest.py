@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl import durable, pulse
+from megarl import durable, heartbeat
 from megarl.durable import write_text
 from megarl.errors import CheckpointError, JobError
 
@@ -240,6 +240,6 @@ def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Fingerprint]:
     """Path relative to ``root`` -> its file's."""
     found = {}
     for path in paths:
-        pulse.mark()
+        heartbeat.beat()
         found[str(path.relative_to(root))] = Fingerprint.of(path)
     return found

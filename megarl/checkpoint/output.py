@@ -96,7 +96,7 @@ class Output:
         try:
             first, *lines = (self.path / JOURNAL).read_text().splitlines()
             if json.loads(first) != {"job": self._job}:
-                logging.info("%s is of another source or other settings; starting anew", self.path)
+                logging.info("%s is of another source or other settings; starting again", self.path)
                 return {}
         except (FileNotFoundError, ValueError):
             return {}

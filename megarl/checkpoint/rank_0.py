@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megarl.checkpoint import room as disk
+from megarl.checkpoint import disk_space as disk
 from megarl.errors import CheckpointError, JobError
 
 T = TypeVar("T")

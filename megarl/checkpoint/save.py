@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl import pulse
+from megarl import heartbeat
+from megarl.checkpoint import disk_space as disk
 from megarl.checkpoint import rng, writer
-from megarl.checkpoint import room as disk
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
 from megarl.checkpoint.manifest import PREFIX, Fingerprint, complete, fingerprints, remove, unfinished_name
 from megarl.checkpoint.rank_0 import SmallFiles, on_rank_0
@@ -108,7 +108,7 @@ def begin(
     model: Path | None = None,
     background: bool = False,
     fence: Callable[[], None] = lambda: None,
-    room: Callable[[int], None] = lambda needed: None,
+    free_space: Callable[[int], None] = lambda needed: None,
 ) -> Save:
     """Take a snapshot on every rank. ``step`` names the checkpoint; a finished one of this name stays until this one
     is.
@@ -119,7 +119,8 @@ def begin(
             itself.
         background: Another process writes (``writer.of_process``); otherwise this one does, before this returns.
         fence: Asked on rank 0 now and before the manifest is written: raises when another attempt has taken over.
-        room: Told on rank 0 how many bytes all ranks will write, before they do: raises when there is no room for them.
+        free_space: Told on rank 0 how many bytes all ranks will write, before they do: raises when there is no room for
+            them.
 
     Raises:
         OSError, JobError: what rank 0 met, on every rank; nothing of this checkpoint is left then.
@@ -156,14 +157,14 @@ def begin(
 
     def check_room() -> None:
         small_files.check()
-        room(int(needed))
+        free_space(int(needed))
 
     with _undone_by(clean_up):
         on_rank_0(check_room)
     tensors = [tensor for request in requests for tensor in request.tensors]
     bare_requests = [(request.files, request.transforms) for request in requests]
     work = (target, rng_file(rank), random_states, bare_requests)
-    task = writer.of_process().begin(_write, tensors, *work) if background else _Now(_write, tensors, *work)
+    task = writer.of_process().begin(_write, tensors, *work) if background else _Synchronous(_write, tensors, *work)
     ends = [_End(bool(request.files), request.results, request.finalize) for request in requests]
     return Save(folder, step, target, manifest, ends, fence, task, int(needed))
 
@@ -203,7 +204,7 @@ def _undone_by(action: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-class _Now:
+class _Synchronous:
     """``writer.Task`` without a process: what it raises is kept for ``result``, so that all ranks learn of it
     together."""
 
@@ -235,7 +236,7 @@ class Save:
     _manifest: Manifest
     _ends: list[_End]
     _fence: Callable[[], None]
-    _task: Task[_Written] | _Now
+    _task: Task[_Written] | _Synchronous
     needed: int
     """Bytes that all ranks write, small files left out."""
 
@@ -347,7 +348,7 @@ def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transf
 
     found: dict[int, Any] = {}
     for number, file in enumerate(files):
-        pulse.mark()
+        heartbeat.beat()
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         counted: queue.Queue[int] = queue.Queue()
         counted.put(number)

@@ -77,35 +77,35 @@ class Transfer:
         Raises CheckpointError where a file does not have what it should, or a value that is not finite.
         """
         dtype, index = self.dtypes[region.local], self._moves.get(region.local)
-        room = _Room(min(self._block, boxes.volume(region.box)))
+        scratch = _Scratch(min(self._block, boxes.volume(region.box)))
         for box in boxes.split(region.box, self._block):
-            block = room.get(dtype, boxes.shape_of(box))
+            block = scratch.get(dtype, boxes.shape_of(box))
             found = list(index.overlapping(box)) if index else []
             if sum(boxes.volume(common) for common, _ in found) < block.numel():
                 block.zero_()  # padding
             for common, move in found:
                 view = _part(block, box, common, move)
-                self._read(common, move, view, room)
+                self._read(common, move, view, scratch)
                 self._add(digests, view, common, move)
             yield block
 
     def digest(self, region: Region, written: Source, digests: Digests) -> Iterator[int]:
         """Add to ``digests`` what was written of a region; yields the number of elements after each block."""
         dtype, index = self.dtypes[region.local], self._moves.get(region.local)
-        room = _Room(min(self._block, boxes.volume(region.box)))
+        scratch = _Scratch(min(self._block, boxes.volume(region.box)))
         for box in boxes.split(region.box, self._block):
-            block = written.read(region.local, box, room.get(dtype, boxes.shape_of(box)))
+            block = written.read(region.local, box, scratch.get(dtype, boxes.shape_of(box)))
             for common, move in index.overlapping(box) if index else ():
                 self._add(digests, _part(block, box, common, move), common, move)
             yield block.numel()
 
-    def _read(self, common: Box, move: Move, view: torch.Tensor, room: _Room) -> None:
+    def _read(self, common: Box, move: Move, view: torch.Tensor, scratch: _Scratch) -> None:
         """Read straight into the block where its dtype and the file's are the same, else by way of a second buffer."""
         start = boxes.shifted(move.src_at, _offset(common, move))
         box = boxes.at(start, tuple(view.shape))
         shape, dtype = boxes.shape_of(box), self.source.dtypes[move.src_local]
         direct = view.is_contiguous() and view.dtype == dtype
-        out = view.view(shape) if direct else room.get(dtype, shape, second=True)
+        out = view.view(shape) if direct else scratch.get(dtype, shape, second=True)
         values = self.source.read(move.src_local, box, out)
         if values.data_ptr() != view.data_ptr():
             view.copy_(values.view(view.shape))
@@ -125,7 +125,7 @@ class Transfer:
         digests[move.tensor] = (digests.get(move.tensor, 0) + partial) % _MODULUS
 
 
-class _Room:
+class _Scratch:
     """Two buffers, used again for every block: what is given back to the allocator would stay with the thread that had
     it."""
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.parent import die_with
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class Writer:
         while not self._pipe.poll(1.0) and self.alive:
             before, written = written, self._written()
             if written != before:
-                pulse.mark()  # it writes; one that does not is a stall
+                heartbeat.beat()  # it writes; one that does not is a stall
         try:
             result, error = self._pipe.recv()
         except (EOFError, OSError) as closed:
@@ -210,8 +210,8 @@ os.register_at_fork(after_in_child=_forget)  # it is the parent's
 def _serve(pipe: Connection, descriptor: int, parent: int) -> None:
     """The child's life."""
     gc.freeze()  # what belongs to the parent, on a GPU too, is not this process's to free
-    faulthandler.unregister(pulse.ASK)
-    for number in (signal.SIGTERM, signal.SIGINT, pulse.ASK):
+    faulthandler.unregister(heartbeat.ASK)
+    for number in (signal.SIGTERM, signal.SIGINT, heartbeat.ASK):
         signal.signal(number, signal.SIG_IGN)
     die_with(parent, signal.SIGKILL)
     os.nice(NICENESS)

@@ -111,9 +111,9 @@ BOUNDS: dict[str, Bound] = {
     "trainer.keep_checkpoints": COUNT,
     "trainer.max_failed_checkpoints": COUNT,
     "trainer.eval_interval": NUMBER,
-    "trainer.guard.spike_factor": Bound(1, above=True),
-    "trainer.guard.spike_window": Bound(2, 10**6),
-    "trainer.guard.max_bad_steps": COUNT,
+    "trainer.update_filter.spike_factor": Bound(1, above=True),
+    "trainer.update_filter.spike_window": Bound(2, 10**6),
+    "trainer.update_filter.max_bad_steps": COUNT,
     "trainer.seed": SEED,
     "trainer.num_threads": THREADS,
     "trainer.logits_bytes": COUNT,
@@ -191,9 +191,9 @@ def check_bounds(config: Config) -> None:
         bound = BOUNDS.get(name)
         if bound is not None and not bound.admits(value):
             default = dict(numbers(Config(model=ModelConfig(from_scratch=FromScratchConfig())))).get(name)
-            mend = "leave it out for none" if default is None else f"the default is {_text(default)}"
+            fix = "leave it out for none" if default is None else f"the default is {_text(default)}"
             finite = "" if math.isfinite(value) else "a finite number, "
-            raise ConfigError(f"{name}={_text(value)} must be {finite}{bound}; {mend}")
+            raise ConfigError(f"{name}={_text(value)} must be {finite}{bound}; {fix}")
     name = config.run.name
     if not name.strip() or name.startswith(".") or "/" in name or not name.isprintable():
         raise ConfigError(

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megarl.config.bounds import check_bounds
 from megarl.config.hub import with_snapshots
 from megarl.config.overrides import check_overrides, check_setting, force, grammar_fault, nearest, unknown
+from megarl.config.renamed import with_new_names
 from megarl.config.schema import Config
 from megarl.durable import write_text
 from megarl.errors import ConfigError
@@ -203,7 +204,7 @@ def load_resolved(path: str | Path) -> Config:
     Raises:
         ConfigError: the file is damaged, or has settings that this version does not know.
     """
-    mend = (
+    fix = (
         "it only records the settings of the last start: remove it, and `megarl train` with those settings writes it "
         "again"
     )
@@ -212,9 +213,9 @@ def load_resolved(path: str | Path) -> Config:
         if not isinstance(values, dict):
             raise ValueError(f"it holds {type(values).__name__}, not settings")
     except ValueError as error:  # also what is no UTF-8
-        raise ConfigError(f"{path} cannot be read: {error}; {mend}") from error
+        raise ConfigError(f"{path} cannot be read: {error}; {fix}") from error
     try:
-        config: Config = from_dict(Config, values)
+        config: Config = from_dict(Config, with_new_names(values))
     except ConfigError as error:
-        raise ConfigError(f"{path} is of another version of megarl: {error}; {mend}") from error
+        raise ConfigError(f"{path} is of another version of megarl: {error}; {fix}") from error
     return config

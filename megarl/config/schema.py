@@ -183,7 +183,7 @@ class AlgorithmConfig:
     """Discount of a token's reward."""
     lam: float = 1.0
     """λ of generalised advantage estimation."""
-    bootstrap_cut: bool = False
+    bootstrap_truncated: bool = False
     """Value that ppo takes after an answer that reached ``rollout.max_response_tokens``: 0 as after a finished one,
     because the limit is where episodes end; or, where True, the critic's value of the state there, as if the answer
     went on."""
@@ -254,7 +254,7 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
-class GuardConfig:
+class UpdateFilterConfig:
     """Treatment of harmful optimizer updates of actor or critic (docs/algorithms.md)."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
@@ -320,7 +320,7 @@ class TrainerConfig:
     """AdamW and learning-rate schedule of the actor."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     """Supervised steps before the first rollout."""
-    guard: GuardConfig = field(default_factory=GuardConfig)
+    update_filter: UpdateFilterConfig = field(default_factory=UpdateFilterConfig)
     """Treatment of harmful updates."""
 
 
@@ -402,7 +402,7 @@ class TasksetConfig:
     """Generated expert rows."""
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
-    unjudgeable: Literal["refuse", "drop"] = "refuse"
+    unverifiable: Literal["refuse", "drop"] = "refuse"
     """Treatment of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused
     with the first of them, or they are left out and counted."""
     multiple_choice: Literal["keep", "drop"] = "keep"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.algorithms import group_stats
-from megarl.algorithms.dapo import overlong_penalty, says_nothing
+from megarl.algorithms.dapo import is_zero_variance, overlong_penalty
 from megarl.config.rewards import LengthConfig, RewardConfig
 from megarl.rewards.shape import k15_length_rewards
 from megarl.rewards.verdict import NO_VERDICT
@@ -156,7 +156,7 @@ def split_by_accuracy(groups: Sequence[list[Experience]]) -> tuple[list[list[Exp
     kept: list[list[Experience]] = []
     counts = {"all_right": 0, "all_wrong": 0}
     for group in groups:
-        if says_nothing([experience.reward.status for experience in group]):
+        if is_zero_variance([experience.reward.status for experience in group]):
             counts["all_right" if group[0].reward.status == "ok" else "all_wrong"] += 1
         else:
             kept.append(group)

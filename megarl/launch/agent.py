@@ -17,11 +17,11 @@ from megarl.errors import ConfigError, JobError
 from megarl.launch import health
 from megarl.launch.allocation import Allocation
 from megarl.launch.channel import Channel, ChannelClosed, greet
-from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Spec
 from megarl.launch.postgres import with_own_password
 from megarl.launch.process import Child
+from megarl.launch.reaper import Reaper
 from megarl.rollout.engine import remove_stale_folders
 from megarl.store import VARIABLE
 
@@ -45,9 +45,9 @@ def serve(allocation: Allocation, config: Config, key: str) -> int:
     with StopRequest() as stop_request:
         channel = _connect(allocation, config, key, stop_request)
         try:
-            with Guard() as guard:
+            with Reaper() as reaper:
                 node = LocalNode(
-                    guard,
+                    reaper,
                     name=allocation.name,
                     rank=allocation.rank,
                     address=channel.own_address,
@@ -103,7 +103,7 @@ class _Agent:
         self._key = key
         self._told: set[Child] = set()
         self._lock = threading.Lock()
-        self._telling = threading.Lock()
+        self._sending = threading.Lock()
 
     def run(self) -> int:
         threading.Thread(target=self._watch, daemon=True).start()
@@ -132,7 +132,7 @@ class _Agent:
             answer = {"error": str(error)}
         except (LookupError, TypeError, ValueError) as error:
             answer = {"error": f"malformed request {message.get('do')!r} ({type(error).__name__}: {error})"}
-        self._say(news="answer", to=message.get("number"), **answer)
+        self._send(event="answer", to=message.get("number"), **answer)
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["do"] == "start":
@@ -152,7 +152,7 @@ class _Agent:
             ending = [child for name, child in self._node.children.items() if name in message["names"]]
         self._node.stop(message["names"], float(message["grace_s"]))
         for child in ending:
-            self._tell_end(child)
+            self._send_end(child)
         return {}
 
     def _with_password(self, env: dict[str, str]) -> dict[str, str]:
@@ -161,37 +161,40 @@ class _Agent:
             return env
         return {**env, VARIABLE: os.environ.get(VARIABLE) or with_own_password(env[VARIABLE], self._key)}
 
-    def _tell_end(self, child: Child) -> None:
+    def _send_end(self, child: Child) -> None:
         with (
-            self._telling
+            self._sending
         ):  # who asked for a stop has heard of all ends when it is answered: later ones are a successor's
             if child not in self._told and (status := child.poll()) is not None:
                 self._told.add(child)
-                self._say(news="ended", name=child.name, status=status, tail=child.tail(), at=child.last_words_at())
+                self._send(event="ended", name=child.name, status=status, tail=child.tail(), at=child.last_output_at())
 
     def _watch(self) -> None:
         try:
-            self._tell_news()
+            self._send_heartbeats()
         # an error is in the log: without this thread the head would wait for news until the node counts as silent
         finally:
             self._channel.close()
 
-    def _tell_news(self) -> None:
+    def _send_heartbeats(self) -> None:
         beat, wished = 0.0, 0
         while True:
             with self._lock:
                 children = list(self._node.children.values())
             for child in children:
-                self._tell_end(child)
+                self._send_end(child)
             if self._stop_request.count > wished:
                 wished = self._stop_request.count
-                self._say(news="stop")
+                self._send(event="stop")
             if time.monotonic() - beat > self._beat_s:
                 beat = time.monotonic()
-                self._say(news="beat", signs={child.name: child.sign() for child in children if child.poll() is None})
+                self._send(
+                    event="beat",
+                    heartbeats={child.name: child.heartbeat() for child in children if child.poll() is None},
+                )
             time.sleep(WATCH_S)
 
-    def _say(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         try:
             self._channel.send(**message)
         except ChannelClosed:

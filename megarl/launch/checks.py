@@ -18,7 +18,7 @@ from megarl.config.lengths import prompt_tokens
 from megarl.errors import CheckpointError, ConfigError
 from megarl.jobs import ProcessKind
 from megarl.launch.dry_run import scratch
-from megarl.launch.inputs import check_count, check_held_out, check_lengths, check_rewards, judgeable, without_choices
+from megarl.launch.inputs import check_count, check_held_out, check_lengths, check_rewards, verifiable, without_choices
 from megarl.launch.model_checks import check_model
 from megarl.launch.prepare import make, with_limit_of_run
 from megarl.launch.resume import check_settings_of_run, set_aside_damaged
@@ -39,7 +39,7 @@ EXPORTS = ("hf", "reference")
 """Folders of a run into which the trainer exports HF checkpoints."""
 
 
-def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = False) -> dict[str, list[Task]]:
+def check(config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = False) -> dict[str, list[Task]]:
     """Check everything that can be checked before a process is launched; make missing data and a missing model.
 
     Args:
@@ -55,8 +55,8 @@ def check(config: Config, *, mend: bool = False, nodes: int = 1, dry: bool = Fal
     """
     run_dir = Path(config.run.dir)
     check_writable(f"run.dir={run_dir}", run_dir)
-    set_aside_damaged(run_dir, rename=mend, digests=config.trainer.verify_checkpoints)
-    rebuild_damaged_store(config, rename=mend)
+    set_aside_damaged(run_dir, rename=repair, digests=config.trainer.verify_checkpoints)
+    rebuild_damaged_store(config, rename=repair)
     config = with_limit_of_run(config)
     check_settings_of_run(config, run_dir)
     algorithm = algorithms.get(config.algorithm.name)
@@ -86,7 +86,7 @@ def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]
     if ProcessKind.EXPLORER in algorithm.job.processes:
         tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
         check_rewards(config, tasks)
-        tasks = {split: judgeable(config, split, found) for split, found in tasks.items()}
+        tasks = {split: verifiable(config, split, found) for split, found in tasks.items()}
         tasks["train"] = [row for row in without_choices(config, tasks["train"]) if isinstance(row, Task)]
     check_count(config, tasks.get("train", rows["train"]))
     tokenizer = ChatTokenizer.of(config)

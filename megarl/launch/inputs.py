@@ -92,12 +92,12 @@ def _try_reward(config: Config, task: Task) -> None:
     raise ConfigError(
         f"reward.path={config.reward.path} gives no score for {_place(config, 'train', 0)} (answered with its ground "
         "truth): "
-        f"{verdict.message}; mend the function, or raise reward.timeout_s where it needs longer"
+        f"{verdict.message}; fix the function, or raise reward.timeout_s where it needs longer"
     )
 
 
-def judgeable(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The rows that answers can be judged by: all of them, or without those that ``taskset.unjudgeable=drop`` leaves
+def verifiable(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """The rows that answers can be judged by: all of them, or without those that ``taskset.unverifiable=drop`` leaves
     out.
 
     Raises:
@@ -116,13 +116,13 @@ def judgeable(config: Config, split: str, rows: list[Task]) -> list[Task]:
     if not faults:
         return rows
     first = f"{_place(config, split, faults[0][0])}: {faults[0][1]}"
-    if config.taskset.unjudgeable == "refuse" or not kept:
+    if config.taskset.unverifiable == "refuse" or not kept:
         raise DataError(
-            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; mend or drop them, or leave them out "
-            "by taskset.unjudgeable=drop"
+            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; fix or drop them, or leave them out "
+            "by taskset.unverifiable=drop"
         )
     log.warning(
-        "taskset.unjudgeable=drop: %d of %d rows of taskset.%s are left out; the first is %s",
+        "taskset.unverifiable=drop: %d of %d rows of taskset.%s are left out; the first is %s",
         len(faults),
         len(rows),
         split,

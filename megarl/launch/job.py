@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from megarl.checkpoint.disk_space import writing
 from megarl.checkpoint.manifest import current_attempt
-from megarl.checkpoint.room import writing
 from megarl.checkpoint.state import latest, read_state
 from megarl.config import Config
-from megarl.errors import DiskFullError, FencedError, JobError, LastingError
+from megarl.errors import DiskFullError, FencedError, JobError, NonRetryableError
 from megarl.launch import agent, health
 from megarl.launch.allocation import Allocation, find
 from megarl.launch.checks import check, check_sizes
 from megarl.launch.fit import Fit, changes, fit
-from megarl.launch.guard import Guard
 from megarl.launch.interrupt import INTERRUPT, StopRequest
 from megarl.launch.node import LocalNode, Node
 from megarl.launch.placement import Place
 from megarl.launch.postgres import Server, job_store
 from megarl.launch.prepare import with_prompt_limit
+from megarl.launch.reaper import Reaper
 from megarl.launch.remote import Gathering, RemoteNode
 from megarl.launch.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
 from megarl.launch.run_dir import check_fence, next_attempt, own_run_dir, run_id
@@ -58,7 +58,7 @@ def run(config: Config) -> int:
         ExitStack() as stack,
     ):
         last = current_attempt(run_dir)  # whoever counts from here on has taken over
-        tasks = check(config, mend=True, nodes=allocation.nodes)
+        tasks = check(config, repair=True, nodes=allocation.nodes)
         config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
         connections = config.parallel.world_size + OTHERS
@@ -66,7 +66,7 @@ def run(config: Config) -> int:
             job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock])
         )
         if is_finished(config, run_dir):
-            log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin anew", run_dir)
+            log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin again", run_dir)
         else:
             _run_attempts(config, tasks, allocation, gathering, lock, server, key, last)
         # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
@@ -102,9 +102,9 @@ def _run_attempts(
             node.stop_request = stop_request
         for folder in remove_stale_folders(run_dir):
             log.info("removed %s, which a killed start of this run had left", folder)
-        guard = stack.enter_context(Guard(lock))
+        reaper = stack.enter_context(Reaper(lock))
         here = LocalNode(
-            guard,
+            reaper,
             [lock],
             run_dir=run_dir,
             name=allocation.name,
@@ -122,7 +122,7 @@ def _run_attempts(
                 started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
                 watch(started, stop_request, fitted.config, attempt, server)
                 return
-            except (FencedError, LastingError):
+            except (FencedError, NonRetryableError):
                 raise
             except JobError as error:
                 if not left or stop_request.count:
@@ -209,7 +209,7 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
     text = health.described(faults)
     if head.name in faults or not (config.cluster.exclude_unhealthy or len(faults) <= config.cluster.spare_nodes):
         raise JobError(
-            f"{text}; mend it, or leave the node out (sbatch --exclude, cluster.exclude_unhealthy=true, "
+            f"{text}; fix it, or leave the node out (sbatch --exclude, cluster.exclude_unhealthy=true, "
             "cluster.spare_nodes)"
         )
     log.warning("left out: %s", text)

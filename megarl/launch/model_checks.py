@@ -64,7 +64,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
         if hf_config.get(setting, value) != value:
             raise ConfigError(
                 f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
-                "remove that directory to make the model anew, or set the value that it has (model.from_scratch=null "
+                "remove that directory to make the model again, or set the value that it has (model.from_scratch=null "
                 "for a model of your own)"
             )
 

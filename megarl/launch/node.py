@@ -18,10 +18,10 @@ from megarl.errors import JobError
 from megarl.jobs import ProcessKind, kind_of
 from megarl.launch import devices, ports, stacks
 from megarl.launch.allocation import Role
-from megarl.launch.guard import Guard
 from megarl.launch.probe import Probe
 from megarl.launch.process import Child
-from megarl.launch.stacks import Account, Sign
+from megarl.launch.reaper import Reaper
+from megarl.launch.stacks import Account, ProcessHeartbeat
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.rollout.engine import group_members, own_folder, shared_memory
 
@@ -62,10 +62,10 @@ class Process(Protocol):
 
     def signal(self, number: int) -> None: ...
 
-    def last_words_at(self) -> float:
+    def last_output_at(self) -> float:
         """Time of its last output; shows which of several died first."""
 
-    def sign(self) -> Sign:
+    def heartbeat(self) -> ProcessHeartbeat:
         """Heartbeat of now; for a process elsewhere, that of its node's last report."""
 
 
@@ -121,10 +121,10 @@ def on_every_node(started: Sequence[Started], action: Callable[[Node, list[str]]
 
 @dataclass
 class LocalNode:
-    """This machine. What it starts ends with this process, by ``guard`` if need be, and holds the run directory by
+    """This machine. What it starts ends with this process, by ``reaper`` if need be, and holds the run directory by
     ``keep``."""
 
-    guard: Guard
+    reaper: Reaper
     keep: Sequence[int] = ()
     rank: int = 0
     name: str = ""
@@ -169,7 +169,7 @@ class LocalNode:
         except OSError as error:
             raise JobError(f"{spec.name} cannot be started on {self.name or 'this machine'}: {error}") from error
         child.folder = folder
-        self.guard.add(child.pid, folder)
+        self.reaper.add(child.pid, folder)
         self.children[spec.name] = child
         if is_engine:
             key = spec.env.get(KEY_VARIABLE) or os.environ.get(KEY_VARIABLE, "")
@@ -187,7 +187,7 @@ class LocalNode:
         stop(children, grace_s)
         for child in children:
             if not group_members(child.pid):
-                self.guard.forget(child.pid)
+                self.reaper.forget(child.pid)
 
     def note(self, name: str) -> None:
         if (child := self.children.get(name)) is not None:

@@ -123,7 +123,7 @@ def live_url(run_dir: Path, key: str | None) -> str | None:
         pass
     address = run_dir / "postgres" / ADDRESS
     where = address.read_text() if address.is_file() else "it is starting"
-    mend = (
+    fix = (
         f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its "
         "report when it ends, and its "
         "metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key that the job was started with, "
@@ -132,12 +132,12 @@ def live_url(run_dir: Path, key: str | None) -> str | None:
     )
     host, _, port = where.rpartition(":")
     if not key or not host:
-        raise ConfigError(mend)
+        raise ConfigError(fix)
     url = _url(key, host, int(port))
     try:
         check_url(url)
     except ConfigError as error:
-        raise ConfigError(f"{mend} ({error})") from error
+        raise ConfigError(f"{fix} ({error})") from error
     return url
 
 
@@ -387,17 +387,17 @@ def find_server(version: str | None = None) -> Path:
     for folder, major in found.items():
         if version in (None, major):
             return folder
-    mend = (
+    fix = (
         "install it (Debian: apt install postgresql) or add it to PATH on the node that runs the supervisor, or set "
         "store.url to a server of yours"
     )
     if found:
         raise ConfigError(
             f"store.url={OWN_SERVER}: the run's data are PostgreSQL {version}'s, here is {', '.join(found.values())}; "
-            f"{mend}"
+            f"{fix}"
         )
     raise ConfigError(
-        f"store.url={OWN_SERVER} needs PostgreSQL's server, and initdb is neither in PATH nor in {DEBIAN}; {mend}"
+        f"store.url={OWN_SERVER} needs PostgreSQL's server, and initdb is neither in PATH nor in {DEBIAN}; {fix}"
     )
 
 

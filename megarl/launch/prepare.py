@@ -243,7 +243,7 @@ def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> Non
         raise ConfigError(
             f"{path} was made with other settings: {described(changed)}; it is outside run.dir={run_dir}, so other "
             "runs may use "
-            "it. Remove it to make it anew, give another path, or set what it was made with"
+            "it. Remove it to make it again, give another path, or set what it was made with"
         )
 
 
@@ -252,7 +252,7 @@ def _check_only(path: Path, names: Collection[str]) -> None:
     other = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.exists() else []
     if other:
         raise ConfigError(
-            f"model.path={path} has {other[0]}, which was not made with it; move it away to make the model anew"
+            f"model.path={path} has {other[0]}, which was not made with it; move it away to make the model again"
         )
 
 

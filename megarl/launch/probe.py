@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 ANSWER_S = 600.0
-"""Who asks waits, and is not counted meanwhile; the sentinel's patience is less."""
+"""Who asks waits, and is not counted meanwhile; the watchdog's timeout is less."""
 
 
 class Probe:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.launch.probe import Probe
-from megarl.launch.stacks import Sign, state_of
+from megarl.launch.stacks import ProcessHeartbeat, state_of
 from megarl.parent import die_with
 from megarl.rollout.engine import kill_group
 
@@ -49,7 +49,7 @@ class Child:
         """Shared memory that it is known to have made, for ``Node.note``."""
         self.folder: Path | None = None
         """Its temporary one, to be removed when it is gone."""
-        self.memory = pulse.Memory()
+        self.memory = heartbeat.Memory()
         self.probe: Probe | None = None
         """Probe of an engine, which has no heartbeat of its own."""
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class Child:
             self._start = output.tell()
             self._process = subprocess.Popen(
                 list(argv),
-                env={**os.environ, **env, pulse.VARIABLE: str(self.memory.descriptor)},
+                env={**os.environ, **env, heartbeat.VARIABLE: str(self.memory.descriptor)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -103,19 +103,21 @@ class Child:
         cause = [lines[first], "..."] if first < len(lines) - TAIL_LINES else []
         return "\n".join([*cause, *lines[-TAIL_LINES:]]) or "(it printed nothing)"
 
-    def last_words_at(self) -> float:
+    def last_output_at(self) -> float:
         """Time of its last output, in Unix seconds; now, if its log is gone."""
         try:
             return self.log.stat().st_mtime
         except OSError:
             return time.time()
 
-    def sign(self) -> Sign:
+    def heartbeat(self) -> ProcessHeartbeat:
         """Heartbeat of now."""
         if self.probe is not None:
-            return Sign(self.probe.count, 0, 0, 0.0, "serving" if self.probe.count else pulse.START, self.probe.state)
+            return ProcessHeartbeat(
+                self.probe.count, 0, 0, 0.0, "serving" if self.probe.count else heartbeat.START, self.probe.state
+            )
         found = self.memory.read()
-        return Sign(found.marks, found.work, found.step, found.patience_s, found.phase, state_of(self.pid))
+        return ProcessHeartbeat(found.beats, found.work, found.step, found.timeout_s, found.phase, state_of(self.pid))
 
     def signal(self, number: int) -> None:
         """Send a signal to the process itself; SIGKILL goes to its whole group."""

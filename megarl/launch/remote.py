@@ -15,14 +15,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from megarl.errors import ConfigError, JobError
+from megarl.heartbeat import START
 from megarl.launch import health
 from megarl.launch.allocation import Allocation, Role
 from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Spec
 from megarl.launch.postgres import without_password
-from megarl.launch.stacks import ANSWER_S, Account, Sign
-from megarl.pulse import START
+from megarl.launch.stacks import ANSWER_S, Account, ProcessHeartbeat
 from megarl.rollout.auth import KEY_VARIABLE
 from megarl.store import VARIABLE
 
@@ -50,13 +50,15 @@ class RemoteProcess:
         self.log = Path(spec.log)
         self._node = node
         self._ending: dict[str, Any] | None = None
-        self._sign = Sign(0, 0, 0, 0.0, START, "S")
+        self._heartbeat = ProcessHeartbeat(0, 0, 0, 0.0, START, "S")
 
-    def sign(self) -> Sign:
-        return self._sign
+    def heartbeat(self) -> ProcessHeartbeat:
+        return self._heartbeat
 
-    def showed(self, sign: Sequence[Any]) -> None:
-        self._sign = Sign(*(kind(value) for kind, value in zip((int, int, int, float, str, str), sign, strict=True)))
+    def showed(self, heartbeat: Sequence[Any]) -> None:
+        self._heartbeat = ProcessHeartbeat(
+            *(kind(value) for kind, value in zip((int, int, int, float, str, str), heartbeat, strict=True))
+        )
 
     def ended(self, message: dict[str, Any]) -> None:
         self._ending = {"status": int(message["status"]), "tail": str(message["tail"]), "at": float(message["at"])}
@@ -76,9 +78,9 @@ class RemoteProcess:
         return str(self._ending["tail"]) if self._ending is not None else ""
 
     def signal(self, number: int) -> None:
-        self._node.tell(do="signal", name=self.name, number=number)
+        self._node.send(do="signal", name=self.name, number=number)
 
-    def last_words_at(self) -> float:
+    def last_output_at(self) -> float:
         return float(self._ending["at"]) if self._ending is not None else time.time()
 
 
@@ -98,8 +100,8 @@ class RemoteNode:
         self.lost_at = 0.0
         self._fault: str | None = None
         self._processes: dict[str, RemoteProcess] = {}
-        self._answers: dict[str, dict[str, Any]] = {}
-        self._news = threading.Condition()
+        self._replies: dict[str, dict[str, Any]] = {}
+        self._received = threading.Condition()
         threading.Thread(target=self._listen, daemon=True, name=f"node {self.rank}").start()
         threading.Thread(target=self._beat, daemon=True, name=f"node {self.rank} beat").start()
 
@@ -107,53 +109,53 @@ class RemoteNode:
         fault = "its connection is no longer read"
         try:
             while True:
-                self._hear(self._channel.receive())
+                self._receive(self._channel.receive())
         except ChannelClosed as closed:
             fault = str(closed)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             fault = f"it sent a malformed message ({type(error).__name__}: {error})"
         finally:
-            with self._news:
+            with self._received:
                 if self._fault is None:
                     self._fault, self.lost_at = fault, time.time()
-                self._news.notify_all()
+                self._received.notify_all()
             self._channel.close()
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        with self._news:
-            match message.get("news"):
+    def _receive(self, message: dict[str, Any]) -> None:
+        with self._received:
+            match message.get("event"):
                 case "ended":
                     if (process := self._processes.get(message["name"])) is not None:
                         process.ended(message)
                 case "beat":
-                    for name, sign in message.get("signs", {}).items():
+                    for name, heartbeat in message.get("heartbeats", {}).items():
                         if (process := self._processes.get(name)) is not None:
-                            process.showed(sign)
+                            process.showed(heartbeat)
                 case "stop":
                     self.stop_request.count = max(1, self.stop_request.count)  # all nodes are told by the same stop
                 case "answer":
-                    self._answers[message["to"]] = message
-            self._news.notify_all()
+                    self._replies[message["to"]] = message
+            self._received.notify_all()
 
     def _beat(self) -> None:
         while self.fault() is None:
-            self.tell(do="beat")
+            self.send(do="beat")
             time.sleep(self._channel.silence_s / 4)
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Says it if the node can hear it; ``fault`` tells whether it could."""
         with suppress(ChannelClosed):
             self._channel.send(**message)
 
-    def _ask(self, patience_s: float, **message: Any) -> dict[str, Any]:
+    def _request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
         number = secrets.token_hex(8)
-        self.tell(**message, number=number)
-        with self._news:
-            self._news.wait_for(lambda: number in self._answers or self._fault is not None, patience_s)
-            answer = self._answers.pop(number, None)
+        self.send(**message, number=number)
+        with self._received:
+            self._received.wait_for(lambda: number in self._replies or self._fault is not None, timeout_s)
+            answer = self._replies.pop(number, None)
         if answer is None:
             what = message["do"]
-            raise JobError(f"node {self.name}: {self._fault or f'no answer to {what!r} in {patience_s:.0f} s'}")
+            raise JobError(f"node {self.name}: {self._fault or f'no answer to {what!r} in {timeout_s:.0f} s'}")
         if "error" in answer:
             raise JobError(f"node {self.name}: {answer['error']}")
         return answer
@@ -161,40 +163,40 @@ class RemoteNode:
     def start(self, spec: Spec) -> RemoteProcess:
         """Raises JobError."""
         process = RemoteProcess(spec, self)
-        with self._news:
+        with self._received:
             self._processes[spec.name] = process
         env = {
             name: value for name, value in spec.env.items() if name != KEY_VARIABLE
         }  # it has the key, and no wire should
         if VARIABLE in env:
             env[VARIABLE] = without_password(env[VARIABLE])
-        self._ask(STARTED_S, do="start", spec=asdict(replace(spec, env=env)))
+        self._request(STARTED_S, do="start", spec=asdict(replace(spec, env=env)))
         return process
 
     def free_ports(self, count: int) -> list[int]:
-        return [int(port) for port in self._ask(STARTED_S, do="ports", count=count)["ports"]]
+        return [int(port) for port in self._request(STARTED_S, do="ports", count=count)["ports"]]
 
     def check_run_dir(self, run_dir: str, token: str) -> str | None:
-        fault: str | None = self._ask(STARTED_S, do="run_dir", path=run_dir, token=token)["fault"]
+        fault: str | None = self._request(STARTED_S, do="run_dir", path=run_dir, token=token)["fault"]
         return fault
 
     def is_there(self) -> bool:
         """Return True if it answers; a node that is cut off is silent for ``cluster.heartbeat_s`` before it counts as
         lost."""
         with suppress(JobError):
-            self._ask(2 * self._channel.silence_s, do="ports", count=0)
+            self._request(2 * self._channel.silence_s, do="ports", count=0)
         return self.fault() is None
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:
         with suppress(JobError):  # lost: it ends its processes by itself
-            self._ask(grace_s + STARTED_S, do="stop", names=list(names), grace_s=grace_s)
+            self._request(grace_s + STARTED_S, do="stop", names=list(names), grace_s=grace_s)
 
     def note(self, name: str) -> None:
-        self.tell(do="note", name=name)
+        self.send(do="note", name=name)
 
     def accounts(self, names: Sequence[str]) -> dict[str, Account]:
         with suppress(JobError):
-            answer = self._ask(ANSWER_S + ACCOUNTS_S, do="accounts", names=list(names))
+            answer = self._request(ANSWER_S + ACCOUNTS_S, do="accounts", names=list(names))
             return {name: Account(*account) for name, account in answer["accounts"].items()}
         return {}
 
@@ -204,9 +206,9 @@ class RemoteNode:
     def end(self) -> None:
         """Its supervisor ends, with status 0: only the head's says how the job ended, and srun takes the largest of
         all."""
-        self.tell(do="end")
-        with self._news:
-            self._news.wait_for(lambda: self._fault is not None, END_S)
+        self.send(do="end")
+        with self._received:
+            self._received.wait_for(lambda: self._fault is not None, END_S)
 
 
 class Gathering:
@@ -282,12 +284,12 @@ class Gathering:
             self._nodes[node.rank] = node
             self._came.notify_all()
 
-    def wait(self, patience_s: float, stopping: Callable[[], bool] = lambda: False) -> list[RemoteNode]:
+    def wait(self, timeout_s: float, stopping: Callable[[], bool] = lambda: False) -> list[RemoteNode]:
         """All other nodes, by rank.
 
         Raises JobError when some do not come, KeyboardInterrupt once ``stopping`` returns True.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         with self._came:
             while not self._expected <= self._nodes.keys() and (left := deadline - time.monotonic()) > 0:
                 if stopping():
@@ -298,7 +300,7 @@ class Gathering:
                 raise JobError(
                     f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self._allocation.nodes} did "
                     "not come to "
-                    f"{self._allocation.head}:{self._allocation.port} within cluster.connect_timeout_s={patience_s:g}: "
+                    f"{self._allocation.head}:{self._allocation.port} within cluster.connect_timeout_s={timeout_s:g}: "
                     "look at their output"
                 )
             return [self._nodes[rank] for rank in sorted(self._expected)]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl import algorithms
+from megarl.checkpoint.disk_space import writing
 from megarl.checkpoint.dist import COMMON, DistFiles
 from megarl.checkpoint.hf_source import HF_FOLDER
 from megarl.checkpoint.manifest import (
@@ -23,7 +24,6 @@ from megarl.checkpoint.manifest import (
     recover,
     unfounded_latest,
 )
-from megarl.checkpoint.room import writing
 from megarl.config import Config
 from megarl.durable import exists, write_text
 from megarl.errors import CheckpointError, ConfigError
@@ -76,12 +76,12 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
     found = latest(run_dir / "checkpoints")
     begun = found is not None and int(read_state(found)["step"]) > 0  # the roles' models are made at step 0
     fixed = [c for c in changed if c.setting.partition(".")[0] in FIXED or (begun and _needs_another_past(c))]
-    mend = "take another run.name, or remove the directory"
+    fix = "take another run.name, or remove the directory"
     if fixed:
-        raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {mend}")
+        raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {fix}")
     if any(change.setting not in SIZES for change in changed) and is_finished(config, run_dir):
         raise ConfigError(
-            f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {mend} "
+            f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {fix} "
             "(or raise trainer.steps to train that run further)"
         )
     of_training = [c for c in changed if c.trains()]
@@ -139,7 +139,7 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Call
     if damaged and not candidates:
         faults = "; ".join(f"{path}: {fault}" for path, fault in damaged)
         raise CheckpointError(
-            f"no checkpoint can be read: {faults}; put its files back, or remove {folder} to begin anew"
+            f"no checkpoint can be read: {faults}; put its files back, or remove {folder} to begin again"
         )
     for path, fault in damaged:
         log.warning("%s is damaged and does not count: %s; the run goes on from %s", path, fault, candidates[-1])
@@ -149,7 +149,7 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Call
         _name_latest(candidates[-1])
     elif not damaged and (fault := unfounded_latest(folder)) is not None:
         if not candidates:
-            raise CheckpointError(f"{fault}, and there is no other; put it back, or remove {folder} to begin anew")
+            raise CheckpointError(f"{fault}, and there is no other; put it back, or remove {folder} to begin again")
         log.warning("%s; the run goes on from %s", fault, candidates[-1])
 
 

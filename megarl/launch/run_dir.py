@@ -17,7 +17,7 @@ from typing import IO
 from megarl.checkpoint.manifest import current_attempt
 from megarl.durable import write_text
 from megarl.errors import ConfigError, FencedError
-from megarl.launch.guard import end
+from megarl.launch.reaper import end
 from megarl.rollout.engine import start_ticks
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def _holders(handle: IO[str]) -> dict[int, str]:
 
 
 def _end(orphans: Sequence[int], supervisor: str) -> None:
-    """Kill what a supervisor that is dead has left: its guard is gone too, or would have done it.
+    """Kill what a supervisor that is dead has left: its reaper is gone too, or would have done it.
 
     A process that leads a session ends with all of it, as the job's own do. Of any other process the group may be the
     shell's that started the job, and this process's own: only it is killed.

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.jobs import ProcessKind, kind_of
 from megarl.rollout.engine import group_members
 
@@ -36,20 +36,20 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _WAITS = re.compile(r"\.(wait|result|synchronize|recv|join)\(|[^.]\bwait\(")
-_ROOT = f"{Path(pulse.__file__).parents[1]}/"
+_ROOT = f"{Path(heartbeat.__file__).parents[1]}/"
 _STDLIB = sysconfig.get_path("stdlib")
 
 
-class Sign(NamedTuple):
+class ProcessHeartbeat(NamedTuple):
     """Heartbeat of a process; travels between supervisors as a list."""
 
-    marks: int
+    beats: int
     """Marks of progress so far."""
     work: int
     """Samples that ended or were scored so far, of an explorer."""
     step: int
     """Step from 1 on; 0 outside of steps."""
-    patience_s: float
+    timeout_s: float
     """Seconds that its phase may be silent."""
     phase: str
     state: str
@@ -118,16 +118,16 @@ def group_state(pid: int) -> str:
     return STOPPED if any(state_of(member) == STOPPED for member in group_members(pid)) else state_of(pid)
 
 
-def ask(processes: Mapping[str, tuple[int, pulse.Memory]], patience_s: float = ANSWER_S) -> dict[str, Account]:
-    """Ask each process for its state now: (process id, memory) by name. Takes up to ``patience_s``."""
+def ask(processes: Mapping[str, tuple[int, heartbeat.Memory]], timeout_s: float = ANSWER_S) -> dict[str, Account]:
+    """Ask each process for its state now: (process id, memory) by name. Takes up to ``timeout_s``."""
     before = {name: memory.size() for name, (_, memory) in processes.items()}
     asked = set()
     for name, (pid, _) in processes.items():
         if state_of(pid) != STOPPED and _listens(pid):
             with suppress(ProcessLookupError):
-                os.kill(pid, pulse.ASK)
+                os.kill(pid, heartbeat.ASK)
                 asked.add(name)
-    deadline, sizes, since = time.monotonic() + patience_s, dict(before), time.monotonic()
+    deadline, sizes, since = time.monotonic() + timeout_s, dict(before), time.monotonic()
     while time.monotonic() < deadline:
         now = {name: memory.size() for name, (_, memory) in processes.items()}
         if now != sizes:
@@ -145,7 +145,7 @@ def _listens(pid: int) -> bool:
     """Return True if it has a handler: without one the signal would end it."""
     with suppress(OSError):
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return caught is not None and bool(int(caught[1], 16) >> (pulse.ASK - 1) & 1)
+        return caught is not None and bool(int(caught[1], 16) >> (heartbeat.ASK - 1) & 1)
     return False
 
 

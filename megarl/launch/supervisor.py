@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import Config, save_resolved
-from megarl.errors import FencedError, JobError, LastingError
+from megarl.errors import FencedError, JobError, NonRetryableError
 from megarl.jobs import ProcessKind, kind_of
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Node, Process, Started, on_every_node
@@ -19,8 +19,8 @@ from megarl.launch.placement import Place, Placement, place, table
 from megarl.launch.postgres import Server
 from megarl.launch.replace import SETTLE_S, Replacements, ending, failed
 from megarl.launch.run_dir import check_fence
-from megarl.launch.sentinel import Sentinel
 from megarl.launch.specs import Addresses, resolved, specs
+from megarl.launch.watchdog import Watchdog
 from megarl.rollout.auth import KEY_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def watch(
     Raises:
         JobError: a process died and was not replaced; carries its name, exit status and last lines. Or the trainer does
             not move: who is where. All others are gone by then.
-        LastingError: it was of something that would come again.
+        NonRetryableError: it was of something that would come again.
         FencedError: a later attempt has begun.
     """
     started = list(started)
@@ -136,7 +136,7 @@ def watch(
     engines: list[Process] = []
     asked_at: float | None = None
     looked_at = 0.0
-    sentinel = Sentinel(config, _logs(config, attempt or 0))
+    watchdog = Watchdog(config, _logs(config, attempt or 0))
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
@@ -177,7 +177,7 @@ def watch(
             if all(p.poll() == 0 for p in trainers):
                 return
             if asked_at is None:
-                sentinel.look(started)
+                watchdog.look(started)
             time.sleep(WATCH_S)
     except FencedError:
         for s in started:
@@ -190,10 +190,10 @@ def watch(
 def _raise_for_dead(processes: Sequence[Process], used_up: str) -> None:
     if _failed(processes):
         time.sleep(SETTLE_S)
-        first, *others = sorted(_failed(processes), key=lambda p: p.last_words_at())
+        first, *others = sorted(_failed(processes), key=lambda p: p.last_output_at())
         also = "".join(f"\nthen {ending(process)} ({process.log})" for process in others)
-        lasting = any(process.poll() == LastingError.STATUS for process in processes)
-        raise (LastingError if lasting else JobError)(
+        non_retryable = any(process.poll() == NonRetryableError.STATUS for process in processes)
+        raise (NonRetryableError if non_retryable else JobError)(
             f"{ending(first)}{used_up and f', {used_up}'}; its last lines ({first.log}):\n{first.tail()}{also}"
         )
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import gc
 import sys
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.parent import end_after_parent
 
 
 def main() -> int:
     """Run the process that the first argument names; return the exit status."""
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
-    pulse.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
+    heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
     end_after_parent()
     if role == "trainer":
         from megarl.loop.trainer import main as run

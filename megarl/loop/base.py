@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from megarl import algorithms, pulse
+from megarl import algorithms, heartbeat
 from megarl.checkpoint import writer as checkpoint_writer
 from megarl.config import Config
 from megarl.loop.checkpoints import Checkpointer
@@ -46,7 +46,7 @@ class Trainer(ABC):
         self.ranks.stop_on_sigterm()
         if config.trainer.async_checkpoint:
             checkpoint_writer.of_process()  # before models and a GPU: it is a fork of this process
-        self.timeout_s = groups.patience_s(config.cluster.stall_s)
+        self.timeout_s = groups.collective_timeout_s(config.cluster.stall_s)
         position = groups.initialize(
             config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s
         )  # seeds torch's generators too
@@ -61,7 +61,7 @@ class Trainer(ABC):
         self.models = self.make_models()
         num_tasks = len(self.store.task_ids("train"))
         self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter, num_tasks)
-        self.updates = UpdateFilter(config.trainer.guard, self.reporter)
+        self.updates = UpdateFilter(config.trainer.update_filter, self.reporter)
         self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks)
 
     def __enter__(self) -> Self:
@@ -116,7 +116,7 @@ class Trainer(ABC):
 
     def resumed(self) -> TrainState:
         """Restore the newest checkpoint, or begin; return its state."""
-        pulse.become("between steps")
+        heartbeat.set_phase("between steps")
         with self.timeline.phase("load"), self.starting():
             state = self.checkpoints.resume(self.models)
         self.reporter.open(state)
@@ -176,7 +176,7 @@ class Trainer(ABC):
                     state = self.rolled_back(state, bad)
             return state, self.evaluate(state, "eval-after")
         except Stopped as stopped:
-            self.reporter.say(f"stopping in the middle of a weight sync ({stopped})")
+            self.reporter.log(f"stopping in the middle of a weight sync ({stopped})")
             return state, False
 
     def evaluated(self, state: TrainState) -> bool:
@@ -214,7 +214,7 @@ class Trainer(ABC):
         """
         self.checkpoints.settle(wait=True)
         before = state.step
-        self.reporter.say(f"WARNING: {bad}; going back to the newest checkpoint")
+        self.reporter.log(f"WARNING: {bad}; going back to the newest checkpoint")
         state = replace(self.checkpoints.resume(self.models), rollbacks=state.rollbacks + 1)
         if not state.warming_up:
             self.begin(state)
@@ -223,7 +223,7 @@ class Trainer(ABC):
         event = {"from_step": before, "to_step": state.step, "rollbacks": state.rollbacks, "why": str(bad)}
         self.reporter.event("rollback", event)
         self.reporter.rewind(state)
-        self.reporter.say(
+        self.reporter.log(
             f"went back from step {before} to step {state.step}, by "
             f"{'a checkpoint' if self.checkpoints.newest() else 'the beginning'}; "
             f"rollback {state.rollbacks}: from here on steps take other tasks"
@@ -238,4 +238,4 @@ class Trainer(ABC):
 
     def starting(self) -> AbstractContextManager[None]:
         """Allow what a start waits for to take its time."""
-        return pulse.patience(self.config.rollout.start_timeout_s)
+        return heartbeat.timeout(self.config.rollout.start_timeout_s)

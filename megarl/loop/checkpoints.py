@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import state as saving
+from megarl.checkpoint.disk_space import free_space, writing
 from megarl.checkpoint.manifest import current_attempt
-from megarl.checkpoint.room import make_room, writing
-from megarl.errors import DiskFullError, FencedError, LastingError
+from megarl.errors import DiskFullError, FencedError, NonRetryableError
 from megarl.loop.context import RunContext
 from megarl.loop.data import data_cursor
 from megarl.loop.models import Models
@@ -55,7 +55,7 @@ class Checkpointer:
         found = self.newest()
         fault = saving.unfounded_latest(self._folder(warming_up=False)) if self._context.rank == 0 else None
         if fault is not None:
-            self._reporter.say(f"WARNING: {fault}; going on from {found or 'the beginning'}")
+            self._reporter.log(f"WARNING: {fault}; going on from {found or 'the beginning'}")
         models.make_actor(found)
         if found is None:
             models.load_beginning()
@@ -66,18 +66,18 @@ class Checkpointer:
         state = self._saved = TrainState.from_manifest(saved)
         before, now = saved.get("made", {}).get("data"), self._data_cursor(state)
         if before is not None and before != now:
-            self._reporter.say(
+            self._reporter.log(
                 f"the order of the data is another than before: {found} was at {before}, with these settings it is at "
                 f"{now}"
             )
-        self._reporter.say(f"resumed from {found}")
+        self._reporter.log(f"resumed from {found}")
         return state
 
     def put_random_states(self, models: Models) -> None:
         """Restore the random generators of the newest checkpoint. After all models are built: that draws numbers."""
         if (found := self.newest()) is not None and not saving.put_random_states(found, models.parts()):
-            self._reporter.say(
-                "random generators begin anew from trainer.seed: the checkpoint was made on another grid"
+            self._reporter.log(
+                "random generators begin again from trainer.seed: the checkpoint was made on another grid"
             )
 
     def commit(
@@ -116,7 +116,7 @@ class Checkpointer:
                     self._pending = saving.begin(
                         folder, state.step, models.parts(), manifest, model=Path(self._context.config.model.path),
                         background=background, fence=self._fence,
-                        room=lambda needed: make_room(folder, needed, config.keep_checkpoints, refuse=interval),
+                        free_space=lambda needed: free_space(folder, needed, config.keep_checkpoints, refuse=interval),
                     )  # fmt: skip
             except DiskFullError as error:
                 if not interval:
@@ -167,10 +167,10 @@ class Checkpointer:
         same disk."""
         self.failed += 1
         if self.failed >= (limit := self._context.config.trainer.max_failed_checkpoints):
-            raise LastingError(
+            raise NonRetryableError(
                 f"{error}; {self.failed} checkpoints in a row had no room (trainer.max_failed_checkpoints={limit})"
             ) from error
-        self._reporter.say(
+        self._reporter.log(
             f"WARNING: {error}. Training goes on without this checkpoint ({self.failed} of at most {limit - 1} in a "
             "row); "
             f"the newest is {self.newest() or 'none'}"

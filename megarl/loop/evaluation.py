@@ -66,7 +66,7 @@ class Evaluation:
         self._reporter.write(step, metrics)
         text = evaluation_text(metrics, int(right.sum()), len(tasks), config)
         without = f"; {errors} without a verdict" if errors else ""
-        self._reporter.say(f"held-out accuracy at step {step}: {text}{without}")
+        self._reporter.log(f"held-out accuracy at step {step}: {text}{without}")
 
 
 def evaluation_sampling(config: Config, step: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.config import Config, load_resolved
 from megarl.config.rewards import RewardConfig
 from megarl.errors import EngineError, InputError, JobError, RequestRefused
@@ -46,7 +46,7 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 4.0
 """Waits before asking again for samples that an engine failed to give, each twice as long as the one before: it may be
 replaced meanwhile."""
 
-NEWS_S = 1.0
+EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
 
 STOPPED = 128 + signal.SIGTERM
@@ -138,9 +138,9 @@ class Explorer:
         capacity: Samples kept in generation at once; greedy answers are not counted.
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
         calls: Calls over which newly claimed groups are spread (one for each engine).
-        patience_s: How long samples are asked for again while engines give none of them.
-        news: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to the
-            terminal.
+        engine_timeout_s: How long samples are asked for again while engines give none of them.
+        event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
+            the terminal.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class Explorer:
         backlog: int = 8192,
         calls: int = 1,
         poll_s: float = 0.02,
-        patience_s: float = 7.5,
+        engine_timeout_s: float = 7.5,
         retry_s: float = RETRY_S,
         timeline: Timeline | None = None,
-        news: Callable[[], str | None] = lambda: None,
+        event_lines: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._timeline = timeline
-        self._news = news
+        self._event_lines = event_lines
         self._store = store
         self._engine = engine
         self._scorer = scorer
@@ -171,7 +171,7 @@ class Explorer:
         self._backlog = backlog
         self._calls = calls
         self._poll_s = poll_s
-        self._patience_s = patience_s
+        self._engine_timeout_s = engine_timeout_s
         self._retry_s = retry_s
         self._generating = 0
         self._scoring = 0
@@ -189,12 +189,12 @@ class Explorer:
         try:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             async with asyncio.TaskGroup() as tasks:
-                ticking = tasks.create_task(pulse.ticking(self._at))
+                ticking = tasks.create_task(heartbeat.beat_periodically(self._at))
                 reporting = tasks.create_task(self._report())
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
                     for batch in self._batches(claims):
-                        flight = tasks.create_task(self._fly(batch))
+                        flight = tasks.create_task(self._run_groups(batch))
                         flights.add(flight)
                         flight.add_done_callback(flights.discard)
                     if not claims:
@@ -211,8 +211,8 @@ class Explorer:
 
     async def _report(self) -> None:
         while True:
-            await asyncio.sleep(NEWS_S)
-            if (line := self._news()) is not None:
+            await asyncio.sleep(EVENTS_S)
+            if (line := self._event_lines()) is not None:
                 log.warning("%s", line)
                 await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
 
@@ -245,7 +245,7 @@ class Explorer:
         text = self._tokenizer.render(messages, kwargs)
         return _Group(claim, self._tokenizer.rendered_ids(text), opens_thinking(text), seed, clock)
 
-    async def _fly(self, groups: Sequence[_Group]) -> None:
+    async def _run_groups(self, groups: Sequence[_Group]) -> None:
         """Sample and score some groups of one rollout, asking again for what an engine failed to give."""
         async with asyncio.TaskGroup() as scoring:
             since, missing, delay_s = time.monotonic(), -1, self._retry_s
@@ -258,7 +258,7 @@ class Explorer:
                 except EngineError as error:
                     if (left := sum(len(group.missing) for group in groups)) != missing:
                         since, missing, delay_s = time.monotonic(), left, self._retry_s
-                    if time.monotonic() - since > self._patience_s:
+                    if time.monotonic() - since > self._engine_timeout_s:
                         raise
                     log.warning("%s; asking again in %g s", error, delay_s)
                     groups[0].clock.counts["retries"] += 1
@@ -277,7 +277,7 @@ class Explorer:
             async with aclosing(self._engine.generate([ask.prompt for ask in asks], sampling)) as completions:
                 async for completion in completions:
                     outstanding -= 1
-                    pulse.worked()
+                    heartbeat.count_work()
                     clock.change("generation", -1)
                     _, group, first = asks[completion.request]
                     if completion.finish_reason == "abort":
@@ -299,7 +299,7 @@ class Explorer:
             text = self._tokenizer.decode(completion.token_ids)
             verdict = await self._scorer.score(group.claim.task, text, opened=group.opened)
         finally:
-            pulse.worked()
+            heartbeat.count_work()
             self._scoring -= 1
             group.clock.change("reward", -1)
         if verdict.message is not None:
@@ -401,12 +401,14 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
     """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go
     on."""
     tokenizer = ChatTokenizer.of(config)
-    patience_s = config.rollout.start_timeout_s + config.sync.timeout_s  # an engine is replaced, and given the weights
+    engine_timeout_s = (
+        config.rollout.start_timeout_s + config.sync.timeout_s
+    )  # an engine is replaced, and given the weights
     store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
     try:
         async with (
-            EngineClient(engines, key, config.rollout.request_timeout_s, pulse.worked) as engine,
-            _judge(config, engines, key, patience_s) as judge,
+            EngineClient(engines, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
+            _judge(config, engines, key, engine_timeout_s) as judge,
             RewardPool(
                 await _with_hosts_of_nodes(config.reward), judge, key, _logs(config) / "reward_output.log"
             ) as scorer,
@@ -420,10 +422,10 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 backlog=config.reward.backlog,
                 calls=len(engines),
-                patience_s=patience_s,
+                engine_timeout_s=engine_timeout_s,
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
-                news=scorer.tally.line,
+                event_lines=scorer.tally.line,
             )
             await explorer.run()
     finally:
@@ -442,13 +444,15 @@ async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:
 
 
 @asynccontextmanager
-async def _judge(config: Config, engines: Sequence[str], key: str, patience_s: float) -> AsyncIterator[Judging | None]:
+async def _judge(
+    config: Config, engines: Sequence[str], key: str, engine_timeout_s: float
+) -> AsyncIterator[Judging | None]:
     if config.reward.judge.url is None:
         yield None
         return
     from megarl.rewards.judge import Judge  # 0.3 s
 
-    async with Judge(config.reward.judge, engines, key, patience_s) as judge:
+    async with Judge(config.reward.judge, engines, key, engine_timeout_s) as judge:
         yield judge
 
 

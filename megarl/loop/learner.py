@@ -53,7 +53,7 @@ class Learner:
 
         def forward(model: FrozenModel, others: list[list[int]] = kept) -> torch.Tensor:
             asked = [*batch.updates, others] if others else batch.updates
-            return model.answers(sequences, [model.micro_batches(sequences, units) for units in asked])
+            return model.outputs(sequences, [model.micro_batches(sequences, units) for units in asked])
 
         if "old_logp" in needs:
             sequences.old_logp = forward(self._models.actor, rest)
@@ -154,7 +154,7 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, 
     if "greedy" in algorithm.needs:
         scores = [e.greedy.reward.score for e in experiences if e.greedy is not None] + [0.0] * more
         greedy = torch.tensor(scores, dtype=torch.float64)
-    if sequences.values is not None and config.bootstrap_cut:
+    if sequences.values is not None and config.bootstrap_truncated:
         # The value of the state after the last token stands at that token's own position.
         truncated = torch.tensor([e.finish_reason == "length" for e in experiences] + [False] * more)
         bootstrap = torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)
@@ -176,7 +176,7 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, 
 def model_scores(model: FrozenModel, experiences: list[Experience]) -> list[float]:
     """The reward model's score of each whole answer."""
     sequences = of_experiences(experiences)
-    found: list[float] = model.answers(sequences, [model.micro_batches(sequences)])[
+    found: list[float] = model.outputs(sequences, [model.micro_batches(sequences)])[
         sequences.scored(score_pad(model.hf_config))
     ].tolist()
     return found

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from megarl.algorithms import Algorithm
 from megarl.checkpoint import hf, state
-from megarl.checkpoint.room import writing
+from megarl.checkpoint.disk_space import writing
 from megarl.config import Config
 from megarl.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
 from megarl.parallel import groups
 from megarl.reshard.layouts import hf_layout
 from megarl.reshard.plan import build_plan
-from megarl.training.model import FrozenModel, Grid, TrainedModel, cut_for
+from megarl.training.model import FrozenModel, Grid, TrainedModel, micro_batching_for
 from megarl.training.schedule import Head
 
 RoleConfig = ReferenceConfig | CriticConfig | RewardModelConfig
@@ -56,8 +56,10 @@ class Models:
 
     def _actor(self, head: Head | None) -> TrainedModel:
         config = self._config
-        cut = cut_for(config.parallel, config.trainer)
-        return TrainedModel(self.hf_config, config.model, config.parallel, head, cut, config.trainer.optimizer)
+        micro_batching = micro_batching_for(config.parallel, config.trainer)
+        return TrainedModel(
+            self.hf_config, config.model, config.parallel, head, micro_batching, config.trainer.optimizer
+        )
 
     def build(self, step: int, checkpoint: Path | None, own_reference: Path) -> None:
         """Build the other models with the weights that they have at ``step``; those that are there are kept and given
@@ -75,9 +77,9 @@ class Models:
         if self._algorithm.has_reference(config.algorithm):
             if self.reference is None:
                 parallel, grid = self._grid(config.reference)
-                cut = cut_for(parallel, config.trainer)
+                micro_batching = micro_batching_for(parallel, config.trainer)
                 self.reference = FrozenModel(
-                    self.hf_config, self._settings(config.reference), parallel, self.head, cut, grid
+                    self.hf_config, self._settings(config.reference), parallel, self.head, micro_batching, grid
                 )
             if step and config.reference.refresh == "never":
                 self.reference.load_hf(own_reference)
@@ -96,8 +98,11 @@ class Models:
 
     def _reward_model(self, path: Path) -> FrozenModel:
         parallel, grid = self._grid(self._config.reward_model)
-        settings, cut = self._settings(self._config.reward_model), cut_for(parallel, self._config.trainer)
-        model = FrozenModel(hf.read_hf_config(path), settings, parallel, None, cut, grid)
+        settings, micro_batching = (
+            self._settings(self._config.reward_model),
+            micro_batching_for(parallel, self._config.trainer),
+        )
+        model = FrozenModel(hf.read_hf_config(path), settings, parallel, None, micro_batching, grid)
         model.load_hf(path)
         return model
 
@@ -106,8 +111,8 @@ class Models:
         path = None if role.path is None else Path(role.path)
         hf_config = self.hf_config if path is None else hf.read_hf_config(path)
         parallel, grid = self._grid(role)
-        settings, cut = self._settings(role), cut_for(parallel, config.trainer)
-        critic = TrainedModel(hf_config, settings, parallel, None, cut, role.optimizer, grid)
+        settings, micro_batching = self._settings(role), micro_batching_for(parallel, config.trainer)
+        critic = TrainedModel(hf_config, settings, parallel, None, micro_batching, role.optimizer, grid)
         same = (
             self.reward_model is not None
             and role.path == config.reward_model.path
@@ -167,6 +172,6 @@ class Models:
         if role.parallel is None or role.parallel == own:
             return own, nullcontext
         if role.parallel not in self._grids:
-            timeout_s = groups.patience_s(self._config.cluster.stall_s)
+            timeout_s = groups.collective_timeout_s(self._config.cluster.stall_s)
             self._grids[role.parallel] = groups.Grid(role.parallel, seed=self._config.trainer.seed, timeout_s=timeout_s)
         return role.parallel, self._grids[role.parallel].active

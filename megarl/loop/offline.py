@@ -115,14 +115,14 @@ class OfflineTrainer(Trainer):
         sequences, step = test.sequences, state.step
         with self.timeline.phase("validation", step=step):
             if reference is not None and sequences.ref_logp is None:  # it stays as it is
-                sequences.ref_logp = reference.answers(sequences, [reference.micro_batches(sequences, test.units)])
-            answers = actor.answers(sequences, [actor.micro_batches(sequences, test.units)])
+                sequences.ref_logp = reference.outputs(sequences, [reference.micro_batches(sequences, test.units)])
+            answers = actor.outputs(sequences, [actor.micro_batches(sequences, test.units)])
             metrics = measured(self.objective_of(test), sequences, answers)
         known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
         self.reporter.event("evaluation", {"rollout_id": name, "step": step, "rows": len(test.units), **known})
         self.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
         accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
-        self.reporter.say(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
+        self.reporter.log(f"held-out loss at step {step}: {metrics['loss']:.4f}{accuracy} ({len(test.units)} rows)")
         return True
 
 

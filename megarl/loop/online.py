@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Config
-from megarl.errors import LastingError
+from megarl.errors import NonRetryableError
 from megarl.experience import Report, add_model_scores, with_group_stats
 from megarl.loop.base import Trainer
 from megarl.loop.batch import filter_overlong, make_batch, mismatch
@@ -67,12 +67,12 @@ class OnlineTrainer(Trainer):
             if groups is None:
                 return None
             if not groups.experiences:
-                raise LastingError(
+                raise NonRetryableError(
                     f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
                     f"{'; '.join(groups.report.messages)}"
                 )
             for message in groups.report.messages:
-                self.reporter.say(f"dropped from training: {message}")
+                self.reporter.log(f"dropped from training: {message}")
             with phase("inference", step=number):
                 experiences, scored = self.rewarded(groups.experiences)
             with phase("batch", step=number):

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.metrics import Sums
 
 
@@ -34,7 +34,7 @@ class Ranks:
 
     def agree(self, yes: bool) -> bool:
         """True on all ranks when it is True on all ranks."""
-        pulse.mark()
+        heartbeat.beat()
         flag = torch.tensor([int(yes)])
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.errors import JobError, MegarlError, describe
 from megarl.schema import Experience
 from megarl.store import Store
@@ -64,7 +64,7 @@ class NodeReader:
         fault: Fault = None
         for message in self._messages(parts, stopping) if self.reads else itertools.repeat(None):
             part, fault, ended = self._hand(message)
-            pulse.mark()
+            heartbeat.beat()
             if ended:
                 break
             found.append(part)

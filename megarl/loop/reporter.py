@@ -69,7 +69,7 @@ class Reporter:
         show = self._context.rank == 0 and os.environ.get("MEGARL_TTY") == "1"
         return tqdm(total=total, desc=label, unit=unit, leave=False, disable=not show, file=sys.stderr, ncols=100)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line for a person, from rank 0."""
         if self._context.rank == 0:
             with suppress(OSError):  # the log may lie on a full disk
@@ -100,7 +100,7 @@ class Reporter:
         metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices(config))
         self.write(step, metrics)
         self.keep(step, metrics)
-        self.say(console_line(step, config.trainer.steps, metrics, console))
+        self.log(console_line(step, config.trainer.steps, metrics, console))
 
 
 def num_devices(config: Config) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.algorithms import Algorithm
-from megarl.errors import LastingError
+from megarl.errors import NonRetryableError
 from megarl.experience import (
     Report,
     by_group,
@@ -73,7 +73,7 @@ class Rollouts:
             version: The weights to sample with, published last.
 
         Raises:
-            LastingError: dynamic sampling left no group at all.
+            NonRetryableError: dynamic sampling left no group at all.
         """
         config, step, timeline = self._context.config, state.step, self._reporter.timeline
         dynamic, wanted = config.algorithm.dynamic_sampling, config.trainer.tasks_per_step
@@ -114,7 +114,7 @@ class Rollouts:
         metrics = {f"rollout/{name}": sum(m.get(name, 0.0) for m in measured) for m in measured for name in m}
         metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": float(min(len(groups), wanted))}
         if dynamic and not groups and report.kept:
-            raise LastingError(
+            raise NonRetryableError(
                 f"algorithm.dynamic_sampling=true: none of the {report.kept} groups of {len(ids)} rollouts of step "
                 f"{step + 1} is "
                 f"between all right ({metrics['rollout/all_right']:.0f}) and all wrong "

@@ -11,7 +11,7 @@ import torch
 
 from megarl import algorithms, ops
 from megarl.config import load_resolved
-from megarl.errors import LastingError, MegarlError
+from megarl.errors import MegarlError, NonRetryableError
 from megarl.loop.offline import OfflineTrainer
 from megarl.loop.online import OnlineTrainer
 
@@ -40,5 +40,5 @@ def main(argv: list[str] | None = None) -> int:
             trainer.train()
     except MegarlError as error:
         log.error("trainer: %s", error)
-        return LastingError.STATUS if isinstance(error, LastingError) else 1
+        return NonRetryableError.STATUS if isinstance(error, NonRetryableError) else 1
     return 0

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megarl.config.schema import GuardConfig
-from megarl.errors import LastingError
+from megarl.config.schema import UpdateFilterConfig
+from megarl.errors import NonRetryableError
 from megarl.loop.reporter import Reporter
 from megarl.loop.state import TrainState
 from megarl.metrics import Sums
@@ -28,7 +28,7 @@ class RollBack(Exception):
 class UpdateFilter:
     """Admits or refuses each update of a step, and counts bad steps."""
 
-    def __init__(self, config: GuardConfig, reporter: Reporter) -> None:
+    def __init__(self, config: UpdateFilterConfig, reporter: Reporter) -> None:
         self._config = config
         self._reporter = reporter
         self._left_out = 0
@@ -63,7 +63,7 @@ class UpdateFilter:
 
         Raises:
             RollBack: the setting demands it.
-            LastingError: the setting says stop, or ``max_bad_steps`` steps in a row were bad.
+            NonRetryableError: the setting says stop, or ``max_bad_steps`` steps in a row were bad.
         """
         config = self._config
         losses = [total for name, (total, _) in sums.items() if name.endswith("/loss")]
@@ -95,15 +95,16 @@ class UpdateFilter:
         self._reporter.event("bad_update", event)
         if action == "rollback":
             raise RollBack(f"{where}: {reason}")
-        self._reporter.say(f"WARNING: {where}: {reason}; the update is left out (trainer.guard.{setting}=skip)")
+        self._reporter.log(f"WARNING: {where}: {reason}; the update is left out (trainer.update_filter.{setting}=skip)")
         self._left_out += 1
         return False, state
 
     def _refuse(self, state: TrainState, what: str, action: str, setting: str) -> None:
-        """Count a bad step. Raises LastingError where the job is to end."""
+        """Count a bad step. Raises NonRetryableError where the job is to end."""
         if action == "stop":
-            raise LastingError(
-                f"{what} (trainer.guard.{setting}=stop); look at the data and the learning rate of that step, or set "
+            raise NonRetryableError(
+                f"{what} (trainer.update_filter.{setting}=stop); look at the data and the learning rate of that step, "
+                "or set "
                 "it to skip or "
                 "rollback to go on without it"
             )
@@ -111,11 +112,11 @@ class UpdateFilter:
             self._bad, self._last_bad = True, max(self._last_bad, _place(state))
             self._in_a_row += 1
         if self._in_a_row >= self._config.max_bad_steps:
-            raise LastingError(
+            raise NonRetryableError(
                 f"{what}; {self._in_a_row} steps in a row had such updates "
-                f"(trainer.guard.max_bad_steps={self._config.max_bad_steps}), so "
+                f"(trainer.update_filter.max_bad_steps={self._config.max_bad_steps}), so "
                 "it is no passing fault: lower the learning rate, look at rewards and data"
-                + (", raise trainer.guard.spike_factor" if setting == "on_spike" else "")
+                + (", raise trainer.update_filter.spike_factor" if setting == "on_spike" else "")
                 + ", or go on from an earlier checkpoint by removing the later ones"
             )
 

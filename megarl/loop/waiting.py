@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.loop.checkpoints import Checkpointer
 from megarl.loop.context import RunContext
 from megarl.loop.ranks import Ranks
@@ -17,13 +17,13 @@ from megarl.store import Store
 
 MEET_S = 30.0
 """Seconds between two collectives while ranks wait: a rollout may take longer than a collective waits for its ranks."""
-NEWS_S = 1.0
+EVENTS_S = 1.0
 """Seconds between two reads of the explorer's news from the store."""
 SETTLE_S = 1.0
 """The same while a checkpoint is being written, which counts only when they have met."""
 
 
-class News:
+class EventLines:
     """Lines about failing rewards, which the explorer leaves in the store: its own log is not on the terminal."""
 
     def __init__(self, store: Store) -> None:
@@ -32,8 +32,8 @@ class News:
         self._looked_at = time.monotonic()
 
     def lines(self) -> list[str]:
-        """New lines; looks every NEWS_S at most."""
-        if time.monotonic() - self._looked_at < NEWS_S:
+        """New lines; looks every EVENTS_S at most."""
+        if time.monotonic() - self._looked_at < EVENTS_S:
             return []
         self._looked_at = time.monotonic()
         found = self._store.events(EVENT, self._seen)
@@ -59,7 +59,7 @@ class RolloutWaiter:
         self._reporter = reporter
         self._weights = weights
         self._checkpoints = checkpoints
-        self._news = News(store)
+        self._event_lines = EventLines(store)
 
     def wait(self, rollout_id: str, label: str) -> bool:
         """Wait on every rank until all groups are done, with a progress bar; False when the job is asked to stop."""
@@ -91,11 +91,11 @@ class RolloutWaiter:
         config = self._context.config
         until = time.monotonic() + (SETTLE_S if self._checkpoints.settling else min(MEET_S, config.cluster.stall_s / 3))
         while True:
-            pulse.mark()  # the explorer has a heartbeat of its own
+            heartbeat.beat()  # the explorer has a heartbeat of its own
             done, bar.total = self._store.progress(rollout_id)
             bar.update(done - bar.n)
-            for line in self._news.lines():
-                self._reporter.say(line)
+            for line in self._event_lines.lines():
+                self._reporter.log(line)
             if done == bar.total or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:
                 return done == bar.total
             time.sleep(config.store.poll_s)

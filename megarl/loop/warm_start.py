@@ -84,7 +84,7 @@ class WarmStart:
                 bar.set_postfix_str(f"loss {loss:.3f}")
                 bar.update(1)
                 if bar.disable and state.step % PRINTED_EVERY == 0:
-                    self._reporter.say(f"warm start {state.step}/{config.steps} | loss {loss:.3f}")
+                    self._reporter.log(f"warm start {state.step}/{config.steps} | loss {loss:.3f}")
 
     def _step(self, state: TrainState, pairs: list[Demonstration]) -> tuple[TrainState, float]:
         """Make one update; return the state after it and its loss, NaN where it was left out."""

@@ -64,9 +64,9 @@ class WeightSync:
         Args:
             why: State of the engine, on the rank that saw it.
         """
-        self._reporter.say(f"{why}: it has replaced one that died; joining it")
+        self._reporter.log(f"{why}: it has replaced one that died; joining it")
         self._again_if_one_dies(lambda: self._publish(abort=True), join=True)
-        self._reporter.say(f"published {self.version} again; the rollout goes on")
+        self._reporter.log(f"published {self.version} again; the rollout goes on")
 
     def watch(self) -> EngineWatch:
         """Watch the engines while they generate, on rank 0."""
@@ -87,7 +87,7 @@ class WeightSync:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, self._models.head.vocab_size, (length,), generator=generator)
         text = Sequences(tokens, torch.tensor([length]), torch.arange(length) < length - 1)
-        logp = actor.answers(text, [actor.micro_batches(text)], temperature=1.0)
+        logp = actor.outputs(text, [actor.micro_batches(text)], temperature=1.0)
         return self._publisher.probe(tokens.tolist(), logp[:-1].tolist())
 
     def _again_if_one_dies(self, do: Callable[[], T], *, join: bool) -> T:
@@ -111,7 +111,7 @@ class WeightSync:
                 if not left:
                     died = "".join(f"; {fate}" for fate in found)
                     raise WeightSyncError(f"{error} (tried {TRIES} times, an engine died each time{died})") from error
-                self._reporter.say(
+                self._reporter.log(
                     f"an engine died in a weight sync ({'; '.join(found)}); waiting for the one that replaces it"
                 )
                 join = True

@@ -93,7 +93,7 @@ def install(stage: torch.nn.Module) -> None:
 
 
 @contextmanager
-def asking(stage: torch.nn.Module, request: Request) -> Iterator[None]:
+def requesting(stage: torch.nn.Module, request: Request) -> Iterator[None]:
     """Within, a forward pass of ``stage`` (a bare GPTModel) gives log-probs; a stage without the head does as ever.
 
     A forward pass needs the request, its backward does not: autograd has kept what that takes. So schedules may

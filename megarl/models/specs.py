@@ -23,19 +23,19 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError where ``model.transformer_impl`` cannot be built on this machine. Cheap for the local one."""
     if model.transformer_impl != "transformer_engine":
         return
-    mend = "or set model.transformer_impl to local"
+    fix = "or set model.transformer_impl to local"
     if parallel.backend != "nccl":
         raise ConfigError(
             f"model.transformer_impl=transformer_engine with parallel.backend={parallel.backend}: TransformerEngine "
             "computes on "
-            f"CUDA alone; set parallel.backend to nccl, {mend}"
+            f"CUDA alone; set parallel.backend to nccl, {fix}"
         )
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built for is missing
         raise ConfigError(
             f"model.transformer_impl=transformer_engine, but TransformerEngine cannot be imported ({error}); install "
-            f"transformer-engine[pytorch] for this torch and CUDA, {mend}"
+            f"transformer-engine[pytorch] for this torch and CUDA, {fix}"
         ) from error
 
 

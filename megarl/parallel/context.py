@@ -26,7 +26,7 @@ class _Gather(torch.autograd.Function):
         return gradients[0][:, ctx.columns], None, None
 
 
-def gather_answers(mine: torch.Tensor, columns: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_outputs(mine: torch.Tensor, columns: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, S / cp, k] of every rank -> [b, S, k] in the order of the sequence, the same on all ranks of ``group``.
 
     ``columns``: int64 [cp, S / cp], where in S each rank's share lies. The backward pass keeps a rank's own share of a

@@ -46,7 +46,7 @@ class Position:
     is_last_stage: bool
 
 
-def patience_s(stall_s: float) -> float:
+def collective_timeout_s(stall_s: float) -> float:
     """Seconds that collectives wait for a rank: torch's usual time, and longer than the supervisor, who can say for
     which (``cluster.stall_s``)."""
     return max(USUAL_S, 2 * stall_s)

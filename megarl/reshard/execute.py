@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.errors import ConfigError, PlanError, WeightsDiffer, WeightSyncError
 from megarl.ops import slice_digest
 from megarl.reshard import boxes
@@ -324,7 +324,7 @@ class _Outgoing:
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's message in the next free buffer."""
-        pulse.mark()
+        heartbeat.beat()
         self.turn = (self.turn + 1) % len(self.buffers)
         self._wait(self.turn)
         flat = self.buffers[self.turn][: HEADER + bucket.nbytes]
@@ -388,7 +388,7 @@ class _Incoming:
         self._expect()
         arrival = self.expected.popleft()
         self.unpack(bucket, self._message(bucket, arrival)[HEADER:])
-        pulse.mark()
+        heartbeat.beat()
         arrival.release()
 
     def _message(self, bucket: Bucket, arrival: Arrival) -> torch.Tensor:

@@ -13,9 +13,9 @@ from megarl.architectures import Architecture, Head, HFConfig, ModelSizes, archi
 from megarl.architectures.table import EXPERT, VLLM_LAYER, Logical, Op, Param, Place, Shard, Stage, hf_name
 from megarl.errors import ConfigError
 from megarl.reshard.boxes import Shape
-from megarl.reshard.cuts import Cutter, cut_axis
 from megarl.reshard.grid import MegatronGrid, check_grid, shares_heads
 from megarl.reshard.layout import Layout, Owners, Padding, Piece, Row, Segment, Split
+from megarl.reshard.sharding import Sharder, shard_axis
 
 __all__ = [
     "VOCAB_MULTIPLE",
@@ -83,12 +83,12 @@ def megatron_layout(
     arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
     check_grid(arch.name, sizes, grid, setting)
-    cutter = Cutter(sizes, padded_vocab_size(sizes.vocab, grid.tp, vocab_multiple), interleaved=True)
+    sharder = Sharder(sizes, padded_vocab_size(sizes.vocab, grid.tp, vocab_multiple), interleaved=True)
     return Layout(
         f"megatron {grid}" if head == "lm" else f"megatron {grid} head={head}",
         arch.tensors(hf_config, mtp=mtp),
         grid.world_size,
-        _rows(_megatron_spots(arch, sizes, grid, transformer_impl, mtp), cutter),
+        _rows(_megatron_spots(arch, sizes, grid, transformer_impl, mtp), sharder),
         _dtypes(arch, sizes),
     )
 
@@ -156,12 +156,12 @@ def dist_layout(
     """
     arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
-    cutter = Cutter(sizes, vocab or padded_vocab_size(sizes.vocab, 1), interleaved=True)
+    sharder = Sharder(sizes, vocab or padded_vocab_size(sizes.vocab, 1), interleaved=True)
     return Layout(
         "megatron checkpoint",
         arch.tensors(hf_config, mtp=mtp),
         1,
-        _rows(_dist_spots(arch, sizes, transformer_impl, mtp), cutter),
+        _rows(_dist_spots(arch, sizes, transformer_impl, mtp), sharder),
         _dtypes(arch, sizes),
     )
 
@@ -222,7 +222,7 @@ def vllm_layout(
         f"vllm tp={tp}{text} replicas={replicas}",
         arch.tensors(hf_config),
         tp * pp * replicas,
-        _rows(_vllm_spots(arch, sizes, tp, pp, replicas, expert_parallel), Cutter(sizes, vocab, interleaved=False)),
+        _rows(_vllm_spots(arch, sizes, tp, pp, replicas, expert_parallel), Sharder(sizes, vocab, interleaved=False)),
         _dtypes(arch, sizes),
     )
 
@@ -330,7 +330,7 @@ def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Pa
     return [(param, place) for _, param, place in found]
 
 
-def _rows(spots: Iterable[_Spot], cutter: Cutter) -> Iterator[Row]:
+def _rows(spots: Iterable[_Spot], sharder: Sharder) -> Iterator[Row]:
     known: dict[
         tuple[object, ...], tuple[Shape, int, tuple[Split, ...]]
     ] = {}  # a layer's or expert's are like all others'
@@ -338,8 +338,8 @@ def _rows(spots: Iterable[_Spot], cutter: Cutter) -> Iterator[Row]:
         ways = len(owners.ranks)
         key = op, shard, parts, ways
         if key not in known:
-            shapes = tuple(part.shape(cutter.sizes) for part in parts)
-            known[key] = shapes[0], cut_axis(shard, shapes[0]), cutter.splits(op, shard, shapes, ways)
+            shapes = tuple(part.shape(sharder.sizes) for part in parts)
+            known[key] = shapes[0], shard_axis(shard, shapes[0]), sharder.splits(op, shard, shapes, ways)
         names = tuple([hf_name(part, place) for part in parts])
         yield Row(local, names, *known[key], owners, stack, lead)
 
@@ -381,11 +381,11 @@ def _check_vllm(name: str, sizes: ModelSizes, padded_vocab: int, tp: int, pp: in
         rules.append(("the width of the experts", sizes.expert_ffn))
     kv_heads = 0 if sizes.kv_lora else sizes.kv_heads
     fits = [n for n in range(1, sizes.heads + 1) if all(v % n == 0 for _, v in rules) and shares_heads(kv_heads, n)]
-    mend = f"set rollout.tp to one of {fits}"
+    fix = f"set rollout.tp to one of {fits}"
     for key, value in rules:
         if value % tp:
-            raise ConfigError(f"rollout.tp={tp} does not divide {key}={value} of {name}; {mend}")
+            raise ConfigError(f"rollout.tp={tp} does not divide {key}={value} of {name}; {fix}")
     if not shares_heads(kv_heads, tp):
         raise ConfigError(
-            f"rollout.tp={tp} neither divides nor is a multiple of num_key_value_heads={kv_heads} of {name}; {mend}"
+            f"rollout.tp={tp} neither divides nor is a multiple of num_key_value_heads={kv_heads} of {name}; {fix}"
         )

@@ -299,19 +299,19 @@ def _share(want: _Want, ranks: tuple[int, ...], start: int, circle: int) -> Iter
     low, end = origin, start + want.size
     for number in range(start * len(ranks) // circle, (end - 1) * len(ranks) // circle + 1):
         border = -(-(number + 1) * circle // len(ranks))
-        cut = high if border >= end else min(origin + (border - start + row // 2) // row, high)
-        if low < cut:
+        micro_batching = high if border >= end else min(origin + (border - start + row // 2) // row, high)
+        if low < micro_batching:
             by = (low - origin, *(0 for _ in rest))
             yield (
                 want._replace(
-                    box=((low, cut), *rest),
-                    size=(cut - low) * row,
+                    box=((low, micro_batching), *rest),
+                    size=(micro_batching - low) * row,
                     src_at=boxes.shifted(want.src_at, by),
                     dst_at=boxes.shifted(want.dst_at, by),
                 ),
                 ranks[number],
             )
-            low = cut
+            low = micro_batching
 
 
 def _move(want: _Want, src: int, dst: int) -> Move:

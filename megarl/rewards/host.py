@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable
 
-from megarl import proof, pulse
+from megarl import heartbeat, proof
 from megarl.rewards.child import RewardProcess
 from megarl.rewards.output import Output
 from megarl.rewards.process import CALLER, CONNECT_S, HOST, MAX_LINE_BYTES, START_TIMEOUT_S, keep_alive, send_line
@@ -122,7 +122,7 @@ async def serve(
     try:
         async with RewardHost(host, port, key, workers, output) as service:
             started(service.port)
-            await pulse.ticking()
+            await heartbeat.beat_periodically()
     finally:
         if output is not None:
             output.close()

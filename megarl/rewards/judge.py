@@ -75,7 +75,7 @@ class Judge:
     Args:
         engines: The job's own engines, for ``url: rollout``; they take turns.
         key: The job's key, sent to these engines only; other servers get that of MEGARL_JUDGE_KEY.
-        patience_s: How long one of these engines is waited for that is being replaced.
+        engine_timeout_s: How long one of these engines is waited for that is being replaced.
 
     Raises:
         ConfigError: a setting is missing or wrong; on entering: the cache cannot be opened, or the server does not tell
@@ -83,11 +83,11 @@ class Judge:
     """
 
     def __init__(
-        self, config: JudgeConfig, engines: Sequence[str] = (), key: str | None = None, patience_s: float = 0.0
+        self, config: JudgeConfig, engines: Sequence[str] = (), key: str | None = None, engine_timeout_s: float = 0.0
     ) -> None:
         _check_settings(config)
         self._config = config
-        self._patience_s = patience_s if config.url == JUDGE_IS_ROLLOUT else 0.0
+        self._engine_timeout_s = engine_timeout_s if config.url == JUDGE_IS_ROLLOUT else 0.0
         self._rubric = read_rubric(config.rubric)
         if config.url == JUDGE_IS_ROLLOUT:
             if not engines:
@@ -256,7 +256,7 @@ class Judge:
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         """``read`` of the answer's JSON. Asked again, at the next engine, when the connection or the server fails.
         Raises _RequestFailed."""
-        attempt, until = 0, time.monotonic() + self._patience_s
+        attempt, until = 0, time.monotonic() + self._engine_timeout_s
         while True:
             self.counts["requests"] += 1
             self.counts["retries"] += attempt > 0

@@ -185,7 +185,7 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
                 else "no letters, and the row has no extra_info.options"
             )
             raise DataError(
-                f"{shown} names {among}; mend it, or extra_info.options, or set extra_info.type ({', '.join(TYPES)})"
+                f"{shown} names {among}; fix it, or extra_info.options, or set extra_info.type ({', '.join(TYPES)})"
             )
 
 

@@ -343,15 +343,15 @@ async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str
                 await worker.prepare(data_source)
         except (WorkerError, TimeoutError) as error:
             raise ConfigError(
-                f"reward.hosts: {str(error) or 'no answer'}; mend that host, or leave {address} out"
+                f"reward.hosts: {str(error) or 'no answer'}; fix that host, or leave {address} out"
             ) from error
         finally:
             await worker.kill()
 
 
-async def await_hosts(hosts: Sequence[str], patience_s: float = START_TIMEOUT_S) -> None:
+async def await_hosts(hosts: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> None:
     """Until every host (HOST:PORT*N) accepts connections. Raises ConfigError naming one that does not in time."""
-    deadline = asyncio.get_running_loop().time() + patience_s
+    deadline = asyncio.get_running_loop().time() + timeout_s
     for address in dict.fromkeys(addresses(hosts)):
         host, _, port = address.rpartition(":")
         while True:

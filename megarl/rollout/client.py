@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.errors import EngineError, RequestRefused
 from megarl.rollout.auth import bearer
-from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Heartbeat
+from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat
 
 HEARTBEAT_S = 5.0
 """Longest time between two frames of an engine; less where ``timeout_s`` is short."""
@@ -90,7 +90,7 @@ class _Silence:
                 f"(rollout.request_timeout_s={self._timeout_s:g}); its log has its last words"
             )
 
-    def beat(self, heartbeat: Heartbeat) -> None:
+    def beat(self, heartbeat: StreamHeartbeat) -> None:
         self._frame_since = None
         before, self._tokens = self._tokens, heartbeat.tokens
         if before is None:
@@ -187,7 +187,7 @@ class EngineClient:
                     raise kind(f"the engine at {url} answered {answer.status} to /megarl/generate: {said}")
                 async for chunk in answer.content.iter_any():
                     for record in decoder.feed(chunk):
-                        if isinstance(record, Heartbeat):
+                        if isinstance(record, StreamHeartbeat):
                             silence.beat(record)
                             continue
                         silence.over()

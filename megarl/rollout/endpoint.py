@@ -37,7 +37,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from megarl.rollout.auth import App, Receive, Scope, Send
 from megarl.rollout.control import failures
 from megarl.rollout.engine import UNTIL_PUBLISHED
-from megarl.rollout.frames import CONTENT_TYPE, Completion, Failure, Heartbeat, VersionSpan, encode
+from megarl.rollout.frames import CONTENT_TYPE, Completion, Failure, StreamHeartbeat, VersionSpan, encode
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
 _JOIN_PATH = "/init_weight_transfer_engine"
@@ -84,7 +84,7 @@ class Progress:
         """The tokens of running samples are counted now, where vLLM collects them: no token costs anything."""
         running = [state.detokenizer for state in self.engine.output_processor.request_states.values()]
         tokens = sum(detokenizer.num_output_tokens() for detokenizer in running if detokenizer is not None)
-        return encode(Heartbeat(self.ended + tokens, self.paused))
+        return encode(StreamHeartbeat(self.ended + tokens, self.paused))
 
 
 class Endpoints:

@@ -122,7 +122,7 @@ def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
     """A new folder for what one engine keeps in temporary files, and the environment that says so: vLLM leaves its
     sockets behind.
 
-    It names its run, whose next start removes it (``remove_stale_folders``) when the supervisor and its guard were
+    It names its run, whose next start removes it (``remove_stale_folders``) when the supervisor and its reaper were
     killed.
     """
     shared = tempfile.gettempdir()

@@ -70,7 +70,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class StreamHeartbeat:
     """Progress of an engine while samples are outstanding."""
 
     tokens: int
@@ -80,7 +80,7 @@ class Heartbeat:
     """A weight update is under way: no token is generated meanwhile."""
 
 
-Record = Completion | Failure | Heartbeat
+Record = Completion | Failure | StreamHeartbeat
 
 
 def encode(record: Record) -> bytes:
@@ -90,7 +90,7 @@ def encode(record: Record) -> bytes:
             return _frame(_SAMPLE, _sample_fields(record), b"".join(_arrays(record)))
         case Failure():
             return _frame(_FAILURE, vars(record) | {"message": record.message[:MAX_MESSAGE]})
-        case Heartbeat():
+        case StreamHeartbeat():
             return _frame(_HEARTBEAT, vars(record))
 
 
@@ -191,9 +191,9 @@ def _failure(fields: dict[str, Any], arrays: bytes) -> Failure:
     return Failure(request, index, message, _typed(bool, fields["refused"]))
 
 
-def _heartbeat(fields: dict[str, Any], arrays: bytes) -> Heartbeat:
+def _heartbeat(fields: dict[str, Any], arrays: bytes) -> StreamHeartbeat:
     _check_empty(arrays)
-    return Heartbeat(_typed(int, fields["tokens"]), _typed(bool, fields["paused"]))
+    return StreamHeartbeat(_typed(int, fields["tokens"]), _typed(bool, fields["paused"]))
 
 
 def _check_empty(arrays: bytes) -> None:

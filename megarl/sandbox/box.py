@@ -1,6 +1,6 @@
 """One sandbox as its owner sees it: a link to the launcher inside, and a way to end everything there.
 
-It is made by a ``Mother``, a sandbox that lasts and in which no program runs; or, where a machine allows no namespaces
+It is made by a ``Zygote``, a sandbox that lasts and in which no program runs; or, where a machine allows no namespaces
 within namespaces, by a bwrap of its own.
 """
 
@@ -33,8 +33,8 @@ STDERR_BYTES = 4096
 LIMITS: tuple[Limit | None, ...] = (None, "wall", "cpu", "memory", "output", "processes", "file")
 """All as in inside/launcher.py."""
 REQUEST = struct.Struct("<cQ")
-"""Format of a request, as in inside/mother.py."""
-MOTHER_TMP_BYTES = 2**20
+"""Format of a request, as in inside/zygote.py."""
+ZYGOTE_TMP_BYTES = 2**20
 MARSHAL = 2
 """A format that every Python reads, whichever runs inside."""
 
@@ -88,11 +88,11 @@ class Outer:
         self.link.close()
 
 
-class Mother:
+class Zygote:
     """Makes boxes, one at a time. It ends with the thread that started it, so no other thread may use it."""
 
     def __init__(self, host: Host) -> None:
-        self._outer = Outer(host, "mother", MOTHER_TMP_BYTES, None, filtered=False)
+        self._outer = Outer(host, "zygote", ZYGOTE_TMP_BYTES, None, filtered=False)
         if read(self._outer.link, 1, time.monotonic() + START_S) != b"R":
             said = self._outer.last_words()
             self._outer.close()
@@ -110,7 +110,7 @@ class Mother:
         return here
 
     def end(self) -> bool:
-        """Kill all of the sandbox, and wait until it is gone. False: this mother had died or was in no state to, and is
+        """Kill all of the sandbox, and wait until it is gone. False: this zygote had died or was in no state to, and is
         gone too."""
         with contextlib.suppress(SandboxError):
             self._send(REQUEST.pack(b"E", 0), [])
@@ -130,7 +130,7 @@ class Mother:
 class Box:
     """Sends jobs to a launcher and receives results. Leaving the context kills all of it."""
 
-    def __init__(self, source: Mother | Outer, link: socket.socket, limits: Limits) -> None:
+    def __init__(self, source: Zygote | Outer, link: socket.socket, limits: Limits) -> None:
         self._source = source
         self._link = link
         self._most = limits.output_bytes
@@ -153,7 +153,7 @@ class Box:
         if self._closed:
             return
         self._closed = True
-        if isinstance(self._source, Mother):
+        if isinstance(self._source, Zygote):
             self.lost = not self._source.end()
             self._link.close()
         else:
@@ -188,10 +188,10 @@ class Box:
         if self._ready:
             return
         first = self._read(1, time.monotonic() + START_S)
-        if first == b"!":  # a mother's child that could not become a launcher
+        if first == b"!":  # a zygote's child that could not become a launcher
             raise SandboxError(f"the sandbox does not start: {self._link.recv(1000).decode(errors='replace')}")
         if first != b"R":
-            said = self._source.last_words() if isinstance(self._source, Outer) else "its mother has ended"
+            said = self._source.last_words() if isinstance(self._source, Outer) else "its zygote has ended"
             raise SandboxError(f"bwrap did not start the sandbox: {said or f'nothing within {START_S:g} s'}")
         self._ready = True
 

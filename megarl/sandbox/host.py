@@ -18,7 +18,7 @@ from megarl.sandbox import seccomp
 NOBODY = 65534
 INSIDE_UID = 1000
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-INSIDE = ("values", "answer", "checker", "launcher", "mother")
+INSIDE = ("values", "answer", "checker", "launcher", "zygote")
 ASK_S = 60.0
 SHM_BYTES = 16 * 2**20
 ENVIRONMENT = {
@@ -60,14 +60,14 @@ class Host:
     user: int | None
     """Whom bwrap is started as; None: as who we are. Root's processes are not counted by RLIMIT_NPROC, nobody's are."""
     nested: bool = True
-    """Sandboxes are made inside one that lasts (``inside/mother.py``), not each by a bwrap of its own, which takes five
+    """Sandboxes are made inside one that lasts (``inside/zygote.py``), not each by a bwrap of its own, which takes five
     times as long."""
 
     def command(self, first: str, tmp_bytes: int, link: int, passed: int, filter_fd: int | None) -> list[str]:
         """Start ``first``, of our code inside, as process 1, with ``link`` (and ``passed``, unless -1) as its only ways
         out."""
         environment = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-        if first == "mother":
+        if first == "zygote":
             environment += [
                 "--setenv",
                 "LD_BIND_NOW",

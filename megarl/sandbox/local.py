@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from megarl.errors import SandboxError
-from megarl.sandbox.box import GRACE_S, Box, Mother, Outer, without_surrogates
+from megarl.sandbox.box import GRACE_S, Box, Outer, Zygote, without_surrogates
 from megarl.sandbox.host import Host
 from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Test
 from megarl.sandbox.names import owners
@@ -26,7 +26,7 @@ SLACK_S = 0.5
 
 
 class LocalSandbox:
-    """See ``Sandbox``. Threads may share one; each has mothers of its own. ``open_sandbox`` makes them, after the
+    """See ``Sandbox``. Threads may share one; each has zygote of its own. ``open_sandbox`` makes them, after the
     self-test."""
 
     def __init__(self, host: Host) -> None:
@@ -104,14 +104,14 @@ class LocalSandbox:
             with Box(outer, outer.link, limits) as box:
                 yield box
             return
-        idle: list[Mother] = self._threads.__dict__.setdefault("idle", [])
+        idle: list[Zygote] = self._threads.__dict__.setdefault("idle", [])
         while idle and not idle[-1].end():  # nothing to end: it answers, if nobody has killed it
             idle.pop()
-        mother = idle.pop() if idle else Mother(self._host)
-        with Box(mother, mother.open(limits.tmp_bytes, passed), limits) as box:
+        zygote = idle.pop() if idle else Zygote(self._host)
+        with Box(zygote, zygote.open(limits.tmp_bytes, passed), limits) as box:
             yield box
         if not box.lost:
-            idle.append(mother)
+            idle.append(zygote)
 
 
 def _batch(box: Box, tests: Sequence[Test], limits: Limits, deadline: float, stop: bool) -> Iterator[Result]:

@@ -1,5 +1,5 @@
 """The system calls that a program in the sandbox does not get, as a classic BPF program (``bwrap --seccomp``, or
-``inside/mother.py``).
+``inside/zygote.py``).
 
 A list of refusals, not of permissions: Python and its extensions need most calls, and the namespaces do the isolating.
 Refused is what reaches around them (other namespaces, other processes' memory, kernel interfaces with a history of

@@ -47,7 +47,7 @@ VISIBLE = {
 }
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 GONE_S = 10.0
-MEND = (
+FIX = (
     "It needs unprivileged user, pid and network namespaces and seccomp (sysctl kernel.unprivileged_userns_clone=1, "
     "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; docker run --security-opt "
     "seccomp=unconfined "
@@ -169,11 +169,11 @@ def prove(sandbox: LocalSandbox) -> None:
     try:
         wrong = [*_probe(sandbox), *_next(sandbox), *_tree(sandbox), *_kill(sandbox)]
     except SandboxError as error:
-        raise SandboxError(f"this machine does not isolate programs, so none is run: {error}. {MEND}") from error
+        raise SandboxError(f"this machine does not isolate programs, so none is run: {error}. {FIX}") from error
     if wrong:
         raise SandboxError(
             f"this machine does not isolate programs, so none is run; in the sandbox ({sandbox.describe()}): "
-            f"{'; '.join(wrong)}. {MEND}"
+            f"{'; '.join(wrong)}. {FIX}"
         )
 
 

@@ -66,7 +66,7 @@ def check_url(url: str, nodes: int = 1) -> None:
         engine.connect().close()
     except SQLAlchemyError as error:
         raise ConfigError(
-            f"store.url={shown(url)} cannot be reached: {reason(error)}; start that server, mend the URL, or leave "
+            f"store.url={shown(url)} cannot be reached: {reason(error)}; start that server, fix the URL, or leave "
             "store.url "
             "out for a file in run.dir"
         ) from error

@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine, Table, func, inspect, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.errors import ConfigError, FencedError, JobError, StoreDamagedError
 from megarl.store import database
 from megarl.store.checksums import CHECKSUM, sealed
@@ -254,7 +254,7 @@ class _Outage:
         if not self._warned and (not locked or lasted >= min(QUIET_S, database.BUSY_TIMEOUT_S)):
             self._warned = True
             log.warning("store %s: %s; trying again for up to %g s", self._name, reason(error), self._limit_s)
-        pulse.waited()
+        heartbeat.count_wait()
         longest = (
             FIRST_WAIT_S if locked else min(FIRST_WAIT_S * 2 ** min(self.tries, 9), LONGEST_WAIT_S)
         )  # SQLite has waited already
@@ -301,7 +301,7 @@ def _seal(connection: Connection, table: Table) -> None:
     """Give rows without a checksum theirs."""
     keys = list(table.primary_key)
     for key in connection.execute(select(*keys).where(table.c[CHECKSUM].is_(None))).all():
-        pulse.mark()
+        heartbeat.beat()
         this = [column == value for column, value in zip(keys, key, strict=True)]
         row = connection.execute(select(table).where(*this)).one()._asdict()
         connection.execute(update(table).where(*this).values({CHECKSUM: sealed(table, row)[CHECKSUM]}))

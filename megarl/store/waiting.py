@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 
-from megarl import pulse
+from megarl import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _watched(waiting: Generator[Any, Any, Any], name: str, limit_s: float) -> Ge
         except StopIteration as end:
             return end.value
         ready = yield wanted
-        pulse.waited()
+        heartbeat.count_wait()
         now = time.monotonic()
         # A process that was stopped together with the server has not waited; data that arrive begin a new wait.
         waited_s = 0.0 if ready else waited_s + min(now - looked, 1.0)
@@ -74,4 +74,4 @@ def _marking(work: Callable[[], psycopg.Connection[Any]]) -> psycopg.Connection[
             try:
                 return future.result(TICK_S)
             except TimeoutError:
-                pulse.waited()
+                heartbeat.count_wait()

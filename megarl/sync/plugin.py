@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.parent import end_after_parent
 
 BACKEND = "megarl"
@@ -18,7 +18,7 @@ def register() -> None:
     # register_engine raises on a second call and offers no question of its own.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.sync.receiver", "Receiver")
-    if pulse.listen() is not None:  # a supervisor's
+    if heartbeat.listen() is not None:  # a supervisor's
         end_after_parent()
     _fork_on_cpu()
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.config.schema import Config
 from megarl.errors import WeightsDiffer, WeightSyncError
 from megarl.parallel.grid import megatron_grid
@@ -61,18 +61,18 @@ class SyncReport:
         return {f"sync/{name}": float(value) for name, value in asdict(self).items()}
 
 
-def _patient(seconds: Callable[[Config], float]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def _with_timeout(seconds: Callable[[Config], float]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a method in which all ranks may wait for the engines, and so be silent, for so many seconds."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)
-        def patient(*args: P.args, **kwargs: P.kwargs) -> T:
+        def bounded(*args: P.args, **kwargs: P.kwargs) -> T:
             publisher = args[0]
             assert isinstance(publisher, WeightPublisher)
-            with pulse.patience(seconds(publisher._config)):
+            with heartbeat.timeout(seconds(publisher._config)):
                 return method(*args, **kwargs)
 
-        return patient
+        return bounded
 
     return decorate
 
@@ -130,7 +130,7 @@ class WeightPublisher:
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
 
-    @_patient(lambda config: config.rollout.start_timeout_s)
+    @_with_timeout(lambda config: config.rollout.start_timeout_s)
     def connect(self) -> None:
         """Wait for the engines and join them in one group; again after a failure, to replace the broken group.
 
@@ -176,7 +176,7 @@ class WeightPublisher:
         where, pid, descriptor = self._messages.posted(f"{topic}/{rank}")
         return where, pid, descriptor
 
-    @_patient(lambda config: config.sync.timeout_s)
+    @_with_timeout(lambda config: config.sync.timeout_s)
     def publish(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -210,7 +210,7 @@ class WeightPublisher:
             self._disconnect()
             raise
 
-    @_patient(lambda config: config.sync.timeout_s)
+    @_with_timeout(lambda config: config.sync.timeout_s)
     def probe(self, token_ids: Sequence[int], trainer_logp: Sequence[float]) -> float:
         """Largest difference of the log-probs of ``token_ids[1:]`` between this trainer and any engine.
 

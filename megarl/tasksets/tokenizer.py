@@ -132,7 +132,7 @@ class ChatTokenizer:
         Raises DataError where the template drops a part of it, or renders another prompt before it.
         """
         rendered = self.render_answer(messages, answer, kwargs)
-        return self.cut_answer(answer, rendered, list(self.encode_texts(rendered)))
+        return self.truncate_answer(answer, rendered, list(self.encode_texts(rendered)))
 
     def render_answer(
         self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None
@@ -148,7 +148,7 @@ class ChatTokenizer:
             )
         return prompt, whole
 
-    def cut_answer(self, answer: Message, rendered: tuple[str, str], encodings: Sequence[Encoding]) -> np.ndarray:
+    def truncate_answer(self, answer: Message, rendered: tuple[str, str], encodings: Sequence[Encoding]) -> np.ndarray:
         """Tokens after the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as
         :meth:`answer_ids`."""
         (prompt, whole), (start, encoding) = rendered, encodings
@@ -320,7 +320,7 @@ def _encode_answers(
         message = answers[number][1]
         assert message is not None, "only messages are rendered"
         with _named(rows, number, path):
-            found[number] = tokenizer.cut_answer(message, texts, (next(encodings), next(encodings)))
+            found[number] = tokenizer.truncate_answer(message, texts, (next(encodings), next(encodings)))
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.architectures import architecture
-from megarl.batching import Cut, MicroBatch, Sequences, micro_batches
+from megarl.batching import MicroBatch, MicroBatching, Sequences, micro_batches
 from megarl.checkpoint import hf
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.metrics import Sums
@@ -29,9 +29,9 @@ from megarl.training.schedule import Head, run
 from megarl.training.written import check_written, digests_written
 
 
-def cut_for(parallel: ParallelConfig, trainer: TrainerConfig) -> Cut:
+def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> MicroBatching:
     """Limits of the micro-batches of a model on this grid."""
-    return Cut(
+    return MicroBatching(
         dp=parallel.dp,
         cp=parallel.cp,
         multiple=parallel.tp if parallel.sequence_parallel else 1,
@@ -57,7 +57,7 @@ class FrozenModel:
         model: ModelConfig,
         parallel: ParallelConfig,
         head: Head | None,
-        cut: Cut,
+        micro_batching: MicroBatching,
         grid: Grid = nullcontext,
     ) -> None:
         from megatron.core import parallel_state
@@ -66,7 +66,7 @@ class FrozenModel:
         self.model_config = model
         self.parallel = parallel
         self.head = head
-        self.cut = cut
+        self.micro_batching = micro_batching
         self.grid = grid
         kind: Literal["lm", "score"] = "score" if head is None else "lm"
         self.layout = megatron_layout(
@@ -111,10 +111,10 @@ class FrozenModel:
 
     def micro_batches(self, sequences: Sequences, units: Sequence[Sequence[int]] | None = None) -> Sequence[MicroBatch]:
         """This rank's share of the sequences (or of ``units`` of them) as its grid takes them."""
-        return micro_batches(sequences, self.cut, self.dp_rank, units)
+        return micro_batches(sequences, self.micro_batching, self.dp_rank, units)
 
     @torch.no_grad()
-    def answers(
+    def outputs(
         self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]], *, temperature: float | None = None
     ) -> torch.Tensor:
         """float32 [T]: log-prob of the masked next tokens (or the score of every position), 0 elsewhere; complete on
@@ -134,20 +134,20 @@ class FrozenModel:
         result = torch.zeros(len(sequences.tokens))
 
         def keep(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, None]:
-            if speaks:
+            if has_outputs:
                 real = batch.index >= 0
                 result[batch.index[real]] = answer[..., 0].float().cpu()[real]
             return answer.sum(), None  # the schedule wants a loss
 
         with self.grid():
-            speaks = self._speaks()
+            has_outputs = self._has_outputs()
             for batches in updates:
                 run(self.chunks, sequences, batches, head, keep, forward_only=True)
         # One rank answers for each position, the others have 0 there: the sum is exact.
         dist.all_reduce(result)
         return result
 
-    def _speaks(self) -> bool:
+    def _has_outputs(self) -> bool:
         """True on one rank of each data-parallel replica, where all ranks of its last stage have the same outputs."""
         from megatron.core import parallel_state
 
@@ -164,7 +164,7 @@ class TrainedModel(FrozenModel):
         model: ModelConfig,
         parallel: ParallelConfig,
         head: Head | None,
-        cut: Cut,
+        micro_batching: MicroBatching,
         optimizer: OptimizerConfig,
         grid: Grid = nullcontext,
     ) -> None:
@@ -172,7 +172,7 @@ class TrainedModel(FrozenModel):
 
         from megarl.models.router import routers
 
-        super().__init__(hf_config, model, parallel, head, cut, grid)
+        super().__init__(hf_config, model, parallel, head, micro_batching, grid)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,  # no check_for_nan_in_grad: it ends one rank, the others wait for it
@@ -239,7 +239,7 @@ class TrainedModel(FrozenModel):
             self.chunks, sequences, batches, self.head, loss_function, forward_only=False, balanced=self._balanced
         )
         of_routers = measured(self.chunks, objective.name) if self._balanced else {}
-        if not collected or not self._speaks():
+        if not collected or not self._has_outputs():
             return {}
         whole = sum(float(total) for total, _ in collected)
         sums: dict[str, tuple[float, float]] = {f"{objective.name}/loss": (whole, 1.0 / self.parallel.dp)}

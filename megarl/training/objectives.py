@@ -62,14 +62,14 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
     def count(kept: Kept) -> torch.Tensor:
         return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings, expert(kept))
 
-    def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
         def picked(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values[kept.index]
 
         return algorithm.loss(
             LossInput(
-                logp=answers[:, 0],
-                entropy=answers[:, 1] if answers.shape[1] > 1 else None,
+                logp=outputs[:, 0],
+                entropy=outputs[:, 1] if outputs.shape[1] > 1 else None,
                 old_logp=picked(sequences.old_logp),
                 ref_logp=picked(sequences.ref_logp),
                 advantages=picked(sequences.advantages),
@@ -78,7 +78,7 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
                 num_rows=kept.num_rows,
                 engine_logp=picked(sequences.engine_logp),
                 expert=expert(kept),
-            ).to(answers.device),
+            ).to(outputs.device),
             settings,
         )
 
@@ -95,10 +95,10 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
     def count(kept: Kept) -> torch.Tensor:
         return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings)
 
-    def loss(kept: Kept, answers: torch.Tensor) -> Loss:
+    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
         return algorithm.loss(
             LossInput(
-                logp=torch.zeros_like(answers[:, 0]),
+                logp=torch.zeros_like(outputs[:, 0]),
                 entropy=None,
                 old_logp=None,
                 ref_logp=None,
@@ -106,9 +106,9 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
                 mask=kept.mask,
                 row=kept.row,
                 num_rows=kept.num_rows,
-                scores=answers[:, 0],
+                scores=outputs[:, 0],
                 margin=margins[kept.numbers[::2] // 2],
-            ).to(answers.device),
+            ).to(outputs.device),
             settings,
         )
 
@@ -120,8 +120,8 @@ def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
     assert sequences.values is not None and sequences.returns is not None, "the inference phase fills both"
     before, target = sequences.values, sequences.returns
 
-    def loss(kept: Kept, answers: torch.Tensor) -> Loss:
-        old, wanted = (x[kept.index].to(answers.device) for x in (before, target))
-        return value.loss(answers[:, 0], old, wanted, settings)
+    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
+        old, wanted = (x[kept.index].to(outputs.device) for x in (before, target))
+        return value.loss(outputs[:, 0], old, wanted, settings)
 
     return Objective("critic", lambda kept: value.count(kept.mask), loss)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.batching import MicroBatch, Sequences
 from megarl.models.gpt import unwrap
-from megarl.parallel.context import gather_answers
+from megarl.parallel.context import gather_outputs
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, answers [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
@@ -54,14 +54,14 @@ def run(
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megarl.models.head import Request, asking
+    from megarl.models.head import Request, requesting
     from megarl.models.router import sequences_of_tokens
 
     context = parallel_state.get_context_parallel_group()
     device = next(chunks[0].parameters()).device
 
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        pulse.mark()
+        heartbeat.beat()
         batch: MicroBatch = next(iterator)
         shares = batch.shares(context.size())
         mine = shares[context.rank()]
@@ -73,13 +73,13 @@ def run(
             output = model(tokens, positions, None, **more)
         else:
             wanted = batch.targets(sequences)[:, mine].long().to(device)
-            with asking(
+            with requesting(
                 unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)
             ):
                 output = model(tokens, positions, None, **more)
 
         def loss(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            total, collected = loss_function(batch, gather_answers(answer, shares, context))
+            total, collected = loss_function(batch, gather_outputs(answer, shares, context))
             # The count of 1 is unused: gradients are not divided (see transformer_config).
             return total, torch.zeros((), dtype=torch.int), collected
 

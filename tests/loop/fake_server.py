@@ -11,7 +11,7 @@ import numpy as np
 from aiohttp import web
 
 from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.frames import Completion, Heartbeat, VersionSpan, encode
+from megarl.rollout.frames import Completion, StreamHeartbeat, VersionSpan, encode
 from megarl.tasksets import ChatTokenizer
 
 KEY = "key of the job"
@@ -52,7 +52,7 @@ class FakeServer:
         left, beats = self.cuts.pop(0) if self.cuts else None, 0
         while not self.held.is_set():
             beats += 1
-            await stream.write(encode(Heartbeat(64 * beats, False)))
+            await stream.write(encode(StreamHeartbeat(64 * beats, False)))
             await asyncio.sleep(0.02)
         for i, record in enumerate(body["prompts"]):
             for j in range(record["n"]):

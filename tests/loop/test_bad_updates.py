@@ -157,7 +157,7 @@ def events(run_dir: Path, kind: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def rolled_back(folder: Path) -> Path:
     """A job that went back in its fourth step."""
-    assert run(folder, folder / "rollback", "trainer.guard.on_nonfinite=rollback", SPOILED="8") == ["", ""]
+    assert run(folder, folder / "rollback", "trainer.update_filter.on_nonfinite=rollback", SPOILED="8") == ["", ""]
     return folder / "rollback"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.config import Config, save_resolved
 from megarl.config.job import RunConfig, StoreConfig, SyncConfig
 from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
@@ -208,7 +208,13 @@ def test_an_engine_that_stays_dead_ends_the_explorer_and_frees_its_claims(
 ) -> None:
     request(store)
     with pytest.raises(EngineError, match="the engine is gone"):
-        explore(store, FakeEngine(tokenizer, fail_after=[5, 1, *[0] * 10_000]), FakeScorer(), tokenizer, patience_s=0.2)
+        explore(
+            store,
+            FakeEngine(tokenizer, fail_after=[5, 1, *[0] * 10_000]),
+            FakeScorer(),
+            tokenizer,
+            engine_timeout_s=0.2,
+        )
     assert len(store.claim_groups("next", 10)) == 3 - store.progress("r0")[0]
 
 
@@ -222,7 +228,7 @@ def test_a_request_that_would_be_refused_again_fails_at_once(store: Store, token
     request(store)
     engine = Refusing(tokenizer)
     with pytest.raises(RequestRefused, match="no such image"):
-        explore(store, engine, FakeScorer(), tokenizer, patience_s=60)
+        explore(store, engine, FakeScorer(), tokenizer, engine_timeout_s=60)
     assert len(engine.calls) == 1
 
 
@@ -349,9 +355,9 @@ def test_the_process_shows_that_engines_generate(
 ) -> None:
     """Else its supervisor ends a job in which only long answers are left."""
     request(store, groups=2)
-    server, memory = FakeServer(tokenizer), pulse.Memory()
+    server, memory = FakeServer(tokenizer), heartbeat.Memory()
     server.held.clear()
-    variable = {pulse.VARIABLE: str(memory.descriptor)}
+    variable = {heartbeat.VARIABLE: str(memory.descriptor)}
     with serving(server) as url, process(tmp_path, model_path, url, descriptors=[memory.descriptor], **variable):
         wait_for(lambda: memory.read().work >= 3)
         assert store.progress("r0") == (0, 2)

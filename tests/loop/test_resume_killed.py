@@ -46,7 +46,7 @@ def start(run_dir: Path, started: list[Job]) -> Job:
 
 
 def kill_all(job: Job) -> None:
-    """SIGKILL for everything that the job has started, supervisor and guard first."""
+    """SIGKILL for everything that the job has started, supervisor and reaper first."""
     for pid in [job.pid, *job.processes()]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

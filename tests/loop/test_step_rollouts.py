@@ -50,7 +50,7 @@ class Words:
 
 
 class EvenScorer:
-    """An answer is right when its first token is even: about one group of four in eight then says nothing."""
+    """An answer is right when its first token is even: about one group of four in eight then has zero variance."""
 
     async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
         right = int(text.split()[0]) % 2 == 0

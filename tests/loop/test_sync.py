@@ -196,7 +196,7 @@ def test_trainer_and_engine_that_do_not_agree_are_told_apart(engine: RunningEngi
 def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
     engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader, patience = ranks.publishers[0], ranks.publishers[0]._address.timeout_s
+    leader, timeout = ranks.publishers[0], ranks.publishers[0]._address.timeout_s
     told = leader._init_info
 
     def other_plan(replica: int, *places: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
     assert "the weight link could not be joined" in str(second)
     assert "the weight link could not be joined" in str(first) and "megarl_agree comes before" in str(first)
     assert all(publisher.transport is None for publisher in ranks.publishers)
-    assert connect(patience) == [None, None]
+    assert connect(timeout) == [None, None]
     ranks.publish_whole(model)
 
 

@@ -311,7 +311,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
     from megarl.parallel.grid import megatron_grid
     from megarl.reshard.layouts import megatron_layout
     from megarl.training import objectives
-    from megarl.training.model import TrainedModel, cut_for
+    from megarl.training.model import TrainedModel, micro_batching_for
     from megarl.training.schedule import Head
 
     found = {}
@@ -325,7 +325,9 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
             layout = megatron_layout(hf_config, megatron_grid(parallel))
             settings = ModelConfig(path=str(path), recompute=recompute, router=ROUTERS.get(model, RouterConfig()))  # type: ignore[arg-type]
             trainer = TrainerConfig(max_tokens_per_micro_batch=PACKED_TOKENS)
-            actor = TrainedModel(hf_config, settings, parallel, Head(VOCAB), cut_for(parallel, trainer), OPTIMIZER)
+            actor = TrainedModel(
+                hf_config, settings, parallel, Head(VOCAB), micro_batching_for(parallel, trainer), OPTIMIZER
+            )
             names = [
                 {(f"chunk{v}.{n}" if len(actor.chunks) > 1 else n): p for n, p in unwrap(c).named_parameters()}
                 for v, c in enumerate(actor.chunks)
@@ -337,7 +339,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
                 actor.weights_changed()
                 actor.optimizer.restart(OPTIMIZER)
                 trainer = replace(trainer, packing=cell.rows is None, micro_batch_size=cell.rows or 1)
-                actor.cut = cut_for(parallel, trainer)
+                actor.micro_batching = micro_batching_for(parallel, trainer)
                 batches = actor.micro_batches(sequences)
                 losses, norms, worst, of_routers = [], [], (0.0, ""), [0.0]
                 for update in range(UPDATES):

@@ -47,7 +47,7 @@ def update(
     import torch.distributed as dist
 
     from megarl import algorithms
-    from megarl.batching import Cut
+    from megarl.batching import MicroBatching
     from megarl.checkpoint import hf
     from megarl.metrics import mean_of_sums
     from megarl.parallel import groups
@@ -59,8 +59,8 @@ def update(
     groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     optimizer = OptimizerConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9)
-    cut = Cut(dp=parallel.dp, rows=micro)
-    actor = TrainedModel(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), cut, optimizer)
+    micro_batching = MicroBatching(dp=parallel.dp, rows=micro)
+    actor = TrainedModel(hf_config, ModelConfig(path=path), parallel, Head(VOCAB), micro_batching, optimizer)
     hf.load_into(
         Path(path), megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp)), rank, actor.tensors
     )

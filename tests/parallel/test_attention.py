@@ -153,11 +153,11 @@ def backward(chunks: Any, parallel: ParallelConfig, batches: list[Batch], length
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megarl.models.gpt import unwrap
-    from megarl.models.head import Request, asking
+    from megarl.models.head import Request, requesting
 
     def step(iterator: Any, model: Any) -> Any:
         batch = next(iterator)
-        with asking(unwrap(model), Request(batch.targets, VOCAB)):
+        with requesting(unwrap(model), Request(batch.targets, VOCAB)):
             output = model(batch.tokens, None, None, packed_seq_params=batch.params)
 
         def loss(answer: torch.Tensor) -> Any:

@@ -115,7 +115,7 @@ def backward(stage: Any, tokens: torch.Tensor, rows: torch.Tensor) -> dict[str, 
     """Local name -> gradient of the mean cross-entropy of the next token over the rows of all data-parallel ranks."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megarl.batching import Cut, micro_batches
+    from megarl.batching import MicroBatching, micro_batches
     from megarl.models.gpt import named_tensors, unwrap
     from megarl.training.schedule import Head, run
 
@@ -127,7 +127,7 @@ def backward(stage: Any, tokens: torch.Tensor, rows: torch.Tensor) -> dict[str, 
     mask = torch.ones_like(tokens[rows], dtype=torch.bool)
     mask[:, -1] = False
     sequences = sequences_of(tokens[rows], mask)
-    batches = micro_batches(sequences, Cut(rows=2), 0)
+    batches = micro_batches(sequences, MicroBatching(rows=2), 0)
     run([model], sequences, batches, Head(VOCAB), lambda _, x: (-x[..., 0].sum() / count, None), forward_only=False)
     gradients = {
         name: torch.zeros_like(tensor) for name, tensor in named_tensors(stage).items()

@@ -102,7 +102,7 @@ def logits_first(model: Any, sequences: Any, batches: list[Any], loss_function: 
 
 def two_micro_batches() -> tuple[Any, list[Any], torch.Tensor, torch.Tensor]:
     """Sequences, their micro-batches, weights of each log-prob and entropy."""
-    from megarl.batching import Cut, micro_batches
+    from megarl.batching import MicroBatching, micro_batches
 
     g = torch.Generator().manual_seed(4)
     tokens = torch.randint(0, VOCAB, (2 * ROWS, LENGTH), generator=g)
@@ -110,7 +110,7 @@ def two_micro_batches() -> tuple[Any, list[Any], torch.Tensor, torch.Tensor]:
     mask[:, -1] = False
     weights = torch.randn(2, 2 * ROWS, LENGTH, generator=g)
     sequences = sequences_of(tokens, mask)
-    return sequences, list(micro_batches(sequences, Cut(rows=ROWS), 0)), weights[0], weights[1]
+    return sequences, list(micro_batches(sequences, MicroBatching(rows=ROWS), 0)), weights[0], weights[1]
 
 
 def three_ways(
@@ -398,7 +398,7 @@ def train_in(
     rank: int, path: str, parallel: ParallelConfig, kernels: Any, logits_bytes: int | None
 ) -> dict[str, list[float]]:
     from megarl import algorithms
-    from megarl.batching import Cut
+    from megarl.batching import MicroBatching
     from megarl.checkpoint import hf
     from megarl.parallel.grid import megatron_grid
     from megarl.reshard.layouts import megatron_layout
@@ -410,7 +410,9 @@ def train_in(
     hf_config = hf.read_hf_config(Path(path))
     optimizer = OptimizerConfig(lr=3e-4, clip_grad=1.0)
     head = Head(VOCAB, 0.9, logits_bytes)
-    actor = TrainedModel(hf_config, ModelConfig(path=path), parallel, head, Cut(dp=parallel.dp, rows=ROWS), optimizer)
+    actor = TrainedModel(
+        hf_config, ModelConfig(path=path), parallel, head, MicroBatching(dp=parallel.dp, rows=ROWS), optimizer
+    )
     g = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, VOCAB, (2 * ROWS, LENGTH), generator=g)
     mask = torch.rand(2 * ROWS, LENGTH, generator=g) < 0.8
@@ -426,7 +428,7 @@ def train_in(
         actor.weights_changed()
         actor.optimizer.restart(optimizer)
         if name == "grpo":
-            logp = actor.answers(rows, [batches])
+            logp = actor.outputs(rows, [batches])
             noise = torch.randn(2, len(logp), generator=g) * 0.1
             rows = replace(
                 rows,

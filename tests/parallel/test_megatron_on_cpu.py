@@ -16,7 +16,7 @@ from tests.parallel.models import VOCAB, save_tiny_qwen3
 
 
 def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> Any:
-    from megarl.batching import Cut
+    from megarl.batching import MicroBatching
     from megarl.checkpoint import hf
     from megarl.parallel import groups
     from megarl.reshard.layouts import MegatronGrid, megatron_layout
@@ -26,9 +26,9 @@ def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> A
     position = groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     layout = megatron_layout(hf_config, MegatronGrid(parallel.tp, parallel.pp, parallel.dp))
-    cut = Cut(dp=parallel.dp, rows=2)
+    micro_batching = MicroBatching(dp=parallel.dp, rows=2)
     model = ModelConfig(path=path, dtype=dtype)
-    actor = TrainedModel(hf_config, model, parallel, Head(VOCAB), cut, OptimizerConfig(lr=1e-2))
+    actor = TrainedModel(hf_config, model, parallel, Head(VOCAB), micro_batching, OptimizerConfig(lr=1e-2))
     hf.load_into(Path(path), layout, position.rank, actor.tensors)
     actor.weights_changed()
     return actor

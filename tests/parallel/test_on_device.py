@@ -62,15 +62,15 @@ def forward(rank: int, path: str, head: Literal["log-probs", "scores"]) -> list[
     from megarl.checkpoint import hf
     from megarl.config.schema import ModelConfig, ParallelConfig, TrainerConfig
     from megarl.parallel import groups
-    from megarl.training.model import FrozenModel, cut_for
+    from megarl.training.model import FrozenModel, micro_batching_for
     from megarl.training.schedule import Head, run
 
     prepare()
     parallel = ParallelConfig()
     groups.initialize(parallel, seed=1)
-    cut = cut_for(parallel, TrainerConfig(packing=False, micro_batch_size=2))
+    micro_batching = micro_batching_for(parallel, TrainerConfig(packing=False, micro_batch_size=2))
     asked = Head(VOCAB) if head == "log-probs" else None
-    model = FrozenModel(hf.read_hf_config(Path(path)), ModelConfig(path=path), parallel, asked, cut)
+    model = FrozenModel(hf.read_hf_config(Path(path)), ModelConfig(path=path), parallel, asked, micro_batching)
     sequences, _ = step()
     batches = list(model.micro_batches(sequences))
     with FakeTensorMode(static_shapes=True) as mode:

@@ -26,7 +26,7 @@ RATE = 0.25
 def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
     """Runs in each rank: what all weights are after each of some events."""
     from megarl import algorithms
-    from megarl.batching import Cut
+    from megarl.batching import MicroBatching
     from megarl.checkpoint import hf, state
     from megarl.parallel import groups
     from megarl.training import objectives
@@ -36,7 +36,12 @@ def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[st
     groups.initialize(GRID, seed=1)
     settings = ModelConfig(path=path, router=RouterConfig(bias_update_rate=RATE))
     actor = TrainedModel(
-        hf.read_hf_config(Path(path)), settings, GRID, Head(VOCAB), Cut(dp=2, rows=2), OptimizerConfig(lr=1e-2)
+        hf.read_hf_config(Path(path)),
+        settings,
+        GRID,
+        Head(VOCAB),
+        MicroBatching(dp=2, rows=2),
+        OptimizerConfig(lr=1e-2),
     )
     actor.load_hf(Path(path))
     tokens = torch.randint(2, VOCAB, (8, 16), generator=torch.Generator().manual_seed(1))
@@ -61,7 +66,12 @@ def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[st
         state.load(Path(folder) / "global_step_1", parts(actor))
     # A critic without experts beside an actor with them.
     critic = TrainedModel(
-        hf.read_hf_config(Path(dense)), settings, GRID, Head(VOCAB), Cut(dp=2, rows=2), OptimizerConfig(lr=1e-2)
+        hf.read_hf_config(Path(dense)),
+        settings,
+        GRID,
+        Head(VOCAB),
+        MicroBatching(dp=2, rows=2),
+        OptimizerConfig(lr=1e-2),
     )
     critic.load_hf(Path(dense))
     sums = critic.backward(rows, critic.micro_batches(rows), objective)

@@ -32,7 +32,7 @@ def answers() -> list[torch.Tensor]:
 
 def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     """(model, pad) -> megarl's scores [N]."""
-    from megarl.batching import Cut, Sequences
+    from megarl.batching import MicroBatching, Sequences
     from megarl.checkpoint import hf
     from megarl.checkpoint.score_pad import score_pad
     from megarl.parallel import groups
@@ -45,10 +45,10 @@ def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     for name in MODELS:
         path = Path(folder) / name
         model = FrozenModel(
-            hf.read_hf_config(path), ModelConfig(path=str(path)), ParallelConfig(), None, Cut(max_tokens=40)
+            hf.read_hf_config(path), ModelConfig(path=str(path)), ParallelConfig(), None, MicroBatching(max_tokens=40)
         )
         model.load_hf(path)
-        scores = model.answers(sequences, [model.micro_batches(sequences)])
+        scores = model.outputs(sequences, [model.micro_batches(sequences)])
         config = json.loads((path / "config.json").read_text())
         for pad, token in PADS.items():
             (path / "config.json").write_text(json.dumps(config | {"pad_token_id": token}))

@@ -43,7 +43,7 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megarl.batching import Cut, Sequences
+    from megarl.batching import MicroBatching, Sequences
     from megarl.checkpoint import hf
     from megarl.models.gpt import unwrap
     from megarl.parallel import groups
@@ -59,7 +59,7 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
     for (grid, packed), case in zip(CASES, IDS, strict=True):
         parallel = GRIDS[grid]
         groups.initialize(parallel, seed=1)
-        cut = Cut(
+        micro_batching = MicroBatching(
             dp=parallel.dp,
             cp=parallel.cp,
             multiple=2 if parallel.sequence_parallel else 1,
@@ -67,11 +67,11 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
             max_tokens=40 if packed else None,
             rows=2,
         )
-        model = FrozenModel(hf_config, ModelConfig(path=str(path)), parallel, None, cut)
+        model = FrozenModel(hf_config, ModelConfig(path=str(path)), parallel, None, micro_batching)
         model.load_hf(path)
         batches = model.micro_batches(sequences)
         assert len(batches) > 1
-        found[case] = model.answers(sequences, [batches])
+        found[case] = model.outputs(sequences, [batches])
         config: Any = unwrap(model.chunks[0]).config
         ddp = [
             DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), c)

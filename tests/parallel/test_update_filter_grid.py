@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import GuardConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, UpdateFilterConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
@@ -51,7 +51,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     """Runs in each rank: a good update of actor and critic, a bad one, a good one; and the good ones alone."""
     from megarl import algorithms
-    from megarl.batching import Cut
+    from megarl.batching import MicroBatching
     from megarl.checkpoint import hf, state
     from megarl.config.schema import AlgorithmConfig
     from megarl.errors import JobError
@@ -63,18 +63,18 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     from megarl.training.objectives import Objective
 
     actor = make_actor(path, ACTOR)
-    cut = Cut(dp=CRITIC.dp, rows=2)
+    micro_batching = MicroBatching(dp=CRITIC.dp, rows=2)
     grid = groups.Grid(CRITIC, seed=1)
     hf_config, model = hf.read_hf_config(Path(path)), ModelConfig(path=path, dtype="float32")
-    critic = TrainedModel(hf_config, model, CRITIC, None, cut, OptimizerConfig(lr=1e-2), grid.active)
+    critic = TrainedModel(hf_config, model, CRITIC, None, micro_batching, OptimizerConfig(lr=1e-2), grid.active)
     critic.load_hf(Path(path), score="zeros")
     said: list[str] = []
     events: list[Any] = []
     reporter: Any = SimpleNamespace(
-        say=said.append, event=lambda kind, data: events.append(data) if rank == 0 else None
+        log=said.append, event=lambda kind, data: events.append(data) if rank == 0 else None
     )
     at_step = TrainState("rl", 4)
-    updates = UpdateFilter(GuardConfig(), reporter)
+    updates = UpdateFilter(UpdateFilterConfig(), reporter)
 
     def rows_of(step: int) -> Any:
         g = torch.Generator().manual_seed(step)
@@ -135,7 +135,7 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     assert same(bits(actor), after)
     # The other verdicts.
     for action, kind in (("stop", JobError), ("rollback", RollBack)):
-        updates = UpdateFilter(GuardConfig(on_nonfinite=action), reporter)  # type: ignore[arg-type]
+        updates = UpdateFilter(UpdateFilterConfig(on_nonfinite=action), reporter)  # type: ignore[arg-type]
         with pytest.raises(kind) as raised:
             update("critic", 3, SPOILED[0], 3)
         out[action] = str(raised.value)
@@ -165,7 +165,7 @@ def test_it_is_said_where_it_came_from(ranks: list[dict[str, Any]]) -> None:
     assert (
         "the loss is nan on rank 2" in said[5]
         and "of the critic" in said[5]
-        and "trainer.guard.on_nonfinite=skip" in said[5]
+        and "trainer.update_filter.on_nonfinite=skip" in said[5]
     )
     assert "the loss is inf on rank 2, the gradient's norm is " in said[7]
     assert all(rank["said"] == said for rank in ranks)

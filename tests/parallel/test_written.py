@@ -41,7 +41,7 @@ def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
     from megarl.checkpoint import hf
     from megarl.config.schema import ModelConfig
     from megarl.parallel import groups
-    from megarl.training.model import TrainedModel, cut_for
+    from megarl.training.model import TrainedModel, micro_batching_for
     from megarl.training.schedule import Head
 
     model, parallel, dtype = case
@@ -51,7 +51,7 @@ def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
     settings = ModelConfig(path=str(path), dtype=dtype)  # type: ignore[arg-type]
     optimizer = OptimizerConfig(lr=LR)
     actor = TrainedModel(
-        hf.read_hf_config(path), settings, parallel, Head(VOCAB), cut_for(parallel, trainer), optimizer
+        hf.read_hf_config(path), settings, parallel, Head(VOCAB), micro_batching_for(parallel, trainer), optimizer
     )
     actor.load_hf(path)
     return actor

@@ -63,7 +63,7 @@ class Trainee:
 
         from megarl.checkpoint.state import inner_optimizers
         from megarl.models.gpt import unwrap
-        from megarl.models.head import Request, asking
+        from megarl.models.head import Request, requesting
 
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(2, VOCAB, (ROWS, LENGTH), generator=generator)
@@ -75,7 +75,7 @@ class Trainee:
             positions = torch.arange(LENGTH).expand_as(tokens[rows])
             inner = unwrap(model)
             if self.head == "lm":
-                with asking(inner, Request(tokens[rows].roll(-1, 1), VOCAB)):
+                with requesting(inner, Request(tokens[rows].roll(-1, 1), VOCAB)):
                     output = model(tokens[rows], positions, None)
             else:
                 output = model(tokens[rows], positions, None)

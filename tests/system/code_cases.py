@@ -260,7 +260,7 @@ CASES: list[tuple[Any, ...]] = [
         3,
     ),
     ("apps stderr does not count", block("import sys\nprint('debug', file=sys.stderr)\n" + ADD), SUM, "ok", 3, 3),
-    ("apps loops for ever", block("while True: pass"), SUM, "wrong", 0, 3),
+    ("apps loops forever", block("while True: pass"), SUM, "wrong", 0, 3),
     ("apps waits for more input", block(ADD + "input()"), SUM, "wrong", 0, 3),
     ("apps floats close", block("print(float(input()) ** 0.5)"), FLOAT, "ok", 2, 2),
     ("apps floats rounded too much", block("print(round(float(input()) ** 0.5, 2))"), FLOAT, "wrong", 0, 2),

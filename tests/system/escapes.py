@@ -542,7 +542,7 @@ ESCAPES = [
         "    signal.signal(n, signal.SIG_IGN)\nwhile True:\n    pass",
     ),
     stopped(
-        "sleeps for ever",
+        "sleeps forever",
         "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True:\n    signal.pause()",
         "wall",
     ),

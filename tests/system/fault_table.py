@@ -114,13 +114,14 @@ def suffer(faults: Sequence[Fault], run_dir: Path, overrides: Sequence[str]) -> 
 
 
 def spoil(root: Path, action: str, happened: str) -> Row:
-    """A job in which one rank's loss is once no number; the seconds are from then to the end of that step, or of the
+    """A job in which one rank's loss is once not finite; the seconds are from then to the end of that step, or of the
     one done in its place."""
     run_dir, algorithm = root / f"spoiled_{action}", root / "spoiled.py"
     algorithm.write_text(SPOILED)
     shutil.rmtree(run_dir, ignore_errors=True)
     run_to_its_end(
-        run_dir, [*BASE, "trainer.steps=8", f"algorithm.name={algorithm}", f"trainer.guard.on_nonfinite={action}"]
+        run_dir,
+        [*BASE, "trainer.steps=8", f"algorithm.name={algorithm}", f"trainer.update_filter.on_nonfinite={action}"],
     )
     store = Job(run_dir, [])
     ((at, data),) = store.query("select at, data from events where kind = 'bad_update'")
@@ -128,7 +129,11 @@ def spoil(root: Path, action: str, happened: str) -> Row:
     assert isinstance(at, float) and isinstance(then, float)
     print(f"NaN, {action}: {then - at:.1f} s, {data}", flush=True)
     return Row(
-        NAN, f"`trainer.guard.on_nonfinite={action}`", happened, then - at, int((run_dir / "attempt").read_text()) - 1
+        NAN,
+        f"`trainer.update_filter.on_nonfinite={action}`",
+        happened,
+        then - at,
+        int((run_dir / "attempt").read_text()) - 1,
     )
 
 

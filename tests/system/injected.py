@@ -152,7 +152,7 @@ def reward_workers(injured: Injured) -> str:
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return "they are started anew, their answers are scored again"
+    return "they are started again, their answers are scored again"
 
 
 def _parent(pid: int) -> int:
@@ -287,7 +287,7 @@ def core_hangs(injured: Injured) -> str:
     server = injured.job.pid_of("engine")
     [core] = set(group_members(server)) - {server}
     subprocess.Popen([sys.executable, "-c", HOLD, str(core)])
-    return "its server still answers `/health`; the sentinel kills it; as above"
+    return "its server still answers `/health`; the watchdog kills it; as above"
 
 
 def asked_to_stop(injured: Injured) -> str:
@@ -300,7 +300,7 @@ def all_asked_to_stop(injured: Injured) -> str:
     for pid in injured.pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    return saved(injured, "engines, explorer and guard end as well; a checkpoint of the current step is saved")
+    return saved(injured, "engines, explorer and reaper end as well; a checkpoint of the current step is saved")
 
 
 def asked_to_stop_without_engine(injured: Injured) -> str:
@@ -322,9 +322,9 @@ def saved(injured: Injured, text: str) -> str:
     return stopped(injured, text)
 
 
-def supervisor_and_guard_killed(injured: Injured) -> str:
-    guards = [pid for pid in injured.pids if b"megarl.launch.guard" in _command(Path(f"/proc/{pid}"))]
-    for pid in (*guards, injured.job.pid):
+def supervisor_and_reaper_killed(injured: Injured) -> str:
+    reapers = [pid for pid in injured.pids if b"megarl.launch.reaper" in _command(Path(f"/proc/{pid}"))]
+    for pid in (*reapers, injured.job.pid):
         os.kill(pid, signal.SIGKILL)
     injured.job.wait(10)
     injured.job = Job(
@@ -365,7 +365,7 @@ FAULTS = (
         process(
             "trainer 1",
             signal.SIGSTOP,
-            "the sentinel names the rank and the collective in which the others wait, with stacks; the job starts "
+            "the watchdog names the rank and the collective in which the others wait, with stacks; the job starts "
             "again "
             "by itself",
         ),
@@ -381,7 +381,7 @@ FAULTS = (
         process("engine", signal.SIGKILL, "a new engine gets the weights, proven equal"),
     ),
     Fault(
-        "engine: SIGSTOP", Injured.in_a_rollout, process("engine", signal.SIGSTOP, "the sentinel kills it; as above")
+        "engine: SIGSTOP", Injured.in_a_rollout, process("engine", signal.SIGSTOP, "the watchdog kills it; as above")
     ),
     Fault("engine: its core hangs (held by ptrace)", Injured.in_a_rollout, core_hangs),
     Fault(
@@ -392,7 +392,7 @@ FAULTS = (
     Fault(
         "explorer: SIGSTOP",
         Injured.in_a_rollout,
-        process("explorer", signal.SIGSTOP, "the sentinel kills it; a new one takes over its groups"),
+        process("explorer", signal.SIGSTOP, "the watchdog kills it; a new one takes over its groups"),
     ),
     Fault("reward workers: SIGKILL", Injured.in_a_rollout, reward_workers),
     Fault("supervisor: SIGKILL", Injured.in_a_rollout, supervisor_killed),
@@ -411,7 +411,7 @@ OF_SYNCS = (
     Fault("SIGTERM to all processes", Injured.in_a_sync, all_asked_to_stop),
     Fault("SIGTERM to all processes", Injured.in_a_rollout, all_asked_to_stop),
     Fault("engine: SIGKILL, then SIGTERM", Injured.in_a_sync, asked_to_stop_without_engine),
-    Fault("supervisor and guard: SIGKILL", Injured.in_a_sync, supervisor_and_guard_killed),
+    Fault("supervisor and reaper: SIGKILL", Injured.in_a_sync, supervisor_and_reaper_killed),
 )
 OF_POSTGRES = (
     Fault("PostgreSQL (the job's own): SIGKILL", Injured.behind_a_step, database_killed),

@@ -179,7 +179,7 @@ SLEEPS = "import time\ndef f():\n    time.sleep(30)"
 
 @pytest.mark.parametrize("which", [0, -1], ids=["of the tests", "of the program"])
 def test_what_is_killed_from_outside_says_nothing_of_the_program(which: int) -> None:
-    """``check`` starts bwrap and a mother for the tests, then both for the program; in each a launcher and a test's
+    """``check`` starts bwrap and a zygote for the tests, then both for the program; in each a launcher and a test's
     process."""
     sandbox, limits, before = LocalSandbox(host.find()), Limits(wall_s=60.0), sandbox_processes()
     checks = Checks(("assert f() == 1",))
@@ -292,7 +292,7 @@ def refusal(change: dict[str, Any]) -> str:
                 ({"filter": OPEN_FILTER}, "a netlink socket is opened"),
             )
         ),
-        # what is made again inside a mother cannot be missing in her
+        # what is made again inside a zygote cannot be missing in it
         ({"user": None, "nested": False}, "more processes are started than the limit"),
         ({"more": ("--share-net",), "nested": False}, "a port of the host is reached"),
         ({"more": ("--share-net",), "nested": False}, "the net namespace is the host's"),
@@ -318,8 +318,8 @@ def test_without_a_layer_it_refuses(change: dict[str, Any], message: str) -> Non
 )  # fmt: skip
 def test_a_mother_that_forgets_a_step_is_refused(line: str, instead: str, message: str) -> None:
     code = host.sources()
-    assert code["mother"].count(line) == 1
-    code["mother"] = code["mother"].replace(line, instead)
+    assert code["zygote"].count(line) == 1
+    code["zygote"] = code["zygote"].replace(line, instead)
     found = host.find()
     facts, _ = host.ask(found.python, found.user, code)
     assert facts is not None
@@ -431,7 +431,7 @@ def test_the_doctor_says_whether_programs_can_be_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(host, "find", host.find.__wrapped__)
     monkeypatch.setenv("PATH", "/nowhere")
     [check] = doctor.sandbox()
-    assert check.state == "warn" and "apt-get install bubblewrap" in check.mend
+    assert check.state == "warn" and "apt-get install bubblewrap" in check.fix
 
 
 def test_serving_wants_a_key_of_some_length() -> None:

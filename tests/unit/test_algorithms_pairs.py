@@ -391,9 +391,11 @@ def test_settings_that_contradict_each_other(config: AlgorithmConfig, words: lis
 
 
 def test_groups_that_say_nothing() -> None:
-    assert algorithms.says_nothing(["ok", "ok"]) and algorithms.says_nothing(["wrong", "wrong", "error", "timeout"])
-    assert not algorithms.says_nothing(["ok", "wrong"]) and not algorithms.says_nothing(["timeout", "ok"])
-    assert algorithms.says_nothing(["ok"]) and algorithms.says_nothing(["wrong"])
+    assert algorithms.is_zero_variance(["ok", "ok"]) and algorithms.is_zero_variance(
+        ["wrong", "wrong", "error", "timeout"]
+    )
+    assert not algorithms.is_zero_variance(["ok", "wrong"]) and not algorithms.is_zero_variance(["timeout", "ok"])
+    assert algorithms.is_zero_variance(["ok"]) and algorithms.is_zero_variance(["wrong"])
 
 
 def test_overlong_penalty() -> None:

@@ -11,7 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batching import Cut, Sequences, joined, micro_batches, of_demonstrations, of_experiences, response_values
+from megarl.batching import (
+    MicroBatching,
+    Sequences,
+    joined,
+    micro_batches,
+    of_demonstrations,
+    of_experiences,
+    response_values,
+)
 from megarl.batching.packing import best_fit, deal, spread
 from megarl.schema import Experience, Reward, Sample
 
@@ -83,8 +91,8 @@ def test_the_targets_of_a_micro_batch_are_those_of_the_step(lengths: list[int], 
     step = sequences(lengths)
     if scores:  # the last token of each sequence has the score that is trained
         step.mask = ~step.mask
-    for cut in (Cut(max_tokens=64), Cut(rows=3)):
-        for batch in micro_batches(step, cut, 0):
+    for micro_batching in (MicroBatching(max_tokens=64), MicroBatching(rows=3)):
+        for batch in micro_batches(step, micro_batching, 0):
             assert torch.equal(batch.targets(step), batch.take(step.targets, -100))
 
 
@@ -113,7 +121,7 @@ def test_spread_is_even(sizes: list[int], number: int) -> None:
 
 
 CUTS = st.builds(
-    Cut,
+    MicroBatching,
     dp=st.integers(1, 4),
     cp=st.sampled_from([1, 2, 4]),
     multiple=st.sampled_from([1, 2, 4]),
@@ -124,20 +132,20 @@ CUTS = st.builds(
 
 
 @given(LENGTHS, CUTS, st.integers(1, 2))
-def test_every_position_once_and_all_shapes_equal(lengths: list[int], cut: Cut, each: int) -> None:
+def test_every_position_once_and_all_shapes_equal(lengths: list[int], micro_batching: MicroBatching, each: int) -> None:
     lengths = lengths[: len(lengths) // each * each] or [3] * each
     step = sequences(lengths)
     units = [list(range(i, i + each)) for i in range(0, len(lengths), each)]
-    ranks = [micro_batches(step, cut, rank, units) for rank in range(cut.dp)]
+    ranks = [micro_batches(step, micro_batching, rank, units) for rank in range(micro_batching.dp)]
     assert len({len(batches) for batches in ranks}) == 1
-    assert len(ranks[0]) % cut.chunks == 0
+    assert len(ranks[0]) % micro_batching.chunks == 0
     batches = [batch for rank in ranks for batch in rank]
     assert len({batch.index.shape for batch in batches}) == 1
     seen = torch.cat([batch.index[batch.index >= 0] for batch in batches])
     assert sorted(seen.tolist()) == list(range(len(step.tokens)))
     for batch in batches:
         rows, width = batch.index.shape
-        assert width % (cut.multiple * cut.cp) == 0
+        assert width % (micro_batching.multiple * micro_batching.cp) == 0
         for i in range(0, len(batch.numbers), each):  # who belongs together is together, in order
             assert batch.numbers[i : i + each].tolist() in units
         real = batch.index >= 0
@@ -148,7 +156,7 @@ def test_every_position_once_and_all_shapes_equal(lengths: list[int], cut: Cut, 
             torch.equal(batch.take(step.tokens)[real], batch.index[real] + 1)
             and not batch.take(step.tokens)[~real].any()
         )
-        if cut.max_tokens is None:
+        if micro_batching.max_tokens is None:
             assert batch.cu_seqlens is None
             continue
         assert rows == 1 and batch.cu_seqlens is not None
@@ -156,25 +164,31 @@ def test_every_position_once_and_all_shapes_equal(lengths: list[int], cut: Cut, 
         assert (
             ends[0] == 0 and ends[-1] == width and batch.max_seqlen == max(b - a for a, b in itertools.pairwise(ends))
         )
-        assert all((b - a) % (2 * cut.cp if cut.cp > 1 else 1) == 0 for a, b in itertools.pairwise(ends))
+        assert all(
+            (b - a) % (2 * micro_batching.cp if micro_batching.cp > 1 else 1) == 0 for a, b in itertools.pairwise(ends)
+        )
         starts = [int((batch.row[0] == i).nonzero()[0, 0]) for i in range(len(batch.numbers))]
         assert starts == ends[: len(starts)]
 
 
 @given(LENGTHS, CUTS)
-def test_context_parallel_shares_are_the_zigzag_of_every_sequence(lengths: list[int], cut: Cut) -> None:
-    for batch in micro_batches(sequences(lengths), cut, 0):
-        shares = batch.shares(cut.cp)
+def test_context_parallel_shares_are_the_zigzag_of_every_sequence(
+    lengths: list[int], micro_batching: MicroBatching
+) -> None:
+    for batch in micro_batches(sequences(lengths), micro_batching, 0):
+        shares = batch.shares(micro_batching.cp)
         width = batch.index.shape[1]
-        assert shares.shape == (cut.cp, width // cut.cp) and sorted(shares.flatten().tolist()) == list(range(width))
-        if cut.cp == 1:
+        assert shares.shape == (micro_batching.cp, width // micro_batching.cp) and sorted(
+            shares.flatten().tolist()
+        ) == list(range(width))
+        if micro_batching.cp == 1:
             continue
         ends = [0, width] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
         for rank, share in enumerate(shares):
             wanted = []
             for start, end in itertools.pairwise(ends):
-                piece = (end - start) // (2 * cut.cp)
-                for k in (rank, 2 * cut.cp - 1 - rank):
+                piece = (end - start) // (2 * micro_batching.cp)
+                for k in (rank, 2 * micro_batching.cp - 1 - rank):
                     wanted += range(start + k * piece, start + (k + 1) * piece)
             assert share.tolist() == wanted
 
@@ -184,18 +198,18 @@ def test_context_parallel_shares_are_the_zigzag_of_every_sequence(lengths: list[
 def test_long_tailed_lengths_fill_their_chunks(seed: int, dp: int) -> None:
     """Lengths as of R1's answers: a median of 2,000 tokens, a few up to the limit."""
     lengths = np.clip(np.random.default_rng(seed).lognormal(7.6, 1.0, 4096), 16, 32768).astype(int).tolist()
-    cut = Cut(dp=dp, max_tokens=32768)
-    chunks = [chunk for rank in deal([[n] for n in lengths], cut) for chunk in rank]
+    micro_batching = MicroBatching(dp=dp, max_tokens=32768)
+    chunks = [chunk for rank in deal([[n] for n in lengths], micro_batching) for chunk in rank]
     fullest = max(sum(lengths[i] for i in chunk) for chunk in chunks)
     assert sum(lengths) / (len(chunks) * fullest) >= 0.95
     assert all(chunks)  # no dummies
 
 
 def test_ranks_without_work_get_dummies() -> None:
-    ranks = deal([[5], [7]], Cut(dp=4, max_tokens=16))
+    ranks = deal([[5], [7]], MicroBatching(dp=4, max_tokens=16))
     assert sorted(chunk for rank in ranks for chunk in rank) == [[], [], [0], [1]]
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="an item of 24 does not fit into a chunk of 20"):
-        micro_batches(sequences([21]), Cut(cp=4, max_tokens=20), 0)
+        micro_batches(sequences([21]), MicroBatching(cp=4, max_tokens=20), 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import COMMANDS, _parse, _run, _train, build_parser
-from megarl.errors import ConfigError, DataError, LastingError, SandboxError
+from megarl.errors import ConfigError, DataError, NonRetryableError, SandboxError
 
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "triton")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -94,7 +94,7 @@ class _OfAnotherModule(ConfigError):
 
 @pytest.mark.parametrize(
     "error, status",
-    [(DataError, 2), (_OfAnotherModule, 2), (LastingError, 1), (ValueError, None), (SandboxError, None)],
+    [(DataError, 2), (_OfAnotherModule, 2), (NonRetryableError, 1), (ValueError, None), (SandboxError, None)],
 )
 def test_status_of_an_error(monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int | None) -> None:
     """2 for invalid input, 1 for a failed job; anything else keeps its traceback."""

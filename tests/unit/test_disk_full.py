@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint import manifest
-from megarl.checkpoint.room import make_room, writing
+from megarl.checkpoint.disk_space import free_space, writing
 from megarl.config import compose
 from megarl.errors import DiskFullError, JobError
 from megarl.launch.interrupt import StopRequest
@@ -158,14 +158,14 @@ def test_what_retention_would_remove_may_go_first_but_never_the_last(
     for step in (1, 2, 3):
         checkpoint(tmp_path, step)
     (tmp_path / "global_step_4.attempt_1").mkdir()
-    make_room(tmp_path, 1, keep, refuse=True)
+    free_space(tmp_path, 1, keep, refuse=True)
     assert len(names(tmp_path)) == 4, "there is room"
     with pytest.raises(
         DiskFullError, match=r"global_step|no room for a checkpoint: .* are to be written, .* are free; make room"
     ):
-        make_room(tmp_path, 2**62, keep, refuse=True)
+        free_space(tmp_path, 2**62, keep, refuse=True)
     assert names(tmp_path) == [*left, "global_step_4.attempt_1"]
-    make_room(tmp_path, 2**62, keep, refuse=False)
+    free_space(tmp_path, 2**62, keep, refuse=False)
 
 
 def test_a_full_disk_and_a_quota_are_told_from_other_faults(tmp_path: Path) -> None:
@@ -229,13 +229,13 @@ def saves_full_on_rank_0(rank: int, model: str, folder: str) -> list[str]:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
 
-    from megarl.checkpoint import room, state
+    from megarl.checkpoint import disk_space, state
     from megarl.config.schema import ParallelConfig
     from tests.parallel.test_megatron_on_cpu import make_actor, parts
 
     root, actor = Path(folder), make_actor(model, ParallelConfig(dp=2))
     state.save(root, 1, parts(actor), {"phase": "rl"}, keep=2)
-    use_reserve, save_config, said = room.use_reserve, serialization.save_config, []
+    use_reserve, save_config, said = disk_space.use_reserve, serialization.save_config, []
 
     def without_room(path: Path, number: int) -> None:
         use_reserve(path, number)
@@ -248,7 +248,7 @@ def saves_full_on_rank_0(rank: int, model: str, folder: str) -> list[str]:
         save_config(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "use_reserve", without_room)
+        patch.setattr(disk_space, "use_reserve", without_room)
         patch.setattr(serialization, "save_config", config_without_room)
         for moment in (1, 2, 3):  # common.pt; .metadata; metadata.json
             with pytest.raises(DiskFullError) as raised, writing(root):

@@ -16,7 +16,7 @@ from megarl.report import doctor
 
 
 def _states(checks: Any) -> dict[str, tuple[str, str, str]]:
-    return {c.name: (c.state, c.found, c.mend) for c in checks}
+    return {c.name: (c.state, c.found, c.fix) for c in checks}
 
 
 def test_this_machine() -> None:
@@ -58,7 +58,7 @@ def test_every_fault_has_a_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = list(doctor.packages())
     failed = {c.name for c in checks if c.state == "fail"}
     assert {"torch", "megatron-core", "vllm", "vLLM plugin"} <= failed
-    assert all(c.mend for c in checks if c.state != "ok")
+    assert all(c.fix for c in checks if c.state != "ok")
     assert _states(checks)["apex"][0] == "ok", "optional packages are no fault"
 
 
@@ -73,16 +73,16 @@ def test_extension_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(sys.modules, "megarl.ops", None)
     monkeypatch.delattr(megarl, "ops", raising=False)
-    state, _, mend = _states(doctor.kernels())["kernels"]
-    assert state == "fail" and "pip install -e ." in mend
+    state, _, fix = _states(doctor.kernels())["kernels"]
+    assert state == "fail" and "pip install -e ." in fix
     text, healthy = doctor.examine("127.0.0.1")
     assert not healthy and text.splitlines()[-1].startswith("not ready") and "kernels" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_host_that_is_not_ours(host: str) -> None:
-    state, _, mend = _states(doctor.network(host))["ports"]
-    assert state == "fail" and "run.host" in mend
+    state, _, fix = _states(doctor.network(host))["ports"]
+    assert state == "fail" and "run.host" in fix
 
 
 def test_connection_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ class Evaluated:
         )
         reporter = Reporter(context, self.store)
         monkeypatch.setattr(reporter, "write", lambda step, metrics: self.metrics.update(metrics))
-        monkeypatch.setattr(reporter, "say", self.lines.append)
+        monkeypatch.setattr(reporter, "log", self.lines.append)
 
         def wait(rollout_id: str, label: str) -> bool:
             for claim in self.store.claim_groups("w", 100):

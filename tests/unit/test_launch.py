@@ -20,13 +20,13 @@ import pytest
 
 from megarl.checkpoint.manifest import current_attempt
 from megarl.config import Config
-from megarl.errors import ConfigError, FencedError, JobError, LastingError
+from megarl.errors import ConfigError, FencedError, JobError, NonRetryableError
 from megarl.launch import job, ports, run_dir
 from megarl.launch.allocation import Allocation
-from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.process import Child
+from megarl.launch.reaper import Reaper
 from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
@@ -55,8 +55,8 @@ def test_starting_on_a_port_in_use_launches_nothing(prepared: Path, busy_port: i
     config = config_of(prepared, f"run.port={busy_port}")
     config = replace(config, run=replace(config.run, dir=str(tmp_path)))
     in_use = pytest.raises(ConfigError, match=f"port {busy_port} .* in use")
-    with own_run_dir(tmp_path) as lock, Guard(lock) as guard, in_use:
-        start_attempt(config, [LocalNode(guard, [lock], first_port=config.run.port)], 1, "a key")
+    with own_run_dir(tmp_path) as lock, Reaper(lock) as reaper, in_use:
+        start_attempt(config, [LocalNode(reaper, [lock], first_port=config.run.port)], 1, "a key")
     assert not (tmp_path / "logs").exists()
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read_or_empty(p)]
 
@@ -108,8 +108,8 @@ def test_no_other_user_can_listen_where_a_server_of_the_job_will(tmp_path: Path)
         f"import socket, time; s = socket.create_server(('127.0.0.1', {port}), reuse_port=True); print('up', "
         "flush=True); time.sleep(600)"
     )
-    with Guard() as guard:
-        node = LocalNode(guard)
+    with Reaper() as reaper:
+        node = LocalNode(reaper)
         for code in ("import time; time.sleep(600)", listen):  # one that has not begun to listen, its successor
             process = node.start(
                 Spec("reward host 0", ("-c", code), {}, str(tmp_path / "log"), listens=f"127.0.0.1:{port}")
@@ -160,7 +160,7 @@ def test_a_log_that_is_gone_is_told(tmp_path: Path) -> None:
     assert process.wait(30)
     shutil.rmtree(tmp_path / "logs")
     assert process.tail() == "(its log is gone: No such file or directory)"
-    assert process.last_words_at() > time.time() - 60
+    assert process.last_output_at() > time.time() - 60
     again = child(tmp_path / "logs", "print('hello')")
     assert again.wait(30) and again.tail() == "hello"
 
@@ -238,8 +238,8 @@ def watch_stopping(tmp_path: Path, trainer: str, *, engine_dies: bool = False) -
     if engine_dies:
         children[0].signal(signal.SIGTERM)
         assert children[0].wait(10)
-    with Guard() as guard:
-        node = LocalNode(guard, children={c.name: c for c in children})
+    with Reaper() as reaper:
+        node = LocalNode(reaper, children={c.name: c for c in children})
         watch([Started(c, node) for c in children], request, config_of(tmp_path))
     assert all(child.poll() is not None for child in children)
 
@@ -269,8 +269,8 @@ def test_an_engine_that_hangs_is_ended_before_the_grace_is_over(tmp_path: Path) 
         time.sleep(0.02)
     request = StopRequest()
     request.count = 1
-    with Guard() as guard:
-        node = LocalNode(guard, children={c.name: c for c in (engine, trainer)})
+    with Reaper() as reaper:
+        node = LocalNode(reaper, children={c.name: c for c in (engine, trainer)})
         watch([Started(c, node) for c in (engine, trainer)], request, config_of(tmp_path, "run.shutdown_grace_s=8"))
     assert trainer.poll() == 0 and engine.poll() == -signal.SIGKILL
 
@@ -281,11 +281,11 @@ def test_trainer_that_fails_while_it_stops_is_named(tmp_path: Path) -> None:
 
 
 def test_what_would_come_again_is_told_from_what_may_pass(tmp_path: Path) -> None:
-    with pytest.raises(LastingError, match="trainer rank 0 ended with status 4"):
-        watch_stopping(tmp_path, TRAINER.format(status=LastingError.STATUS))
+    with pytest.raises(NonRetryableError, match="trainer rank 0 ended with status 4"):
+        watch_stopping(tmp_path, TRAINER.format(status=NonRetryableError.STATUS))
 
 
-@pytest.mark.parametrize(("error", "starts"), [(JobError, 3), (LastingError, 1)])
+@pytest.mark.parametrize(("error", "starts"), [(JobError, 3), (NonRetryableError, 1)])
 def test_only_what_may_pass_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[JobError], starts: int
 ) -> None:
@@ -396,13 +396,13 @@ with own_run_dir(Path(sys.argv[1])) as lock:
     while "up" not in child.log.read_text():
         pass
     print(child.pid, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)  # and there is no guard
+    os.kill(os.getpid(), signal.SIGKILL)  # and there is no reaper
 """
 
 
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[int]:
-    """A process of a job whose supervisor and guard were killed: it holds the run directory's lock and does not end by
+    """A process of a job whose supervisor and reaper were killed: it holds the run directory's lock and does not end by
     itself."""
     done = subprocess.run([sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, timeout=60)
     yield int(done.stdout)

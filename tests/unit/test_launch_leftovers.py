@@ -1,4 +1,4 @@
-"""The guard, and what a job's processes would leave behind: children, temporary folders, shared memory."""
+"""The reaper, and what a job's processes would leave behind: children, temporary folders, shared memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import JobError
-from megarl.launch import guard as guards
 from megarl.launch import ports
-from megarl.launch.guard import Guard, end
+from megarl.launch import reaper as reapers
 from megarl.launch.node import LocalNode, Spec, stop
 from megarl.launch.process import Child
+from megarl.launch.reaper import Reaper, end
 from megarl.launch.run_dir import own_run_dir
 from megarl.rollout.engine import group_members, own_folder, remove_stale_folders
 from tests.unit.test_launch import child, read_or_empty
@@ -70,23 +70,23 @@ def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
 SUPERVISOR = """
 import logging, sys, time
 from pathlib import Path
-from megarl.launch.guard import Guard
+from megarl.launch.reaper import Reaper
 from megarl.launch.node import LocalNode, Spec
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 code = (
     "import os, signal, time; signal.signal(15, signal.SIG_IGN); open(os.environ['TMPDIR'] + '/left', 'w'); "
     "print(os.environ['TMPDIR'], flush=True); time.sleep(600)"
 )
-with Guard(alone_s=0.2) as guard:
-    child = LocalNode(guard).start(Spec("engine 0", ("-c", code), {}, sys.argv[1]))
+with Reaper(alone_s=0.2) as reaper:
+    child = LocalNode(reaper).start(Spec("engine 0", ("-c", code), {}, sys.argv[1]))
     while "\\n" not in child.log.read_text():
         time.sleep(0.02)
-    print("guard", guard._process.pid, flush=True)
+    print("reaper", reaper._process.pid, flush=True)
     print("child", child.pid, flush=True)
-    first = guard._process.pid
-    while guard._process.pid == first:
+    first = reaper._process.pid
+    while reaper._process.pid == first:
         time.sleep(0.02)
-    guard.add(child.pid, child.folder)  # returns when the new one has been told
+    reaper.add(child.pid, child.folder)  # returns when the new one has been told
     print("told", flush=True)
     time.sleep(600)
 """
@@ -99,12 +99,12 @@ def test_a_guard_that_was_killed_has_a_successor(tmp_path: Path) -> None:
         [sys.executable, "-c", SUPERVISOR, str(log)], stdout=subprocess.PIPE, text=True
     ) as supervisor:
         assert supervisor.stdout is not None
-        guard, engine = (int(supervisor.stdout.readline().split()[1]) for _ in range(2))
+        reaper, engine = (int(supervisor.stdout.readline().split()[1]) for _ in range(2))
         folder = Path(log.read_text().strip())
         assert (folder / "left").exists()
-        os.kill(guard, signal.SIGKILL)
+        os.kill(reaper, signal.SIGKILL)
         assert (
-            "the guard of this job's processes has ended (status -9); starting another" in supervisor.stdout.readline()
+            "the reaper of this job's processes has ended (status -9); starting another" in supervisor.stdout.readline()
         )
         assert supervisor.stdout.readline() == "told\n"
         supervisor.kill()
@@ -115,31 +115,31 @@ def test_a_guard_that_was_killed_has_a_successor(tmp_path: Path) -> None:
 
 
 def test_a_job_goes_on_and_ends_when_its_guard_is_killed(tmp_path: Path) -> None:
-    with Guard(alone_s=10) as guard:
-        guard._process.kill()
+    with Reaper(alone_s=10) as reaper:
+        reaper._process.kill()
         process = child(tmp_path, "import time; time.sleep(0.5)")
-        guard.add(process.pid)
+        reaper.add(process.pid)
     assert not group_members(process.pid)
 
 
 def test_a_guard_that_is_stopped_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "END_S", 0.2)
+    monkeypatch.setattr(reapers, "END_S", 0.2)
     process = child(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")
-    with Guard(alone_s=0.2) as guard:
-        guard.add(process.pid)
-        os.kill(guard._process.pid, signal.SIGSTOP)
-    assert guard._process.poll() == -signal.SIGKILL
+    with Reaper(alone_s=0.2) as reaper:
+        reaper.add(process.pid)
+        os.kill(reaper._process.pid, signal.SIGSTOP)
+    assert reaper._process.poll() == -signal.SIGKILL
     assert process.wait(30) and process.poll() == -signal.SIGKILL  # what it would have done was done without it
 
 
 def test_a_guard_forgets_what_is_gone(tmp_path: Path) -> None:
     """Another process may get its number."""
-    with Guard() as guard:
-        node = LocalNode(guard)
+    with Reaper() as reaper:
+        node = LocalNode(reaper)
         node.start(Spec("explorer", ("-c", "import time; time.sleep(600)"), {}, str(tmp_path / "explorer.log")))
-        assert guard._groups
+        assert reaper._groups
         node.stop(["explorer"], 0.0)
-        assert not guard._groups
+        assert not reaper._groups
 
 
 def test_an_engines_temporary_folder_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +151,8 @@ def test_an_engines_temporary_folder_ends_with_it(tmp_path: Path, monkeypatch: p
     shared = tempfile.mkdtemp()
     monkeypatch.setattr(tempfile, "tempdir", shared)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with Guard() as guard:
-        node = LocalNode(guard)
+    with Reaper() as reaper:
+        node = LocalNode(reaper)
         process = node.start(Spec("engine 0", ("-c", code), {}, str(tmp_path / "engine_0.log")))
         assert process.wait(30)
         folder, same, compiled = process.tail().split()
@@ -205,7 +205,7 @@ def test_a_folder_of_sockets_has_a_short_name(tmp_path: Path, monkeypatch: pytes
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("ended_by", ["guard", "supervisor"])
+@pytest.mark.parametrize("ended_by", ["reaper", "supervisor"])
 def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: str) -> None:
     """By an engine that was starting when its job was told to end, and had to be killed."""
     segment = Path(f"/dev/shm/psm_{secrets.token_hex(8)}")
@@ -217,7 +217,7 @@ def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: st
     deaf = child(tmp_path, code)
     while "up" not in deaf.log.read_text():
         time.sleep(0.02)
-    if ended_by == "guard":
+    if ended_by == "reaper":
         end([deaf.pid], after_s=3)
     else:
         stop([deaf], grace_s=3)
@@ -225,7 +225,7 @@ def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: st
     assert not segment.exists()
 
 
-@pytest.mark.parametrize("ended_by", ["guard", "supervisor"])
+@pytest.mark.parametrize("ended_by", ["reaper", "supervisor"])
 def test_files_of_others_in_shared_memory_survive_a_stop(tmp_path: Path, ended_by: str) -> None:
     """A model, an environment or a run may lie in /dev/shm, and a segment of another job may be mapped."""
     name = secrets.token_hex(8)
@@ -251,7 +251,7 @@ def test_files_of_others_in_shared_memory_survive_a_stop(tmp_path: Path, ended_b
         while "up" not in process.log.read_text():
             assert process.poll() is None, process.tail()
             time.sleep(0.02)
-        if ended_by == "guard":
+        if ended_by == "reaper":
             end([process.pid], after_s=0)
         else:
             stop([process], grace_s=1)
@@ -282,8 +282,8 @@ def test_what_a_childs_processes_started_in_groups_of_their_own_ends_with_it(tmp
 
 
 def test_guard_waits_for_what_ends_by_itself(tmp_path: Path) -> None:
-    with own_run_dir(tmp_path) as lock, Guard(lock) as guard:
+    with own_run_dir(tmp_path) as lock, Reaper(lock) as reaper:
         process = child(tmp_path, "import time; time.sleep(0.5)")
-        guard.add(process.pid)
+        reaper.add(process.pid)
     assert not group_members(process.pid)
     assert process.wait(30) and process.poll() == 0

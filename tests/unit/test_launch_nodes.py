@@ -26,12 +26,12 @@ from megarl.errors import ConfigError, FencedError, JobError
 from megarl.launch import agent, devices, health, remote
 from megarl.launch.allocation import Allocation, find
 from megarl.launch.channel import Channel, ChannelClosed, greet
-from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.job import _healthy
 from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.placement import Place, place, table
 from megarl.launch.postgres import _url
+from megarl.launch.reaper import Reaper
 from megarl.launch.remote import Gathering, RemoteNode, RemoteProcess
 from megarl.launch.run_dir import next_attempt
 from megarl.launch.supervisor import watch
@@ -196,7 +196,7 @@ def test_only_who_knows_the_key_is_heard() -> None:
 
 
 def test_a_proof_cannot_be_played_back() -> None:
-    """Who returns the challenge and the proof that it was sent, as a mirror does, knows no key."""
+    """Who returns the challenge and the proof that it was sent, as a mirror does, does not know the key."""
     here, there = pair()
     mirror = Channel(there, 5)
 
@@ -243,11 +243,11 @@ def test_an_unauthenticated_peer_is_refused_whatever_it_sends(sent: bytes, caplo
 @pytest.mark.parametrize(
     "message",
     [
-        {"news": "beat", "signs": {"p": [1, 2]}},
-        {"news": "beat", "signs": 3},
-        {"news": "ended", "name": "p"},
-        {"news": "answer"},
-        {"news": "beat", "signs": {"p": ["x"] * 6}},
+        {"event": "beat", "heartbeats": {"p": [1, 2]}},
+        {"event": "beat", "heartbeats": 3},
+        {"event": "ended", "name": "p"},
+        {"event": "answer"},
+        {"event": "beat", "heartbeats": {"p": ["x"] * 6}},
     ],
 )
 def test_a_malformed_message_of_a_node_is_its_fault(message: dict[str, Any], tmp_path: Path) -> None:
@@ -328,8 +328,8 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
         f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), "
         f"'cluster.stall_s=2'), {KEY!r}))"
     )
-    with Guard() as guard, Gathering(allocation, KEY, config.cluster.heartbeat_s) as gathering:
-        here = LocalNode(guard, name="n0")
+    with Reaper() as reaper, Gathering(allocation, KEY, config.cluster.heartbeat_s) as gathering:
+        here = LocalNode(reaper, name="n0")
         supervisor = here.start(
             Spec(
                 "supervisor", ("-c", code), {"PYTHONPATH": str(Path(__file__).parents[2])}, str(tmp_path / "agent.log")
@@ -430,9 +430,12 @@ def test_an_engine_of_another_node_leaves_no_temporary_files(joined: Any) -> Non
 def test_a_rank_of_another_node_that_is_stopped_is_named(joined: Any) -> None:
     """Its node tells that it does not move, and its stacks; those of one that sleeps are told too."""
     node, here, folder = joined
-    code = "import time\nfrom megarl import pulse\npulse.begin()\nwith pulse.phase('update', 6):\n    time.sleep(600)\n"
+    code = (
+        "import time\nfrom megarl import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
+        "time.sleep(600)\n"
+    )
     stopped, asleep = (node.start(spec(f"trainer rank {i}", code, folder)) for i in range(2))
-    until(lambda: stopped.sign().phase == asleep.sign().phase == "update")
+    until(lambda: stopped.heartbeat().phase == asleep.heartbeat().phase == "update")
     stopped.signal(signal.SIGSTOP)
     config = config_of(folder, "cluster.stall_s=2")
     with pytest.raises(JobError) as raised:
@@ -464,7 +467,7 @@ def _lose(node: Any, here: LocalNode, folder: Path) -> None:
     time.sleep(1)
     seen = alive.read_text()
     time.sleep(1)
-    assert alive.read_text() == seen  # PR_SET_PDEATHSIG, or the node's guard
+    assert alive.read_text() == seen  # PR_SET_PDEATHSIG, or the node's reaper
 
 
 def test_a_node_that_is_not_well_is_named(joined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,8 +519,8 @@ def test_a_head_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_later_attempt_ends_this_one(tmp_path: Path) -> None:
 
-    with Guard() as guard:
-        here = LocalNode(guard)
+    with Reaper() as reaper:
+        here = LocalNode(reaper)
         process = here.start(spec("trainer rank 0", "import time; time.sleep(60)", tmp_path))
         attempt = next_attempt(tmp_path)
         next_attempt(tmp_path)

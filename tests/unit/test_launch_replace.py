@@ -14,10 +14,10 @@ import pytest
 
 from megarl.errors import JobError
 from megarl.launch import ports, replace
-from megarl.launch.guard import Guard
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.process import Child
+from megarl.launch.reaper import Reaper
 from megarl.launch.supervisor import watch
 from megarl.rollout.engine import group_members
 from tests.unit.small_job import config_of
@@ -51,7 +51,7 @@ with open(f"{folder}/{name}.pids", "a") as pids:
 first = len(open(f"{folder}/{name}.pids").readlines()) == 1
 print("up", flush=True)
 while first and end in ("itself", "closes") and server.accept()[0].recv(1):
-    pass  # a request, of the sentinel: who looks whether it listens says nothing
+    pass  # a request, of the watchdog: who looks whether it listens says nothing
 if end == "itself" and first:
     time.sleep(0.1)
     sys.exit(3)
@@ -117,10 +117,10 @@ def starts(folder: Path, name: str) -> list[int]:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., LocalNode]]:
     """Watches an attempt of these processes until the trainer has ended."""
-    with Guard() as guard:
+    with Reaper() as reaper:
 
         def run(*specs: Spec, replacements: int = 3) -> LocalNode:
-            node = LocalNode(guard)
+            node = LocalNode(reaper)
             started = [Started(node.start(spec), node, spec) for spec in specs]
             watch(started, StopRequest(), config_of(tmp_path, f"cluster.replacements={replacements}"))
             return node
@@ -185,8 +185,8 @@ def test_what_dies_while_another_is_replaced_is_replaced_next(tmp_path: Path) ->
 
     [port] = ports.choose("127.0.0.1", 1, None)
     ranks = trainer(tmp_path, "explorer:1:0", "engine 0:1:9", "engine 0:2:0", "explorer:2:0")
-    with Guard() as guard:
-        node = Unlucky(guard)
+    with Reaper() as reaper:
+        node = Unlucky(reaper)
         started = [
             Started(node.start(spec), node, spec)
             for spec in (server("engine 0", port, tmp_path), plain("explorer", tmp_path), ranks)
@@ -281,8 +281,8 @@ def test_a_deleted_log_ends_nothing(
 
 def test_nothing_is_replaced_once_the_job_is_asked_to_stop(run: Callable[..., LocalNode], tmp_path: Path) -> None:
     request = StopRequest()
-    with Guard() as guard:
-        node = LocalNode(guard)
+    with Reaper() as reaper:
+        node = LocalNode(reaper)
         waiting = "import signal; signal.signal(15, lambda *_: (time.sleep(1), sys.exit(0))); print('up', flush=True)"
         started = [
             Started(node.start(spec), node, spec)

@@ -93,8 +93,8 @@ def test_rows_that_no_answer_can_be_judged_by(prepared: Path, tmp_path: Path) ->
     override = rewritten(
         prepared, "train", tmp_path / "train.parquet", 3, data_source="k12/x", extra_info={"type": "essay"}
     )
-    refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.unjudgeable=drop")
-    tasks = checks.check(config_of(prepared, override, "taskset.unjudgeable=drop"))
+    refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.unverifiable=drop")
+    tasks = checks.check(config_of(prepared, override, "taskset.unverifiable=drop"))
     assert len(tasks["train"]) == 29 and "train/3" not in {task.task_id for task in tasks["train"]}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megarl import algorithms
 from megarl.batching import Sequences, micro_batches
-from megarl.batching.packing import Cut
+from megarl.batching.packing import MicroBatching
 from megarl.config.schema import (
     AlgorithmConfig,
     Config,
@@ -78,7 +78,7 @@ def test_without_a_target_the_coefficient_is_the_setting() -> None:
 def test_what_stands_behind_a_cut_answer() -> None:
     ppo = algorithms.get("ppo")
     assert step_input(batch(), ppo, AlgorithmConfig(), 0.1).bootstrap is None
-    found = step_input(batch(), ppo, AlgorithmConfig(bootstrap_cut=True), 0.1).bootstrap
+    found = step_input(batch(), ppo, AlgorithmConfig(bootstrap_truncated=True), 0.1).bootstrap
     assert found is not None and found.tolist() == [0.0, 8.0]
 
 
@@ -88,7 +88,7 @@ def test_answers_outside_any_pair_have_log_probs(needs: set[str]) -> None:
     scores = [0.0, 1.0, 0.5, 0.5]
     experiences: list[Any] = [answer(i, score) for i, score in enumerate(scores)]
     model = SimpleNamespace(
-        micro_batches=lambda sequences, units: micro_batches(sequences, Cut(rows=2), 0, units),
+        micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
         answers=lambda sequences, updates: asked_for(sequences, updates),
     )
     config = Config(algorithm=AlgorithmConfig(name="online_dpo"))
@@ -138,7 +138,7 @@ def filtered(
 ) -> tuple[Any, StepBatch, list[Any]]:
     """The stand-in of a model, and a group of four answers as far as its advantages; log-probs before the filter."""
     model: Any = SimpleNamespace(
-        micro_batches=lambda sequences, units: micro_batches(sequences, Cut(rows=2), 0, units),
+        micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
         answers=lambda sequences, asked: -0.5 * asked_for(sequences, asked),
     )
     learner = learner_of(Config(algorithm=settings), actor=model, reference=model)

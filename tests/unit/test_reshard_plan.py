@@ -461,8 +461,8 @@ def test_the_sizes_that_a_message_names_fit(config: dict, tp: int, pp: int, side
     try:
         layout(tp)
     except ConfigError as error:
-        for mend in re.findall(r"\d+", str(error).partition(".tp to ")[2]):
-            layout(int(mend))
+        for fix in re.findall(r"\d+", str(error).partition(".tp to ")[2]):
+            layout(int(fix))
 
 
 def test_padded_vocab_size() -> None:

@@ -509,10 +509,12 @@ def test_an_engine_of_the_job_is_waited_for_while_it_is_replaced(monkeypatch: py
     async def given_up(request: web.Request) -> web.StreamResponse:
         return chat("It is", "abort")
 
-    async def main(patience_s: float, *answers: Any) -> dict[str, Any]:
+    async def main(engine_timeout_s: float, *answers: Any) -> dict[str, Any]:
         async with Server(answers).test_server() as running:
             engines = [str(running.make_url("")).rstrip("/")]
-            async with Judge(JudgeConfig(url="rollout", cache=None, retries=1), engines, "k", patience_s) as subject:
+            async with Judge(
+                JudgeConfig(url="rollout", cache=None, retries=1), engines, "k", engine_timeout_s
+            ) as subject:
                 return await subject.score("7", "7", {"question": QUESTION})
 
     away = [drop, status(503, "the job's weights have not been published"), drop, status(503)]

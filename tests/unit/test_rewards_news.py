@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.rewards import RewardConfig
 from megarl.loop import waiting
-from megarl.loop.waiting import News
+from megarl.loop.waiting import EventLines
 from megarl.rewards import RewardPool, Verdict, output
 from megarl.rewards.tally import EVENT, EVERY_S, LONG_S, Tally
 from megarl.store import Store
@@ -57,16 +57,16 @@ def test_answers_that_wait_for_long_are_told_before_they_fail() -> None:
 
 
 def test_the_trainer_shows_each_line_of_its_own_start_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "NEWS_S", 0.0)
+    monkeypatch.setattr(waiting, "EVENTS_S", 0.0)
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.record_event("explorer-0", EVENT, {"line": "of an earlier start"})
-    news = News(store)
-    assert news.lines() == []
+    event_lines = EventLines(store)
+    assert event_lines.lines() == []
     store.record_event("explorer-0", EVENT, {"line": "one"})
     store.record_event("explorer-0", "engine_retry", {"error": "other"})
     store.record_event("explorer-0", EVENT, {"line": "two"})
-    assert news.lines() == ["one", "two"]
-    assert news.lines() == []
+    assert event_lines.lines() == ["one", "two"]
+    assert event_lines.lines() == []
     store.close()
 
 

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from megarl.errors import EngineError, RequestRefused
 from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.frames import Completion, Failure, Heartbeat, Record, VersionSpan, encode
+from megarl.rollout.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -164,7 +164,10 @@ def test_a_frame_that_never_ends_is_an_engine_error() -> None:
     """Its length is wrong, so that heartbeats count as its bytes and no read times out."""
     lying = encode(sample(0, 1))[:8] + (2**30).to_bytes(4, "little") + encode(sample(0, 1))[12:]
     with pytest.raises(EngineError, match=r"http://.*part of a frame.*request_timeout_s=0\.3\b"):
-        collect(streaming(sample(0, 0), lying, *[Heartbeat(n, False) for n in range(100)], every_s=0.02), timeout_s=0.3)
+        collect(
+            streaming(sample(0, 0), lying, *[StreamHeartbeat(n, False) for n in range(100)], every_s=0.02),
+            timeout_s=0.3,
+        )
 
 
 @pytest.mark.parametrize("then", [cut, lambda request: None])
@@ -191,7 +194,7 @@ def test_a_sample_of_forty_thousand_tokens_comes_whole() -> None:
     assert last.token_ids.tobytes() == ids.tobytes() and last.logprobs.tobytes() == logprobs.tobytes()
 
 
-def collected_with(beats: list[Heartbeat], timeout_s: float) -> tuple[int, int]:
+def collected_with(beats: list[StreamHeartbeat], timeout_s: float) -> tuple[int, int]:
     """(samples, times that progress was reported) of a call whose first sample comes after ``beats``, 20 ms apart."""
     progressed: list[None] = []
 
@@ -204,16 +207,16 @@ def collected_with(beats: list[Heartbeat], timeout_s: float) -> tuple[int, int]:
 
 
 def test_an_engine_that_generates_may_take_longer_than_the_timeout() -> None:
-    assert collected_with([Heartbeat(64 * n, False) for n in range(20)], 1.0) == (3, 19)
+    assert collected_with([StreamHeartbeat(64 * n, False) for n in range(20)], 1.0) == (3, 19)
 
 
 def test_a_weight_update_is_no_silence() -> None:
-    assert collected_with([Heartbeat(5, n > 0) for n in range(20)], 1.0) == (3, 0)
+    assert collected_with([StreamHeartbeat(5, n > 0) for n in range(20)], 1.0) == (3, 0)
 
 
 def test_an_engine_that_is_up_and_generates_nothing_is_an_engine_error() -> None:
     with pytest.raises(EngineError, match=r"http://.*no token.*request_timeout_s=1\b"):
-        collected_with([Heartbeat(5, False)] * 20, 1.0)
+        collected_with([StreamHeartbeat(5, False)] * 20, 1.0)
 
 
 def test_heartbeats_are_asked_for_more_often_than_the_timeout() -> None:

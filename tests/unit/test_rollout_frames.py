@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Heartbeat, Record, VersionSpan, encode
+from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Record, StreamHeartbeat, VersionSpan, encode
 
 COUNT = st.integers(0, 2**31 - 1)
 IDS = st.lists(COUNT, max_size=40).map(lambda ids: np.array(ids, dtype=np.int32))
@@ -33,7 +33,7 @@ def samples(draw: st.DrawFn) -> Completion:
 
 
 FAILURES = st.builds(Failure, COUNT, COUNT, st.text(max_size=30), st.booleans())
-HEARTBEATS = st.builds(Heartbeat, st.integers(0, 2**60), st.booleans())
+HEARTBEATS = st.builds(StreamHeartbeat, st.integers(0, 2**60), st.booleans())
 RECORDS = st.lists(samples() | FAILURES | HEARTBEATS, max_size=6)
 
 

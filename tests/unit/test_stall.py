@@ -1,4 +1,4 @@
-"""Signs of life, and what a supervisor says and does when there are none: of real processes, stopped and blocked."""
+"""Heartbeats, and what a supervisor says and does when there are none: of real processes, stopped and blocked."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from pathlib import Path
 
 import pytest
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.errors import JobError
 from megarl.launch import ports, stacks
-from megarl.launch.guard import Guard
 from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.process import Child
-from megarl.launch.sentinel import Sentinel
+from megarl.launch.reaper import Reaper
 from megarl.launch.stacks import Account, Row
+from megarl.launch.watchdog import Watchdog
 from megarl.rollout.control import EngineControl
 from tests.unit.small_job import config_of
 
 MARKING = (
-    "import time\nfrom megarl import pulse\npulse.begin()\n"
-    "with pulse.phase({phase!r}, 6):\n    while True:\n        pulse.mark()\n        time.sleep(0.02)\n"
+    "import time\nfrom megarl import heartbeat\nheartbeat.begin()\n"
+    "with heartbeat.phase({phase!r}, 6):\n    while True:\n        heartbeat.beat()\n        time.sleep(0.02)\n"
 )
-SILENT = "import time\nfrom megarl import pulse\npulse.begin()\nwith pulse.phase('update', 6):\n    time.sleep(600)\n"
+SILENT = (
+    "import time\nfrom megarl import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
+    "time.sleep(600)\n"
+)
 TICKING = (
-    "import asyncio\nfrom megarl import pulse\npulse.begin()\nasyncio.run(pulse.ticking(lambda: '3 samples being "
+    "import asyncio\nfrom megarl import heartbeat\nheartbeat.begin()\nasyncio.run(heartbeat.beat_periodically(lambda: "
+    "'3 samples being "
     "generated', 0.02))\n"
 )
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[LocalNode]:
-    with Guard() as guard:
-        node = LocalNode(guard)
+    with Reaper() as reaper:
+        node = LocalNode(reaper)
         yield node
         node.stop(list(node.children), 0.0)
 
@@ -46,7 +50,7 @@ def node(tmp_path: Path) -> Iterator[LocalNode]:
 def start(node: LocalNode, name: str, code: str, folder: Path, *arguments: str, **env: str) -> Child:
     """A child that has made its first mark."""
     child = node.start(Spec(name, ("-c", code, *arguments), env, str(folder / f"{name}.log")))
-    until(lambda: child.sign().marks > 0, child)
+    until(lambda: child.heartbeat().beats > 0, child)
     return child
 
 
@@ -57,20 +61,20 @@ def until(what: Callable[[], bool], child: Child) -> None:
         time.sleep(0.02)
 
 
-def sentinel_of(folder: Path, stall_s: float = 0.4, *overrides: str) -> Sentinel:
+def watchdog_of(folder: Path, stall_s: float = 0.4, *overrides: str) -> Watchdog:
     config = config_of(folder, *overrides)
-    return Sentinel(replace(config, cluster=replace(config.cluster, stall_s=stall_s)), folder / "logs")
+    return Watchdog(replace(config, cluster=replace(config.cluster, stall_s=stall_s)), folder / "logs")
 
 
 def watched(
-    sentinel: Sentinel, children: Sequence[Child], node: LocalNode, end: Callable[[], bool] = lambda: False
+    watchdog: Watchdog, children: Sequence[Child], node: LocalNode, end: Callable[[], bool] = lambda: False
 ) -> str:
-    """What the sentinel says when it gives up; "" when ``end`` was first."""
+    """What the watchdog says when it gives up; "" when ``end`` was first."""
     deadline = time.monotonic() + 60
     while not end():
         assert time.monotonic() < deadline, "it says nothing"
         try:
-            sentinel.look([Started(child, node) for child in children])
+            watchdog.look([Started(child, node) for child in children])
         except JobError as error:
             return str(error)
         time.sleep(0.02)
@@ -83,57 +87,59 @@ def watched(
 def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
     """While they are written at full speed."""
     code = (
-        "from megarl import pulse\npulse.begin()\n"
-        "for i in range(100_000):\n    with pulse.phase(f'phase {i}' * (1 + i % 7), i):\n        pass\n"
+        "from megarl import heartbeat\nheartbeat.begin()\n"
+        "for i in range(100_000):\n    with heartbeat.phase(f'phase {i}' * (1 + i % 7), i):\n        pass\n"
     )
     child = Child("c", [sys.executable, "-c", code], {}, tmp_path / "c.log")
     before, phases = 0, 0
     while child.poll() is None:
         found = child.memory.read()
-        assert found.marks >= before
-        before = found.marks
+        assert found.beats >= before
+        before = found.beats
         if found.step:
             i = found.step - 1
             assert found.phase == (f"phase {i}" * (1 + i % 7))[:80]
             phases += 1
     assert child.poll() == 0, child.tail()
-    assert (child.memory.read().marks, child.memory.read().phase) == (200_001, pulse.START)
+    assert (child.memory.read().beats, child.memory.read().phase) == (200_001, heartbeat.START)
     assert phases
 
 
 def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Path) -> None:
     code = (
-        "import os, sys, threading\nfrom megarl import pulse\npulse.begin()\npulse.become('between steps')\n"
+        "import os, sys, threading\nfrom megarl import heartbeat\nheartbeat.begin()\nheartbeat.set_phase('between "
+        "steps')\n"
         "def stop(): print('at', flush=True); sys.stdin.readline()\n"
-        "with pulse.phase('step', 1):\n    with pulse.phase('update'), pulse.patience(77):\n        {}\n    {}\n{}\n"
+        "with heartbeat.phase('step', 1):\n    with heartbeat.phase('update'), heartbeat.timeout(77):\n        {}\n    "
+        "{}\n{}\n"
     )
     wanted = {0: ("update", 2, 77.0), 1: ("step", 2, 0.0), 2: ("between steps", 0, 0.0)}
     for place, found in wanted.items():
         at = ["import time; print('at', flush=True); time.sleep(60)" if i == place else "pass" for i in range(3)]
         child = start(node, f"c{place}", code.format(*at), tmp_path)
         until(lambda child=child: "at" in child.log.read_text(), child)  # type: ignore[misc]
-        sign = child.sign()
-        assert (sign.phase, sign.step, sign.patience_s) == found
+        beat = child.heartbeat()
+        assert (beat.phase, beat.step, beat.timeout_s) == found
 
 
 def test_marks_of_forks_and_threads_do_not_count(node: LocalNode, tmp_path: Path) -> None:
     code = (
-        "import os, threading, time\nfrom megarl import pulse\npulse.begin()\n"
-        "def many():\n    for _ in range(100):\n        pulse.mark()\n"
+        "import os, threading, time\nfrom megarl import heartbeat\nheartbeat.begin()\n"
+        "def many():\n    for _ in range(100):\n        heartbeat.beat()\n"
         "thread = threading.Thread(target=many); thread.start(); thread.join()\n"
         "pid = os.fork()\nmany() if pid == 0 else os.waitpid(pid, 0)\n"
         "pid or os._exit(0)\nprint('at', flush=True)\ntime.sleep(60)\n"
     )
     child = start(node, "c", code, tmp_path)
     until(lambda: "at" in child.log.read_text(), child)
-    assert child.sign().marks == 1
+    assert child.heartbeat().beats == 1
 
 
 def test_without_a_supervisor_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (tmp_path / "other").open("wb") as file:  # the number may be another file's
         for number in ("", "9999", str(file.fileno())):
-            monkeypatch.setenv(pulse.VARIABLE, number)
-            assert pulse.listen() is None
+            monkeypatch.setenv(heartbeat.VARIABLE, number)
+            assert heartbeat.listen() is None
 
 
 # ---------------------------------------------------------------- who is where
@@ -144,7 +150,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from megarl import pulse
+from megarl import heartbeat
 
 def late(folder):
     while not (folder / 'go').exists():
@@ -153,8 +159,8 @@ def late(folder):
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 store = dist.TCPStore('127.0.0.1', port, 2, rank == 0, timedelta(seconds=60))
 dist.init_process_group('gloo', store=store, world_size=2, rank=rank, timeout=timedelta(seconds=300))
-pulse.begin()
-with pulse.phase('update', 6):
+heartbeat.begin()
+with heartbeat.phase('update', 6):
     print('up', flush=True)
     if rank == 0:
         dist.all_reduce(torch.ones(1))
@@ -165,7 +171,7 @@ with pulse.phase('update', 6):
 
 def rows_of(children: Sequence[Child], node: LocalNode) -> list[Row]:
     accounts = node.accounts([child.name for child in children])
-    return [Row(c.name, c.sign().phase, c.sign().step, 3.0, accounts[c.name]) for c in children]
+    return [Row(c.name, c.heartbeat().phase, c.heartbeat().step, 3.0, accounts[c.name]) for c in children]
 
 
 def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
@@ -198,7 +204,7 @@ def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
     assert re.search(r"to blame: in (recv|all_reduce), while the others are in (recv|all_reduce)$", shown()[1])
 
     ranks[1].signal(signal.SIGSTOP)
-    said = watched(sentinel_of(tmp_path), ranks, node)
+    said = watched(watchdog_of(tmp_path), ranks, node)
     assert "no trainer rank has moved for" in said and "cluster.stall_s=0.4" in said
     assert "likely: trainer rank 1 is to blame: stopped by a signal" in said
     kept = (tmp_path / "logs" / "stall_1.txt").read_text()
@@ -262,12 +268,12 @@ def test_a_stopped_explorer_is_killed_and_nobody_else(
     """A rank that waits for another one that moves is left alone, however long it is silent."""
     codes = {"trainer rank 0": MARKING.format(phase="rollout"), "trainer rank 1": SILENT, "explorer": TICKING}
     children = [start(node, name, code, tmp_path) for name, code in codes.items()]
-    sentinel = sentinel_of(tmp_path, 1.0)
+    watchdog = watchdog_of(tmp_path, 1.0)
     children[2].signal(signal.SIGSTOP)
-    assert watched(sentinel, children, node, lambda: children[2].poll() is not None) == ""
+    assert watched(watchdog, children, node, lambda: children[2].poll() is not None) == ""
     assert children[2].poll() == -signal.SIGKILL
     assert (
-        "explorer gave no sign of life" in caplog.text
+        "explorer gave no heartbeat" in caplog.text
         and "likely: explorer is to blame: stopped by a signal" in caplog.text
     )
     assert [child.poll() for child in children[:2]] == [None, None]
@@ -281,10 +287,10 @@ def test_a_stopped_engine_is_to_blame_for_silent_ranks(node: LocalNode, tmp_path
         "time.sleep(600)'])\nprint(worker.pid, flush=True)\nworker.wait()"
     )
     engine = node.start(Spec("engine 0", ("-c", code), {}, str(tmp_path / "e.log")))
-    until(lambda: engine.sign().marks > 0 and engine.log.read_text() != "", engine)
+    until(lambda: engine.heartbeat().beats > 0 and engine.log.read_text() != "", engine)
     os.kill(int(engine.log.read_text()), signal.SIGSTOP)
-    until(lambda: engine.sign().state == "T", engine)
-    assert watched(sentinel_of(tmp_path), [trainer, engine], node, lambda: engine.poll() is not None) == ""
+    until(lambda: engine.heartbeat().state == "T", engine)
+    assert watched(watchdog_of(tmp_path), [trainer, engine], node, lambda: engine.poll() is not None) == ""
     assert (engine.poll(), trainer.poll()) == (-signal.SIGKILL, None)
 
 
@@ -325,17 +331,19 @@ def test_an_engine_that_takes_weights_has_time(node: LocalNode, tmp_path: Path) 
     """As much as a sync may take, while the trainer waits for it."""
     (port,) = ports.choose("127.0.0.1", 1, None)
     engine = server(node, port, tmp_path)
-    until(lambda: engine.sign().marks == 2, engine)
+    until(lambda: engine.heartbeat().beats == 2, engine)
     ended = tmp_path / "sync has ended"
-    syncing = f"with pulse.patience(600):\n    pulse.mark()\n    time.sleep(3)\nopen({str(ended)!r}, 'w').close()\n"
+    syncing = (
+        f"with heartbeat.timeout(600):\n    heartbeat.beat()\n    time.sleep(3)\nopen({str(ended)!r}, 'w').close()\n"
+    )
     trainer = start(
         node,
         "trainer rank 0",
-        MARKING.format(phase="rollout").replace("with pulse.phase", syncing + "with pulse.phase"),
+        MARKING.format(phase="rollout").replace("with heartbeat.phase", syncing + "with heartbeat.phase"),
         tmp_path,
     )
-    sentinel = sentinel_of(tmp_path, 1.0)
-    assert watched(sentinel, [trainer, engine], node, lambda: engine.poll() is not None) == ""
+    watchdog = watchdog_of(tmp_path, 1.0)
+    assert watched(watchdog, [trainer, engine], node, lambda: engine.poll() is not None) == ""
     assert ended.exists() and trainer.poll() is None
 
 
@@ -343,10 +351,10 @@ def test_an_engine_whose_core_no_longer_answers_is_killed(node: LocalNode, tmp_p
     (port,) = ports.choose("127.0.0.1", 1, None)
     trainer = start(node, "trainer rank 0", MARKING.format(phase="rollout"), tmp_path)
     engine = server(node, port, tmp_path)
-    until(lambda: engine.sign().marks > 0, engine)
+    until(lambda: engine.heartbeat().beats > 0, engine)
     EngineControl(f"http://127.0.0.1:{port}", "the key").health(5.0)
-    sentinel = sentinel_of(tmp_path, 1.5)
-    assert watched(sentinel, [trainer, engine], node, lambda: engine.poll() is not None) == ""
+    watchdog = watchdog_of(tmp_path, 1.5)
+    assert watched(watchdog, [trainer, engine], node, lambda: engine.poll() is not None) == ""
     assert (engine.poll(), trainer.poll()) == (-signal.SIGKILL, None)
     assert engine.probe is not None and engine.probe.count == 2
 
@@ -355,13 +363,13 @@ def test_a_stopped_rank_is_found_while_another_one_moves(node: LocalNode, tmp_pa
     """Rank 0 goes on looking for groups of a rollout for a while."""
     ranks = [start(node, f"trainer rank {i}", MARKING.format(phase="rollout"), tmp_path) for i in range(2)]
     ranks[1].signal(signal.SIGSTOP)
-    assert "trainer rank 1 has not moved for" in watched(sentinel_of(tmp_path, 1.0), ranks, node)
+    assert "trainer rank 1 has not moved for" in watched(watchdog_of(tmp_path, 1.0), ranks, node)
 
 
 def test_a_rollout_that_stands_still_is_said(node: LocalNode, tmp_path: Path) -> None:
     codes = {"trainer rank 0": MARKING.format(phase="rollout"), "explorer": TICKING}
     children = [start(node, name, code, tmp_path) for name, code in codes.items()]
-    said = watched(sentinel_of(tmp_path, 1.0, "rollout.request_timeout_s=1"), children, node)
+    said = watched(watchdog_of(tmp_path, 1.0, "rollout.request_timeout_s=1"), children, node)
     assert (
         "waits for a rollout of which no sample has ended" in said and "the explorer: 3 samples being generated" in said
     )
@@ -370,17 +378,17 @@ def test_a_rollout_that_stands_still_is_said(node: LocalNode, tmp_path: Path) ->
 def test_who_was_stopped_together_with_the_job_blames_nobody(node: LocalNode, tmp_path: Path) -> None:
     """``scontrol suspend`` stops the supervisor as well: what it did not see was no silence."""
     trainer = start(node, "trainer rank 0", SILENT, tmp_path)
-    sentinel = sentinel_of(tmp_path)
+    watchdog = watchdog_of(tmp_path)
     started = [Started(trainer, node)]
-    sentinel.look(started)
+    watchdog.look(started)
     for _ in range(2):
         time.sleep(0.5)
-        sentinel.look(started)
+        watchdog.look(started)
     assert trainer.poll() is None
 
 
 def test_a_start_and_a_patient_phase_have_time(node: LocalNode, tmp_path: Path) -> None:
     starting = node.start(Spec("trainer rank 0", ("-c", "import time; time.sleep(600)"), {}, str(tmp_path / "t.log")))
-    patient = start(node, "trainer rank 1", SILENT.replace("with ", "with pulse.patience(600), "), tmp_path)
+    patient = start(node, "trainer rank 1", SILENT.replace("with ", "with heartbeat.timeout(600), "), tmp_path)
     late = time.monotonic() + 1
-    assert watched(sentinel_of(tmp_path), [starting, patient], node, lambda: time.monotonic() > late) == ""
+    assert watched(watchdog_of(tmp_path), [starting, patient], node, lambda: time.monotonic() > late) == ""

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl import pulse
+from megarl import heartbeat
 from megarl.store import Store
 
 CHILD = """
 import sys
-from megarl import pulse
+from megarl import heartbeat
 from megarl.store import Store
-pulse.begin()
+heartbeat.begin()
 store = Store(sys.argv[1], outage_s=300) if sys.argv[2] == "early" else None
 print("ready", flush=True)
 sys.stdin.readline()
@@ -28,12 +28,12 @@ store.record_step(1, {})
 
 
 @contextmanager
-def child(url: str, when: str = "early") -> Iterator[tuple[subprocess.Popen[str], pulse.Memory]]:
+def child(url: str, when: str = "early") -> Iterator[tuple[subprocess.Popen[str], heartbeat.Memory]]:
     """A process that opens the store, ``early`` or only when a line of its input comes, and then records a step."""
-    memory = pulse.Memory()
+    memory = heartbeat.Memory()
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, url, when],
-        env={**os.environ, pulse.VARIABLE: str(memory.descriptor)}, pass_fds=[memory.descriptor],
+        env={**os.environ, heartbeat.VARIABLE: str(memory.descriptor)}, pass_fds=[memory.descriptor],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with process:
@@ -50,11 +50,11 @@ def go(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-def shows_that_it_waits(memory: pulse.Memory) -> bool:
-    """Its marks and its work go on: the former for the sentinel's stall, the latter for its idle explorer."""
+def shows_that_it_waits(memory: heartbeat.Memory) -> bool:
+    """Its marks and its work go on: the former for the watchdog's stall, the latter for its idle explorer."""
     for _ in range(3):
         before, end = memory.read(), time.monotonic() + 30
-        while (now := memory.read()).marks == before.marks or now.work == before.work:
+        while (now := memory.read()).beats == before.beats or now.work == before.work:
             if time.monotonic() > end:
                 return False
             time.sleep(0.01)

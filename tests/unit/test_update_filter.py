@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.config.schema import GuardConfig
+from megarl.config.schema import UpdateFilterConfig
 from megarl.errors import JobError
 from megarl.loop.data import data_seed, tasks_of_step
 from megarl.loop.state import TrainState
@@ -33,8 +33,8 @@ class Steps:
         self.state = TrainState("rl", 0)
         self.said: list[str] = []
         self.events: list[dict[str, Any]] = []
-        reporter: Any = SimpleNamespace(say=self.said.append, event=lambda kind, data: self.events.append(data))
-        self.filter = UpdateFilter(GuardConfig(**settings), reporter)
+        reporter: Any = SimpleNamespace(log=self.said.append, event=lambda kind, data: self.events.append(data))
+        self.filter = UpdateFilter(UpdateFilterConfig(**settings), reporter)
 
     def step(self, *norms: float, model: str = "actor", loss: float = 0.5) -> list[bool]:
         self.filter.begin()
@@ -123,7 +123,8 @@ def test_steps_that_are_done_again_end_no_row() -> None:
 def test_stop_names_the_setting() -> None:
     with pytest.raises(
         JobError,
-        match=r"warm start, step 1, update 1 of the critic: .*nan.*trainer\.guard\.on_nonfinite=stop.*set it to skip",
+        match=r"warm start, step 1, update 1 of the critic: .*nan.*trainer\.update_filter\.on_nonfinite=stop.*set it "
+        r"to skip",
     ):
         s = Steps(on_nonfinite="stop")
         s.state = TrainState()

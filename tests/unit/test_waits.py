@@ -35,23 +35,24 @@ LIMITED = {
     "checkpoint/pool.each: future.result": "`megarl convert`, a command of a person: it has completed by then",
     "checkpoint/pool.each: pool.shutdown": "`megarl convert`: what runs ends at its next count of bytes",
     "checkpoint/save.Save.finish: part.results.put": "a queue without bound",
-    "checkpoint/save.Save.finish: self._task.result": "Writer.answer: as long as the writer writes; the sentinel ends "
+    "checkpoint/save.Save.finish: self._task.result": "Writer.answer: as long as the writer writes; the watchdog ends "
     "a stall (cluster.stall_s)",
     "checkpoint/save._write_files: counted.put": "a queue without bound",
     "checkpoint/save._write_files: results.get": "the same thread has put the result there",
     "checkpoint/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
     "checkpoint/writer._serve: pipe.recv": "the writer's life; it dies with its trainer rank (die_with)",
-    "launch/guard.Guard._keep: self._process.wait": "a daemon thread that waits for the guard's end",
+    "launch/reaper.Reaper._keep: self._process.wait": "a daemon thread that waits for the guard's end",
     "launch/node.on_every_node: with ThreadPoolExecutor": "each node stops in its grace and node.GONE_S, or is lost "
     "(cluster.heartbeat_s)",
     "launch/remote.Gathering._let_in: self._door.accept": "a daemon thread; leaving the gathering shuts its socket",
     "launch/run_dir.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
-    "loop/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.patience_s",
+    "loop/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
     "reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
     "reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
-    "reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.patience_s of the default group",
+    "reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of the default "
+    "group",
     "rewards/child.RewardProcess._watch: self._process.wait": "a task that waits for the process's end; `end` waits "
     "END_S for it",
     "rewards/host.RewardHost._refusal: reader.readline": "asyncio.wait_for, process.CONNECT_S",
@@ -67,7 +68,7 @@ LIMITED = {
     "sandbox/box.Box.send_test: self.wait": "box.START_S",
     "sandbox/box.Box.wait: self._link.recv": "the timeout of its socket, box.START_S",
     "sandbox/box.read: link.recv": "the timeout of its socket, what is left until the deadline",
-    "sandbox/inside/mother.end_all: os.waitpid": "its children have been killed",
+    "sandbox/inside/zygote.end_all: os.waitpid": "its children have been killed",
     "sandbox/local.LocalSandbox.check: answers.wait": "box.START_S",
     "sandbox/selftest._receive: link.recv": "the timeout of its socket, selftest.GONE_S",
     "store/waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",

@@ -48,7 +48,7 @@ class Syncs:
     def stop_requested(self) -> bool:
         return self.left is not None and self.left <= 0
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.said.append(text)
 
 

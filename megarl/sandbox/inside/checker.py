@@ -245,7 +245,7 @@ def check(
         if isinstance(error, (ImportError, Unsupported)) and not hasattr(error, "remote"):
             return _broken(f"the tests' setup fails: {error}")
         count = 0 if clock.over else len(tests)
-        return {"passed": [False] * count, "reasons": [_say(error)] * count, "row_error": None}
+        return {"passed": [False] * count, "reasons": [_message(error)] * count, "row_error": None}
     reasons: list[str] = []
     try:
         for part in parts:
@@ -268,11 +268,11 @@ def _run(clock: Clock, part: Any, namespace: dict[str, Any]) -> str:
     except Unsupported:
         raise
     except BaseException as error:  # SystemExit too: a test that ends this process has not passed
-        return _say(error)
+        return _message(error)
     return ""
 
 
-def _say(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, _TooSlow):
         return str(error)
     try:

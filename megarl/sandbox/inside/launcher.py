@@ -1,8 +1,8 @@
 """Process 1 of a sandbox: starts each test in a process of its own, watches its limits, and says how it ended.
 
 Not to be killed from inside (it is the namespace's init), not to be read (not dumpable); its link to the outside is no
-descriptor of any other process. It ends when that link does, and everything in the sandbox with it. A mother has
-executed this module before, and its child calls ``serve``; without a mother it starts as ``exec(code["launcher"],
+descriptor of any other process. It ends when that link does, and everything in the sandbox with it. A zygote has
+executed this module before, and its child calls ``serve``; without a zygote it starts as ``exec(code["launcher"],
 {"code": code, "link": descriptor, "passed": descriptor or -1})``.
 """
 

@@ -55,7 +55,7 @@ def writing(path: Path) -> Iterator[None]:
         raise JobError(f"{path} cannot be written ({error})") from error
 
 
-def make_room(folder: Path, needed: int, keep: int, *, refuse: bool) -> None:
+def free_space(folder: Path, needed: int, keep: int, *, refuse: bool) -> None:
     """Before a checkpoint of ``needed`` bytes: where that many are not free, the finished ones go that would go once it
     counts, but never the last.
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from megarl.config import Config
 from megarl.errors import JobError
+from megarl.heartbeat import START
 from megarl.jobs import ProcessKind, kind_of
 from megarl.launch import stacks
 from megarl.launch.node import Process, Started, on_every_node
-from megarl.launch.stacks import STOPPED, Account, Row, Sign
-from megarl.pulse import START
+from megarl.launch.stacks import STOPPED, Account, ProcessHeartbeat, Row
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,12 @@ WAITING = ("rollout", "evaluation")
 class _Seen:
     """A process as the last look found it."""
 
-    sign: Sign
+    heartbeat: ProcessHeartbeat
     silent_s: float = 0.0
-    """Since its last mark, as far as this process was there to see and it has patience for (``_pace``)."""
+    """Since its last mark, as far as this process was there to see, scaled (``_pace``)."""
 
 
-class Sentinel:
+class Watchdog:
     """Watchdog of one attempt. ``logs`` is where stacks are written: ``stall_<k>.txt``.
 
     Trainer ranks wait for each other, so they stall together: while any of them moves, all are left alone, unless one
@@ -67,10 +67,13 @@ class Sentinel:
         self._looked = now
         # Who was stopped together with the whole job (scontrol suspend) has seen nobody be silent meanwhile.
         passed = min(passed, 2 * self._every_s)
-        signs = {s.process: s.process.sign() for s in alive}
-        trainers = [process for process in signs if kind_of(process.name) is ProcessKind.TRAINER]
-        syncing = any(signs[process].patience_s for process in trainers)
-        self._seen = {p: self._glance(p, sign, passed * self._pace(p, sign, syncing)) for p, sign in signs.items()}
+        heartbeats = {s.process: s.process.heartbeat() for s in alive}
+        trainers = [process for process in heartbeats if kind_of(process.name) is ProcessKind.TRAINER]
+        syncing = any(heartbeats[process].timeout_s for process in trainers)
+        self._seen = {
+            p: self._glance(p, heartbeat, passed * self._pace(p, heartbeat, syncing))
+            for p, heartbeat in heartbeats.items()
+        }
         late = {process for process in self._seen if self._seen[process].silent_s > self._limit(process)}
         helpers = late.difference(trainers)
         if self._stalled(trainers, late):  # what is stopped is to blame, also when it is not late yet
@@ -85,28 +88,28 @@ class Sentinel:
         elif (idle := self._idle(passed)) is not None:
             self._give_up(idle, alive)
 
-    def _pace(self, process: Process, sign: Sign, syncing: bool) -> float:
+    def _pace(self, process: Process, heartbeat: ProcessHeartbeat, syncing: bool) -> float:
         """Share of a process's timeout that a second uses up: an engine may not answer while its workers take
         weights."""
-        if not syncing or kind_of(process.name) is not ProcessKind.ENGINE or sign.state == STOPPED:
+        if not syncing or kind_of(process.name) is not ProcessKind.ENGINE or heartbeat.state == STOPPED:
             return 1.0
         return self._stall_s / max(self._stall_s, self._config.sync.timeout_s)
 
-    def _glance(self, process: Process, sign: Sign, passed: float) -> _Seen:
+    def _glance(self, process: Process, heartbeat: ProcessHeartbeat, passed: float) -> _Seen:
         before = self._seen.get(process)
-        moved = before is None or before.sign.marks != sign.marks
-        return _Seen(sign, 0.0 if moved or before is None else before.silent_s + passed)
+        moved = before is None or before.heartbeat.beats != heartbeat.beats
+        return _Seen(heartbeat, 0.0 if moved or before is None else before.silent_s + passed)
 
     def _limit(self, process: Process) -> float:
-        sign, config = self._seen[process].sign, self._config
-        if sign.state == STOPPED:
+        heartbeat, config = self._seen[process].heartbeat, self._config
+        if heartbeat.state == STOPPED:
             return self._stall_s
-        if sign.phase == START:
+        if heartbeat.phase == START:
             return max(self._stall_s, config.rollout.start_timeout_s)
-        return max(self._stall_s, sign.patience_s)
+        return max(self._stall_s, heartbeat.timeout_s)
 
     def _is_stopped(self, process: Process) -> bool:
-        return self._seen[process].sign.state == STOPPED
+        return self._seen[process].heartbeat.state == STOPPED
 
     def _stalled(self, trainers: Sequence[Process], late: set[Process]) -> bool:
         return bool(trainers) and (
@@ -115,9 +118,11 @@ class Sentinel:
 
     def _idle(self, passed: float) -> str | None:
         """Report of a rollout that has stood still for too long."""
-        waiting = any(s.sign.phase in WAITING for p, s in self._seen.items() if p.name == ProcessKind.TRAINER.named(0))
-        explorers = [s.sign for p, s in self._seen.items() if kind_of(p.name) is ProcessKind.EXPLORER]
-        work = sum(sign.work for sign in explorers)
+        waiting = any(
+            s.heartbeat.phase in WAITING for p, s in self._seen.items() if p.name == ProcessKind.TRAINER.named(0)
+        )
+        explorers = [s.heartbeat for p, s in self._seen.items() if kind_of(p.name) is ProcessKind.EXPLORER]
+        work = sum(heartbeat.work for heartbeat in explorers)
         self._idle_s = self._idle_s + passed if waiting and explorers and work == self._work else 0.0
         self._work = work
         # An engine that generates nothing for request_timeout_s is the explorer's to complain of.
@@ -136,9 +141,7 @@ class Sentinel:
         names = ", ".join(sorted(p.name for p in helpers))
         log.error(
             "%s",
-            self._account(
-                f"{names} gave no sign of life (cluster.stall_s={self._stall_s:g}) and will be killed", alive
-            ),
+            self._account(f"{names} gave no heartbeat (cluster.stall_s={self._stall_s:g}) and will be killed", alive),
         )
         for process in helpers:
             process.signal(signal.SIGKILL)
@@ -156,7 +159,13 @@ class Sentinel:
     def _account(self, what: str, alive: Sequence[Started]) -> str:
         accounts = _accounts(alive)
         rows = [
-            Row(p.name, s.sign.phase, s.sign.step, s.silent_s, accounts.get(p.name, Account(s.sign.state, "", 0, "")))
+            Row(
+                p.name,
+                s.heartbeat.phase,
+                s.heartbeat.step,
+                s.silent_s,
+                accounts.get(p.name, Account(s.heartbeat.state, "", 0, "")),
+            )
             for p, s in self._seen.items()
         ]
         text = f"{stacks.table(rows)}\n{stacks.verdict(rows)}"

@@ -81,7 +81,7 @@ def fork_into(namespaces: int) -> int:
     """Like ``os.fork``; the child is process 1 in new namespaces. ``unshare`` would take one more process in between,
     which costs a millisecond.
 
-    What ``os.fork`` does beside matters where there are other threads, or to ``raise`` (libc goes on with the mother's
+    What ``os.fork`` does beside matters where there are other threads, or to ``raise`` (libc goes on with the zygote's
     thread id): not to the launcher, which starts its tests by ``os.fork``.
     """
     process = call("syscall", SYS_CLONE[os.uname().machine], namespaces | signal.SIGCHLD, 0, 0, 0, 0)

@@ -1,7 +1,7 @@
 """Ends what is left of a job when its supervisor was killed: a process blocked in a collective or in an engine's
 shutdown does not end by the SIGTERM that Linux sends it then.
 
-``python -m megarl.launch.guard`` reads process groups and their temporary folders, one a line, from a pipe that only
+``python -m megarl.launch.reaper`` reads process groups and their temporary folders, one a line, from a pipe that only
 the supervisor holds.
 """
 
@@ -25,18 +25,18 @@ from megarl.rollout.engine import group_members, kill_group, shared_memory
 log = logging.getLogger(__name__)
 
 END_S = 10.0
-"""Seconds that a guard with nothing to wait for may take to end."""
+"""Seconds that a reaper with nothing to wait for may take to end."""
 AGAIN_S = 5.0
-"""Least seconds between two starts of a guard."""
+"""Least seconds between two starts of a reaper."""
 
 
-class Guard:
-    """The guard's process, as the supervisor sees it; another one takes its place when it dies. Use as a context
+class Reaper:
+    """The reaper's process, as the supervisor sees it; another one takes its place when it dies. Use as a context
     manager; on leaving, all groups should be gone.
 
     Args:
-        lock: Descriptor of the run directory's lock, held as long as the guard has something to end; None on nodes that
-            do not hold it.
+        lock: Descriptor of the run directory's lock, held as long as the reaper has something to end; None on nodes
+            that do not hold it.
         alone_s: How long processes may outlive their supervisor.
     """
 
@@ -45,16 +45,16 @@ class Guard:
         self._alone_s = alone_s
         self._groups: dict[int, Path | None] = {}
         """Process groups to end, and the folder to remove with each."""
-        self._telling = threading.Lock()
+        self._sending = threading.Lock()
         self._leaving = threading.Event()
         self._process = self._start()
-        threading.Thread(target=self._keep, daemon=True, name="keeper of the guard").start()
+        threading.Thread(target=self._keep, daemon=True, name="keeper of the reaper").start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "megarl.launch.guard", str(self._alone_s)],
+            [sys.executable, "-m", "megarl.launch.reaper", str(self._alone_s)],
             stdin=subprocess.PIPE,
-            bufsize=0,  # nothing is kept for a guard that has died
+            bufsize=0,  # nothing is kept for a reaper that has died
             start_new_session=True,
             pass_fds=[] if self._lock is None else [self._lock],
         )
@@ -66,35 +66,35 @@ class Guard:
             status = self._process.wait()
             if self._leaving.wait(max(0.0, began + AGAIN_S - time.monotonic())):
                 return
-            with self._telling:
+            with self._sending:
                 if self._leaving.is_set():
                     return
-                log.warning("the guard of this job's processes has ended (status %d); starting another", status)
+                log.warning("the reaper of this job's processes has ended (status %d); starting another", status)
                 self._close()
                 with suppress(OSError):  # tried again
                     self._process = self._start()
                 for group, folder in self._groups.items():
-                    self._tell("add", group, folder)
+                    self._send("add", group, folder)
 
     def _close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def _tell(self, do: str, group: int, folder: Path | None) -> None:
+    def _send(self, do: str, group: int, folder: Path | None) -> None:
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):  # it has died: the next one is told everything
             self._process.stdin.write(f"{do} {group} {folder or ''}\n".encode())
 
     def add(self, group: int, folder: Path | None = None) -> None:
-        """Guard a process group, and a folder to remove with it."""
-        with self._telling:
+        """Reaper a process group, and a folder to remove with it."""
+        with self._sending:
             self._groups[group] = folder
-            self._tell("add", group, folder)
+            self._send("add", group, folder)
 
     def forget(self, group: int) -> None:
         """Forget a process that is gone: its number may be another's soon."""
-        with self._telling:
-            self._tell("forget", group, self._groups.pop(group, None))
+        with self._sending:
+            self._send("forget", group, self._groups.pop(group, None))
 
     def __enter__(self) -> Self:
         return self
@@ -102,14 +102,14 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._telling:
+        with self._sending:
             self._leaving.set()
             self._close()
             deadline = time.monotonic() + (self._alone_s if any(map(group_members, self._groups)) else 0.0)
             try:
                 self._process.wait(deadline + END_S - time.monotonic())
             except subprocess.TimeoutExpired:
-                log.warning("the guard of this job's processes does not end; killing it")
+                log.warning("the reaper of this job's processes does not end; killing it")
                 self._process.kill()
                 with suppress(subprocess.TimeoutExpired):  # the kernel keeps it: it ends with this process
                     self._process.wait(END_S)

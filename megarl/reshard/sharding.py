@@ -18,7 +18,7 @@ from megarl.reshard.layout import Segment, Split
 
 
 @dataclass(frozen=True)
-class Cutter:
+class Sharder:
     """One engine's way to cut; ``vocab`` is the padded vocabulary."""
 
     sizes: ModelSizes
@@ -33,11 +33,11 @@ class Cutter:
         if op is Op.QKV:
             cut = _query_groups if self.interleaved else _head_blocks
             return tuple(cut(self.sizes, ways, k) for k in range(ways))
-        axis = cut_axis(shard, shapes[0])
+        axis = shard_axis(shard, shapes[0])
         return tuple(_even([shape[axis] for shape in shapes], ways, k) for k in range(ways))
 
 
-def cut_axis(shard: Shard, shape: Shape) -> int:
+def shard_axis(shard: Shard, shape: Shape) -> int:
     return len(shape) - 1 if shard is Shard.ROW else 0
 
 
