@@ -64,7 +64,8 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     from megarl import algorithms
     from megarl.batching import MicroBatching, of_demonstrations
     from megarl.checkpoint import state, writer
-    from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+    from megarl.config.algorithms import AlgorithmConfig
+    from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from megarl.loop.batch import updates_of
     from megarl.parallel import groups
     from megarl.training import objectives

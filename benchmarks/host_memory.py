@@ -190,7 +190,8 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     import megatron.core.pipeline_parallel as pipeline
     import torch
 
-    from megarl.config.schema import AlgorithmConfig, Config, KLConfig, ParallelConfig, TrainerConfig
+    from megarl.config.algorithms import AnyAlgorithmConfig, KLConfig
+    from megarl.config.schema import Config, ParallelConfig, TrainerConfig
     from megarl.loop.state import TrainState
     from megarl.parallel import groups
     from megarl.store import Store
@@ -201,7 +202,7 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     pipeline.get_forward_backward_func = lambda: schedule
     kl = KLConfig(0.01, "k1", "reward", target=0.1) if algorithm == "ppo" else KLConfig(0.01, "k3", "loss", target=0.1)
     config = Config(
-        algorithm=AlgorithmConfig(
+        algorithm=AnyAlgorithmConfig(
             name=algorithm, kl=kl, group_size=ANSWERS_OF_A_GROUP, whiten_advantages=algorithm == "ppo"
         ),
         trainer=TrainerConfig(

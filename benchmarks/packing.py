@@ -25,7 +25,8 @@ import torch
 from megarl import algorithms
 from megarl.batching import Sequences
 from megarl.batching.packing import MicroBatching, deal
-from megarl.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 
 VOCAB = 512
 

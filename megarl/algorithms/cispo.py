@@ -9,7 +9,7 @@ from __future__ import annotations
 from megarl.algorithms import surrogate, terms
 from megarl.algorithms.grpo import advantage
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError
 
 

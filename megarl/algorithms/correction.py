@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms import terms
 from megarl.algorithms.types import LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]

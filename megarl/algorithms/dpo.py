@@ -13,11 +13,11 @@ from torch.nn.functional import logsigmoid
 
 from megarl.algorithms import pairs, terms
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import PreferenceConfig
 from megarl.errors import ConfigError
 
 
-def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
+def loss(batch: LossInput, config: PreferenceConfig) -> Loss:
     """See the file's head.
 
     Raises:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from megarl.algorithms import surrogate, terms
 from megarl.algorithms.groups import centred
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.schema import GroupStats
 
 STD_EPSILON = 1e-6

@@ -16,17 +16,17 @@ import torch
 from megarl.algorithms import surrogate, terms
 from megarl.algorithms.groups import centred
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import MirrorDescentConfig
 from megarl.errors import ConfigError
 from megarl.schema import GroupStats
 
 
-def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> float:
+def advantage(reward: float, stats: GroupStats, config: MirrorDescentConfig) -> float:
     """A group of one has A = r, an all-equal group exactly 0."""
     return centred(reward, stats)
 
 
-def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
+def loss(batch: LossInput, config: MirrorDescentConfig) -> Loss:
     """See the file's head. Raises ConfigError for a ``correction``: there is no surrogate of single tokens to weigh."""
     if config.correction != "none":
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.parts import doubles
-from megarl.config.schema import KLConfig
+from megarl.config.algorithms import KLConfig
 from megarl.errors import ConfigError
 
 LARGEST_ERROR = 0.2

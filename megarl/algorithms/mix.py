@@ -13,19 +13,19 @@ import torch
 from megarl.algorithms import surrogate, terms
 from megarl.algorithms.grpo import advantage
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import MixConfig
 from megarl.errors import ConfigError
 
 
 def count(
-    mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: AlgorithmConfig, expert: torch.Tensor
+    mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: MixConfig, expert: torch.Tensor
 ) -> torch.Tensor:
     """int64 [2]: this micro-batch's shares of the denominators of sampled and of expert rows."""
     of_expert = expert[row]
     return torch.stack([terms.denominator(mask & kind, row, num_rows, config) for kind in (~of_expert, of_expert)])
 
 
-def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
+def loss(batch: LossInput, config: MixConfig) -> Loss:
     """[2] sums: see the file's head. What expert rows hold beside ``logp`` does not matter.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megarl.algorithms import dpo, pairs
 from megarl.algorithms.types import Algorithm
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 
 
 def best_against_worst(rewards: Sequence[float], config: AlgorithmConfig) -> list[tuple[int, int]]:

@@ -15,11 +15,11 @@ from megarl.algorithms import surrogate, terms
 from megarl.algorithms.correction import correction
 from megarl.algorithms.groups import centred
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import OPMDConfig
 from megarl.schema import GroupStats
 
 
-def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> float:
+def advantage(reward: float, stats: GroupStats, config: OPMDConfig) -> float:
     """An all-equal group has A exactly 0; a group of one has A = r, or 0 with ``opmd=pairwise``."""
     if config.opmd == "mean":
         return centred(reward, stats)
@@ -27,7 +27,7 @@ def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> floa
     return 0.0 if stats.size == 1 else centred(reward, stats) * (stats.size / (stats.size - 1))
 
 
-def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
+def loss(batch: LossInput, config: OPMDConfig) -> Loss:
     """See the file's head."""
     _, advantages = surrogate.needed("opmd", batch)
     weight, metrics = correction(batch, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms import terms
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 

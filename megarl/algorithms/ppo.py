@@ -17,11 +17,11 @@ from megarl.algorithms.parts import picked, spread_out
 from megarl.algorithms.token_rewards import token_rewards, whitened
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput, spread
 from megarl.algorithms.value import explained_variance
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig, PPOConfig
 from megarl.errors import ConfigError
 
 
-def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
+def estimate(step: StepInput, config: PPOConfig) -> Estimate:
     """See the file's head. Raises ConfigError without values."""
     if step.values is None:
         raise ConfigError("ppo needs the values of a critic for its advantages; the trainer must compute them first")

@@ -11,10 +11,10 @@ from megarl.algorithms import surrogate, terms
 from megarl.algorithms.parts import spread_out
 from megarl.algorithms.token_rewards import token_rewards, whitened
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig, ReinforcePPConfig
 
 
-def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
+def estimate(step: StepInput, config: ReinforcePPConfig) -> Estimate:
     """See the file's head. Returns that are all one have A exactly 0."""
     rewards, cu_seqlens, metrics = token_rewards("reinforce_pp", step, config)
     following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(step.num_rows))

@@ -14,7 +14,7 @@ from megarl.algorithms import surrogate, terms
 from megarl.algorithms.groups import centred
 from megarl.algorithms.token_rewards import VARIANCE_EPSILON
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.schema import GroupStats
 
 

@@ -11,11 +11,11 @@ from megarl.algorithms import surrogate, terms
 from megarl.algorithms.parts import repeated, spread_out
 from megarl.algorithms.token_rewards import token_rewards, whitened
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig
 from megarl.errors import ConfigError
 
 
-def estimate(step: StepInput, config: AlgorithmConfig) -> Estimate:
+def estimate(step: StepInput, config: ReMaxConfig) -> Estimate:
     """See the file's head. Raises ConfigError without greedy rewards."""
     if step.greedy is None:
         raise ConfigError("remax needs the reward of each prompt's greedy answer; the explorer must ask for it")

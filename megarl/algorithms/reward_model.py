@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from megarl.algorithms import pairs, terms
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from megarl.algorithms import surrogate, terms
 from megarl.algorithms.groups import centred
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.schema import GroupStats
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.algorithms import terms
 from megarl.algorithms.types import Algorithm, Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:

@@ -13,7 +13,7 @@ import torch
 from megarl.algorithms import terms
 from megarl.algorithms.correction import correction
 from megarl.algorithms.types import Loss, LossInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError
 from megarl.ops import PolicyLoss, policy_loss
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError
 
 

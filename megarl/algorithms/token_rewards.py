@@ -15,7 +15,7 @@ import torch
 from megarl.algorithms import kl
 from megarl.algorithms.parts import doubles, sums
 from megarl.algorithms.types import StepInput, spread
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError
 
 VARIANCE_EPSILON = 1e-8

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from megarl.algorithms.parts import counts, doubles, repeated
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError
 from megarl.jobs import JOBS, Job
 from megarl.schema import GroupStats
@@ -134,6 +134,7 @@ class Estimate(NamedTuple):
 
 
 Count = Callable[..., torch.Tensor]
+C = TypeVar("C", bound=AlgorithmConfig)
 
 
 def spread(name: str, values: torch.Tensor) -> dict[str, float]:
@@ -148,7 +149,9 @@ def spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(Generic[C]):
+    """See the file's head. C: the settings that its functions read (``config/algorithms.py``)."""
+
     name: str
     source: str
     """Paper."""
@@ -159,22 +162,22 @@ class Algorithm:
     ``group``: at least two answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch are
         (chosen, rejected) in turn;
     ``greedy``: the reward of each prompt's greedy answer; ``expert``: demonstrated rows beside the sampled ones."""
-    advantage: Callable[[float, GroupStats, AlgorithmConfig], float] | None
+    advantage: Callable[[float, GroupStats, C], float] | None
     """(reward, statistics of its whole group, settings) -> the advantage of every token of the response."""
     count: Count
     """(mask [T], row [T], num_rows, settings) -> this micro-batch's share of the global denominator, scalar or [K].
     With ``expert`` in the needs a fifth argument, bool [num_rows], follows."""
-    loss: Callable[[LossInput, AlgorithmConfig], Loss]
-    finish_advantages: Callable[[Sequence[float], Sequence[int], AlgorithmConfig], list[float]] | None = None
+    loss: Callable[[LossInput, C], Loss]
+    finish_advantages: Callable[[Sequence[float], Sequence[int], C], list[float]] | None = None
     """(advantages of all responses of a step, their numbers of tokens in the loss, settings) -> what is trained with.
     Every rank knows the whole step, so nothing depends on how rows are split."""
     restarts_optimizer: bool = False
     """True if the optimizer's moments are forgotten at the start of each step, before its first update."""
-    estimate: Callable[[StepInput, AlgorithmConfig], Estimate] | None = None
+    estimate: Callable[[StepInput, C], Estimate] | None = None
     """Replacement of ``advantage`` where tokens of a response differ, or need more than its reward."""
     offline: bool = False
     """Trains on rows of a file, without rollouts."""
-    choose_pairs: Callable[[Sequence[float], AlgorithmConfig], list[tuple[int, int]]] | None = None
+    choose_pairs: Callable[[Sequence[float], C], list[tuple[int, int]]] | None = None
     """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected)
     positions within the group."""
 
@@ -183,24 +186,22 @@ class Algorithm:
         """Processes of a job with this algorithm, and where its rows come from."""
         return JOBS["offline" if self.offline else "both"]
 
-    def has_reference(self, config: AlgorithmConfig) -> bool:
+    def has_reference(self, config: C) -> bool:
         """Return True if the trainer computes ``ref_logp``, and has a model for it."""
         return "ref_logp" in self.needs_with(config)
 
-    def needs_with(self, config: AlgorithmConfig) -> frozenset[str]:
+    def needs_with(self, config: C) -> frozenset[str]:
         """``needs`` with these settings: ``ref_logp`` or nothing in the place of ``kl``."""
         return self.needs - {"kl"} | ({"ref_logp"} if "kl" in self.needs and config.kl.coef != 0.0 else set())
 
-    def advantages(
-        self, rewards: Sequence[tuple[float, GroupStats]], tokens: Sequence[int], config: AlgorithmConfig
-    ) -> list[float]:
+    def advantages(self, rewards: Sequence[tuple[float, GroupStats]], tokens: Sequence[int], config: C) -> list[float]:
         """Return the advantages of all responses of a step, from their rewards with the statistics of their groups,
         their numbers of tokens in the loss."""
         assert self.advantage is not None, f"algorithm {self.name} has no advantages of whole responses"
         values = [self.advantage(reward, stats, config) for reward, stats in rewards]
         return values if self.finish_advantages is None else self.finish_advantages(values, tokens, config)
 
-    def step_advantages(self, step: StepInput, config: AlgorithmConfig) -> Estimate:
+    def step_advantages(self, step: StepInput, config: C) -> Estimate:
         """Return the advantages of every token of a step, by ``estimate`` or by ``advantage`` and
         ``finish_advantages``.
 
@@ -215,7 +216,7 @@ class Algorithm:
         advantages = doubles(sampled, torch.Tensor.double, result.advantages)
         return result._replace(metrics=spread("critic/advantages", advantages) | result.metrics)
 
-    def _of_responses(self, step: StepInput, config: AlgorithmConfig) -> Estimate:
+    def _of_responses(self, step: StepInput, config: C) -> Estimate:
         if config.kl.place == "reward":
             raise ConfigError(
                 f"algorithm.kl.place=reward: {self.name} has one advantage for a whole response, so the KL of its "
@@ -233,12 +234,7 @@ class Algorithm:
         return Estimate(advantages, None, {})
 
     def denominators(
-        self,
-        mask: torch.Tensor,
-        row: torch.Tensor,
-        num_rows: int,
-        config: AlgorithmConfig,
-        expert: torch.Tensor | None = None,
+        self, mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: C, expert: torch.Tensor | None = None
     ) -> torch.Tensor:
         """float64 [K]: this micro-batch's share of the global denominators, to be summed over micro-batches and
         ranks."""

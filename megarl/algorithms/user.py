@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.algorithms.types import NEEDS, ROLES, Algorithm, Estimate, Loss, LossInput, StepInput
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig
 from megarl.errors import ConfigError, describe
 from megarl.schema import GroupStats
 from megarl.user_file import import_value
@@ -113,7 +113,7 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
             f"algorithm.entropy_coef={config.entropy_coef}: the loss of {algorithm.name} has no entropy term; set it "
             "to 0"
         )
-    if config.whiten_advantages and algorithm.estimate is None:
+    if isinstance(config, ReMaxConfig) and config.whiten_advantages and algorithm.estimate is None:
         raise ConfigError(
             f"algorithm.whiten_advantages=true is for advantages of single tokens (ppo, remax), {algorithm.name} has "
             "one for a whole "

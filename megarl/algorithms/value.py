@@ -11,7 +11,7 @@ import torch
 from megarl.algorithms import terms
 from megarl.algorithms.parts import doubles
 from megarl.algorithms.types import Loss
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import PPOConfig
 
 
 def count(mask: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,7 @@ def loss(
     values: torch.Tensor,
     old_values: torch.Tensor,
     returns: torch.Tensor,
-    config: AlgorithmConfig,
+    config: PPOConfig,
     mask: torch.Tensor | None = None,
 ) -> Loss:
     """Sum over the tokens of a micro-batch.

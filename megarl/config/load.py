@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megarl.config.bounds import check_bounds
+from megarl.config.algorithms import AlgorithmConfig, check_owners, settings_of
+from megarl.config.earlier import upgraded
 from megarl.config.hub import with_snapshots
 from megarl.config.overrides import check_overrides, check_setting, force, grammar_fault, nearest, unknown
-from megarl.config.renamed import with_new_names
 from megarl.config.schema import Config
+from megarl.config.validate import validate
 from megarl.durable import write_text
 from megarl.errors import ConfigError
 
@@ -79,7 +80,7 @@ def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.
 
     Raises:
         ConfigError: an unknown key (with the nearest known one), a missing mandatory value, a value of the wrong type
-            or one that ``bounds`` does not admit.
+            or one outside its bounds.
     """
     from hydra import compose as hydra_compose
     from hydra.errors import HydraException
@@ -103,7 +104,7 @@ def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.
         )
     if left := sorted(name for name, value in _texts(to_dict(config)) if "${" in value):
         raise ConfigError(f"{left[0]} holds an unresolved ${{...}}; give its value")
-    check_bounds(config)
+    validate(config)
     for name in config.run.allow_changes:
         check_setting(name, " in run.allow_changes")
     return with_snapshots(config)
@@ -137,7 +138,7 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
         raise ConfigError(errors[0] if len(errors) == 1 else f"{where}={value!r} fits none of: {'; '.join(errors)}")
     if dataclasses.is_dataclass(annotation):
         if isinstance(value, Mapping):
-            return from_dict(annotation, value, where + ".")
+            return from_dict(_class_of(annotation, value), value, where + ".")
         raise ConfigError(f"{where}={value!r} must be a group of settings")
     if annotation is type(None):
         if value is None:
@@ -175,6 +176,14 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
 def to_dict(config: Any) -> dict[str, Any]:
     """Return settings as plain dictionaries and lists."""
     return dataclasses.asdict(config)
+
+
+def _class_of(annotation: Any, values: Mapping[str, Any]) -> Any:
+    """Return the dataclass that a group of settings is built from: that of its algorithm for ``algorithm``."""
+    if annotation is not AlgorithmConfig:
+        return annotation
+    check_owners(values)
+    return settings_of(str(values.get("name", AlgorithmConfig.name)))
 
 
 def _missing(tree: Mapping[str, Any], where: str = "") -> Iterator[str]:
@@ -215,7 +224,7 @@ def load_resolved(path: str | Path) -> Config:
     except ValueError as error:  # also what is no UTF-8
         raise ConfigError(f"{path} cannot be read: {error}; {fix}") from error
     try:
-        config: Config = from_dict(Config, with_new_names(values))
+        config: Config = from_dict(Config, upgraded(values))
     except ConfigError as error:
         raise ConfigError(f"{path} is of another version of megarl: {error}; {fix}") from error
     return config

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from megarl.config.algorithms import AlgorithmConfig, AnyAlgorithmConfig
 from megarl.config.hints import in_our_words
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -119,6 +120,8 @@ def _check_override(override: str, folders: Sequence[Path]) -> None:
 
 
 def _dataclass_in(annotation: Any) -> Any:
+    if annotation is AlgorithmConfig:
+        return AnyAlgorithmConfig  # which of them the algorithm has is checked when all are known
     if dataclasses.is_dataclass(annotation):
         return annotation
     return next((a for a in get_args(annotation) if dataclasses.is_dataclass(a)), None)

@@ -1,4 +1,4 @@
-"""The settings reference: every setting with its default, values and meaning, read from ``schema``, ``bounds`` and
+"""The settings reference: every setting with its default, values and meaning, read from ``schema`` and
 ``hints``.
 
 ``megarl config --reference`` prints it; docs/settings.md holds it, and a test compares the two.
@@ -14,7 +14,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from megarl.config.bounds import BOUNDS
+from megarl.config.algorithms import AlgorithmConfig, AnyAlgorithmConfig, owners
+from megarl.config.bounds import Bound, bound_of
 from megarl.config.hints import VERL
 from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
 
@@ -41,16 +42,16 @@ class Setting(NamedTuple):
 def reference() -> str:
     """The page, in Markdown: one table for each group of settings."""
     lines = [HEADER]
-    hints = get_type_hints(Config)
+    kinds = {name: _whole(kind) for name, kind in get_type_hints(Config).items()}
     for group in fields(Config):
         lines += [
             f"## {group.name}",
             "",
-            *_about(hints[group.name]),
+            *_about(kinds[group.name]),
             "| setting | default | values | meaning | verl |",
             "|---|---|---|---|---|",
         ]
-        for row in settings(hints[group.name], group.name):
+        for row in settings(kinds[group.name], group.name):
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -58,18 +59,26 @@ def reference() -> str:
 
 def settings(kind: type, prefix: str) -> Iterator[Setting]:
     """Rows of a dataclass and of those within it; one row for a dataclass whose rows are elsewhere."""
-    hints, helps = get_type_hints(kind), _helps(kind)
+    hints, bounded, helps = get_type_hints(kind), get_type_hints(kind, include_extras=True), _helps(kind)
     for field in fields(kind):
         name, text = f"{prefix}.{field.name}", helps[field.name]
         inner = _dataclass_of(hints[field.name])
         if inner is None:
-            yield Setting(f"`{name}`", f"`{_default(field)}`", _values(name, hints[field.name]), text, _verl(name))
+            if kind is AnyAlgorithmConfig and (of := owners(field.name)):
+                text = f"({', '.join(of)}) {text}"
+            values = _values(hints[field.name], bound_of(bounded[field.name]))
+            yield Setting(f"`{name}`", f"`{_default(field)}`", values, text, _verl(name))
         elif (place := SHARED.get(inner, name)) != name:
             yield Setting(f"`{name}.*`", _differing(field, inner), f"as `{place}.*`", text, "")
         else:
             if field.default is None:
                 yield Setting(f"`{name}`", "`null`", "the settings below", text, "")
             yield from settings(inner, name)
+
+
+def _whole(kind: type) -> type:
+    """Return the dataclass with all settings of a group, those of every algorithm too."""
+    return AnyAlgorithmConfig if kind is AlgorithmConfig else kind
 
 
 def _about(kind: type) -> list[str]:
@@ -119,27 +128,25 @@ def _dataclass_of(kind: Any) -> type | None:
     return found[0] if found else None
 
 
-def _values(name: str, kind: Any) -> str:
+def _values(kind: Any, bound: Bound | None) -> str:
     kinds = [
         k for k in (get_args(kind) if get_origin(kind) not in (Literal, list, dict) else (kind,)) if k is not NoneType
     ] or [kind]
-    texts = [_one_kind(name, k) for k in kinds]
+    texts = [_one_kind(k, bound) for k in kinds]
     return " or ".join(dict.fromkeys(texts))
 
 
-def _one_kind(name: str, kind: Any) -> str:
+def _one_kind(kind: Any, bound: Bound | None) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
     if get_origin(kind) is list:
-        return "list of " + (_one_kind(name, get_args(kind)[0]) or "texts")
+        return "list of " + (_one_kind(get_args(kind)[0], bound) or "texts")
     if get_origin(kind) is dict:
         return "map"
     if kind in (int, float):
-        return (
-            (str(BOUNDS[name]) + (", whole" if kind is int else ""))
-            if name in BOUNDS
-            else ("whole number" if kind is int else "number")
-        )
+        if bound is None:
+            return "whole number" if kind is int else "number"
+        return f"{bound}, whole" if kind is int else str(bound)
     return {bool: "`true`, `false`", str: "text"}[kind]
 
 

@@ -4,7 +4,9 @@ written."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from megarl.config.bounds import Bound, Coefficient, Count, NonNegative, RewardWeight, Seconds, Temperature
 
 
 @dataclass(frozen=True)
@@ -18,14 +20,14 @@ class CodeConfig:
     read that."""
     score: Literal["all", "fraction"] = "all"
     """1 when every test passes and 0 at the first that fails; or all tests run, and their share that passes."""
-    cpu_s: int = 4
+    cpu_s: Annotated[int, Bound(1, 3600)] = 4
     """Processor seconds of one test; assertions share a process, which has this times their number."""
-    wall_s: float = 6.0
+    wall_s: Annotated[float, Bound(0, 3600, above=True)] = 6.0
     """Seconds of one test; also of each assertion, and of the program's import before them."""
-    item_s: float = 8.0
+    item_s: Annotated[float, Bound(0, 3600, above=True)] = 8.0
     """Seconds of all tests of an answer; below ``reward.timeout_s``, so that a slow program is judged and not only its
     worker killed."""
-    memory_mib: int = 1024
+    memory_mib: Annotated[int, Bound(16, 2**20)] = 1024
     """Memory of one test; of all assertions of an answer together."""
 
 
@@ -44,18 +46,18 @@ class JudgeConfig:
     """Its name there; None asks the server for the first that it has."""
     rubric: str | None = None
     """A text file with {question}, {answer} and, where there is one, {reference}; None takes megarl's own."""
-    votes: int = 1
+    votes: Annotated[int, Bound(1, 101)] = 1
     """Judgements of an answer, each with a seed of its own; the majority decides, a tie is wrong. More than one needs a
     temperature."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """Temperature of the judge; 0 is greedy."""
-    max_tokens: int = 1024
+    max_tokens: Count = 1024
     """Longest judgement."""
-    concurrency: int = 32
+    concurrency: Annotated[int, Bound(1, 4096)] = 32
     """Requests under way at once."""
-    timeout_s: float = 120.0
+    timeout_s: Seconds = 120.0
     """Seconds for one request to the judge."""
-    retries: int = 3
+    retries: Annotated[int, Bound(0, 100)] = 3
     """Times that a failed request is repeated."""
     cache: str | None = None
     """SQLite file of judgements already made (configs/train.yaml: in the run's directory); None keeps none."""
@@ -65,7 +67,7 @@ class JudgeConfig:
 class FormatConfig:
     """1 for an answer of the wanted form, else 0 (DeepSeek-R1, 2501.12948 §2.2.2)."""
 
-    weight: float = 0.0
+    weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
     form: Literal["think", "think_answer"] = "think_answer"
     """<think>…</think> and then text, or then <answer>…</answer>; each tag once, in order, nothing outside."""
@@ -75,9 +77,9 @@ class FormatConfig:
 class LengthConfig:
     """k1.5's reward for being short among the answers of a group (2501.12599 §2.3.3)."""
 
-    weight: float = 0.0
+    weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegative = 0
     """Steps without it at the start."""
 
 
@@ -85,9 +87,9 @@ class LengthConfig:
 class RepetitionConfig:
     """The share of an answer's n-grams of words that it said before, as a number from -1 to 0 (Open-R1)."""
 
-    weight: float = 0.0
+    weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
-    ngram: int = 4
+    ngram: Annotated[int, Bound(1, 100)] = 4
     """Words of an n-gram."""
 
 
@@ -95,7 +97,7 @@ class RepetitionConfig:
 class LanguageConfig:
     """The share of an answer's words that are of one language (DeepSeek-R1, 2501.12948 §2.3.2)."""
 
-    weight: float = 0.0
+    weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
     language: Literal["prompt", "en", "zh"] = "prompt"
     """``prompt``: that of the question."""
@@ -108,29 +110,29 @@ class RewardConfig:
     routes: dict[str, str] = field(default_factory=dict)
     """Prefix of ``data_source`` -> family of verifiers, or family/subtype, before megarl's own
     (``megarl.rewards.router``), e.g. {my_set: math, my_images: vision/count}."""
-    weight: float = 1.0
+    weight: RewardWeight = 1.0
     """Weight of the verifier's score in the sum of all parts."""
-    workers: int = 1
+    workers: Annotated[int, Bound(1, 1024)] = 1
     """Processes that verify beside the explorer."""
     hosts: list[str] = field(default_factory=list)
     """HOST:PORT*N: N further processes, at a ``megarl rewards serve`` on another node."""
-    timeout_s: float = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds for the verdict of one answer; then its worker is killed."""
-    retries: int = 1
+    retries: Annotated[int, Bound(0, 100)] = 1
     """Times that an answer without a verdict (error, timeout) is tried again. The death of its worker is no try."""
-    max_kills: int = 3
+    max_kills: Annotated[int, Bound(1, 100)] = 3
     """An answer whose worker has died or hung so often is tried no more, and is an error wherever it comes again."""
-    backlog: int = 8192
+    backlog: Count = 8192
     """Answers that may wait for their score; when there are more, no further group is begun."""
     on_error: Literal["drop", "zero"] = "drop"
     """Treatment of a group with an error or timeout: dropped from training, or its score counted as 0. Always
     reported."""
     shuffle: bool = False
     """Control experiment: rewards permuted within each rollout, so that they carry no information."""
-    overlong_buffer: int | None = None
+    overlong_buffer: Count | None = None
     """Tokens before ``rollout.max_response_tokens`` over which DAPO's length penalty grows to ``overlong_penalty``;
     None for none."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: Coefficient = 1.0
     """Penalty of DAPO's length reward for an answer of full length."""
     format: FormatConfig = field(default_factory=FormatConfig)
     """Reward for the form of an answer."""

@@ -7,8 +7,22 @@ Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.bounds import (
+    Bound,
+    Coefficient,
+    Count,
+    NonNegative,
+    Ranks,
+    RewardWeight,
+    Seconds,
+    Seed,
+    Temperature,
+    Threads,
+    UnitInterval,
+)
 from megarl.config.job import ClusterConfig, RunConfig, StoreConfig, SyncConfig
 from megarl.config.rewards import RewardConfig
 
@@ -19,25 +33,25 @@ class FromScratchConfig:
 
     model_type: str = "qwen3"
     """A family of megarl's (docs/adding_a_model.md)."""
-    vocab_size: int = 128
+    vocab_size: Count = 128
     """Tokens of the tokenizer that is made with it."""
-    hidden_size: int = 128
+    hidden_size: Count = 128
     """Width of the residual stream."""
-    intermediate_size: int = 384
+    intermediate_size: Count = 384
     """Width of the MLP."""
-    num_hidden_layers: int = 4
+    num_hidden_layers: Count = 4
     """Layers."""
-    num_attention_heads: int = 4
+    num_attention_heads: Count = 4
     """Query heads."""
-    num_key_value_heads: int = 2
+    num_key_value_heads: Count = 2
     """Key and value heads; fewer than query heads is grouped-query attention."""
-    head_dim: int = 32
+    head_dim: Count = 32
     """Width of one head."""
-    max_position_embeddings: int = 256
+    max_position_embeddings: Count = 256
     """Longest sequence in tokens."""
     tie_word_embeddings: bool = False
     """True if the LM head shares its weights with the embedding."""
-    initializer_range: float = 0.05
+    initializer_range: Annotated[float, Bound(0, 10, above=True)] = 0.05
     """Standard deviation of the initial weights."""
 
 
@@ -45,13 +59,13 @@ class FromScratchConfig:
 class RouterConfig:
     """Balance of the experts of trained models (docs/algorithms.md); all 0 leaves routers to the loss alone."""
 
-    aux_loss_coef: float = 0.0
+    aux_loss_coef: Coefficient = 0.0
     """Coefficient of the balance loss of each sequence (DeepSeek-V3), as a mean over an update's sequences; added for
     every layer."""
-    z_loss_coef: float = 0.0
+    z_loss_coef: Coefficient = 0.0
     """Coefficient of the mean over an update's tokens of the squared logsumexp of the router's logits (ST-MoE); added
     for every layer."""
-    bias_update_rate: float = 0.0
+    bias_update_rate: Coefficient = 0.0
     """Step by which an update moves the bias of each expert towards an even load; for models whose routers have biases
     (DeepSeek-V3)."""
 
@@ -85,23 +99,23 @@ class ModelConfig:
 class GridSizes:
     """Ranks of Megatron's grid in each direction, and which layers its stages have."""
 
-    tp: int = 1
+    tp: Ranks = 1
     """Tensor-parallel ranks: each has a slice of every layer."""
-    pp: int = 1
+    pp: Ranks = 1
     """Pipeline stages: each has some of the layers."""
-    dp: int = 1
+    dp: Ranks = 1
     """Data-parallel ranks: each trains sequences of its own."""
-    cp: int = 1
+    cp: Ranks = 1
     """Context parallel: ranks that share each sequence, every one a part of its tokens."""
-    ep: int = 1
+    ep: Ranks = 1
     """Ranks that the experts of a layer are dealt to; etp * ep divides the ranks of a stage."""
-    etp: int | None = None
+    etp: Ranks | None = None
     """Tensor parallel size of an expert; None takes ``tp`` when ``ep`` is 1, and 1 otherwise."""
-    vpp: int = 1
+    vpp: Count = 1
     """Model chunks of a pipeline stage (interleaved schedule); above 1 only with ``pp`` above 1."""
-    first_stage_layers: int | None = None
+    first_stage_layers: Count | None = None
     """Layers of the first pipeline stage where it has another number than the rest."""
-    last_stage_layers: int | None = None
+    last_stage_layers: Count | None = None
     """Layers of the last pipeline stage where it has another number than the rest."""
 
     @property
@@ -135,107 +149,24 @@ class ParallelConfig(GridSizes):
 
 
 @dataclass(frozen=True)
-class KLConfig:
-    coef: float = 0.001
-    """Coefficient of the KL to the reference; 0 needs no reference model."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 has no gradient in a loss and is for ``place=reward`` alone."""
-    place: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken off each token's reward."""
-    target: float | None = None
-    """KL per token that an adaptive coefficient aims at (Ziegler et al., 1909.08593); None keeps ``coef``."""
-    horizon: int = 10000
-    """Responses over which the adaptive coefficient moves by its error."""
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    name: str = "grpo"
-    """Algorithm of megarl, or the path of a Python file with your own (ends in .py; docs/algorithms.md)."""
-    group_size: int = 8
-    """Answers sampled for each task."""
-    importance: Literal["token", "sequence_mean", "sequence_product"] = "token"
-    """Unit of the ratio of new to old policy: each token, or the mean or sum of a response's log-ratios."""
-    clip_low: float = 0.2
-    """The ratio's lower bound is 1 - clip_low; above 1 there is none."""
-    clip_high: float = 0.2
-    """The ratio's upper bound is 1 + clip_high."""
-    dual_clip: float | None = None
-    """c > 1 bounds the loss of tokens with a negative advantage by c·|A|; None for no bound."""
-    normalize_by_std: bool = True
-    """Divide advantages by the standard deviation of their group (GRPO); False only subtracts the mean (Dr. GRPO)."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
-        "token_mean"
-    )
-    """Reduction of token losses to one number: a mean over all tokens of the update, or per answer first
-    (docs/algorithms.md)."""
-    aggregation_length: int = 1024
-    """L of ``seq_mean_token_sum_norm``."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
-    kl: KLConfig = field(default_factory=KLConfig)
-    """KL to the reference model."""
-    tau: float = 1.0
-    """Strength with which opmd and kimi_mirror_descent hold on to the policy that they start from."""
-    opmd: Literal["mean", "pairwise"] = "mean"
-    """Baseline of opmd for an answer: the mean of its group, or each other answer of it."""
-    gamma: float = 1.0
-    """Discount of a token's reward."""
-    lam: float = 1.0
-    """λ of generalised advantage estimation."""
-    bootstrap_truncated: bool = False
-    """Value that ppo takes after an answer that reached ``rollout.max_response_tokens``: 0 as after a finished one,
-    because the limit is where episodes end; or, where True, the critic's value of the state there, as if the answer
-    went on."""
-    whiten_advantages: bool = False
-    """ppo and remax: advantages of a step to mean 0 and variance 1 over its tokens."""
-    value_clip: float | None = 0.5
-    """Distance that the critic's value may move from the one that the step started with; None for no bound."""
-    beta: float = 0.1
-    """β of preference losses."""
-    preference: Literal["sigmoid", "ipo"] = "sigmoid"
-    """Loss of a preference pair: DPO's logistic loss, or IPO's squared one."""
-    label_smoothing: float = 0.0
-    """Probability that a preference is the wrong way round (cDPO)."""
-    mu: float = 0.1
-    """Weight of mix's loss on expert rows; the usual rows have 1 - mu."""
-    expert_ratio: float = 0.2
-    """Share of a step's rows that mix takes from the expert rows (``taskset.expert``)."""
-    dynamic_sampling: bool = False
-    """Groups whose answers are all right or all wrong are replaced by new ones before training (DAPO)."""
-    overlong_filtering: bool = False
-    """Leave answers that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them
-    (DAPO)."""
-    max_extra_rollouts: int = 10
-    """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
-    correction: Literal["none", "truncate", "mask"] = "none"
-    """Effect of the engine's log-probs on a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times
-    min(r, C); times r, and 0 where r is outside [1/C, C]."""
-    correction_cap: float = 2.0
-    """C of ``correction``."""
-    options: dict[str, float] = field(default_factory=dict)
-    """Settings of your own algorithm."""
-
-
-@dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = 1e-6
+    lr: UnitInterval = 1e-6  # 0 is a control experiment
     """Peak learning rate."""
-    min_lr: float | None = None
+    min_lr: UnitInterval | None = None
     """End of the decay; None keeps ``lr``."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegative = 0
     """Trainer steps, all updates of which have one learning rate; the actor's begin after ``critic.warmup_steps``."""
-    decay_steps: int | None = None
+    decay_steps: Count | None = None
     """Trainer step, counted from the start, at which a linear decay ends at ``min_lr``; null keeps ``lr``."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Bound(0, 100)] = 0.01
     """AdamW's decoupled weight decay; norms and biases have none."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Bound(0, 1, below=True)] = 0.9
     """Decay of AdamW's first moment."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Bound(0, 1, below=True)] = 0.95
     """Decay of AdamW's second moment; verl and torch have 0.999."""
-    eps: float = 1e-8
+    eps: Annotated[float, Bound(0, 1, above=True)] = 1e-8
     """AdamW's epsilon."""
-    clip_grad: float = 1.0
+    clip_grad: Coefficient = 1.0
     """Largest gradient norm of an update; 0 does not clip."""
 
 
@@ -243,11 +174,11 @@ class OptimizerConfig:
 class WarmStartConfig:
     """Supervised steps before reinforcement learning, through the same trainer."""
 
-    steps: int = 0
+    steps: NonNegative = 0
     """Supervised steps; 0 for none."""
-    batch_size: int = 128
+    batch_size: Count = 128
     """Rows of a step."""
-    checkpoint_interval: int = 100
+    checkpoint_interval: Count = 100
     """Steps between two checkpoints; those of the warm start are removed once a later one counts."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer of the warm start alone; its moments are forgotten afterwards."""
@@ -260,37 +191,37 @@ class UpdateFilterConfig:
     on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
     """Treatment of an update whose loss or gradient norm is NaN or infinite: the job ends; the update is left out; or
     the run goes back to its newest checkpoint and on with other tasks."""
-    spike_factor: float | None = None
+    spike_factor: Annotated[float, Bound(1, above=True)] | None = None
     """A norm above so many times the median of the last ``spike_window`` updates of that model is a spike; None looks
     for none."""
-    spike_window: int = 50
+    spike_window: Annotated[int, Bound(2, 10**6)] = 50
     """Updates over which the median is taken."""
     on_spike: Literal["stop", "skip", "rollback"] = "skip"
     """Treatment of an update with a spike."""
-    max_bad_steps: int = 5
+    max_bad_steps: Count = 5
     """The job ends at so many steps in a row with such an update."""
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    steps: int = 100
+    steps: Count = 100
     """Reinforcement-learning steps: one rollout each. (Offline: steps on rows of a file.)"""
-    tasks_per_step: int = 64
+    tasks_per_step: Count = 64
     """Tasks of a rollout. (Offline: rows of a step.)"""
-    updates_per_step: int = 1
+    updates_per_step: Count = 1
     """Optimizer updates that share one rollout (verl's mini-batches)."""
-    ppo_epochs: int = 1
+    ppo_epochs: Count = 1
     """Passes over a rollout, each of the same ``updates_per_step`` updates in the same order."""
     packing: bool = True
     """Sequences one after the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the
     longest."""
-    max_tokens_per_micro_batch: int = 8192
+    max_tokens_per_micro_batch: Count = 8192
     """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""
-    micro_batch_size: int = 128
+    micro_batch_size: Count = 128
     """Without packing: rows per forward and backward pass on one data-parallel rank."""
-    checkpoint_interval: int = 20
+    checkpoint_interval: Count = 20
     """Steps between two checkpoints; the last step always has one."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Finished checkpoints that are kept, the newest first."""
     async_checkpoint: bool = True
     """Training goes on while a forked process of each rank writes a checkpoint; it counts when all have written. What
@@ -298,16 +229,16 @@ class TrainerConfig:
     verify_checkpoints: bool = True
     """Compare every byte of a checkpoint with its manifest's digests before a job resumes from it, or starts from a
     converted model; False compares sizes alone."""
-    max_failed_checkpoints: int = 3
+    max_failed_checkpoints: Count = 3
     """A checkpoint between two steps for which the disk has no room is left out, with a warning; the job ends at so
     many in a row."""
-    eval_interval: int = 0
+    eval_interval: NonNegative = 0
     """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of task order, of sampling and of torch's generators."""
-    num_threads: int = 1
+    num_threads: Threads = 1
     """CPU threads of one trainer rank."""
-    logits_bytes: int | None = None
+    logits_bytes: Count | None = None
     """Most bytes of logits on one rank. None keeps a micro-batch's whole; when they are more than this they are
     computed in chunks of rows that fit, and once more in the backward pass."""
     kernels: Literal["megarl", "torch"] = "megarl"
@@ -328,37 +259,37 @@ class TrainerConfig:
 class RolloutConfig:
     """Rollout engines: ``replicas`` servers of tp * pp workers each."""
 
-    tp: int = 1
+    tp: Ranks = 1
     """Tensor-parallel workers of an engine."""
-    pp: int = 1
+    pp: Ranks = 1
     """Pipeline stages of an engine."""
     expert_parallel: bool = False
     """Whole experts on each of an engine's ``tp`` ranks, instead of a share of every expert."""
-    replicas: int = 1
+    replicas: Annotated[int, Bound(1, 1024)] = 1
     """Engines."""
-    nodes: int = 1
+    nodes: Ranks = 1
     """Nodes that each engine spans; its tp * pp workers spread evenly over them."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Count | None = None
     """None takes the longest prompt of ``taskset.train`` and ``taskset.eval``, and in a run that has begun the one of
     its start."""
-    max_response_tokens: int = 64
+    max_response_tokens: Count = 64
     """Longest answer; longer ones are cut and have finish reason ``length``."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy answers of a group would all be equal
     """Temperature of sampling, and of the log-probs on both sides."""
-    max_num_seqs: int = 512
+    max_num_seqs: Count = 512
     """Most sequences that an engine computes at once (vLLM's)."""
-    block_size: int = 32
+    block_size: Annotated[int, Bound(32, 1024, multiple=32)] = 32  # vLLM's CPU attention takes no other
     """Tokens of a block of the KV cache (vLLM's)."""
-    kv_cache_bytes: int = 268435456
+    kv_cache_bytes: Annotated[int, Bound(2**20)] = 268435456
     """KV cache of one engine worker."""
-    num_threads: int = 1
+    num_threads: Threads = 1
     """CPU threads of one engine worker."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: Seconds = 300.0
     """Longest start of an engine until it serves."""
-    request_timeout_s: float = 300.0
+    request_timeout_s: Seconds = 300.0
     """Longest time in which an engine that has samples to compute generates no token, weight updates left out; no limit
     of an answer."""
-    concurrent_groups: int = 64
+    concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
 
 
@@ -366,13 +297,13 @@ class RolloutConfig:
 class EvaluationConfig:
     """Answers to the held-out tasks; ``trainer.eval_interval`` sets how often. One greedy answer by default."""
 
-    samples: int = 1
+    samples: Count = 1
     """Answers to each task; more than one need a temperature, and give avg@k and pass@k with standard errors."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Bound(0, 1, above=True)] = 1.0
     """Sample from the fewest tokens whose probabilities add up to this; 1 keeps all."""
-    top_k: int = 0
+    top_k: NonNegative = 0
     """Sample from so many of the likeliest tokens; 0 keeps all."""
 
 
@@ -390,15 +321,15 @@ class TasksetConfig:
     generate: str | None = None
     """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file
     (docs/own_experiments.md)."""
-    seed: int = 7
+    seed: Seed = 7
     """Seed of generated rows."""
-    train_size: int = 20000
+    train_size: Count = 20000
     """Generated training rows."""
-    eval_size: int = 500
+    eval_size: Count = 500
     """Generated held-out rows."""
-    warm_start_size: int = 20000
+    warm_start_size: Count = 20000
     """Generated demonstrations for the warm start."""
-    expert_size: int = 2000
+    expert_size: Count = 2000
     """Generated expert rows."""
     options: dict[str, int] = field(default_factory=dict)
     """Options of the generator, e.g. the digits of its numbers."""
@@ -417,7 +348,7 @@ class TasksetConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    refresh: Literal["never", "every_iteration"] | int = "never"
+    refresh: Literal["never", "every_iteration"] | Count = "never"
     """Moments at which the reference takes the actor's weights: never, at the start of every step, or of every N-th."""
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""
@@ -436,7 +367,7 @@ class CriticConfig:
     """Its compute type; null takes the model's."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """AdamW and learning-rate schedule of the critic."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegative = 0
     """Steps at the start in which the critic learns alone."""
 
 
@@ -449,7 +380,7 @@ class RewardModelConfig:
     """Its own grid on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Its compute type; null takes the model's."""
-    coef: float = 1.0
+    coef: RewardWeight = 1.0
     """Factor of its score in the reward."""
 
 

@@ -11,6 +11,7 @@ import torch
 from megarl import algorithms, ops
 from megarl.algorithms import Algorithm
 from megarl.config import Config
+from megarl.config.algorithms import MixConfig
 from megarl.errors import ConfigError
 from megarl.jobs import Job, ProcessKind
 from megarl.launch import ports
@@ -62,7 +63,8 @@ def check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.group_size=1 leaves {algorithm.name} nothing to compare an answer with; set it to 2 or more"
         )
-    if needs_expert_rows(config) and config.algorithm.expert_ratio == 0:
+    settings = config.algorithm
+    if needs_expert_rows(config) and isinstance(settings, MixConfig) and settings.expert_ratio == 0:
         raise ConfigError(
             f"algorithm.expert_ratio=0 leaves {algorithm.name} without expert rows; set it above 0, or algorithm.name "
             "to grpo"

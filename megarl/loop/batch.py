@@ -11,7 +11,7 @@ import torch
 from megarl.algorithms import Algorithm
 from megarl.algorithms.parts import doubles, repeated
 from megarl.batching import Sequences, joined, of_demonstrations, of_experiences
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.experience import by_group
 from megarl.loop.data import Demonstration
 from megarl.schema import Experience, Sample

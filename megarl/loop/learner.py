@@ -13,7 +13,7 @@ from megarl.algorithms import Algorithm, StepInput, group_stats, kl
 from megarl.batching import of_experiences
 from megarl.checkpoint.score_pad import score_pad
 from megarl.config import Config
-from megarl.config.schema import AlgorithmConfig, KLConfig
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
 from megarl.loop.batch import StepBatch, overlong
 from megarl.loop.models import Models
 from megarl.loop.ranks import Ranks
@@ -154,7 +154,7 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, 
     if "greedy" in algorithm.needs:
         scores = [e.greedy.reward.score for e in experiences if e.greedy is not None] + [0.0] * more
         greedy = torch.tensor(scores, dtype=torch.float64)
-    if sequences.values is not None and config.bootstrap_truncated:
+    if sequences.values is not None and isinstance(config, PPOConfig) and config.bootstrap_truncated:
         # The value of the state after the last token stands at that token's own position.
         truncated = torch.tensor([e.finish_reason == "length" for e in experiences] + [False] * more)
         bootstrap = torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)

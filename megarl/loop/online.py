@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Config
+from megarl.config.algorithms import MixConfig
 from megarl.errors import NonRetryableError
 from megarl.experience import Report, add_model_scores, with_group_stats
 from megarl.loop.base import Trainer
@@ -111,7 +112,9 @@ class OnlineTrainer(Trainer):
         """Expert rows of the step beside ``usual`` sampled ones; [] where the algorithm has none."""
         if self.expert is None:
             return []
-        count = num_expert_rows(usual, self.config.algorithm.expert_ratio)
+        settings = self.config.algorithm
+        assert isinstance(settings, MixConfig), "mix and algorithms of a user's file have expert rows"
+        count = num_expert_rows(usual, settings.expert_ratio)
         return self.expert.of_step(state.step, count, data_seed(self.config.trainer.seed, state))
 
 

@@ -11,7 +11,7 @@ from megarl import algorithms
 from megarl.algorithms import Algorithm
 from megarl.batching import of_demonstrations
 from megarl.config import Config
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.loop.checkpoints import Checkpointer
 from megarl.loop.data import Demonstration, data_seed, numbers_of_step
 from megarl.loop.models import Models

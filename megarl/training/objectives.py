@@ -15,7 +15,7 @@ import torch
 
 from megarl.algorithms import Algorithm, Loss, LossInput, value
 from megarl.batching import MicroBatch, Sequences
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig, PPOConfig
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
 
 def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
     """The critic's: values near the returns."""
+    assert isinstance(settings, PPOConfig), "ppo and algorithms of a user's file train a critic"
     assert sequences.values is not None and sequences.returns is not None, "the inference phase fills both"
     before, target = sequences.values, sequences.returns
 

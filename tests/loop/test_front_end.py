@@ -16,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 
 from megarl.rollout.endpoint import GenerateBody, Progress, PromptBody, _record, _stream, sampling_params
-from megarl.rollout.frames import Completion, Decoder, Failure, Heartbeat, Record
+from megarl.rollout.frames import Completion, Decoder, Failure, Record, StreamHeartbeat
 
 TOKENS = 4096
 
@@ -76,7 +76,7 @@ def records_of(engine: Engine) -> list[Record]:
             chunks = [chunk async for chunk in _stream(engine, Progress(engine), body, parameters, parameters)]  # type: ignore[arg-type]
         return list(Decoder().feed(b"".join(chunks)))
 
-    return [record for record in asyncio.run(ask()) if not isinstance(record, Heartbeat)]
+    return [record for record in asyncio.run(ask()) if not isinstance(record, StreamHeartbeat)]
 
 
 @pytest.mark.parametrize(("outputs", "kind"), [(0, Failure), (1, Completion), (3, Completion)])
@@ -84,7 +84,7 @@ def test_every_sample_has_one_frame(outputs: int, kind: type[Record]) -> None:
     """Without one its caller would wait for as long as the engine serves others; with two another's would be lost."""
     records = records_of(Engine(outputs))
     assert [type(record) for record in records] == [kind, kind]
-    assert {record.index for record in records if not isinstance(record, Heartbeat)} == {0, 1}
+    assert {record.index for record in records if not isinstance(record, StreamHeartbeat)} == {0, 1}
     assert all(len(record.token_ids) == outputs for record in records if isinstance(record, Completion))
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from megarl import algorithms
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.job import StoreConfig
-from megarl.config.schema import AlgorithmConfig, Config, EvaluationConfig, RolloutConfig, TrainerConfig
+from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.loop.context import RunContext
 from megarl.loop.evaluation import Evaluation
 from megarl.loop.explorer import Explorer

@@ -17,15 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from megarl.config.schema import (
-    AlgorithmConfig,
-    KLConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RouterConfig,
-    TrainerConfig,
-)
+from megarl.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save as save_family
 from tests.parallel.grid import run_grid

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from megarl.algorithms import LossInput
-from megarl.config.schema import AlgorithmConfig, KLConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.config.algorithms import (
+    AlgorithmConfig,
+    KLConfig,
+    MirrorDescentConfig,
+    MixConfig,
+    OPMDConfig,
+    PreferenceConfig,
+)
+from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
@@ -30,11 +38,13 @@ SETTINGS = [
         name="gspo", importance="sequence_mean", clip_low=0.01, clip_high=0.02, aggregation="seq_mean_token_mean", kl=KL
     ),
     AlgorithmConfig(name="cispo", clip_high=0.05, correction="mask", correction_cap=1.1, kl=KL),
-    AlgorithmConfig(name="opmd", tau=0.5, correction="mask", correction_cap=1.1, kl=KL),
-    AlgorithmConfig(name="kimi_mirror_descent", tau=0.5, aggregation="seq_mean_token_sum", entropy_coef=0.01, kl=KL),
-    AlgorithmConfig(name="mix", mu=0.3, kl=KL),
-    AlgorithmConfig(name="dpo", beta=0.3, label_smoothing=0.1),
-    AlgorithmConfig(name="online_dpo", beta=0.3, preference="ipo"),
+    OPMDConfig(name="opmd", tau=0.5, correction="mask", correction_cap=1.1, kl=KL),
+    MirrorDescentConfig(
+        name="kimi_mirror_descent", tau=0.5, aggregation="seq_mean_token_sum", entropy_coef=0.01, kl=KL
+    ),
+    MixConfig(name="mix", mu=0.3, kl=KL),
+    PreferenceConfig(name="dpo", beta=0.3, label_smoothing=0.1),
+    PreferenceConfig(name="online_dpo", beta=0.3, preference="ipo"),
 ]
 EXPERT = torch.arange(10) % 4 == 3
 """Demonstrated rows of the batch, for MIX: unequally many on the ranks."""

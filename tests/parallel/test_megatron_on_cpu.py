@@ -37,7 +37,7 @@ def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> A
 def sft_steps(actor: Any, steps: range, lr: float = 1e-2) -> list[tuple[float, float]]:
     """(this rank's part of the loss, gradient norm) of some supervised steps on seeded rows."""
     from megarl import algorithms
-    from megarl.config.schema import AlgorithmConfig
+    from megarl.config.algorithms import AlgorithmConfig
     from megarl.training import objectives
 
     out = []

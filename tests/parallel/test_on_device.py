@@ -115,7 +115,7 @@ def losses(rank: int) -> dict[str, set[str]]:
 
     from megarl.algorithms import Loss
     from megarl.config import compose
-    from megarl.config.schema import AlgorithmConfig, KLConfig
+    from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
     from megarl.training import objectives
 
     prepare()
@@ -138,7 +138,7 @@ def losses(rank: int) -> dict[str, set[str]]:
         add(name, lambda s, name=name, settings=settings: objectives.policy(algorithms.get(name), settings, s), *step())  # type: ignore[misc]
     whole = AlgorithmConfig(entropy_coef=0.1, kl=KLConfig(coef=0.1), correction="truncate")
     add("all terms", lambda s: objectives.policy(algorithms.get("grpo"), whole, s), *step())
-    add("critic", lambda s: objectives.returns(AlgorithmConfig(), s), *step())
+    add("critic", lambda s: objectives.returns(PPOConfig(), s), *step())
     sequences, _ = step()
     last = Kept(sequences.cu_seqlens[1:] - 1, torch.arange(8), torch.arange(8), 8, sequences.mask)
     preference, settings = algorithms.get("reward_model"), AlgorithmConfig(name="reward_model")

@@ -53,7 +53,7 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     from megarl import algorithms
     from megarl.batching import MicroBatching
     from megarl.checkpoint import hf, state
-    from megarl.config.schema import AlgorithmConfig
+    from megarl.config.algorithms import AlgorithmConfig
     from megarl.errors import JobError
     from megarl.loop.state import TrainState
     from megarl.loop.updates import RollBack, UpdateFilter

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from megarl import _C, algorithms
 from megarl.algorithms import LossInput, group_stats, types
-from megarl.config.schema import AlgorithmConfig, KLConfig
+from megarl.config.algorithms import (
+    AlgorithmConfig,
+    KLConfig,
+    MirrorDescentConfig,
+    OPMDConfig,
+    PPOConfig,
+    ReinforcePPConfig,
+    ReMaxConfig,
+)
 from megarl.errors import ConfigError
 from megarl.ops import native
 from megarl.schema import GroupStats
@@ -167,21 +175,19 @@ VARIANTS: dict[str, list[AlgorithmConfig]] = {
         ),
     ],
     "kimi_mirror_descent": [
-        AlgorithmConfig(name="kimi_mirror_descent", kl=KLConfig(0.0)),
-        AlgorithmConfig(name="kimi_mirror_descent", tau=0.3, kl=KLConfig(0.1, "k2"), entropy_coef=0.05),
+        MirrorDescentConfig(name="kimi_mirror_descent", kl=KLConfig(0.0)),
+        MirrorDescentConfig(name="kimi_mirror_descent", tau=0.3, kl=KLConfig(0.1, "k2"), entropy_coef=0.05),
     ],
     "opmd": [
-        AlgorithmConfig(name="opmd", kl=KLConfig(0.0)),
-        AlgorithmConfig(
-            name="opmd", tau=0.3, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3
-        ),
+        OPMDConfig(name="opmd", kl=KLConfig(0.0)),
+        OPMDConfig(name="opmd", tau=0.3, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3),
     ],
     "ppo": [
-        AlgorithmConfig(name="ppo", kl=KLConfig(0.3, "k1", "reward"), entropy_coef=0.05),
-        AlgorithmConfig(name="ppo", kl=KLConfig(0.1), dual_clip=1.1, correction="truncate", correction_cap=1.2),
+        PPOConfig(name="ppo", kl=KLConfig(0.3, "k1", "reward"), entropy_coef=0.05),
+        PPOConfig(name="ppo", kl=KLConfig(0.1), dual_clip=1.1, correction="truncate", correction_cap=1.2),
     ],
-    "reinforce_pp": [AlgorithmConfig(name="reinforce_pp", kl=KLConfig(0.3, "k3", "reward"), correction="mask")],
-    "remax": [AlgorithmConfig(name="remax", kl=KLConfig(0.1, "k2"), correction="truncate", correction_cap=1.2)],
+    "reinforce_pp": [ReinforcePPConfig(name="reinforce_pp", kl=KLConfig(0.3, "k3", "reward"), correction="mask")],
+    "remax": [ReMaxConfig(name="remax", kl=KLConfig(0.1, "k2"), correction="truncate", correction_cap=1.2)],
     "reinforce_pp_baseline": [AlgorithmConfig(name="reinforce_pp_baseline", kl=KLConfig(0.1, "k2"), correction="mask")],
     "rloo": [AlgorithmConfig(name="rloo", kl=KLConfig(0.1), correction="truncate", correction_cap=1.2)],
     "sft": [AlgorithmConfig(name="sft")],

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megarl import algorithms
 from megarl.algorithms import StepInput, group_stats, kl, value
 from megarl.algorithms.token_rewards import whitened
-from megarl.config.schema import AlgorithmConfig, KLConfig
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, settings_of
 from megarl.errors import ConfigError
 from megarl.schema import GroupStats
 from tests.native import backends
@@ -90,7 +90,7 @@ def by_hand(name: str, step: StepInput, c: AlgorithmConfig) -> tuple[list[float]
 
 
 CASES = [
-    AlgorithmConfig(kl=KLConfig(0.3, estimator, place), gamma=gamma, lam=lam, whiten_advantages=whiten)
+    PPOConfig(kl=KLConfig(0.3, estimator, place), gamma=gamma, lam=lam, whiten_advantages=whiten)
     for estimator, place in (("k1", "reward"), ("k2", "reward"), ("k3", "reward"), ("k3", "loss"))
     for gamma, lam in ((1.0, 1.0), (0.9, 0.8), (1.0, 0.0))
     for whiten in (False, True)
@@ -123,7 +123,7 @@ def test_against_the_definition(name: str, config: AlgorithmConfig) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_masked_out_does_not_matter(name: str) -> None:
-    step, config = make_step(4), AlgorithmConfig(kl=KLConfig(0.3, "k1", "reward"), whiten_advantages=True)
+    step, config = make_step(4), PPOConfig(kl=KLConfig(0.3, "k1", "reward"), whiten_advantages=True)
     clean = algorithms.get(name).step_advantages(step, config)
     empty = step.tokens == 0
     assert empty.any()
@@ -144,7 +144,7 @@ def test_what_is_masked_out_does_not_matter(name: str) -> None:
 def test_a_step_without_a_token(name: str) -> None:
     step = make_step(5)
     step = dataclasses.replace(step, mask=torch.zeros_like(step.mask))
-    got = algorithms.get(name).step_advantages(step, AlgorithmConfig(kl=REWARD_KL, whiten_advantages=True))
+    got = algorithms.get(name).step_advantages(step, PPOConfig(kl=REWARD_KL, whiten_advantages=True))
     assert not got.advantages.any() and all(math.isfinite(v) for v in got.metrics.values())
 
 
@@ -168,7 +168,7 @@ def test_the_order_of_responses_does_not_matter(
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_is_close_to_float64(name: str) -> None:
     """As the trainer calls it: float32 in and out, by the installed kernels."""
-    config = AlgorithmConfig(kl=KLConfig(0.3, "k3", "reward"), gamma=0.99, lam=0.95, whiten_advantages=True)
+    config = PPOConfig(kl=KLConfig(0.3, "k3", "reward"), gamma=0.99, lam=0.95, whiten_advantages=True)
     step = make_step(10, lengths=(40, 200, 3, 500))
     fields = {f: getattr(step, f).float() for f in ("old_logp", "ref_logp", "values", "bootstrap")}
     rounded = dataclasses.replace(step, **{f: x.double() for f, x in fields.items()})
@@ -213,24 +213,23 @@ def one_response(
 
 
 def test_gae_golden() -> None:
-    config = AlgorithmConfig(gamma=1.0, lam=1.0)
+    config = PPOConfig(gamma=1.0, lam=1.0)
     got = algorithms.get("ppo").step_advantages(one_response(1.0, [0.5, 0.25]), config)
     # Finished: A_2 = 1 − 0.25, A_1 = (0.25 − 0.5) + A_2; with λ = γ = 1 every return is the reward.
     assert got.advantages.tolist() == [0.5, 0.75, 0.0] and got.returns.tolist() == [1.0, 1.0, 0.0]
     cut = algorithms.get("ppo").step_advantages(one_response(0.0, [0.5, 0.25], bootstrap=2.0), config)
     assert cut.advantages.tolist() == [1.5, 1.75, 0.0] and cut.returns.tolist() == [2.0, 2.0, 0.0]
     # λ = 0: one step of TD. γ = 0.5: δ_2 = 1 − 0.25, δ_1 = 0.125 − 0.5, A_1 = δ_1 + 0.5·0.5·δ_2.
-    td = algorithms.get("ppo").step_advantages(one_response(1.0, [0.5, 0.25]), AlgorithmConfig(lam=0.0))
+    td = algorithms.get("ppo").step_advantages(one_response(1.0, [0.5, 0.25]), PPOConfig(lam=0.0))
     assert td.advantages.tolist() == [-0.25, 0.75, 0.0]
-    both = algorithms.get("ppo").step_advantages(one_response(1.0, [0.5, 0.25]), AlgorithmConfig(gamma=0.5, lam=0.5))
+    both = algorithms.get("ppo").step_advantages(one_response(1.0, [0.5, 0.25]), PPOConfig(gamma=0.5, lam=0.5))
     assert both.advantages.tolist() == [-0.375 + 0.25 * 0.75, 0.75, 0.0]
 
 
 def test_whitening_leaves_the_returns_alone() -> None:
     step = make_step(6)
     plain, white = (
-        algorithms.get("ppo").step_advantages(step, AlgorithmConfig(whiten_advantages=w, kl=REWARD_KL))
-        for w in (False, True)
+        algorithms.get("ppo").step_advantages(step, PPOConfig(whiten_advantages=w, kl=REWARD_KL)) for w in (False, True)
     )
     assert torch.equal(plain.returns, white.returns)
     kept = white.advantages[step.mask]
@@ -238,7 +237,7 @@ def test_whitening_leaves_the_returns_alone() -> None:
 
 
 def test_remax_and_reinforce_pp_golden() -> None:
-    config = AlgorithmConfig()
+    config = PPOConfig()
     assert algorithms.get("remax").step_advantages(
         one_response(1.0, [0, 0], greedy=0.25), config
     ).advantages.tolist() == [0.75, 0.75, 0]
@@ -248,7 +247,7 @@ def test_remax_and_reinforce_pp_golden() -> None:
     # KL 1 on the first token, coefficient 0.5: returns 0.5 and 1.
     t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
     step = dataclasses.replace(one_response(1.0, [0, 0], ref_logp=t(-1, 0, math.nan)), kl_coef=0.5)
-    in_reward = AlgorithmConfig(kl=KLConfig(0.5, "k1", "reward"))
+    in_reward = PPOConfig(kl=KLConfig(0.5, "k1", "reward"))
     assert algorithms.get("remax").step_advantages(step, in_reward).advantages.tolist() == [0.5, 1.0, 0.0]
     half = math.sqrt(0.5)
     assert algorithms.get("reinforce_pp").step_advantages(step, in_reward).advantages.tolist() == pytest.approx(
@@ -259,7 +258,7 @@ def test_remax_and_reinforce_pp_golden() -> None:
 def test_rewards_are_shown_with_the_kl_that_was_taken_off_them() -> None:
     for name, place in (("reinforce_pp", "reward"), ("reinforce_pp", "loss")):
         step = make_step(3)
-        config = AlgorithmConfig(name=name, kl=KLConfig(0.3, "k1", place))
+        config = settings_of(name)(name=name, kl=KLConfig(0.3, "k1", place))
         shown = algorithms.get(name).step_advantages(step, config).metrics
         if place == "loss":
             assert not any(
@@ -285,13 +284,13 @@ def test_a_coefficient_of_zero_asks_for_no_reference() -> None:
         )
     assert algorithms.get("dpo").has_reference(AlgorithmConfig(kl=KLConfig(0.0)))
     step = dataclasses.replace(make_step(3, coef=0.0), ref_logp=None)
-    algorithms.get("ppo").step_advantages(step, AlgorithmConfig(name="ppo", kl=KLConfig(0.0, "k1", "reward")))
+    algorithms.get("ppo").step_advantages(step, PPOConfig(name="ppo", kl=KLConfig(0.0, "k1", "reward")))
 
 
 def test_demonstrations_have_no_part_in_what_is_shown_of_advantages() -> None:
     step = make_step(3)
     expert = torch.tensor([i == 2 for i in range(step.num_rows)])
-    config = AlgorithmConfig(name="mix")
+    config = MixConfig(name="mix")
     result = algorithms.get("mix").step_advantages(dataclasses.replace(step, expert=expert), config)
     kept = result.advantages[step.mask & ~expert[step.row]]
     assert result.metrics["critic/advantages/mean"] == pytest.approx(float(kept.double().mean()))
@@ -304,7 +303,7 @@ def test_equal_returns_have_no_advantage() -> None:
         assert torch.equal(whitened(x), torch.zeros_like(x))
     step = make_step(7)
     step = dataclasses.replace(step, rewards=torch.full_like(step.rewards, 0.7))
-    assert not algorithms.get("reinforce_pp").step_advantages(step, AlgorithmConfig()).advantages.any()
+    assert not algorithms.get("reinforce_pp").step_advantages(step, PPOConfig()).advantages.any()
 
 
 def test_advantages_of_whole_responses_are_spread_over_their_tokens() -> None:
@@ -334,9 +333,7 @@ def test_missing_inputs_are_named() -> None:
         ("reinforce_pp", "ref_logp", "kl.place=reward needs"),
     ):
         with pytest.raises(ConfigError, match=words):
-            algorithms.get(name).step_advantages(
-                dataclasses.replace(step, **{field: None}), AlgorithmConfig(kl=REWARD_KL)
-            )
+            algorithms.get(name).step_advantages(dataclasses.replace(step, **{field: None}), PPOConfig(kl=REWARD_KL))
     with pytest.raises(ConfigError, match="kl.place=reward: grpo has one advantage"):
         algorithms.get("grpo").step_advantages(step, AlgorithmConfig(kl=REWARD_KL))
 
@@ -353,7 +350,7 @@ def test_value_loss_and_gradient(clip: float | None) -> None:
     g = torch.Generator().manual_seed(1)
     v, old, r = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(40, generator=g) < 0.7
-    config = AlgorithmConfig(value_clip=clip)
+    config = PPOConfig(value_clip=clip)
     v.requires_grad_()
     got = value.loss(v, old, r, config, mask)
     got.total.backward()
@@ -377,10 +374,10 @@ def test_value_loss_golden() -> None:
     """V = 2, V_old = 0, R = 0, c = 0.5: ½·max(4, 0.25) = 2. V = 2, R = 2: the bound holds it back, ½·(0.5 − 2)² =
     1.125."""
     one = lambda x: torch.tensor([x], dtype=torch.float64)  # noqa: E731
-    config = AlgorithmConfig(value_clip=0.5)
+    config = PPOConfig(value_clip=0.5)
     assert float(value.loss(one(2.0), one(0.0), one(0.0), config).total) == 2.0
     assert float(value.loss(one(2.0), one(0.0), one(2.0), config).total) == 1.125
-    assert float(value.loss(one(2.0), one(0.0), one(2.0), AlgorithmConfig(value_clip=None)).total) == 0.0
+    assert float(value.loss(one(2.0), one(0.0), one(2.0), PPOConfig(value_clip=None)).total) == 0.0
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -390,7 +387,7 @@ def test_value_loss_of_any_split(seed: int, cuts: set[int]) -> None:
     v, old, r = (torch.randn(20, generator=g, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(20, generator=g) < 0.7
     v = torch.where(mask, v, math.nan).requires_grad_()
-    config = AlgorithmConfig()
+    config = PPOConfig()
 
     def gradient(bounds: list[int]) -> torch.Tensor:
         parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]

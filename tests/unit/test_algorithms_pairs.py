@@ -15,22 +15,31 @@ from hypothesis import strategies as st
 
 from megarl import algorithms
 from megarl.algorithms import LossInput, mix, reward_model
-from megarl.config.schema import AlgorithmConfig, KLConfig
+from megarl.config.algorithms import (
+    AlgorithmConfig,
+    AnyAlgorithmConfig,
+    KLConfig,
+    MixConfig,
+    OPMDConfig,
+    PPOConfig,
+    PreferenceConfig,
+    settings_of,
+)
 from megarl.errors import ConfigError
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, grpo_token, make_batch, oracle, sft_token
 
 ROWS = 8
 DPO = [
-    AlgorithmConfig(name="dpo", beta=0.1),
-    AlgorithmConfig(name="dpo", beta=0.7, label_smoothing=0.2),
-    AlgorithmConfig(name="dpo", beta=0.5, preference="ipo"),
-    AlgorithmConfig(name="online_dpo", beta=0.3),
+    PreferenceConfig(name="dpo", beta=0.1),
+    PreferenceConfig(name="dpo", beta=0.7, label_smoothing=0.2),
+    PreferenceConfig(name="dpo", beta=0.5, preference="ipo"),
+    PreferenceConfig(name="online_dpo", beta=0.3),
 ]
 IDS = ["dpo", "cdpo", "ipo", "online"]
 MIX = [
-    AlgorithmConfig(name="mix", mu=0.1, kl=KLConfig(0.1), entropy_coef=0.05),
-    AlgorithmConfig(name="mix", mu=0.6, kl=KLConfig(0.0), correction="truncate", correction_cap=1.2),
+    MixConfig(name="mix", mu=0.1, kl=KLConfig(0.1), entropy_coef=0.05),
+    MixConfig(name="mix", mu=0.6, kl=KLConfig(0.0), correction="truncate", correction_cap=1.2),
 ]
 
 
@@ -261,13 +270,13 @@ def value(config: AlgorithmConfig, chosen: float, rejected: float) -> float:
 
 
 def test_pairs_golden() -> None:
-    sigmoid = AlgorithmConfig(name="dpo", beta=0.5)
+    sigmoid = PreferenceConfig(name="dpo", beta=0.5)
     assert value(sigmoid, 1.0, 1.0) == pytest.approx(math.log(2))
     assert value(sigmoid, 2.0, 0.0) == pytest.approx(math.log(1 + math.exp(-1)))
     assert value(sigmoid, 0.0, 2000.0) == pytest.approx(1000.0)  # no overflow
     smooth = dataclasses.replace(sigmoid, label_smoothing=0.25)
     assert value(smooth, 2.0, 0.0) == pytest.approx(math.log(1 + math.exp(-1)) + 0.25)  # log σ(x) − log σ(−x) = x
-    ipo = AlgorithmConfig(name="dpo", beta=0.5, preference="ipo")
+    ipo = PreferenceConfig(name="dpo", beta=0.5, preference="ipo")
     assert value(ipo, 1.0, 0.0) == 0.0 and value(ipo, 0.0, 0.0) == 1.0 and value(ipo, 3.0, 0.0) == 4.0
     counted = torch.tensor([True])
     scores = torch.tensor([1.0, 0.0], dtype=torch.float64)
@@ -280,7 +289,7 @@ def test_ipo_adds_up_the_tokens() -> None:
     one = torch.ones(4, dtype=torch.float64)
     batch = LossInput(one, None, None, 0 * one, None, one > 0, torch.tensor([0, 0, 0, 1]), 2)
     assert (
-        float(algorithms.get("dpo").loss(batch, AlgorithmConfig(name="dpo", beta=0.5, preference="ipo")).total) == 1.0
+        float(algorithms.get("dpo").loss(batch, PreferenceConfig(name="dpo", beta=0.5, preference="ipo")).total) == 1.0
     )
 
 
@@ -300,7 +309,7 @@ def test_mix_golden() -> None:
         3,
         expert=torch.tensor([False, False, True]),
     )
-    config = AlgorithmConfig(name="mix", kl=KLConfig(0.0))
+    config = MixConfig(name="mix", kl=KLConfig(0.0))
     totals, counts = (
         mix.MIX.loss(batch, config).totals,
         mix.MIX.denominators(batch.mask, batch.row, 3, config, batch.expert),
@@ -332,9 +341,9 @@ def test_what_is_missing_is_named() -> None:
         ("mix", "expert", "which rows are expert rows"),
     ):
         with pytest.raises(ConfigError, match=words):
-            algorithms.get(name).loss(dataclasses.replace(batch, **{field: None}), AlgorithmConfig(name=name))
+            algorithms.get(name).loss(dataclasses.replace(batch, **{field: None}), settings_of(name)(name=name))
     with pytest.raises(ConfigError, match="label_smoothing=0.1 is of preference=sigmoid"):
-        algorithms.get("dpo").loss(batch, AlgorithmConfig(name="dpo", preference="ipo", label_smoothing=0.1))
+        algorithms.get("dpo").loss(batch, PreferenceConfig(name="dpo", preference="ipo", label_smoothing=0.1))
     with pytest.raises(AssertionError, match="even number of rows"):
         algorithms.get("dpo").count(batch.mask[:5], batch.row[:5], 1, DPO[0])
 
@@ -353,7 +362,7 @@ def token() -> LossInput:
 def test_every_algorithm_can_be_tried_out(name: str) -> None:
     with backends.on("cpu"):
         importance = "sequence_mean" if name == "gspo" else "token"
-        algorithms.try_out(algorithms.get(name), token(), AlgorithmConfig(name=name, importance=importance))
+        algorithms.try_out(algorithms.get(name), token(), settings_of(name)(name=name, importance=importance))
 
 
 @pytest.mark.parametrize(
@@ -366,22 +375,22 @@ def test_every_algorithm_can_be_tried_out(name: str) -> None:
         ),
         (AlgorithmConfig(kl=KLConfig(0.0, target=0.1)), ["algorithm.kl.target=0.1", "algorithm.kl.coef"]),
         (
-            AlgorithmConfig(name="ppo", dynamic_sampling=True, group_size=1),
+            PPOConfig(name="ppo", dynamic_sampling=True, group_size=1),
             ["algorithm.dynamic_sampling=true", "group_size to 2"],
         ),
         (
-            AlgorithmConfig(name="online_dpo", kl=KLConfig(0.1, target=0.1)),
+            PreferenceConfig(name="online_dpo", kl=KLConfig(0.1, target=0.1)),
             ["algorithm.kl.target=0.1", "online_dpo has no KL"],
         ),
         (AlgorithmConfig(name="sft", entropy_coef=0.1), ["algorithm.entropy_coef=0.1", "sft has no entropy"]),
-        (AlgorithmConfig(name="opmd", dual_clip=3.0), ["algorithm.dual_clip=3.0", "opmd clips nothing"]),
-        (AlgorithmConfig(whiten_advantages=True), ["algorithm.whiten_advantages=true", "reinforce_pp_baseline"]),
+        (OPMDConfig(name="opmd", dual_clip=3.0), ["algorithm.dual_clip=3.0", "opmd clips nothing"]),
+        (AnyAlgorithmConfig(whiten_advantages=True), ["algorithm.whiten_advantages=true", "reinforce_pp_baseline"]),
         (
-            AlgorithmConfig(name="dpo", dynamic_sampling=True),
+            PreferenceConfig(name="dpo", dynamic_sampling=True),
             ["algorithm.dynamic_sampling=true", "dpo learns from a file"],
         ),
-        (AlgorithmConfig(name="online_dpo", correction="mask"), ["algorithm.correction=mask", "online_dpo has none"]),
-        (AlgorithmConfig(name="dpo", preference="ipo", label_smoothing=0.1), ["algorithm.label_smoothing=0.1"]),
+        (PreferenceConfig(name="online_dpo", correction="mask"), ["algorithm.correction=mask", "online_dpo has none"]),
+        (PreferenceConfig(name="dpo", preference="ipo", label_smoothing=0.1), ["algorithm.label_smoothing=0.1"]),
     ],
 )
 def test_settings_that_contradict_each_other(config: AlgorithmConfig, words: list[str]) -> None:

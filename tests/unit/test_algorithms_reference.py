@@ -21,7 +21,14 @@ from hypothesis import strategies as st
 from megarl import algorithms
 from megarl.algorithms import LossInput, group_stats
 from megarl.config import compose, config_dir
-from megarl.config.schema import AlgorithmConfig, KLConfig
+from megarl.config.algorithms import (
+    AlgorithmConfig,
+    AnyAlgorithmConfig,
+    KLConfig,
+    MirrorDescentConfig,
+    OPMDConfig,
+    settings_of,
+)
 from megarl.errors import ConfigError
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, OF_THEIR_OWN, gradient, make_batch, one_token, take
@@ -88,6 +95,7 @@ def batch_of(advantages: list[float], seed: int) -> LossInput:
 
 
 def reference_advantages(name: str, c: AlgorithmConfig, tokens: np.ndarray) -> list[float]:
+    opmd = c.opmd if isinstance(c, OPMDConfig) else "mean"
     out: list[float] = []
     for group in GROUPS:
         r = np.array(group)
@@ -95,10 +103,10 @@ def reference_advantages(name: str, c: AlgorithmConfig, tokens: np.ndarray) -> l
         for i in range(len(r)):
             others = np.delete(r, i)
             if len(r) == 1:
-                a = r[i] if c.opmd == "mean" else 0.0
+                a = r[i] if opmd == "mean" else 0.0
             elif equal:
                 a = 0.0
-            elif name == "rloo" or c.opmd == "pairwise":
+            elif name == "rloo" or opmd == "pairwise":
                 a = r[i] - others.mean()
             elif name in ("grpo", "gspo", "cispo") and c.normalize_by_std:
                 a = (r[i] - r.mean()) / (r.std(ddof=1) + 1e-6)
@@ -227,7 +235,7 @@ def test_no_token_at_all(name: str) -> None:
 
 def advantages(name: str, *groups: list[float], tokens: list[int] | None = None, **changes: Any) -> list[float]:
     rewards = [(r, group_stats(group)) for group in groups for r in group]
-    config = AlgorithmConfig(**changes)
+    config = AnyAlgorithmConfig(**changes)
     return algorithms.get(name).advantages(rewards, tokens or [1] * len(rewards), config)
 
 
@@ -273,7 +281,7 @@ def test_whitening_knows_no_order(rows: list[tuple[float, int]], random: Any) ->
 
 
 def value(name: str, ratio: float, advantage: float, **changes: Any) -> float:
-    config = AlgorithmConfig(name=name, kl=KLConfig(0.0), **changes)
+    config = settings_of(name)(name=name, kl=KLConfig(0.0), **changes)
     return float(algorithms.get(name).loss(one_token(math.log(ratio), 0.0, 0.0, advantage), config).total)
 
 
@@ -306,7 +314,7 @@ def test_opmd_pairwise_is_the_gradient_of_trinitys_loss() -> None:
     rewards, tau = [1.0, 0.0, 0.0, 0.5, 2.0, 0.5], 0.7
     batch, config = (
         make_batch(3, rows=6, length=4),
-        AlgorithmConfig(name="opmd", opmd="pairwise", tau=tau, kl=KLConfig(0.0)),
+        OPMDConfig(name="opmd", opmd="pairwise", tau=tau, kl=KLConfig(0.0)),
     )
     stats = [group_stats(rewards[:3])] * 3 + [group_stats(rewards[3:])] * 3
     mine = algorithms.get("opmd").advantages(list(zip(rewards, stats, strict=True)), [1] * 6, config)
@@ -335,7 +343,7 @@ def test_correction_golden(how: str, weights: list[float], masked: int | None) -
     zero = torch.zeros(5, dtype=torch.float64)
     batch = LossInput(zero, zero, zero, zero, zero + 1, zero == 0, torch.tensor([0, 0, 1, 1, 1]), 2, -ratio.log())
     for name in ("grpo", "rloo", "opmd"):
-        config = AlgorithmConfig(name=name, correction=how, kl=KLConfig(0.0), tau=0.0)
+        config = AnyAlgorithmConfig(name=name, correction=how, kl=KLConfig(0.0), tau=0.0)
         _, by_logp, _ = gradient(name, batch, config)
         assert by_logp.tolist() == pytest.approx([-w / 5 for w in weights])
         metrics = algorithms.get(name).loss(batch, config).metrics
@@ -366,7 +374,7 @@ def test_correction_of_equal_policies_changes_nothing() -> None:
     [
         (AlgorithmConfig(name="gspo"), ["algorithm.importance=token", "algorithm=gspo"]),
         (AlgorithmConfig(name="cispo", dual_clip=3.0), ["algorithm.dual_clip=3.0"]),
-        (AlgorithmConfig(name="kimi_mirror_descent", correction="mask"), ["algorithm.correction=mask", "none"]),
+        (MirrorDescentConfig(name="kimi_mirror_descent", correction="mask"), ["algorithm.correction=mask", "none"]),
     ],
 )
 def test_settings_that_an_algorithm_cannot_use(config: AlgorithmConfig, words: list[str]) -> None:
@@ -403,7 +411,7 @@ def test_an_algorithm_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(DOCS.read_text().split("```python\n")[1].split("```")[0])
     mine = algorithms.get(str(file))
-    config = AlgorithmConfig(name=str(file), options={"margin": 0.25})
+    config = AnyAlgorithmConfig(name=str(file), options={"margin": 0.25})
     assert mine.advantages([(1.0, group_stats([1.0]))], [3], config) == [0.75]
     batch = make_batch(6)
     loss, by_logp, _ = gradient(str(file), batch, config)

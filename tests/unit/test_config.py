@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
+from megarl.algorithms import ALGORITHMS
 from megarl.config import compose, config_dir, from_dict, load_resolved, save_resolved, to_dict
-from megarl.config.bounds import BOUNDS, numbers
+from megarl.config.algorithms import SETTINGS, AnyAlgorithmConfig, PPOConfig
+from megarl.config.bounds import bound_of
 from megarl.config.schema import Config, FromScratchConfig, ModelConfig
+from megarl.config.validate import numbers
 from megarl.errors import ConfigError
 
 
@@ -43,20 +46,43 @@ def test_one_override_changes_the_grid(name: str) -> None:
 
 
 def test_every_number_has_bounds_and_every_default_is_within() -> None:
-    """A new number needs a row of the table."""
+    """A new number needs a bound in its type."""
 
-    def numbers_of(cls: Any, where: str = "") -> Iterator[str]:
+    def unbounded(cls: Any, where: str = "") -> Iterator[str]:
+        bounds = get_type_hints(cls, include_extras=True)
         for name, hint in get_type_hints(cls).items():
             parts = (hint, *get_args(hint))
             inner = next((part for part in parts if is_dataclass(part)), None)
             if inner is not None:
-                yield from numbers_of(inner, f"{where}{name}.")
-            elif get_origin(hint) is not dict and (int in parts or float in parts):
+                yield from unbounded(inner, f"{where}{name}.")
+            elif get_origin(hint) is not dict and (int in parts or float in parts) and bound_of(bounds[name]) is None:
                 yield where + name
 
-    assert set(numbers_of(Config)) == set(BOUNDS)
-    defaults = dict(numbers(Config(model=ModelConfig(from_scratch=FromScratchConfig()))))
-    assert not [name for name, value in defaults.items() if not BOUNDS[name].admits(value)]
+    assert list(unbounded(Config)) == []
+    defaults = list(numbers(Config(model=ModelConfig(from_scratch=FromScratchConfig()))))
+    assert len(defaults) > 100
+    assert not [n.name for n in defaults if n.bound is None or not n.bound.admits(n.value)]
+
+
+def test_algorithms_have_settings_of_their_own(tmp_path: Path) -> None:
+    """Those of other algorithms are refused, with the names of the algorithms that have them."""
+    config = compose(["algorithm=ppo", "algorithm.gamma=0.9"])
+    assert type(config.algorithm) is PPOConfig and config.algorithm.gamma == 0.9
+    save_resolved(config, tmp_path / "resolved.json")
+    assert load_resolved(tmp_path / "resolved.json") == config
+    for refused in (["algorithm.gamma=0.9"], ["algorithm=ppo", "algorithm.name=cispo"]):
+        with pytest.raises(ConfigError, match="algorithm.gamma=.* is a setting of ppo, reinforce_pp, remax"):
+            compose(refused)
+    with pytest.raises(ConfigError, match="algorithm.gamma=2 must be at least 0 and at most 1; the default is 1"):
+        compose(["algorithm=remax", "algorithm.gamma=2"])
+
+
+def test_an_algorithm_in_a_file_has_the_settings_of_all() -> None:
+    own = compose(["algorithm.name=mine.py", "algorithm.gamma=0.9", "algorithm.mu=0.3"]).algorithm
+    assert isinstance(own, AnyAlgorithmConfig) and (own.gamma, own.mu) == (0.9, 0.3)
+    everything = {f.name for f in fields(AnyAlgorithmConfig)}
+    assert all({f.name for f in fields(kind)} <= everything for kind in SETTINGS.values())
+    assert set(SETTINGS) <= set(ALGORITHMS)
 
 
 def test_a_group_is_given_once() -> None:
@@ -97,7 +123,7 @@ def test_round_trip(tmp_path: Path) -> None:
         ("algorithm.clip_low=-1", ["algorithm.clip_low=-1", "at least 0"]),
         ("algorithm.correction=tis", ["algorithm.correction='tis'", "none, truncate, mask"]),
         ("algorithm.correction_cap=0.5", ["algorithm.correction_cap=0.5", "at least 1", "default is 2"]),
-        ("algorithm.tau=-1", ["algorithm.tau=-1", "at least 0"]),
+        ("algorithm.tau=-1", ["algorithm.tau=-1", "kimi_mirror_descent, opmd", "not of grpo"]),
         ("algorithm.importance=sequence", ["algorithm.importance='sequence'", "sequence_mean"]),
         ("algorithm.options.margin=wide", ["algorithm.options.margin='wide'", "float"]),
         ("algorithm.entropy_coef=inf", ["algorithm.entropy_coef=inf", "finite"]),

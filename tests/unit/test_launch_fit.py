@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megarl.config import Config
+from megarl.config.algorithms import PreferenceConfig
 from megarl.config.schema import ParallelConfig
 from megarl.errors import ConfigError, JobError
 from megarl.launch.fit import Change, changes, fit, planned
@@ -192,7 +193,7 @@ def test_without_shrinking_a_node_gets_more() -> None:
 
 
 def test_an_offline_job_has_no_engines_to_lose() -> None:
-    config = replace(job(3, replicas=3), algorithm=replace(base().algorithm, name="dpo"))
+    config = replace(job(3, replicas=3), algorithm=PreferenceConfig(name="dpo"))
     assert changes(config, fit(config, nodes(3), nodes(2), grids).config) == [Change("parallel.dp", 3, 2)]
 
 

@@ -14,15 +14,8 @@ import torch
 from megarl import algorithms
 from megarl.batching import Sequences, micro_batches
 from megarl.batching.packing import MicroBatching
-from megarl.config.schema import (
-    AlgorithmConfig,
-    Config,
-    CriticConfig,
-    KLConfig,
-    ParallelConfig,
-    RolloutConfig,
-    TrainerConfig,
-)
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
+from megarl.config.schema import Config, CriticConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.loop.batch import StepBatch, filter_overlong, make_batch
 from megarl.loop.context import RunContext
 from megarl.loop.learner import Learner, kl_coef, step_input
@@ -58,7 +51,7 @@ def batch(reasons: tuple[str, ...] = ("stop", "length")) -> StepBatch:
 
 @pytest.mark.parametrize(("step", "moves"), [(0, False), (1, False), (2, True)])
 def test_the_coefficient_stays_while_the_critic_learns_alone(step: int, moves: bool) -> None:
-    config = AlgorithmConfig(name="ppo", kl=KLConfig(0.1, "k1", "reward", target=0.01, horizon=10))
+    config = PPOConfig(name="ppo", kl=KLConfig(0.1, "k1", "reward", target=0.01, horizon=10))
     learner, state = (
         learner_of(Config(algorithm=config, critic=CriticConfig(warmup_steps=2)), critic=object()),
         TrainState(step=step),
@@ -77,8 +70,8 @@ def test_without_a_target_the_coefficient_is_the_setting() -> None:
 
 def test_what_stands_behind_a_cut_answer() -> None:
     ppo = algorithms.get("ppo")
-    assert step_input(batch(), ppo, AlgorithmConfig(), 0.1).bootstrap is None
-    found = step_input(batch(), ppo, AlgorithmConfig(bootstrap_truncated=True), 0.1).bootstrap
+    assert step_input(batch(), ppo, PPOConfig(), 0.1).bootstrap is None
+    found = step_input(batch(), ppo, PPOConfig(bootstrap_truncated=True), 0.1).bootstrap
     assert found is not None and found.tolist() == [0.0, 8.0]
 
 
@@ -91,7 +84,7 @@ def test_answers_outside_any_pair_have_log_probs(needs: set[str]) -> None:
         micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
         answers=lambda sequences, updates: asked_for(sequences, updates),
     )
-    config = Config(algorithm=AlgorithmConfig(name="online_dpo"))
+    config = Config(algorithm=PreferenceConfig(name="online_dpo"))
     batch = make_batch(experiences, [], algorithms.get("online_dpo"), config.algorithm, 1)
     assert batch.updates == [[[1, 0]]]
     learner_of(config, actor=model, reference=model, needs=frozenset({"pairs", "group"} | needs)).infer(batch)
@@ -155,7 +148,7 @@ def filtered(
 @pytest.mark.parametrize("name", ["grpo", "reinforce_pp_baseline", "reinforce_pp"])
 def test_truncated_answers_are_in_no_update_and_the_others_keep_their_group(name: str) -> None:
     """Advantages of the rest are those of numpy: statistics of the whole group, whitening over what is trained on."""
-    config = AlgorithmConfig(name=name, overlong_filtering=True, kl=KLConfig(0.0))
+    config = settings_of(name)(name=name, overlong_filtering=True, kl=KLConfig(0.0))
     model, found, recorded = filtered(config, updates=2)
     assert found.updates == [[[0]], [[2]]]
     row, mask = found.sequences.row, found.sequences.mask
@@ -196,7 +189,7 @@ def test_a_step_of_truncated_answers_alone_has_no_update_but_for_demonstrations(
 
 
 def test_a_pair_with_a_truncated_answer_is_left_out() -> None:
-    config = AlgorithmConfig(name="online_dpo", overlong_filtering=True)
+    config = PreferenceConfig(name="online_dpo", overlong_filtering=True)
     assert filtered(config, reasons=["stop"] * 4)[1].updates == [[[1, 0]]]
     assert filtered(config, reasons=REASONS)[1].updates == []
 
@@ -224,7 +217,7 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, critic: bool) 
         end=lambda state: {},
         admits=lambda state, name, sums, norm, update: (numbers.append(update) or True, state),
     )
-    settings = AlgorithmConfig(name="ppo" if critic else "grpo")
+    settings = PPOConfig(name="ppo") if critic else AlgorithmConfig()
     config = Config(algorithm=settings, trainer=TrainerConfig(ppo_epochs=epochs))
     learner = learner_of(config, actor=model("actor"), critic=model("critic") if critic else None, updates=updates)
     step = batch()

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from megarl.config import Config, save_resolved
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.job import RunConfig, StoreConfig
-from megarl.config.schema import AlgorithmConfig, ModelConfig, ParallelConfig, TasksetConfig, TrainerConfig
+from megarl.config.schema import ModelConfig, ParallelConfig, TasksetConfig, TrainerConfig
 from megarl.errors import ConfigError
 from megarl.metrics import Timeline
 from megarl.report import svg

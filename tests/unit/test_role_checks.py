@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.schema import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ArchitectureError, CheckpointError, ConfigError
 from megarl.launch import checks
 from tests.unit.small_job import config_of, refused

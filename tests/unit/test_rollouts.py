@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from megarl import algorithms
+from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.rewards import RewardConfig
-from megarl.config.schema import AlgorithmConfig, Config, TrainerConfig
+from megarl.config.schema import Config, TrainerConfig
 from megarl.errors import DataError, JobError
 from megarl.loop import data, rollouts, waiting
 from megarl.loop.context import RunContext
