@@ -133,7 +133,7 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
     """A rollout whose answers have ``tokens`` tokens each."""
     import numpy as np
 
-    from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
+    from megarl.schema import Reward, Segment, Task, Trajectory, WeightsVersion
 
     version, random = WeightsVersion(1, 1), np.random.default_rng(0)
     tasks = [
@@ -145,7 +145,7 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
     for claim in store.claim_groups("benchmark", len(tasks)):
         prompt = random.integers(0, VOCAB, PROMPT).astype(np.int32)
         store.finish_group(claim, [
-            Experience(
+            Trajectory(
                 rollout_id, claim.task.task_id, claim.group_id, index, claim.group_size, prompt,
                 random.integers(0, VOCAB, tokens).astype(np.int32), np.ones(tokens, dtype=np.bool_),
                 -random.random(tokens, dtype=np.float32), Reward(float(index % 2), "ok" if index % 2 else "wrong"),

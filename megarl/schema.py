@@ -1,22 +1,24 @@
-"""The nouns that travel between the rooms: tasks, preferences, experiences, versions.
+"""The nouns that travel between the packages: tasks, preferences, trajectories and their samples, versions.
 
 Numpy only: the explorer and the store handle these without importing torch.
 
-Shape legend: P prompt tokens, R response tokens.
+Shape legend: T tokens of a turn, P prompt tokens, R response tokens of a sample.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 GREEDY = -1
-"""Index of the greedy answer beside a group's sampled ones: it is compared with, never trained on."""
+"""Index of the greedy trajectory beside a group's sampled ones: it is compared with, never trained on."""
 
 RewardStatus = Literal["ok", "wrong", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
+Author = Literal["system", "user", "environment", "tool", "model"]
 
 
 Message = dict[str, Any]
@@ -112,59 +114,137 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Tokens ``[start, end)`` of a response that one set of weights sampled. Segments tile the response, and their
-    versions never decrease: an engine goes on with newer weights, never with older ones."""
+class WeightsSpan:
+    """Tokens ``[start, end)`` of a turn that one set of weights sampled. The spans tile the turn, and their versions
+    never decrease: an engine goes on with newer weights, never with older ones."""
 
     start: int
     end: int
     version: WeightsVersion
-    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, eq=False)
-class Experience:
-    """One sampled response with its reward. Token ids are exactly those that the engine sampled."""
+class Turn:
+    """Tokens that one author wrote, exactly as the engine computed with them."""
+
+    author: Author
+    token_ids: np.ndarray
+    """int32 [T]. Of a model: as it sampled them, the end-of-sequence token included. Of others: with all that the chat
+    template puts around them, and each image's placeholder as many times as the image has vectors."""
+    follows: int = -1
+    """Index of the turn that it continues; -1 for a turn that nothing comes before. A turn that does not follow its
+    neighbour begins anew from an earlier one: a context that was rewritten, or a sub-agent's."""
+    logp: np.ndarray | None = None
+    """float32 [T] of a model's turn: log-prob of each token under the distribution that the engine sampled from
+    (temperature applied)."""
+    spans: tuple[WeightsSpan, ...] = ()
+    """Of a model's turn."""
+    finish_reason: FinishReason | None = None
+    """Of a model's turn."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class TrainingSample(NamedTuple):
+    """A sequence to train on; the tokens of the prompt are in no loss."""
+
+    prompt_ids: np.ndarray
+    """int32 [P], at least one."""
+    response_ids: np.ndarray
+    """int32 [R]"""
+    response_mask: np.ndarray
+    """bool [R]; True for tokens that the model wrote and that no earlier sample of the trajectory trains."""
+    engine_logp: np.ndarray
+    """float32 [R]; 0 where the mask is False."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One attempt at a task, with its reward."""
 
     rollout_id: str
     task_id: str
     group_id: str
     index: int
-    """Position within the group, 0 .. group_size-1; ``GREEDY`` for the greedy answer."""
+    """Position within the group, 0 .. group_size-1; ``GREEDY`` for the greedy one."""
     group_size: int
-    prompt_ids: np.ndarray
-    """int32 [P]; of a prompt with images as the engine computed it, each image's placeholder as many times as it has
-    vectors."""
-    response_ids: np.ndarray
-    """int32 [R], including the end-of-sequence token when the engine sampled it."""
-    response_mask: np.ndarray
-    """bool [R]; False leaves a token out of every loss."""
-    engine_logp: np.ndarray
-    """float32 [R]; log-prob of each sampled token under the distribution that the engine sampled from (temperature
-    applied)."""
+    turns: tuple[Turn, ...]
+    """In the order in which they were written; the first is the prompt, the last model's turn is the answer."""
     reward: Reward
-    segments: tuple[Segment, ...]
-    finish_reason: FinishReason
     group_stats: GroupStats | None = None
     """Set once the group is whole."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    greedy: Experience | None = None
-    """The greedy answer to the same prompt, where the rollout asked for one (ReMax's baseline)."""
+    greedy: Trajectory | None = None
+    """The greedy attempt at the same task, where the rollout asked for one (ReMax's baseline)."""
+
+    @property
+    def prompt(self) -> Turn:
+        """The first turn."""
+        return self.turns[0]
+
+    @property
+    def response(self) -> Turn:
+        """The last turn of the model."""
+        return next(turn for turn in reversed(self.turns) if turn.author == "model")
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Reason why the model's last turn ended."""
+        reason = self.response.finish_reason
+        assert reason is not None, "every turn of a model ended for a reason"
+        return reason
 
     @property
     def prompt_length(self) -> int:
-        """P."""
-        return len(self.prompt_ids)
+        """Tokens of the first turn."""
+        return len(self.prompt)
 
     @property
     def response_length(self) -> int:
-        """R."""
-        return len(self.response_ids)
+        """Tokens that the model wrote."""
+        return sum(len(turn) for turn in self.turns if turn.author == "model")
+
+    def samples(self) -> Iterator[TrainingSample]:
+        """Yield one sample for each line of turns, from a first turn to one that nothing follows.
+
+        Lines that share turns of the model train them once, in the first. Usually there is one line.
+        """
+        trained: set[int] = set()
+        for line in self._lines():
+            new = [i for i in line if self.turns[i].author == "model" and i not in trained]
+            if new:
+                before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
+                yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after])
+                trained.update(new)
+
+    def _lines(self) -> Iterator[list[int]]:
+        followed = {turn.follows for turn in self.turns}
+        for last in range(len(self.turns)):
+            if last not in followed:
+                line = [last]
+                while (before := self.turns[line[-1]].follows) >= 0:
+                    line.append(before)
+                yield line[::-1]
+
+
+def _sample(prompt: Sequence[Turn], response: Sequence[tuple[Turn, bool]]) -> TrainingSample:
+    logp = [turn.logp if new else None for turn, new in response]
+    return TrainingSample(
+        _joined([turn.token_ids for turn in prompt]),
+        _joined([turn.token_ids for turn, _ in response]),
+        _joined([np.full(len(turn), new) for turn, new in response]),
+        _joined([np.zeros(len(t), np.float32) if p is None else p for (t, _), p in zip(response, logp, strict=True)]),
+    )
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """An Experience without its arrays: what a step needs of it once the batch has its tokens."""
+class Outcome:
+    """A Trajectory without its tokens: what a step needs of it once the batch has them."""
 
     rollout_id: str
     group_id: str
@@ -174,20 +254,20 @@ class Sample:
     reward: Reward
     finish_reason: FinishReason
     group_stats: GroupStats | None
-    greedy: Sample | None
+    greedy: Outcome | None
 
     @classmethod
-    def of(cls, e: Experience) -> Sample:
-        """Take the facts of an experience, without its arrays."""
-        greedy = None if e.greedy is None else cls.of(e.greedy)
+    def of(cls, t: Trajectory) -> Outcome:
+        """Take the facts of a trajectory, without its tokens."""
+        greedy = None if t.greedy is None else cls.of(t.greedy)
         return cls(
-            e.rollout_id,
-            e.group_id,
-            e.index,
-            e.prompt_length,
-            e.response_length,
-            e.reward,
-            e.finish_reason,
-            e.group_stats,
+            t.rollout_id,
+            t.group_id,
+            t.index,
+            t.prompt_length,
+            t.response_length,
+            t.reward,
+            t.finish_reason,
+            t.group_stats,
             greedy,
         )

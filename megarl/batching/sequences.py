@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from megarl.schema import Experience, Sample
+from megarl.schema import TrainingSample
 
 IGNORED = -100
 
@@ -99,12 +99,13 @@ def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequenc
     return _join([(prompt, response, True) for prompt, response in pairs])
 
 
-def of_experiences(experiences: Sequence[Experience]) -> Sequences:
-    """Experiences with the log-probs of the engine that sampled them; the rest is for the trainer to fill in."""
-    result = _join([(e.prompt_ids, e.response_ids, e.response_mask) for e in experiences])
+def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
+    """Samples with the log-probs of the engine that sampled them; the rest is for the trainer to fill in."""
+    result = _join([(s.prompt_ids, s.response_ids, s.response_mask) for s in samples])
     result.engine_logp = torch.zeros(len(result.tokens))
-    for place, e in zip(response_values(result.engine_logp, experiences), experiences, strict=True):
-        place[:] = e.engine_logp
+    for sample, end in zip(samples, result.cu_seqlens[1:].tolist(), strict=True):
+        last = end - 1  # nothing is predicted there
+        result.engine_logp[last - len(sample.response_ids) : last] = torch.from_numpy(sample.engine_logp)
     return result
 
 
@@ -122,14 +123,3 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
         **{name: together(name) for name in ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values")},
         expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
     )
-
-
-def response_values(values: torch.Tensor, samples: Sequence[Experience | Sample]) -> list[np.ndarray]:
-    """Per-position values [T] of ``of_experiences`` as one array [R] per response; on the host they are parts of
-    ``values``."""
-    array, parts, start = values.cpu().numpy(), [], 0
-    for sample in samples:
-        first = start + sample.prompt_length - 1
-        parts.append(array[first : first + sample.response_length])
-        start += sample.prompt_length + sample.response_length
-    return parts

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megarl.schema import Experience
+from megarl.schema import Trajectory
 
 
-def right_answers(answers: Sequence[Experience], tasks: Sequence[str]) -> np.ndarray:
+def right_answers(answers: Sequence[Trajectory], tasks: Sequence[str]) -> np.ndarray:
     """int64 [N]: right answers to each task; one without a verdict counts as wrong."""
     number = {task: i for i, task in enumerate(tasks)}
     right = [number[e.task_id] for e in answers if e.reward.status == "ok"]

@@ -9,8 +9,6 @@ In this order, each stage once:
 4. ``shuffle_rewards``: a control experiment;
 5. ``add_model_scores``: the reward model;
 6. ``with_group_stats``.
-
-Shape legend: P prompt tokens, R response tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +17,19 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from megarl.algorithms import group_stats
 from megarl.algorithms.dapo import is_zero_variance, overlong_penalty
 from megarl.config.rewards import LengthConfig, RewardConfig
+from megarl.experience.checks import check_trajectory
 from megarl.rewards.shape import k15_length_rewards
 from megarl.rewards.verdict import NO_VERDICT
-from megarl.schema import Experience, WeightsVersion
+from megarl.schema import Outcome, Trajectory
 
+T = TypeVar("T", Trajectory, Outcome)
 MESSAGES = 5
 LARGEST_SCORE = 1e30
 """Bound of a verdict's score: advantages are float32, whose largest number is 3.4e38."""
@@ -64,13 +64,13 @@ class Report:
 
 
 class Verified(NamedTuple):
-    experiences: list[Experience]
+    trajectories: list[Trajectory]
     """Whole groups, in the order given."""
     report: Report
 
 
 def verify(
-    experiences: Sequence[Experience],
+    trajectories: Sequence[Trajectory],
     config: RewardConfig,
     *,
     vocab_size: int,
@@ -80,7 +80,7 @@ def verify(
 ) -> Verified:
     """Check every group, settle missing verdicts by ``reward.on_error``, and shape the scores.
 
-    A group with an invalid experience, a missing member or (``drop``) a missing verdict is left out and counted. A
+    A group with an invalid trajectory, a missing member or (``drop``) a missing verdict is left out and counted. A
     greedy answer is checked, settled and shaped like a member.
 
     Args:
@@ -90,8 +90,8 @@ def verify(
     """
     dropped: Counter[str] = Counter()
     faults: dict[str, list[str]] = {}
-    kept: list[Experience] = []
-    groups = by_group(experiences)
+    kept: list[Trajectory] = []
+    groups = by_group(trajectories)
     for group in groups:
         fault = _group_fault(group, config, vocab_size, greedy)
         if fault is None:
@@ -100,81 +100,81 @@ def verify(
         else:
             dropped[fault.reason] += 1
             faults.setdefault(fault.message, []).append(fault.where)
-    statuses: Counter[str] = Counter(experience.reward.status for experience in experiences)
+    statuses: Counter[str] = Counter(trajectory.reward.status for trajectory in trajectories)
     messages = tuple(_counted(message, where) for message, where in list(faults.items())[:MESSAGES])
     return Verified(kept, Report(len(groups), dict(dropped), dict(statuses), messages))
 
 
-def by_group(experiences: Sequence[Experience]) -> list[list[Experience]]:
-    """Experiences by group id, groups in the order of their first member."""
-    groups: dict[str, list[Experience]] = {}
-    for experience in experiences:
-        groups.setdefault(experience.group_id, []).append(experience)
+def by_group(trajectories: Sequence[T]) -> list[list[T]]:
+    """Trajectories, or their outcomes, by group id; groups in the order of their first member."""
+    groups: dict[str, list[T]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
     return list(groups.values())
 
 
-def shaped(experience: Experience, config: RewardConfig, max_response_tokens: int | None) -> Experience:
+def shaped(trajectory: Trajectory, config: RewardConfig, max_response_tokens: int | None) -> Trajectory:
     """Add DAPO's penalty for its length to the score, and under ``overlong`` in its parts; the status stays what it is.
 
     What has no verdict keeps the 0 of ``on_error=zero``.
     """
     if config.overlong_buffer is None:
-        return experience
+        return trajectory
     assert max_response_tokens is not None, "reward.overlong_buffer counts back from rollout.max_response_tokens"
-    length = len(experience.response_ids)
+    length = trajectory.response_length
     penalty = overlong_penalty(length, max_response_tokens, config.overlong_buffer, config.overlong_penalty)
-    greedy = None if experience.greedy is None else shaped(experience.greedy, config, max_response_tokens)
-    return dataclasses.replace(_with_part(experience, "overlong", penalty, 1.0), greedy=greedy)
+    greedy = None if trajectory.greedy is None else shaped(trajectory.greedy, config, max_response_tokens)
+    return dataclasses.replace(_with_part(trajectory, "overlong", penalty, 1.0), greedy=greedy)
 
 
-def length_rewarded(group: Sequence[Experience], config: LengthConfig, step: int) -> list[Experience]:
+def length_rewarded(group: Sequence[Trajectory], config: LengthConfig, step: int) -> list[Trajectory]:
     """Add k1.5's reward for being short among the members of one whole group, under ``length`` in their parts; from
     ``warmup_steps`` on. A greedy answer is left as it is: it is no member. So is what has no verdict, and it is
     compared with nobody."""
     if not config.weight or step < config.warmup_steps:
         return list(group)
     judged = [e for e in group if e.reward.status not in NO_VERDICT]
-    rewards = iter(k15_length_rewards([len(e.response_ids) for e in judged], [e.reward.status == "ok" for e in judged]))
+    rewards = iter(k15_length_rewards([e.response_length for e in judged], [e.reward.status == "ok" for e in judged]))
     return [
         e if e.reward.status in NO_VERDICT else _with_part(e, "length", next(rewards), config.weight) for e in group
     ]
 
 
-def _with_part(experience: Experience, name: str, value: float, weight: float) -> Experience:
-    reward = experience.reward
+def _with_part(trajectory: Trajectory, name: str, value: float, weight: float) -> Trajectory:
+    reward = trajectory.reward
     if reward.status in NO_VERDICT:
-        return experience
+        return trajectory
     reward = dataclasses.replace(reward, score=reward.score + weight * value, parts={**reward.parts, name: value})
-    return dataclasses.replace(experience, reward=reward)
+    return dataclasses.replace(trajectory, reward=reward)
 
 
-def split_by_accuracy(groups: Sequence[list[Experience]]) -> tuple[list[list[Experience]], dict[str, int]]:
+def split_by_accuracy(groups: Sequence[list[Trajectory]]) -> tuple[list[list[Trajectory]], dict[str, int]]:
     """Dynamic sampling: the groups with right and wrong answers, and how many are ``all_right`` or ``all_wrong``.
 
     Decided by the verdicts' statuses: scores vary by shaping too.
     """
-    kept: list[list[Experience]] = []
+    kept: list[list[Trajectory]] = []
     counts = {"all_right": 0, "all_wrong": 0}
     for group in groups:
-        if is_zero_variance([experience.reward.status for experience in group]):
+        if is_zero_variance([trajectory.reward.status for trajectory in group]):
             counts["all_right" if group[0].reward.status == "ok" else "all_wrong"] += 1
         else:
             kept.append(group)
     return kept, counts
 
 
-def shuffle_rewards(experiences: Sequence[Experience], seed: int) -> list[Experience]:
+def shuffle_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
     """A control experiment: all rewards of a rollout permuted, so that they are independent of the responses.
 
     Groups come back in the order of their first member.
     """
-    order = np.random.default_rng(seed).permutation(len(experiences))
-    pairs = zip(experiences, order, strict=True)
-    shuffled = [dataclasses.replace(experience, reward=experiences[i].reward) for experience, i in pairs]
-    return [experience for group in by_group(shuffled) for experience in group]
+    order = np.random.default_rng(seed).permutation(len(trajectories))
+    pairs = zip(trajectories, order, strict=True)
+    shuffled = [dataclasses.replace(trajectory, reward=trajectories[i].reward) for trajectory, i in pairs]
+    return [trajectory for group in by_group(shuffled) for trajectory in group]
 
 
-def add_model_scores(experiences: Sequence[Experience], scores: Sequence[float], coef: float) -> list[Experience]:
+def add_model_scores(trajectories: Sequence[Trajectory], scores: Sequence[float], coef: float) -> list[Trajectory]:
     """Add ``coef`` times a reward model's score of the whole answer to each reward, and the score under ``model`` to
     its parts."""
     return [
@@ -184,45 +184,19 @@ def add_model_scores(experiences: Sequence[Experience], scores: Sequence[float],
                 e.reward, score=e.reward.score + coef * score, parts={**e.reward.parts, "model": score}
             ),
         )
-        for e, score in zip(experiences, scores, strict=True)
+        for e, score in zip(trajectories, scores, strict=True)
     ]
 
 
-def with_group_stats(experiences: Sequence[Experience]) -> list[Experience]:
-    """Attach to each experience the statistics of its group's scores. Groups come back in the order of their first
+def with_group_stats(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Attach to each trajectory the statistics of its group's scores. Groups come back in the order of their first
     member."""
     return [
-        dataclasses.replace(experience, group_stats=stats)
-        for group in by_group(experiences)
-        for stats in [group_stats([experience.reward.score for experience in group])]
-        for experience in group
+        dataclasses.replace(trajectory, group_stats=stats)
+        for group in by_group(trajectories)
+        for stats in [group_stats([trajectory.reward.score for trajectory in group])]
+        for trajectory in group
     ]
-
-
-def check_experience(experience: Experience, vocab_size: int) -> str | None:
-    """Reason why an experience cannot be trained on, or None. Lengths [R] agree, values are finite, ids within the
-    vocabulary, and the segments tile the response with versions that never decrease."""
-    response, mask, logp = experience.response_ids, experience.response_mask, experience.engine_logp
-    if not len(response) == len(mask) == len(logp):
-        return f"response_ids, response_mask and engine_logp have lengths {len(response)}, {len(mask)}, {len(logp)}"
-    if len(experience.prompt_ids) == 0 or len(response) == 0:
-        return f"prompt has {len(experience.prompt_ids)} tokens and response {len(response)}; neither may be empty"
-    for name, ids in (("prompt_ids", experience.prompt_ids), ("response_ids", response)):
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            return f"{name} has ids {ids.min()}..{ids.max()}, the vocabulary has {vocab_size}"
-    if not np.isfinite(logp).all() or logp.max() > 1e-3:
-        token = int(np.argmax(~np.isfinite(logp) | (logp > 1e-3)))
-        return f"engine_logp {logp[token]} at token {token} is not a log-probability"
-    end = 0
-    version: WeightsVersion | None = None
-    for segment in experience.segments:
-        where = f"segment {segment.start}..{segment.end}"
-        if segment.start != end or segment.end <= segment.start:
-            return f"{where} does not follow on token {end}"
-        if version is not None and segment.version < version:
-            return f"{where} has weights {segment.version}, older than {version} of the segment before it"
-        end, version = segment.end, segment.version
-    return None if end == len(response) else f"segments cover {end} of {len(response)} response tokens"
 
 
 class _Fault(NamedTuple):
@@ -235,50 +209,50 @@ def _counted(message: str, where: Sequence[str]) -> str:
     return f"{where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {message}"
 
 
-def _group_fault(group: Sequence[Experience], config: RewardConfig, vocab_size: int, greedy: bool) -> _Fault | None:
+def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: int, greedy: bool) -> _Fault | None:
     first = group[0]
-    indices = sorted(experience.index for experience in group)
-    if indices != list(range(first.group_size)) or any(not _same_group(first, experience) for experience in group):
+    indices = sorted(trajectory.index for trajectory in group)
+    if indices != list(range(first.group_size)) or any(not _same_group(first, trajectory) for trajectory in group):
         return _Fault(
             "incomplete", f"group {first.group_id}", f"its size is {first.group_size}, its members are {indices}"
         )
     baseline = first.greedy
-    if greedy and any(experience.greedy is None for experience in group):
+    if greedy and any(trajectory.greedy is None for trajectory in group):
         return _Fault("incomplete", f"group {first.group_id}", "its greedy answer is missing")
-    answers = [(str(experience.index), experience) for experience in group]
+    answers = [(str(trajectory.index), trajectory) for trajectory in group]
     answers += [("greedy", baseline)] if baseline is not None else []
-    for name, experience in answers:
-        reason = check_experience(experience, vocab_size) or _check_score(experience)
+    for name, trajectory in answers:
+        reason = check_trajectory(trajectory, vocab_size) or _check_score(trajectory)
         if reason is not None:
             return _Fault("invalid", f"group {first.group_id}[{name}]", reason)
-    for name, experience in answers:
-        status = experience.reward.status
+    for name, trajectory in answers:
+        status = trajectory.reward.status
         if status in NO_VERDICT and config.on_error == "drop":
-            return _Fault(f"reward_{status}", f"group {first.group_id}[{name}]", _why(experience.metadata))
+            return _Fault(f"reward_{status}", f"group {first.group_id}[{name}]", _why(trajectory.metadata))
     return None
 
 
-def _same_group(first: Experience, other: Experience) -> bool:
+def _same_group(first: Trajectory, other: Trajectory) -> bool:
     return (
         other.group_size == first.group_size
         and other.task_id == first.task_id
-        and np.array_equal(other.prompt_ids, first.prompt_ids)
+        and np.array_equal(other.prompt.token_ids, first.prompt.token_ids)
     )
 
 
-def _settled(experience: Experience) -> Experience:
+def _settled(trajectory: Trajectory) -> Trajectory:
     """Under ``on_error=zero``: the score becomes 0, the status keeps saying why."""
-    if experience.greedy is not None:
-        experience = dataclasses.replace(experience, greedy=_settled(experience.greedy))
-    if experience.reward.status not in NO_VERDICT:
-        return experience
-    return dataclasses.replace(experience, reward=dataclasses.replace(experience.reward, score=0.0))
+    if trajectory.greedy is not None:
+        trajectory = dataclasses.replace(trajectory, greedy=_settled(trajectory.greedy))
+    if trajectory.reward.status not in NO_VERDICT:
+        return trajectory
+    return dataclasses.replace(trajectory, reward=dataclasses.replace(trajectory.reward, score=0.0))
 
 
-def _check_score(experience: Experience) -> str | None:
+def _check_score(trajectory: Trajectory) -> str | None:
     """A verdict whose score is not finite, or overflows in the advantages, would spoil those of its whole group."""
-    score = experience.reward.score
-    if experience.reward.status in NO_VERDICT or abs(score) <= LARGEST_SCORE:
+    score = trajectory.reward.score
+    if trajectory.reward.status in NO_VERDICT or abs(score) <= LARGEST_SCORE:
         return None
     return f"its reward is {score}" + (f", beyond ±{LARGEST_SCORE:g}" if math.isfinite(score) else "")
 

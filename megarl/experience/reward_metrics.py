@@ -7,26 +7,26 @@ from collections.abc import Sequence
 
 from megarl.metrics import spread
 from megarl.rewards.verdict import NO_VERDICT
-from megarl.schema import Experience
+from megarl.schema import Trajectory
 
 
-def part_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+def part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """``reward/parts/<part>``: the mean of each part over the answers that have it, unweighted."""
     parts: dict[str, list[float]] = defaultdict(list)
-    for experience in experiences:
-        for name, value in experience.reward.parts.items():
+    for trajectory in trajectories:
+        for name, value in trajectory.reward.parts.items():
             parts[name].append(value)
     return {f"reward/parts/{name}": sum(values) / len(values) for name, values in sorted(parts.items())}
 
 
-def verifier_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+def verifier_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of each verifier over all answers that it was asked for, dropped ones too: ``reward/<verifier>/`` +
     ``answers``, ``error``, ``timeout``, ``retries``, ``kills`` (numbers), ``seconds/…`` in the verifier and
     ``waited_s/…`` for a free worker (mean, max, min)."""
     metrics: dict[str, float] = {}
-    answers: dict[str, list[Experience]] = defaultdict(list)
-    for experience in experiences:
-        for answer in (experience, experience.greedy):
+    answers: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        for answer in (trajectory, trajectory.greedy):
             if answer is not None and "reward" in answer.metadata:
                 answers[answer.metadata["reward"]["verifier"] or "none"].append(answer)
     for verifier, found in sorted(answers.items()):

@@ -10,21 +10,24 @@ import torch
 
 from megarl.algorithms import Algorithm
 from megarl.algorithms.parts import doubles, repeated
-from megarl.batching import Sequences, joined, of_demonstrations, of_experiences
+from megarl.batching import Sequences, joined, of_demonstrations, of_samples
 from megarl.config.algorithms import AlgorithmConfig
+from megarl.errors import NonRetryableError
 from megarl.experience import by_group
 from megarl.loop.data import Demonstration
-from megarl.schema import Experience, Sample
+from megarl.schema import Outcome, Trajectory
 
 
 @dataclass
 class StepBatch:
     """The same on every rank; each model takes its share by its own grid."""
 
-    experiences: list[Sample]
-    """Without their arrays, which ``sequences`` holds."""
+    outcomes: list[Outcome]
+    """Trajectories of the step, without their tokens."""
+    rows: list[Outcome]
+    """Of each sampled sequence, the trajectory that it is of."""
     sequences: Sequences
-    """Sequences of the experiences, then of demonstrations."""
+    """Samples of the trajectories, which ``rows`` tell of, then demonstrations."""
     updates: list[list[list[int]]]
     """Units that each optimizer update trains on: numbers of sequences that go through the model together."""
 
@@ -37,47 +40,59 @@ class StepBatch:
 
 
 def make_batch(
-    experiences: list[Experience],
+    trajectories: list[Trajectory],
     demonstrations: Sequence[Demonstration],
     algorithm: Algorithm,
     settings: AlgorithmConfig,
     updates_per_step: int,
 ) -> StepBatch:
-    """Sequences of a step, dealt to its updates; demonstrations in equal shares."""
-    sequences = of_experiences(experiences)
-    filtered = set(overlong(experiences, settings))
-    units = [unit for unit in _units(experiences, algorithm, settings) if not filtered.intersection(unit)]
+    """Sequences of a step, dealt to its updates; demonstrations in equal shares.
+
+    Raises NonRetryableError where an algorithm pairs trajectories of several samples.
+    """
+    outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
+    samples = [(n, sample) for n, trajectory in enumerate(trajectories) for sample in trajectory.samples()]
+    sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n, _ in samples]
+    filtered = set(overlong(rows, settings))
+    units = [unit for unit in _units(outcomes, rows, algorithm, settings) if not filtered.intersection(unit)]
     updates = updates_of(units, updates_per_step)
     if demonstrations:
         first, updates = len(sequences), updates or [[]]
         sequences = joined(sequences, of_demonstrations(demonstrations))
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
-    return StepBatch([Sample.of(e) for e in experiences], sequences, updates)
+    return StepBatch(outcomes, rows, sequences, updates)
 
 
-def overlong(experiences: Sequence[Experience | Sample], settings: AlgorithmConfig) -> list[int]:
-    """Numbers of the answers that ``algorithm.overlong_filtering`` leaves out of the loss."""
+def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
+    """Numbers of the sequences that ``algorithm.overlong_filtering`` leaves out of the loss."""
     if not settings.overlong_filtering:
         return []
-    return [i for i, experience in enumerate(experiences) if experience.finish_reason == "length"]
+    return [i for i, outcome in enumerate(rows) if outcome.finish_reason == "length"]
 
 
 def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
     """Take truncated answers out of the loss mask, after inference: ``mismatch`` compares log-probs of every answer."""
-    if numbers := overlong(batch.experiences, settings):
+    if numbers := overlong(batch.rows, settings):
         sequences = batch.sequences
         kept = torch.ones(len(sequences), dtype=torch.bool)
         kept[numbers] = False
         sequences.mask = sequences.mask & repeated(kept, sequences.lengths)
 
 
-def _units(experiences: list[Experience], algorithm: Algorithm, settings: AlgorithmConfig) -> list[list[int]]:
+def _units(
+    outcomes: list[Outcome], rows: list[Outcome], algorithm: Algorithm, settings: AlgorithmConfig
+) -> list[list[int]]:
     choose = algorithm.choose_pairs
     if choose is None:
-        return [[i] for i in range(len(experiences))]
+        return [[i] for i in range(len(rows))]
+    if len(rows) != len(outcomes):
+        raise NonRetryableError(
+            f"algorithm.name={algorithm.name} pairs whole trajectories, but {len(outcomes)} of them give {len(rows)} "
+            "samples; take an algorithm without pairs, or a workflow that rewrites no context"
+        )
     units, start = [], 0
-    for group in by_group(experiences):
+    for group in by_group(outcomes):
         pairs = choose([e.reward.score for e in group], settings)
         units += [[start + chosen, start + rejected] for chosen, rejected in pairs]
         start += len(group)

@@ -45,7 +45,7 @@ class Evaluation:
         config, tasks = self._context.config.evaluation, self._tasks
         n, right, errors = config.samples, np.zeros(len(tasks), dtype=np.int64), 0
         for span in self._store.spans(rollout_id):  # never all answers at once
-            answers = self._store.experiences(rollout_id, span)
+            answers = self._store.trajectories(rollout_id, span)
             right += right_answers(answers, tasks)
             errors += sum(e.reward.status in ("error", "timeout") for e in answers)
         accuracy = int(right.sum()) / (len(tasks) * n)

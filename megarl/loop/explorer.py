@@ -36,7 +36,7 @@ from megarl.rewards.shape import opens_thinking
 from megarl.rewards.tally import EVENT
 from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.frames import Completion
-from megarl.schema import GREEDY, Experience, Segment, Task, WeightsVersion
+from megarl.schema import GREEDY, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.store import Claim, Store
 from megarl.tasksets import ChatTokenizer, chat_messages
 
@@ -116,7 +116,7 @@ class _Group:
     seed: int | None
     clock: RolloutClock
     sampled: set[int] = field(default_factory=set)
-    scored: dict[int, Experience] = field(default_factory=dict)
+    scored: dict[int, Trajectory] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[int]:
@@ -304,7 +304,7 @@ class Explorer:
             group.clock.change("reward", -1)
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
-        group.scored[index] = experience(group.claim, index, group.prompt_ids, completion, verdict)
+        group.scored[index] = trajectory(group.claim, index, group.prompt_ids, completion, verdict)
         if len(group.scored) == len(group.claim.indices):
             await self._finish(group)
 
@@ -313,8 +313,8 @@ class Explorer:
         counts["groups"] += 1
         counts["samples"] += group.claim.group_size
         counts["greedy"] += len(members) - group.claim.group_size
-        counts["prompt_tokens"] += sum(len(member.prompt_ids) for member in members)
-        counts["response_tokens"] += sum(len(member.response_ids) for member in members)
+        counts["prompt_tokens"] += sum(member.prompt_length for member in members)
+        counts["response_tokens"] += sum(member.response_length for member in members)
         if not await self._call(self._store.finish_group, group.claim, members, group.clock.metrics()):
             log.warning(
                 "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
@@ -326,40 +326,36 @@ class Explorer:
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
 
 
-def experience(
+def trajectory(
     claim: Claim, index: int, prompt_ids: np.ndarray, completion: Completion, verdict: Verdict
-) -> Experience:
-    """The record of one sample: tokens and log-probs exactly as the engine gave them."""
-    return Experience(
+) -> Trajectory:
+    """A trajectory of one response: tokens and log-probs exactly as the engine gave them."""
+    prompt = prompt_ids if completion.prompt_ids is None else completion.prompt_ids
+    return Trajectory(
         rollout_id=claim.rollout_id,
         task_id=claim.task.task_id,
         group_id=claim.group_id,
         index=index,
         group_size=claim.group_size,
-        prompt_ids=prompt_ids if completion.prompt_ids is None else completion.prompt_ids,
-        response_ids=completion.token_ids,
-        response_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
-        engine_logp=completion.logprobs,
+        turns=(Turn("user", prompt), model_turn(completion, claim.version, follows=0)),
         reward=verdict.reward,
-        segments=_segments(completion, claim.version),
-        finish_reason=completion.finish_reason,
         metadata={"reward": verdict.record} | ({} if verdict.message is None else {"reward_message": verdict.message}),
     )
 
 
-def _segments(completion: Completion, asked: WeightsVersion) -> tuple[Segment, ...]:
-    """Segments, one for each set of weights; an engine that names none ran with those that the rollout was asked
-    for."""
+def model_turn(completion: Completion, asked: WeightsVersion, follows: int) -> Turn:
+    """A completion as a turn; an engine that names no weights ran with those that the rollout was asked for."""
     spans = completion.versions or [("default", 0, len(completion.token_ids))]
-    last = len(spans) - 1
-    return tuple(
-        Segment(
-            start,
-            end,
-            asked if version == "default" else WeightsVersion.parse(version),
-            completion.finish_reason if i == last else "abort",
-        )
-        for i, (version, start, end) in enumerate(spans)
+    return Turn(
+        "model",
+        completion.token_ids,
+        follows,
+        completion.logprobs,
+        tuple(
+            WeightsSpan(start, end, asked if version == "default" else WeightsVersion.parse(version))
+            for version, start, end in spans
+        ),
+        completion.finish_reason,
     )
 
 

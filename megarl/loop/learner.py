@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from megarl.algorithms import Algorithm, StepInput, group_stats, kl
-from megarl.batching import of_experiences
+from megarl.batching import of_samples
 from megarl.checkpoint.score_pad import score_pad
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
@@ -20,7 +20,7 @@ from megarl.loop.ranks import Ranks
 from megarl.loop.state import TrainState
 from megarl.loop.updates import UpdateFilter
 from megarl.metrics import Sums, mean_of_sums
-from megarl.schema import Experience, GroupStats
+from megarl.schema import GroupStats, Trajectory
 from megarl.training import objectives
 from megarl.training.model import FrozenModel, TrainedModel
 from megarl.training.objectives import Objective
@@ -48,7 +48,7 @@ class Learner:
         sequences, needs = batch.sequences, self._algorithm.needs
         # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
         rest = batch.outside if "old_logp" in needs else []
-        truncated = set(overlong(batch.experiences, self._config.algorithm))
+        truncated = set(overlong(batch.rows, self._config.algorithm))
         kept = [unit for unit in rest if not truncated.intersection(unit)]
 
         def forward(model: FrozenModel, others: list[list[int]] = kept) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Learner:
             distance = kl.mean(sequences.old_logp, sequences.ref_logp, sequences.sampled, config.kl.estimator)
             # An actor that stays is no measure for the coefficient, and neither is a step without a token in the loss.
             if not self.critic_alone(state) and bool(sequences.sampled.any()):
-                state = replace(state, kl_coef=kl.adapted(coef, distance, len(batch.experiences), config.kl))
+                state = replace(state, kl_coef=kl.adapted(coef, distance, len(batch.outcomes), config.kl))
             metrics["actor/kl_measured"] = distance
         return state, metrics
 
@@ -146,17 +146,17 @@ def kl_coef(state: TrainState, config: KLConfig) -> float:
 
 def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, coef: float) -> StepInput:
     """Input of an algorithm's advantages; demonstrations have no reward."""
-    sequences, experiences = batch.sequences, batch.experiences
-    more = len(sequences) - len(experiences)
-    rewards = [e.reward.score for e in experiences] + [0.0] * more
-    stats = [e.group_stats or group_stats([e.reward.score]) for e in experiences] + [NO_GROUP] * more
+    sequences, rows = batch.sequences, batch.rows
+    more = len(sequences) - len(rows)
+    rewards = [row.reward.score for row in rows] + [0.0] * more
+    stats = [row.group_stats or group_stats([row.reward.score]) for row in rows] + [NO_GROUP] * more
     greedy, bootstrap = None, None
     if "greedy" in algorithm.needs:
-        scores = [e.greedy.reward.score for e in experiences if e.greedy is not None] + [0.0] * more
+        scores = [row.greedy.reward.score for row in rows if row.greedy is not None] + [0.0] * more
         greedy = torch.tensor(scores, dtype=torch.float64)
     if sequences.values is not None and isinstance(config, PPOConfig) and config.bootstrap_truncated:
         # The value of the state after the last token stands at that token's own position.
-        truncated = torch.tensor([e.finish_reason == "length" for e in experiences] + [False] * more)
+        truncated = torch.tensor([row.finish_reason == "length" for row in rows] + [False] * more)
         bootstrap = torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)
     return StepInput(
         rewards=torch.tensor(rewards, dtype=torch.float64),
@@ -173,9 +173,9 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, 
     )
 
 
-def model_scores(model: FrozenModel, experiences: list[Experience]) -> list[float]:
-    """The reward model's score of each whole answer."""
-    sequences = of_experiences(experiences)
+def model_scores(model: FrozenModel, trajectories: list[Trajectory]) -> list[float]:
+    """The reward model's score of each trajectory, read after its last turn."""
+    sequences = of_samples([[*trajectory.samples()][-1] for trajectory in trajectories])
     found: list[float] = model.outputs(sequences, [model.micro_batches(sequences)])[
         sequences.scored(score_pad(model.hf_config))
     ].tolist()

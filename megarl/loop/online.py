@@ -17,7 +17,7 @@ from megarl.loop.state import TrainState
 from megarl.loop.waiting import RolloutWaiter
 from megarl.loop.weights import WeightSync
 from megarl.metrics import spread
-from megarl.schema import Experience, Sample, WeightsVersion
+from megarl.schema import Outcome, Trajectory, WeightsVersion
 from megarl.sync.publish import WeightPublisher
 from megarl.tasksets import ChatTokenizer
 
@@ -67,7 +67,7 @@ class OnlineTrainer(Trainer):
             groups = self.rollouts.groups(state, self.weights.version, self.models.head.vocab_size)
             if groups is None:
                 return None
-            if not groups.experiences:
+            if not groups.trajectories:
                 raise NonRetryableError(
                     f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
                     f"{'; '.join(groups.report.messages)}"
@@ -75,12 +75,12 @@ class OnlineTrainer(Trainer):
             for message in groups.report.messages:
                 self.reporter.log(f"dropped from training: {message}")
             with phase("inference", step=number):
-                experiences, scored = self.rewarded(groups.experiences)
+                trajectories, scored = self.rewarded(groups.trajectories)
             with phase("batch", step=number):
-                demonstrations = self.demonstrations(state, len(experiences))
+                demonstrations = self.demonstrations(state, len(trajectories))
                 settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
-                batch = make_batch(experiences, demonstrations, self.algorithm, settings, updates)
-                for held in (experiences, groups.experiences):
+                batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates)
+                for held in (trajectories, groups.trajectories):
                     held.clear()  # their arrays are in the batch
             with phase("inference", step=number):
                 self.learner.infer(batch)
@@ -89,18 +89,18 @@ class OnlineTrainer(Trainer):
             with phase("update", step=number):
                 state, trained = self.learner.train_step(state, batch)
             # Rewards in the metrics of the estimate are those with the KL taken off.
-            metrics = experience_metrics(batch.experiences, groups.report) | scored | trained | differences | synced
+            metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
             state = self.end_step(state, metrics)
         self.reporter.record_step(state.step, metrics | groups.metrics, tokens=len(batch.sequences.tokens))
         return state
 
-    def rewarded(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+    def rewarded(self, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
         """Add the reward model's scores, where there is one, and the statistics of the groups; return metrics too."""
         model = self.models.reward_model
         if model is None:
-            return with_group_stats(experiences), {}
-        scores = model_scores(model, experiences)
-        scored = add_model_scores(experiences, scores, self.config.reward_model.coef)
+            return with_group_stats(trajectories), {}
+        scores = model_scores(model, trajectories)
+        scored = add_model_scores(trajectories, scores, self.config.reward_model.coef)
         return with_group_stats(scored), spread("reward_model/score", scores)
 
     def evaluate(self, state: TrainState, name: str) -> bool:
@@ -118,15 +118,15 @@ class OnlineTrainer(Trainer):
         return self.expert.of_step(state.step, count, data_seed(self.config.trainer.seed, state))
 
 
-def experience_metrics(experiences: list[Sample], verified: Report) -> dict[str, float]:
+def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[str, float]:
     """Scores, lengths and statuses of a step's answers."""
-    lengths = [float(e.response_length) for e in experiences]
-    scores = [e.reward.score for e in experiences]
+    lengths = [float(e.response_length) for e in trajectories]
+    scores = [e.reward.score for e in trajectories]
     metrics = spread("critic/score", scores) | spread("critic/rewards", scores)
     metrics |= spread("response_length", lengths)
-    metrics |= spread("prompt_length", [float(e.prompt_length) for e in experiences])
-    metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in experiences) / len(experiences)
-    metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in experiences) / len(experiences)
+    metrics |= spread("prompt_length", [float(e.prompt_length) for e in trajectories])
+    metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in trajectories) / len(trajectories)
+    metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in trajectories) / len(trajectories)
     errors = verified.statuses.get("error", 0) + verified.statuses.get("timeout", 0)
     metrics["reward/error_rate"] = errors / max(1, sum(verified.statuses.values()))
     metrics["reward/dropped_groups"] = float(verified.groups - verified.kept)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl import heartbeat
 from megarl.errors import JobError, MegarlError, describe
-from megarl.schema import Experience
+from megarl.schema import Trajectory
 from megarl.store import Store
 from megarl.sync.shared import machine
 
@@ -115,13 +115,13 @@ class RolloutReader:
         self._store = store
         self._stopping = stopping
 
-    def experiences(self, rollout_id: str) -> list[Experience] | None:
-        """Experiences of a rollout; None on every rank when the job is asked to stop."""
+    def trajectories(self, rollout_id: str) -> list[Trajectory] | None:
+        """Trajectories of a rollout; None on every rank when the job is asked to stop."""
         store = self._store
         parts = self._reader.read(
-            lambda: (store.experiences(rollout_id, span) for span in store.spans(rollout_id)), self._stopping
+            lambda: (store.trajectories(rollout_id, span) for span in store.spans(rollout_id)), self._stopping
         )
-        return None if parts is None else [experience for part in parts for experience in part]
+        return None if parts is None else [trajectory for part in parts for trajectory in part]
 
     def metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of a rollout, as its explorers measured them."""

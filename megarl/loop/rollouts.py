@@ -21,7 +21,7 @@ from megarl.loop.data import EXTRA, data_seed, drawn_seed, extra_tasks, tasks_of
 from megarl.loop.reading import RolloutReader
 from megarl.loop.reporter import Reporter
 from megarl.loop.state import TrainState
-from megarl.schema import Experience, WeightsVersion
+from megarl.schema import Trajectory, WeightsVersion
 from megarl.store import Store
 
 Wait = Callable[[str, str], bool]
@@ -32,7 +32,7 @@ Wait = Callable[[str, str], bool]
 class StepGroups:
     """Groups that a step trains with, the same on every rank."""
 
-    experiences: list[Experience]
+    trajectories: list[Trajectory]
     """Whole groups; their statistics come with the reward model's scores."""
     rollout_ids: tuple[str, ...]
     """All that the step asked for. A step belongs to its checkpoint with all of them: they carry its number in the
@@ -77,10 +77,10 @@ class Rollouts:
         """
         config, step, timeline = self._context.config, state.step, self._reporter.timeline
         dynamic, wanted = config.algorithm.dynamic_sampling, config.trainer.tasks_per_step
-        groups: list[list[Experience]] = []
+        groups: list[list[Trajectory]] = []
         ids: list[str] = []
         measured: list[dict[str, float]] = []
-        raw: list[Experience] = []
+        raw: list[Trajectory] = []
         report = Report(0, {}, {}, ())
         for extra in range(1 + config.algorithm.max_extra_rollouts if dynamic else 1):
             with timeline.phase("rollout", step=step):
@@ -89,7 +89,7 @@ class Rollouts:
                 if not self._wait(ids[-1], label):
                     return None
             with timeline.phase("batch", step=step):
-                answers = self._reader.experiences(ids[-1])
+                answers = self._reader.trajectories(ids[-1])
                 if answers is None:
                     return None
                 raw += answers
@@ -102,7 +102,7 @@ class Rollouts:
                     step=step,
                 )
                 report += verified.report
-                found = by_group(verified.experiences)
+                found = by_group(verified.trajectories)
                 if dynamic:
                     found, left_out = split_by_accuracy(found)
                     measured.append({name: float(count) for name, count in left_out.items()})
@@ -110,7 +110,7 @@ class Rollouts:
             measured.append(self._reader.metrics(ids[-1]))
             if len(groups) >= wanted:
                 break
-        experiences = [experience for group in groups[:wanted] for experience in group]
+        trajectories = [trajectory for group in groups[:wanted] for trajectory in group]
         metrics = {f"rollout/{name}": sum(m.get(name, 0.0) for m in measured) for m in measured for name in m}
         metrics |= {"rollout/extra": len(ids) - 1.0, "rollout/kept_groups": float(min(len(groups), wanted))}
         if dynamic and not groups and report.kept:
@@ -121,10 +121,10 @@ class Rollouts:
                 f"({metrics['rollout/all_wrong']:.0f}); raise "
                 "algorithm.max_extra_rollouts or algorithm.group_size, take other tasks, or set it to false"
             )
-        metrics |= part_metrics(experiences) | verifier_metrics(raw)
+        metrics |= part_metrics(trajectories) | verifier_metrics(raw)
         if config.reward.shuffle:
-            experiences = shuffle_rewards(experiences, seed=data_seed(config.trainer.seed, state) * 1_000_003 + step)
-        return StepGroups(experiences, tuple(ids), report, metrics)
+            trajectories = shuffle_rewards(trajectories, seed=data_seed(config.trainer.seed, state) * 1_000_003 + step)
+        return StepGroups(trajectories, tuple(ids), report, metrics)
 
     def _request(self, state: TrainState, version: WeightsVersion, extra: int) -> str:
         """Ask for rollout number ``extra`` of this step beyond its first; return its id."""

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from megarl.config import Config, load_resolved, to_dict
 from megarl.errors import ConfigError, StoreDamagedError, masked_text
 from megarl.report.timeline import Phase, union
-from megarl.schema import Experience, Task
+from megarl.schema import Task, Trajectory
 from megarl.store import Store
 
 SAMPLES = 10
@@ -138,7 +138,7 @@ def load(run_dir: Path) -> Run:
     steps: list[tuple[int, dict[str, float]]] = []
     tasks: list[Task] = []
     events: list[dict[str, Any]] = []
-    answers: dict[str, list[Experience]] = {"eval-before": [], "eval-after": []}
+    answers: dict[str, list[Trajectory]] = {"eval-before": [], "eval-after": []}
     if (url := _store_url(config, run_dir)) is None:
         notes.append(f"The store {masked_text(config.store.url)} is not there: no steps, no answers.")
     else:
@@ -245,17 +245,17 @@ def _store_url(config: Config, run_dir: Path) -> str | None:
     return f"sqlite:///{path}" if path.is_file() else None  # Store would make an empty one
 
 
-def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Experience]:
+def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Trajectory]:
     """Read the answers of an evaluation; none, and a note, where one is damaged: a start of the run does not look at
     answers of steps that are done."""
     try:
-        return store.experiences(rollout_id)
+        return store.trajectories(rollout_id)
     except StoreDamagedError as error:
         notes.append(f"The answers of {rollout_id} are left out: {error}.")
         return []
 
 
-def _evaluation(name: str, events: Iterable[Mapping[str, Any]], answers: Sequence[Experience]) -> Evaluation | None:
+def _evaluation(name: str, events: Iterable[Mapping[str, Any]], answers: Sequence[Trajectory]) -> Evaluation | None:
     event = next((e for e in reversed(list(events)) if e["rollout_id"] == name), None)
     if event is None and not answers:
         return None
@@ -264,7 +264,7 @@ def _evaluation(name: str, events: Iterable[Mapping[str, Any]], answers: Sequenc
         step=event["step"] if event else None,
         accuracy=event.get("accuracy") if event else None,
         statuses=Counter(e.reward.status for e in answers),
-        mean_length=sum(len(e.response_ids) for e in answers) / len(answers) if answers else None,
+        mean_length=sum(e.response_length for e in answers) / len(answers) if answers else None,
         loss=event.get("loss") if event else None,
         standard_error=event.get("standard_error") if event else None,
         samples=event.get("samples", 1) if event else 1,
@@ -279,7 +279,7 @@ def _of_events(events: Iterable[Mapping[str, Any]], name: str) -> tuple[tuple[in
 
 
 def _samples(
-    tasks: Sequence[Task], answers: Sequence[Sequence[Experience]], model: Path, notes: list[str]
+    tasks: Sequence[Task], answers: Sequence[Sequence[Trajectory]], model: Path, notes: list[str]
 ) -> tuple[Sample, ...]:
     """Answers to tasks taken at equal distances, so that the choice knows nothing of the outcome."""
     sides = [{e.task_id: e for e in side if e.index == 0} for side in answers]
@@ -292,12 +292,12 @@ def _samples(
     else:
         notes.append(f"{model / 'tokenizer.json'} is not there: answers are shown as token ids.")
 
-    def answer(experience: Experience | None) -> Answer | None:
-        if experience is None:
+    def answer(trajectory: Trajectory | None) -> Answer | None:
+        if trajectory is None:
             return None
-        ids = experience.response_ids.tolist()
+        ids = trajectory.response.token_ids.tolist()
         text = tokenizer.decode(ids, skip_special_tokens=True) if tokenizer else " ".join(map(str, ids))
-        return Answer(text, experience.reward.status)
+        return Answer(text, trajectory.reward.status)
 
     count = min(SAMPLES, len(answered))
     chosen = [answered[i * len(answered) // count] for i in range(count)]

@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
 
     @property
     def record(self) -> dict[str, Any]:
-        """Entry of the experience beside the reward, for the metrics of each verifier."""
+        """Entry of the trajectory beside the reward, for the metrics of each verifier."""
         return {
             "verifier": self.verifier,
             "seconds": round(self.seconds, 5),

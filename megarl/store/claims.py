@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, insert, or_, sele
 from megarl.schema import GREEDY, Task, WeightsVersion
 from megarl.store.checksums import check
 from megarl.store.codec import dumps, task_from_row
-from megarl.store.tables import EXPERIENCES, GROUPS, ROLLOUT_METRICS, ROLLOUTS, TASK_IMAGES, TASKS
+from megarl.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, TASK_IMAGES, TASKS, TRAJECTORIES
 from megarl.store.transactions import put
 
 RolloutKind = Literal["train", "eval"]
@@ -22,7 +22,7 @@ RolloutKind = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Claim:
-    """One group handed to one worker: what to generate, and the right to write its experiences."""
+    """One group handed to one worker: what to generate, and the right to write its trajectories."""
 
     rollout_id: str
     kind: RolloutKind
@@ -115,7 +115,7 @@ def claims_of(
 def finish(
     connection: Connection, again: bool, claim: Claim, rows: list[dict[str, Any]], metrics: Mapping[str, float] | None
 ) -> bool:
-    """Write a group's experiences (``rows``) if the claim is the one that it has now."""
+    """Write a group's trajectories (``rows``) if the claim is the one that it has now."""
     mine = (GROUPS.c.group_id == claim.group_id, GROUPS.c.claim_token == claim.token)
     # The group's row first: whoever asks for the rollout again deletes that one first too, and waits for us there.
     done = update(GROUPS).where(*mine, GROUPS.c.state == "claimed").values(state="done")
@@ -124,7 +124,7 @@ def finish(
             *mine, GROUPS.c.state == "done"
         )  # the token stays with what it finished
         return again and connection.execute(by_us).first() is not None
-    connection.execute(insert(EXPERIENCES), rows)
+    connection.execute(insert(TRAJECTORIES), rows)
     if metrics is not None:
         row = {"rollout_id": claim.rollout_id, "worker": claim.worker, "metrics": dumps(dict(metrics))}
         put(connection, ROLLOUT_METRICS, [row])

@@ -1,12 +1,13 @@
 """Nouns <-> columns. Arrays become one safetensors blob, the rest JSON; nothing is pickled.
 
-Shape legend: P prompt tokens, R response tokens.
+A row's tensors are the ``token_ids`` of all turns, one after the other, and the ``logp`` of the turns that have one.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,9 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from megarl.errors import DataError
-from megarl.schema import Experience, GroupStats, Reward, Segment, Task, WeightsVersion
+from megarl.schema import GroupStats, Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.store.checksums import check, sealed
-from megarl.store.tables import EXPERIENCES, TASKS
-
-ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "response_mask": np.bool_, "engine_logp": np.float32}
-"""Fields of an Experience that are arrays, with the dtype in which they are kept."""
+from megarl.store.tables import TASKS, TRAJECTORIES
 
 
 def dumps(value: Any) -> str:
@@ -78,59 +76,88 @@ def _prompt(task: Task) -> Any:
     )
 
 
-def experience_to_row(experience: Experience) -> dict[str, Any]:
-    """Columns of one experience. Raises TypeError when an array has another dtype than ``ARRAYS`` or is not 1-D."""
-    arrays = {name: getattr(experience, name) for name in ARRAYS}
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray) or array.dtype != ARRAYS[name] or array.ndim != 1:
-            seen = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise TypeError(
-                f"experience {experience.group_id}[{experience.index}]: {name} must be a 1-D "
-                f"{np.dtype(ARRAYS[name])} array, got {seen}"
-            )
-    reward, stats = experience.reward, experience.group_stats
+def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
+    """Columns of one trajectory. Raises TypeError when an array of a turn has another dtype than int32 token ids and
+    float32 log-probs, is not 1-D, or has another length."""
+    where = f"trajectory {trajectory.group_id}[{trajectory.index}]"
+    logp = [turn.logp for turn in trajectory.turns if turn.logp is not None]
+    for turn in trajectory.turns:
+        _check_array(f"{where}: token_ids", turn.token_ids, np.dtype(np.int32), None)
+        if turn.logp is not None:
+            _check_array(f"{where}: logp", turn.logp, np.dtype(np.float32), len(turn))
+    reward, stats = trajectory.reward, trajectory.group_stats
     record = {
-        "group_size": experience.group_size,
+        "group_size": trajectory.group_size,
         "parts": reward.parts,
-        "segments": [[s.start, s.end, str(s.version), s.finish_reason] for s in experience.segments],
-        "finish_reason": experience.finish_reason,
+        "turns": [_turn_record(turn) for turn in trajectory.turns],
         "group_stats": None if stats is None else [stats.mean, stats.std, stats.size],
-        "metadata": experience.metadata,
+        "metadata": trajectory.metadata,
+    }
+    tensors = {
+        "token_ids": np.concatenate([turn.token_ids for turn in trajectory.turns]),
+        "logp": np.concatenate([*logp, np.empty(0, np.float32)]),
     }
     row = {
-        "group_id": experience.group_id,
-        "index": experience.index,
-        "rollout_id": experience.rollout_id,
-        "task_id": experience.task_id,
+        "group_id": trajectory.group_id,
+        "index": trajectory.index,
+        "rollout_id": trajectory.rollout_id,
+        "task_id": trajectory.task_id,
         "score": reward.score if math.isfinite(reward.score) else None,
         "status": reward.status,
         "record": dumps(record),
-        # An owned contiguous copy: safetensors writes the buffer of a strided view as it lies in memory.
-        "tensors": save_tensors({name: np.ascontiguousarray(array) for name, array in arrays.items()}),
+        "tensors": save_tensors(tensors),
     }
-    return sealed(EXPERIENCES, row)
+    return sealed(TRAJECTORIES, row)
 
 
-def experience_from_row(row: Any) -> Experience:
-    """Return the experience in a row. Raises StoreDamagedError."""
-    check(EXPERIENCES, row)
-    record = json.loads(row.record)
+def trajectory_from_row(row: Any) -> Trajectory:
+    """Return the trajectory in a row. Raises StoreDamagedError."""
+    check(TRAJECTORIES, row)
+    record, tensors = json.loads(row.record), load_tensors(row.tensors)
     stats = record["group_stats"]
-    return Experience(
+    return Trajectory(
         rollout_id=row.rollout_id,
         task_id=row.task_id,
         group_id=row.group_id,
         index=row.index,
         group_size=record["group_size"],
-        **load_tensors(row.tensors),
+        turns=tuple(_turns(record["turns"], tensors) if "turns" in record else _turns_of_schema_3(record, tensors)),
         reward=Reward(score=math.nan if row.score is None else row.score, status=row.status, parts=record["parts"]),
-        segments=tuple(
-            Segment(start, end, WeightsVersion.parse(version), finish_reason)
-            for start, end, version, finish_reason, *_ in record[
-                "segments"
-            ]  # rows of earlier versions have a fifth value
-        ),
-        finish_reason=record["finish_reason"],
         group_stats=None if stats is None else GroupStats(*stats),
         metadata=record["metadata"],
     )
+
+
+def _turn_record(turn: Turn) -> list[Any]:
+    spans = [[span.start, span.end, str(span.version)] for span in turn.spans]
+    return [turn.author, len(turn), turn.follows, turn.logp is not None, turn.finish_reason, spans]
+
+
+def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) -> Iterator[Turn]:
+    tokens_at, logp_at = 0, 0
+    for author, length, follows, has_logp, finish_reason, spans in records:
+        logp = tensors["logp"][logp_at : logp_at + length] if has_logp else None
+        yield Turn(
+            author,
+            tensors["token_ids"][tokens_at : tokens_at + length],
+            follows,
+            logp,
+            tuple(WeightsSpan(start, end, WeightsVersion.parse(version)) for start, end, version in spans),
+            finish_reason,
+        )
+        tokens_at, logp_at = tokens_at + length, logp_at + length * has_logp
+
+
+def _turns_of_schema_3(record: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Iterator[Turn]:
+    """A prompt and a response."""
+    spans = tuple(WeightsSpan(start, end, WeightsVersion.parse(v)) for start, end, v, *_ in record["segments"])
+    yield Turn("user", tensors["prompt_ids"])
+    yield Turn("model", tensors["response_ids"], 0, tensors["engine_logp"], spans, record["finish_reason"])
+
+
+def _check_array(name: str, array: Any, dtype: np.dtype[Any], length: int | None) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        seen = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"{name} must be a 1-D {dtype} array, got {seen}")
+    if length is not None and len(array) != length:
+        raise TypeError(f"{name} has {len(array)} values for {length} tokens")

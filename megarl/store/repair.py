@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -18,10 +19,10 @@ from megarl.schema import GREEDY
 from megarl.store.checksums import CHECKSUM, is_intact, sealed
 from megarl.store.database import BUSY_TIMEOUT_S, open_read_only, reason, sync_folder
 from megarl.store.store import delete_rollouts
-from megarl.store.tables import EXPERIENCES, GROUPS, METADATA, ROLLOUTS
+from megarl.store.tables import EARLIER_NAMES, GROUPS, METADATA, ROLLOUTS, TRAJECTORIES
 from megarl.store.transactions import SQLITE_LOCKED, Transactions, is_damage
 
-LARGE = (EXPERIENCES,)
+LARGE = (TRAJECTORIES,)
 """Left out at a start: those of the steps to come are deleted, those of earlier steps are compared where they are
 read."""
 _BATCH = 1000
@@ -182,11 +183,11 @@ def _batches(old: sqlite3.Connection, table: Table) -> Iterator[list[dict[str, A
 
 def _readable(old: sqlite3.Connection, table: Table) -> Iterator[dict[str, Any]]:
     """Rows up to the first page that cannot be read, then those after the last one."""
-    last = -1
+    last, name = -1, _name_in(old, table)
     for order in ("ASC", "DESC"):
         try:
             for row in old.execute(
-                f"SELECT rowid AS rowid_, * FROM {table.name} WHERE rowid > ? ORDER BY rowid {order}", (last,)
+                f"SELECT rowid AS rowid_, * FROM {name} WHERE rowid > ? ORDER BY rowid {order}", (last,)
             ):
                 last = row["rowid_"] if order == "ASC" else last
                 yield dict(row)
@@ -197,14 +198,23 @@ def _readable(old: sqlite3.Connection, table: Table) -> Iterator[dict[str, Any]]
         return
 
 
+def _name_in(old: sqlite3.Connection, table: Table) -> str:
+    """Name of the table in a store of whatever version."""
+    earlier = EARLIER_NAMES.get(table.name, table.name)
+    with contextlib.suppress(sqlite3.DatabaseError):
+        if old.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (earlier,)).fetchone():
+            return earlier
+    return table.name
+
+
 def _incomplete(connection: Connection) -> list[str]:
-    """Rollouts of which not all groups and experiences are there."""
+    """Rollouts of which not all groups and trajectories are there."""
 
     def counts(query: Any) -> dict[str, int]:
         return {rollout_id: count for rollout_id, count in connection.execute(query.group_by("rollout_id"))}
 
     groups = counts(select(GROUPS.c.rollout_id, func.count()).where(GROUPS.c.state == "done"))
-    members = counts(select(EXPERIENCES.c.rollout_id, func.count()).where(EXPERIENCES.c.index != GREEDY))
+    members = counts(select(TRAJECTORIES.c.rollout_id, func.count()).where(TRAJECTORIES.c.index != GREEDY))
     return [
         row.rollout_id
         for row in connection.execute(select(ROLLOUTS))

@@ -1,8 +1,8 @@
-"""Tasks, rollouts, groups and experiences in one SQL database.
+"""Tasks, rollouts, groups and trajectories in one SQL database.
 
 The trainer asks for a rollout (one group per task); explorers claim groups and hand each back whole, in one
 transaction; the trainer reads what is done. A claim carries a token, and only the claim that a group has *now* may
-finish it: whatever happens to explorers, a group's experiences are written once.
+finish it: whatever happens to explorers, a group's trajectories are written once.
 
 Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
 (``transactions.py``); each says why a repetition does no harm. SQLite runs in WAL mode with ``synchronous=NORMAL``:
@@ -22,12 +22,12 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Row, Table, case, delete, func, insert, select, update
 
 from megarl.errors import DataError
-from megarl.schema import GREEDY, Experience, Task, WeightsVersion
+from megarl.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.store import claims
 from megarl.store.checksums import check, sealed
 from megarl.store.claims import Claim, RolloutKind, images_of
-from megarl.store.codec import dumps, experience_from_row, experience_to_row, task_from_row, task_to_row
-from megarl.store.tables import EVENTS, EXPERIENCES, GROUPS, JOB, ROLLOUT_METRICS, ROLLOUTS, STEPS, TASK_IMAGES, TASKS
+from megarl.store.codec import dumps, task_from_row, task_to_row, trajectory_from_row, trajectory_to_row
+from megarl.store.tables import EVENTS, GROUPS, JOB, ROLLOUT_METRICS, ROLLOUTS, STEPS, TASK_IMAGES, TASKS, TRAJECTORIES
 from megarl.store.transactions import Transactions, put
 
 SPAN_BYTES = 64 * 2**20
@@ -182,7 +182,7 @@ class Store:
         self._write(work)
 
     def discard_rollouts(self, from_step: int) -> None:
-        """Forget every rollout of a step >= ``from_step`` with its experiences, and metrics and evaluations of later
+        """Forget every rollout of a step >= ``from_step`` with its trajectories, and metrics and evaluations of later
         steps.
 
         Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
@@ -220,30 +220,30 @@ class Store:
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def experiences(self, rollout_id: str, span: range | None = None) -> list[Experience]:
-        """Experiences of the groups done so far (at the positions of ``span``), ordered by (group position, index).
+    def trajectories(self, rollout_id: str, span: range | None = None) -> list[Trajectory]:
+        """Trajectories of the groups done so far (at the positions of ``span``), ordered by (group position, index).
 
-        A greedy answer comes with each experience of its group, not as one of them.
+        A greedy answer comes with each trajectory of its group, not as one of them.
         """
         if span is None:
-            return [e for span in self.spans(rollout_id) for e in self.experiences(rollout_id, span)]
+            return [e for span in self.spans(rollout_id) for e in self.trajectories(rollout_id, span)]
         query = (
-            select(EXPERIENCES)
-            .join(GROUPS, GROUPS.c.group_id == EXPERIENCES.c.group_id)
-            .where(EXPERIENCES.c.rollout_id == rollout_id, GROUPS.c.state == "done")
+            select(TRAJECTORIES)
+            .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
+            .where(TRAJECTORIES.c.rollout_id == rollout_id, GROUPS.c.state == "done")
             .where(GROUPS.c.position.between(span.start, span.stop - 1))
-            .order_by(GROUPS.c.position, EXPERIENCES.c.index)
+            .order_by(GROUPS.c.position, TRAJECTORIES.c.index)
         )
-        found = self._read(lambda connection: [experience_from_row(row) for row in connection.execute(query)])
-        greedy = {experience.group_id: experience for experience in found if experience.index == GREEDY}
+        found = self._read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
+        greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
         return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
 
     def spans(self, rollout_id: str, nbytes: int = SPAN_BYTES) -> list[range]:
         """Positions of the groups done so far, in runs whose arrays have ``nbytes`` at most, one group at least."""
-        size = func.coalesce(func.sum(func.length(EXPERIENCES.c.tensors)), 0)
+        size = func.coalesce(func.sum(func.length(TRAJECTORIES.c.tensors)), 0)
         query = (
             select(GROUPS.c.position, size)
-            .outerjoin(EXPERIENCES, EXPERIENCES.c.group_id == GROUPS.c.group_id)
+            .outerjoin(TRAJECTORIES, TRAJECTORIES.c.group_id == GROUPS.c.group_id)
             .where(GROUPS.c.rollout_id == rollout_id, GROUPS.c.state == "done")
             .group_by(GROUPS.c.position)
             .order_by(GROUPS.c.position)
@@ -295,23 +295,23 @@ class Store:
         )
 
     def finish_group(
-        self, claim: Claim, experiences: Sequence[Experience], metrics: Mapping[str, float] | None = None
+        self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None
     ) -> bool:
-        """Write a whole group's experiences and mark it done, in one transaction.
+        """Write a whole group's trajectories and mark it done, in one transaction.
 
         ``metrics`` replaces what this worker has reported for the rollout so far. Returns False, writing nothing,
         when the claim is no longer the group's (released, expired, or the rollout was asked for again).
 
-        Safe to repeat: a group is marked done with its experiences, once; finding it done with this claim's token, a
+        Safe to repeat: a group is marked done with its trajectories, once; finding it done with this claim's token, a
         repetition writes nothing and returns True, since it was this call that did it.
         """
-        rows = [experience_to_row(experience) for experience in experiences]
+        rows = [trajectory_to_row(trajectory) for trajectory in trajectories]
         indices = sorted(row["index"] for row in rows)
         assert indices == claim.indices, (
             f"group {claim.group_id} of size {claim.group_size} finished with indices {indices}"
         )
         assert all(row["group_id"] == claim.group_id for row in rows), (
-            f"an experience of another group in {claim.group_id}"
+            f"a trajectory of another group in {claim.group_id}"
         )
         return self._write(lambda connection, again: claims.finish(connection, again, claim, rows, metrics))
 
@@ -405,8 +405,8 @@ def _event(row: Any) -> dict[str, Any]:
 
 
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
-    """Delete rollouts with their groups, experiences and metrics."""
+    """Delete rollouts with their groups, trajectories and metrics."""
     # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
-    for table in (GROUPS, EXPERIENCES, ROLLOUT_METRICS, ROLLOUTS):
+    for table in (GROUPS, TRAJECTORIES, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:
             connection.execute(delete(table).where(table.c.rollout_id == rollout_id))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA = 3
-"""Number of these tables, kept in ``job``. 1, or none: without checksums; 2: with rows of schema 1 that have none."""
+SCHEMA = 4
+"""Number of these tables, kept in ``job``. 1, or none: without checksums; 2: with rows of schema 1 that have none; 3:
+with single responses, called experiences, whose rows are as they were (``codec.py`` reads them)."""
+EARLIER_NAMES = {"trajectories": "experiences"}
+"""Name of a table: its name before schema 4."""
 
 
 def _checksum() -> Column[int]:
@@ -71,8 +74,8 @@ GROUPS = Table(
     Index("groups_by_state", "state"),
 )
 
-EXPERIENCES = Table(
-    "experiences",
+TRAJECTORIES = Table(
+    "trajectories",
     METADATA,
     Column("group_id", String, primary_key=True),
     Column("index", Integer, primary_key=True),
@@ -83,7 +86,7 @@ EXPERIENCES = Table(
     Column("record", Text, nullable=False),
     Column("tensors", LargeBinary, nullable=False),
     _checksum(),
-    Index("experiences_by_rollout", "rollout_id"),
+    Index("trajectories_by_rollout", "rollout_id"),
 )
 
 ROLLOUT_METRICS = Table(

@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, func, inspect, select, update
+from sqlalchemy import Connection, Engine, Table, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from megarl import heartbeat
 from megarl.errors import ConfigError, FencedError, JobError, StoreDamagedError
 from megarl.store import database
-from megarl.store.checksums import CHECKSUM, sealed
+from megarl.store.checksums import sealed
 from megarl.store.database import open_engine, open_read_only, reason, shown, sqlite_file, sync_folder
+from megarl.store.migrations import SCHEMA_KEY, migrate
 from megarl.store.tables import JOB, METADATA, SCHEMA
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ _SQLITE_INACCESSIBLE = (
     "SQLITE_IOERR_SHMOPEN",
 )
 _TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
-_ATTEMPT, _SCHEMA, _SYNCED = "attempt", "schema", "synced"
+_ATTEMPT, _SYNCED = "attempt", "synced"
 _JITTER = random.Random()  # not the generator that a run's results depend on
 
 
@@ -275,36 +276,11 @@ def _number(stored: str) -> int:
 def _make_tables(connection: Connection, again: bool) -> None:
     if connection.dialect.name == "postgresql":  # CREATE TABLE IF NOT EXISTS fails when two run it together
         connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
+    migrate(connection)
     METADATA.create_all(connection)
-    _add_checksums(connection)
-
-
-def _add_checksums(connection: Connection) -> None:
-    """Make tables of schemas 1 and 2 into today's. Raises ConfigError for those of a later version."""
-    stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == _SCHEMA))
-    if stored is not None and int(stored) > SCHEMA:
-        raise ConfigError(
-            f"the store has tables of schema {stored}, this version reads up to {SCHEMA}; run the version that made it"
-        )
-    if stored is not None and int(stored) == SCHEMA:
-        return
-    for table in METADATA.sorted_tables:
-        columns = {column["name"] for column in inspect(connection).get_columns(table.name)}
-        if CHECKSUM in table.c and CHECKSUM not in columns:
-            connection.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {CHECKSUM} BIGINT")
-        if CHECKSUM in table.c:
-            _seal(connection, table)
-    put(connection, JOB, [{"key": _SCHEMA, "value": str(SCHEMA)}])
-
-
-def _seal(connection: Connection, table: Table) -> None:
-    """Give rows without a checksum theirs."""
-    keys = list(table.primary_key)
-    for key in connection.execute(select(*keys).where(table.c[CHECKSUM].is_(None))).all():
-        heartbeat.beat()
-        this = [column == value for column, value in zip(keys, key, strict=True)]
-        row = connection.execute(select(table).where(*this)).one()._asdict()
-        connection.execute(update(table).where(*this).values({CHECKSUM: sealed(table, row)[CHECKSUM]}))
+    schema = select(JOB.c.value).where(JOB.c.key == SCHEMA_KEY)
+    if connection.scalar(schema) != str(SCHEMA):
+        put(connection, JOB, [{"key": SCHEMA_KEY, "value": str(SCHEMA)}])
 
 
 def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
