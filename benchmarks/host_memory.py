@@ -133,7 +133,7 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
     """A rollout whose answers have ``tokens`` tokens each."""
     import numpy as np
 
-    from megarl.schema import Reward, Segment, Task, Trajectory, WeightsVersion
+    from megarl.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 
     version, random = WeightsVersion(1, 1), np.random.default_rng(0)
     tasks = [
@@ -146,10 +146,15 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
         prompt = random.integers(0, VOCAB, PROMPT).astype(np.int32)
         store.finish_group(claim, [
             Trajectory(
-                rollout_id, claim.task.task_id, claim.group_id, index, claim.group_size, prompt,
-                random.integers(0, VOCAB, tokens).astype(np.int32), np.ones(tokens, dtype=np.bool_),
-                -random.random(tokens, dtype=np.float32), Reward(float(index % 2), "ok" if index % 2 else "wrong"),
-                (Segment(0, tokens, version, "stop"),), "stop",
+                rollout_id, claim.task.task_id, claim.group_id, index, claim.group_size,
+                (
+                    Turn("user", prompt),
+                    Turn(
+                        "model", random.integers(0, VOCAB, tokens).astype(np.int32), 0,
+                        -random.random(tokens, dtype=np.float32), (WeightsSpan(0, tokens, version),), "stop",
+                    ),
+                ),
+                Reward(float(index % 2), "ok" if index % 2 else "wrong"),
             )
             for index in claim.indices
         ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tasks, experiences and writes for the tests of the store. Imports no pytest: processes that a test starts use it
+"""Tasks, trajectories and writes for the tests of the store. Imports no pytest: processes that a test starts use it
 too."""
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
+from megarl.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.store import Claim, Store
 from megarl.store.database import open_engine
 from megarl.store.tables import METADATA
+from tests.trajectories import one_turn
 
 VERSION = WeightsVersion(0, 3)
 
@@ -22,26 +23,23 @@ def make_task(i: int, split: str = "train") -> Task:
     return Task(f"{split}/{i}", "reasoning_gym/chain_sum", messages, "math", {"ground_truth": str(i + 1)}, {"index": i})
 
 
-def make_experience(claim: Claim, index: int, length: int = 4) -> Experience:
-    return Experience(
+def make_trajectory(claim: Claim, index: int, length: int = 4) -> Trajectory:
+    return Trajectory(
         rollout_id=claim.rollout_id,
         task_id=claim.task.task_id,
         group_id=claim.group_id,
         index=index,
         group_size=claim.group_size,
-        prompt_ids=np.arange(5, dtype=np.int32),
-        response_ids=np.full(length, claim.position, dtype=np.int32),
-        response_mask=np.ones(length, dtype=np.bool_),
-        engine_logp=np.linspace(-1, 0, length, dtype=np.float32),
+        turns=one_turn(
+            range(5), [claim.position] * length, np.linspace(-1, 0, length, dtype=np.float32), version=claim.version
+        ),
         reward=Reward(1.0, "ok", {"format": 0.5}),
-        segments=(Segment(0, length, claim.version, "stop"),),
-        finish_reason="stop",
         metadata={"note": "ä"},
     )
 
 
 def finish(store: Store, claim: Claim) -> bool:
-    return store.finish_group(claim, [make_experience(claim, i) for i in claim.indices], {"samples": 2.0})
+    return store.finish_group(claim, [make_trajectory(claim, i) for i in claim.indices], {"samples": 2.0})
 
 
 def request(

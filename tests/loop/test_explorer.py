@@ -129,26 +129,26 @@ def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenize
     request(store)
     engine = FakeEngine(tokenizer)
     explore(store, engine, FakeScorer(), tokenizer)
-    got = store.experiences("r0")
+    got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
     assert engine.sampling == Sampling(max_tokens=8, temperature=0.9)
     for e in got:
         asked = task(int(e.group_id[-1]))
-        np.testing.assert_array_equal(e.prompt_ids, tokenizer.prompt_ids(asked.prompt))
-        np.testing.assert_array_equal(e.engine_logp, np.full(len(e.response_ids), -0.1, np.float32))
-        assert e.response_ids[-1] == tokenizer.eos_ids[0] and e.response_mask.all() and e.finish_reason == "stop"
-        assert [(s.start, s.end, str(s.version)) for s in e.segments] == [
+        np.testing.assert_array_equal(e.prompt.token_ids, tokenizer.prompt_ids(asked.prompt))
+        np.testing.assert_array_equal(e.response.logp, np.full(e.response_length, -0.1, np.float32))
+        assert e.response.token_ids[-1] == tokenizer.eos_ids[0] and e.finish_reason == "stop"
+        assert [(s.start, s.end, str(s.version)) for s in e.response.spans] == [
             (0, 1, "2.6"),
-            (1, len(e.response_ids), "2.7"),
+            (1, e.response_length, "2.7"),
         ]
-        text = tokenizer.decode(e.response_ids)
+        text = tokenizer.decode(e.response.token_ids)
         expected = "error" if text == "2" else "ok" if text == asked.ground_truth else "wrong"
         assert e.reward.status == expected
         assert e.metadata.get("reward_message") == ("ValueError: two" if expected == "error" else None)
         assert e.metadata["reward"] == {"verifier": "", "seconds": 0.0, "waited_s": 0.0, "tries": 1, "kills": 0}
     metrics = store.rollout_metrics("r0")
     assert metrics["samples"] == 12 and metrics["groups"] == 3 and metrics["retries"] == 0
-    assert metrics["response_tokens"] == sum(len(e.response_ids) for e in got)
+    assert metrics["response_tokens"] == sum(e.response_length for e in got)
 
 
 def test_an_answer_is_scored_while_others_are_still_generated(store: Store, tokenizer: ChatTokenizer) -> None:
@@ -191,11 +191,11 @@ def test_a_greedy_answer_is_sampled_scored_and_asked_for_again_like_any_other(
     asked = [[(p.n, p.greedy) for p in call] for call in engine.calls]
     assert asked == [[(1, True), (4, False)] * 3, *[[(4, False), (1, True), (4, False)]] * 2]
     assert engine.sampling == Sampling(max_tokens=8, temperature=0.9)
-    got = store.experiences("r0")
+    got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(3) for j in range(4)]
     for e in got:
         assert e.greedy is not None and e.greedy.index == GREEDY and e.greedy.group_id == e.group_id
-        assert tokenizer.decode(e.greedy.response_ids) == task(int(e.group_id[-1])).ground_truth
+        assert tokenizer.decode(e.greedy.response.token_ids) == task(int(e.group_id[-1])).ground_truth
     statuses = [e.greedy.reward.status for e in got if e.greedy]
     assert statuses == ["ok"] * 4 + ["error"] * 4 + ["ok"] * 4, "the scorer fails at a 2"
     assert [e.greedy.metadata for e in got if e.greedy][4]["reward_message"] == "ValueError: two"
@@ -347,7 +347,7 @@ def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(
     first, second, third = ([seed + j for seed, n in call for j in range(n)] for call in server.calls)
     assert second == first[5:], "five samples had come whole"
     assert third == first[7:]
-    assert [e.index for e in store.experiences("r0")] == [0, 1, 2, 3] * 3
+    assert [e.index for e in store.trajectories("r0")] == [0, 1, 2, 3] * 3
 
 
 def test_the_process_shows_that_engines_generate(
@@ -371,7 +371,7 @@ def test_the_process_works_until_the_job_is_closed(
     request(store, groups=12)
     with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url) as explorer:
         wait_for(lambda: store.progress("r0") == (12, 12))
-        got = store.experiences("r0")
+        got = store.trajectories("r0")
         assert [e.reward.status for e in got] == ["ok", "wrong"] * 24, "reasoning-gym's verdicts"
         store.request_rollout(
             "r1", "eval", 5, VERSION, store.task_ids("train"), 1, {"temperature": 0.0, "max_tokens": 8}
@@ -392,13 +392,13 @@ def test_a_killed_process_leaves_no_group_without_its_greedy_answer(
             wait_for(lambda: store.progress("r0")[0] >= 2)
             explorer.kill()
         assert 0 < store.progress("r0")[0] < 12
-        assert all(e.greedy is not None for e in store.experiences("r0"))
+        assert all(e.greedy is not None for e in store.trajectories("r0"))
         server.delay_s = 0.0
         with process(tmp_path, model_path, url) as explorer:
             wait_for(lambda: store.progress("r0") == (12, 12))
             store.close_job()
             assert explorer.wait(10) == 0
-    got = store.experiences("r0")
+    got = store.trajectories("r0")
     assert len(got) == 48 and all(e.greedy is not None and e.greedy.group_id == e.group_id for e in got)
 
 
@@ -427,15 +427,15 @@ def test_a_killed_process_is_taken_over_by_the_next(
         with process(tmp_path, model_path, url) as explorer:
             wait_for(lambda: store.progress("r0")[0] >= 2)
             explorer.kill()
-        before = {(e.group_id, e.index): e.response_ids.tolist() for e in store.experiences("r0")}
+        before = {(e.group_id, e.index): e.response.token_ids.tolist() for e in store.trajectories("r0")}
         assert 0 < len(before) < 48
         server.delay_s = 0.0
         with process(tmp_path, model_path, url) as explorer:
             wait_for(lambda: store.progress("r0") == (12, 12))
             store.close_job()
             assert explorer.wait(10) == 0
-    after = {(e.group_id, e.index): e.response_ids.tolist() for e in store.experiences("r0")}
-    assert len(store.experiences("r0")) == len(after) == 48 and before.items() <= after.items()
+    after = {(e.group_id, e.index): e.response.token_ids.tolist() for e in store.trajectories("r0")}
+    assert len(store.trajectories("r0")) == len(after) == 48 and before.items() <= after.items()
 
 
 def test_a_dead_engine_ends_the_process_with_its_reason(

@@ -20,7 +20,7 @@ from megarl.checkpoint.convert import Settings, convert_megatron_to_hf
 from megarl.checkpoint.state import LATEST, latest, read_state
 from megarl.rewards import compute_score
 from megarl.rewards.verdict import to_verdict
-from megarl.schema import Experience, Task
+from megarl.schema import Task, Trajectory
 from megarl.store import Store
 from megarl.tasksets import ChatTokenizer, encode_rows, read_rows
 from tests.loop.engines import transformers_logp
@@ -256,12 +256,12 @@ def test_time_of_rewards_beside_generation_is_known(store: Store) -> None:
     assert sum(store.rollout_metrics(rollout)["overlap_s"] for rollout in TRAINED) > 0
 
 
-# ---------------------------------------------------------------- experiences
+# ---------------------------------------------------------------- trajectories
 
 
 @pytest.fixture(scope="module")
-def experiences(store: Store) -> dict[str, list[Experience]]:
-    return {rollout: store.experiences(rollout) for rollout in TRAINED + EVALUATED}
+def trajectories(store: Store) -> dict[str, list[Trajectory]]:
+    return {rollout: store.trajectories(rollout) for rollout in TRAINED + EVALUATED}
 
 
 @pytest.fixture(scope="module")
@@ -269,28 +269,28 @@ def tasks(store: Store) -> dict[str, Task]:
     return {task.task_id: task for split in ("train", "eval") for task in store.tasks(split)}
 
 
-def test_groups_are_whole(experiences: dict[str, list[Experience]]) -> None:
+def test_groups_are_whole(trajectories: dict[str, list[Trajectory]]) -> None:
     for rollout in TRAINED:
-        sizes = Counter(e.group_id for e in experiences[rollout])
+        sizes = Counter(e.group_id for e in trajectories[rollout])
         assert list(sizes.values()) == [GROUP_SIZE] * TASKS_PER_STEP
-        assert [e.index for e in experiences[rollout]] == list(range(GROUP_SIZE)) * TASKS_PER_STEP
-        assert len({(e.group_id, e.task_id) for e in experiences[rollout]}) == TASKS_PER_STEP
+        assert [e.index for e in trajectories[rollout]] == list(range(GROUP_SIZE)) * TASKS_PER_STEP
+        assert len({(e.group_id, e.task_id) for e in trajectories[rollout]}) == TASKS_PER_STEP
 
 
-def test_every_held_out_task_was_answered_once(experiences: dict[str, list[Experience]], store: Store) -> None:
+def test_every_held_out_task_was_answered_once(trajectories: dict[str, list[Trajectory]], store: Store) -> None:
     for rollout in EVALUATED:
-        assert [e.task_id for e in experiences[rollout]] == store.task_ids("eval")
+        assert [e.task_id for e in trajectories[rollout]] == store.task_ids("eval")
 
 
-def test_no_training_task_is_asked_twice_in_an_epoch(experiences: dict[str, list[Experience]]) -> None:
-    asked = [task_id for rollout in TRAINED for task_id in {e.task_id for e in experiences[rollout]}]
+def test_no_training_task_is_asked_twice_in_an_epoch(trajectories: dict[str, list[Trajectory]]) -> None:
+    asked = [task_id for rollout in TRAINED for task_id in {e.task_id for e in trajectories[rollout]}]
     assert len(asked) == len(set(asked))
 
 
-def test_each_rollout_ran_on_its_own_weights(experiences: dict[str, list[Experience]], store: Store) -> None:
+def test_each_rollout_ran_on_its_own_weights(trajectories: dict[str, list[Trajectory]], store: Store) -> None:
     """One version per rollout, later ones newer; and the version is the engine's word, not the request's."""
     order = ["eval-before", *TRAINED, "eval-after"]
-    versions = [{s.version for e in experiences[rollout] for s in e.segments} for rollout in order]
+    versions = [{s.version for e in trajectories[rollout] for s in e.response.spans} for rollout in order]
     assert all(len(found) == 1 for found in versions)
     flat = [version for found in versions for version in found]
     assert flat == sorted(flat) and len(set(flat)) == len(flat)
@@ -298,64 +298,68 @@ def test_each_rollout_ran_on_its_own_weights(experiences: dict[str, list[Experie
 
 
 def test_tokens_and_log_probs_as_the_engine_gave_them(
-    experiences: dict[str, list[Experience]], tasks: dict[str, Task], tokenizer: PreTrainedTokenizerBase
+    trajectories: dict[str, list[Trajectory]], tasks: dict[str, Task], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    for e in (e for rollout in experiences.values() for e in rollout):
+    for e in (e for rollout in trajectories.values() for e in rollout):
         asked = tokenizer.apply_chat_template(
             list(tasks[e.task_id].prompt), add_generation_prompt=True, return_dict=False
         )
-        assert e.prompt_ids.tolist() == asked
-        assert 1 <= len(e.response_ids) <= 8
-        assert len(e.engine_logp) == len(e.response_ids) == len(e.response_mask)
-        assert np.isfinite(e.engine_logp).all() and (e.engine_logp <= 0).all()
-        assert e.response_mask.all()
-        ended = e.response_ids[-1] == tokenizer.eos_token_id
+        assert e.prompt.token_ids.tolist() == asked
+        assert 1 <= e.response_length <= 8
+        assert e.response.logp is not None and len(e.response.logp) == e.response_length
+        assert np.isfinite(e.response.logp).all() and (e.response.logp <= 0).all()
+        [sample] = e.samples()
+        assert sample.response_mask.all()
+        ended = e.response.token_ids[-1] == tokenizer.eos_token_id
         assert e.finish_reason == ("stop" if ended else "length")
-        assert tokenizer.eos_token_id not in e.response_ids[:-1]
-        assert ended or len(e.response_ids) == 8
+        assert tokenizer.eos_token_id not in e.response.token_ids[:-1]
+        assert ended or e.response_length == 8
 
 
-def test_samples_of_a_group_differ(experiences: dict[str, list[Experience]]) -> None:
+def test_samples_of_a_group_differ(trajectories: dict[str, list[Trajectory]]) -> None:
     """Each sample is a draw of its own: one seed for all would give a group no signal."""
     for rollout in TRAINED:
         groups: dict[str, set[tuple[int, ...]]] = {}
-        for e in experiences[rollout]:
-            groups.setdefault(e.group_id, set()).add(tuple(e.response_ids.tolist()))
+        for e in trajectories[rollout]:
+            groups.setdefault(e.group_id, set()).add(tuple(e.response.token_ids.tolist()))
         assert np.mean([len(different) for different in groups.values()]) > 2
 
 
 def test_rewards_are_what_the_scorer_says_again(
-    experiences: dict[str, list[Experience]], tasks: dict[str, Task], tokenizer: PreTrainedTokenizerBase
+    trajectories: dict[str, list[Trajectory]], tasks: dict[str, Task], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    for e in (e for rollout in experiences.values() for e in rollout):
+    for e in (e for rollout in trajectories.values() for e in rollout):
         task = tasks[e.task_id]
-        text = tokenizer.decode(e.response_ids, skip_special_tokens=True)
+        text = tokenizer.decode(e.response.token_ids, skip_special_tokens=True)
         verdict = to_verdict(compute_score(task.data_source, text, task.ground_truth, task.extra_info))
         assert (e.reward.score, e.reward.status, e.reward.parts) == tuple(verdict.values())
 
 
-def test_metrics_of_a_step_are_those_of_its_experiences(
-    experiences: dict[str, list[Experience]], steps: list[dict[str, float]]
+def test_metrics_of_a_step_are_those_of_its_trajectories(
+    trajectories: dict[str, list[Trajectory]], steps: list[dict[str, float]]
 ) -> None:
     for rollout, record in zip(TRAINED, steps, strict=True):
-        scores = [e.reward.score for e in experiences[rollout]]
+        scores = [e.reward.score for e in trajectories[rollout]]
         assert record["critic/rewards/mean"] == pytest.approx(np.mean(scores))
         assert record["response_length/mean"] == pytest.approx(
-            np.mean([len(e.response_ids) for e in experiences[rollout]])
+            np.mean([e.response_length for e in trajectories[rollout]])
         )
 
 
 def test_engine_logp_is_that_of_the_weights_it_was_sent(
-    run_dir: Path, experiences: dict[str, list[Experience]]
+    run_dir: Path, trajectories: dict[str, list[Trajectory]]
 ) -> None:
     """The first rollout ran on the weights after the warm start, which plain transformers loads from the reference."""
     reference = load(run_dir / "reference")
     worst = max(
-        (torch.from_numpy(e.engine_logp) - transformers_logp(reference, e.prompt_ids.tolist(), e.response_ids.tolist()))
+        (
+            torch.from_numpy(e.response.logp)
+            - transformers_logp(reference, e.prompt.token_ids.tolist(), e.response.token_ids.tolist())
+        )
         .abs()
         .max()
         .item()
-        for e in experiences[TRAINED[0]]
+        for e in trajectories[TRAINED[0]]
     )
     assert worst < 1e-4
 
@@ -376,17 +380,17 @@ def test_exported_model_is_the_trained_one(run_dir: Path) -> None:
 
 @torch.no_grad()
 def test_exported_model_answers_as_the_engine_did(
-    run_dir: Path, experiences: dict[str, list[Experience]], tokenizer: PreTrainedTokenizerBase
+    run_dir: Path, trajectories: dict[str, list[Trajectory]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Plain transformers, greedy. The sums of float32 run in another order there, so where the two best tokens are
     within 1e-4 of each other either may come out first; everywhere else the tokens must be the same.
     """
     model = load(run_dir / "hf")
     differing = []
-    for e in experiences["eval-after"]:
-        prompt = torch.tensor([e.prompt_ids.tolist()])
+    for e in trajectories["eval-after"]:
+        prompt = torch.tensor([e.prompt.token_ids.tolist()])
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8)
-        mine, theirs = out[0, prompt.shape[1] :].tolist(), e.response_ids.tolist()
+        mine, theirs = out[0, prompt.shape[1] :].tolist(), e.response.token_ids.tolist()
         if mine != theirs:
             at = next(i for i in range(len(mine)) if mine[: i + 1] != theirs[: i + 1])
             context = torch.tensor([[*prompt[0].tolist(), *mine[:at]]])

@@ -133,10 +133,10 @@ pytestmark = [
 def test_every_answer_has_all_its_tokens(job: Job) -> None:
     store = Store(f"sqlite:///{job.run_dir}/store.db")
     [rollout] = [str(row[0]) for row in job.query("select rollout_id from rollouts where rollout_id like 'train%'")]
-    experiences = store.experiences(rollout)
-    assert [len(e.response_ids) for e in experiences] == [TOKENS, TOKENS]
-    assert all(e.finish_reason == "length" for e in experiences)
-    assert len({e.reward.score for e in experiences}) == 2
+    trajectories = store.trajectories(rollout)
+    assert [e.response_length for e in trajectories] == [TOKENS, TOKENS]
+    assert all(e.finish_reason == "length" for e in trajectories)
+    assert len({e.reward.score for e in trajectories}) == 2
     assert store.events("engine_retry")  # the cut
     [(_, metrics)] = store.steps()
     assert (

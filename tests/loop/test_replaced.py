@@ -93,14 +93,14 @@ def items(run_dir: Path) -> dict[str, Any]:
     store = Store(f"sqlite:///{run_dir}/store.db")
     found: dict[str, Any] = {}
     for rollout in ROLLOUTS:
-        for e in store.experiences(rollout):
+        for e in store.trajectories(rollout):
             key = f"{rollout} {e.group_id} {e.index}"
             assert key not in found
-            logp = np.asarray(e.engine_logp).tobytes().hex()
-            versions = [(s.start, s.end, str(s.version)) for s in e.segments]
+            logp = np.asarray(e.response.logp).tobytes().hex()
+            versions = [(s.start, s.end, str(s.version)) for s in e.response.spans]
             found[key] = (
                 e.task_id,
-                e.response_ids.tolist(),
+                e.response.token_ids.tolist(),
                 logp,
                 versions,
                 e.reward.score,
@@ -111,7 +111,7 @@ def items(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def test_no_experience_is_lost_doubled_or_another(job: Job, whole_job: Job) -> None:
+def test_no_trajectory_is_lost_doubled_or_another(job: Job, whole_job: Job) -> None:
     assert whole_job.poll() == 0
     mine, others = items(job.run_dir), items(whole_job.run_dir)
     assert len(others) == 2 * 200 + 3 * 64

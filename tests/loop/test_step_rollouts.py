@@ -28,7 +28,7 @@ from megarl.loop.waiting import RolloutWaiter
 from megarl.rewards import Verdict
 from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.watch import EngineWatch
-from megarl.schema import Experience, Reward, Task, WeightsVersion
+from megarl.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.store import Store
 from tests.loop.engines import KEY, VOCAB, RunningEngine
 
@@ -128,9 +128,11 @@ def task(i: int) -> Task:
     return Task(f"train/{i}", "even", ({"role": "user", "content": content},), "", {"ground_truth": "even"})
 
 
-def tokens(experiences: Iterable[Experience]) -> list[tuple[str, int, list[int], list[int]]]:
+def tokens(trajectories: Iterable[Trajectory]) -> list[tuple[str, int, list[int], list[int]]]:
     return [
-        (e.group_id, e.index, e.response_ids.tolist(), e.greedy.response_ids.tolist()) for e in experiences if e.greedy
+        (e.group_id, e.index, e.response.token_ids.tolist(), e.greedy.response.token_ids.tolist())
+        for e in trajectories
+        if e.greedy
     ]
 
 
@@ -144,15 +146,19 @@ def test_a_steps_groups_with_their_greedy_answers(engine: RunningEngine, tmp_pat
         second = services(store, tmp_path)[0].groups(STATE, VERSION, VOCAB)
     assert first is not None and second is not None
     assert len(first.rollout_ids) > 1, "the first rollout had enough groups: nothing was replaced"
-    assert len(tokens(first.experiences)) == len(first.experiences) == 32
-    assert first.rollout_ids == second.rollout_ids and tokens(first.experiences) == tokens(second.experiences)
+    assert len(tokens(first.trajectories)) == len(first.trajectories) == 32
+    assert first.rollout_ids == second.rollout_ids and tokens(first.trajectories) == tokens(second.trajectories)
     assert first.metrics["rollout/greedy"] == 8 * len(first.rollout_ids)
-    rights = [e.reward.status == "ok" for e in first.experiences]
+    rights = [e.reward.status == "ok" for e in first.trajectories]
     assert all(0 < sum(rights[i : i + 4]) < 4 for i in range(0, 32, 4))
-    leaders = first.experiences[::4]
-    alone = engine.generate([Prompt(e.prompt_ids) for e in leaders], Sampling(max_tokens=MAX_TOKENS, temperature=0.0))
-    assert [c.token_ids.tolist() for c in alone] == [e.greedy.response_ids.tolist() for e in leaders if e.greedy]
-    assert any(not np.array_equal(e.greedy.response_ids, e.response_ids) for e in first.experiences if e.greedy)
+    leaders = first.trajectories[::4]
+    alone = engine.generate(
+        [Prompt(e.prompt.token_ids) for e in leaders], Sampling(max_tokens=MAX_TOKENS, temperature=0.0)
+    )
+    assert [c.token_ids.tolist() for c in alone] == [e.greedy.response.token_ids.tolist() for e in leaders if e.greedy]
+    assert any(
+        not np.array_equal(e.greedy.response.token_ids, e.response.token_ids) for e in first.trajectories if e.greedy
+    )
 
 
 @pytest.mark.slow
@@ -171,13 +177,13 @@ def test_an_evaluation_of_several_answers(
             )
             monkeypatch.setattr(reporter, "write", lambda step, metrics: written.append(metrics))
             assert evaluation.run(STATE, VERSION, name)
-            answers.append(store.experiences(name))
+            answers.append(store.trajectories(name))
     first, again, one = answers
     assert len(first) == 18 and {e.index for e in first} == {0, 1, 2}
-    ids = [[(e.task_id, e.index, e.response_ids.tolist()) for e in side] for side in answers]
+    ids = [[(e.task_id, e.index, e.response.token_ids.tolist()) for e in side] for side in answers]
     assert ids[0] == ids[1] != ids[2] and written[0] == written[1]
     right = sum(e.reward.status == "ok" for e in first)
     assert written[0]["val/accuracy"] == written[0]["val-core/even/acc/mean@3"] == right / 18
-    assert all((e.engine_logp == 0.0).all() for e in one)  # the only token kept has probability 1
-    assert any((e.engine_logp < 0.0).any() for e in first)
+    assert all((e.response.logp == 0.0).all() for e in one)  # the only token kept has probability 1
+    assert any((e.response.logp < 0.0).any() for e in first)
     store.close()

@@ -136,18 +136,18 @@ def test_the_explorer_rolls_out_and_scores_rows_with_images(
             await running
 
     asyncio.run(asyncio.wait_for(main(), 120))
-    got = store.experiences("r0")
+    got = store.trajectories("r0")
     assert len(got) == 9 and {e.reward.status for e in got} <= {"ok", "wrong"}
     assert store.rollout_metrics("r0")["retries"] == 0  # though three prompts share an image
     for e in got:
         asked = tasks[int(e.task_id[-1])]
-        assert (e.prompt_ids == IMAGE).sum() == IMAGE_TOKENS * len(asked.images)
-        assert e.greedy is not None and np.array_equal(e.greedy.prompt_ids, e.prompt_ids)
-        if IMAGE not in e.response_ids:  # random weights say it, and transformers would look for its image
-            logp = transformers_logp(engine.model_path, e.prompt_ids, e.response_ids, list(asked.images))
-            assert (torch.from_numpy(e.engine_logp) - logp).abs().max() < 1e-4
-    assert sum(IMAGE not in e.response_ids for e in got) > 4
-    assert store.rollout_metrics("r0")["prompt_tokens"] == sum(len(e.prompt_ids) for e in got) * 4 / 3
+        assert (e.prompt.token_ids == IMAGE).sum() == IMAGE_TOKENS * len(asked.images)
+        assert e.greedy is not None and np.array_equal(e.greedy.prompt.token_ids, e.prompt.token_ids)
+        if IMAGE not in e.response.token_ids:  # random weights say it, and transformers would look for its image
+            logp = transformers_logp(engine.model_path, e.prompt.token_ids, e.response.token_ids, list(asked.images))
+            assert (torch.from_numpy(e.response.logp) - logp).abs().max() < 1e-4
+    assert sum(IMAGE not in e.response.token_ids for e in got) > 4
+    assert store.rollout_metrics("r0")["prompt_tokens"] == sum(len(e.prompt.token_ids) for e in got) * 4 / 3
 
 
 def test_lengths_are_checked_with_the_images(engine: RunningEngine, tokenizer: ChatTokenizer) -> None:

@@ -1,4 +1,4 @@
-"""One rank of each node reads the store; all ranks have the same experiences, and the same error."""
+"""One rank of each node reads the store; all ranks have the same trajectories, and the same error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from megarl.errors import FencedError, JobError, StoreDamagedError
 from megarl.store import Store
 from tests.parallel.grid import run_grid
-from tests.stores import make_experience, make_task, request
+from tests.stores import make_task, make_trajectory, request
 
 NODES = ["a", "a", "b", "a"]
 """Of ranks 0 to 3: the readers are 0 and 2."""
@@ -27,7 +27,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     request(store, groups=GROUPS, greedy=True)
     for claim in store.claim_groups("e", GROUPS):
         assert store.finish_group(
-            claim, [make_experience(claim, i, 5 + claim.position) for i in claim.indices], {"samples": 2.0}
+            claim, [make_trajectory(claim, i, 5 + claim.position) for i in claim.indices], {"samples": 2.0}
         )
     store.close()
     return url
@@ -44,17 +44,18 @@ def joined(rank: int, nodes: list[str]) -> Any:
     return NodeReader(60.0)
 
 
-def plain(experience: Any) -> Any:
-    return {
-        name: getattr(value, "tobytes", lambda value=value: value)()
-        if not isinstance(value, type(experience))
-        else plain(value)
-        for name, value in vars(experience).items()
-    } | {"dtype": str(experience.engine_logp.dtype)}
+def plain(trajectory: Any) -> Any:
+    """All that a trajectory holds, in values that pickle alike wherever they come from."""
+    turns = [
+        vars(turn) | {"token_ids": turn.token_ids.tobytes(), "logp": None if turn.logp is None else turn.logp.tobytes()}
+        for turn in trajectory.turns
+    ]
+    greedy = None if trajectory.greedy is None else plain(trajectory.greedy)
+    return vars(trajectory) | {"turns": turns, "greedy": greedy, "dtype": str(trajectory.response.logp.dtype)}
 
 
 def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, float], int, bool]:
-    """(experiences, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within
+    """(trajectories, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within
     groups)."""
     from megarl.loop.reading import RolloutReader
     from megarl.store import store as rows
@@ -62,10 +63,10 @@ def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, flo
     reader, store = joined(rank, nodes), Store(url)
     store.spans = lambda rollout_id: [range(0, 5), range(5, 6), range(6, GROUPS)]  # type: ignore[method-assign]
     decoded: list[int] = []
-    decode = rows.experience_from_row
-    rows.experience_from_row = lambda row: (decoded.append(len(row.tensors) + len(row.record)), decode(row))[1]  # type: ignore[func-returns-value]
+    decode = rows.trajectory_from_row
+    rows.trajectory_from_row = lambda row: (decoded.append(len(row.tensors) + len(row.record)), decode(row))[1]  # type: ignore[func-returns-value]
     rollouts = RolloutReader(reader, store, lambda: False)
-    found, metrics = rollouts.experiences("r0"), rollouts.metrics("r0")
+    found, metrics = rollouts.trajectories("r0"), rollouts.metrics("r0")
     assert found is not None
     shared = len({id(e.greedy) for e in found}) == GROUPS
     return pickle.dumps([plain(e) for e in found]), metrics, sum(decoded), shared
@@ -94,7 +95,7 @@ def failing(rank: int, url: str, fault: str) -> Any:
 
 def test_one_rank_of_each_node_reads_and_all_have_the_same(url: str) -> None:
     store = Store(url)
-    wanted, metrics = pickle.dumps([plain(e) for e in store.experiences("r0")]), store.rollout_metrics("r0")
+    wanted, metrics = pickle.dumps([plain(e) for e in store.trajectories("r0")]), store.rollout_metrics("r0")
     store.close()
     ranks = run_grid(4, rollout, NODES, url)
     assert [got[0] == wanted for got in ranks] == [True] * 4 and [got[1] for got in ranks] == [metrics] * 4

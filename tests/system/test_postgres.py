@@ -20,6 +20,7 @@ from typing import Any, Literal
 import psutil
 import psycopg
 import pytest
+from sqlalchemy import inspect, update
 from sqlalchemy.engine import make_url
 
 from megarl.errors import ConfigError, FencedError, JobError
@@ -27,9 +28,10 @@ from megarl.launch.postgres import Server
 from megarl.store import VARIABLE, Store, check_url, database
 from megarl.store.checksums import sealed
 from megarl.store.claims import finish as finish_in
-from megarl.store.codec import experience_to_row
-from megarl.store.tables import STEPS
-from tests.stores import finish, make_experience, make_task, request, rows
+from megarl.store.codec import trajectory_to_row
+from megarl.store.database import open_engine
+from megarl.store.tables import JOB, STEPS
+from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
 pytestmark = pytest.mark.postgres
@@ -104,7 +106,7 @@ def test_every_group_once_while_the_server_is_stopped_and_killed(server: Server,
     assert all(finished) and Counter(group for groups in finished for group in groups) == {
         f"r0/{i}": 1 for i in range(GROUPS)
     }
-    assert len(store.experiences("r0")) == 2 * GROUPS
+    assert len(store.trajectories("r0")) == 2 * GROUPS
     attempts = Counter(row[-1] for row in rows(url)["groups"])
     assert attempts == {1: GROUPS}, "a group was claimed twice"
     for log in logs:
@@ -357,7 +359,7 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
     inside, go = threading.Event(), threading.Event()
 
     def slow(connection: Any, again: bool) -> bool:
-        members = [experience_to_row(make_experience(claims[0], i)) for i in claims[0].indices]
+        members = [trajectory_to_row(make_trajectory(claims[0], i)) for i in claims[0].indices]
         done = finish_in(connection, again, claims[0], members, {"samples": 2.0})
         inside.set()
         go.wait()
@@ -376,7 +378,7 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
         go.set()
         assert finishing.result()
         asking.result()
-    assert trainer.progress("r0") == (0, 6) and rows(url)["experiences"] == []
+    assert trainer.progress("r0") == (0, 6) and rows(url)["trajectories"] == []
     assert not finish(explorer, claims[1])
     assert all(finish(explorer, claim) for claim in explorer.claim_groups("e", 6)) and trainer.progress("r0") == (6, 6)
     explorer.close()
@@ -408,3 +410,29 @@ def test_a_process_that_stands_still_in_a_write_does_not_hold_up_the_next_attemp
     assert new.steps() == []
     for store in (first, frozen, new):
         store.close()
+
+
+def test_a_store_of_the_schema_before_goes_on(server: Server, url: str) -> None:
+    """Two processes that open it together rename its table once."""
+    store = Store(url)
+    store.add_tasks("train", [make_task(i) for i in range(2)])
+    request(store, groups=2)
+    assert all(finish(store, claim) for claim in store.claim_groups("e", 2))
+    store.close()
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE trajectories RENAME TO experiences")
+        connection.exec_driver_sql("ALTER INDEX trajectories_by_rollout RENAME TO experiences_by_rollout")
+        connection.execute(update(JOB).where(JOB.c.key == "schema").values(value="3"))
+    with ThreadPoolExecutor(2) as threads:
+        opened = list(threads.map(Store, [url, url]))
+    for store in opened:
+        assert len(store.trajectories("r0")) == 4
+        store.close()
+    with engine.begin() as connection:
+        names = inspect(connection).get_table_names()
+        assert "trajectories" in names and "experiences" not in names
+        assert [index["name"] for index in inspect(connection).get_indexes("trajectories")] == [
+            "trajectories_by_rollout"
+        ]
+    engine.dispose()

@@ -288,7 +288,9 @@ def rollout(step: int) -> str:
 
 
 def answers(store: Store, step: int) -> list[Answer]:
-    return [(e.task_id, e.index, e.response_ids.tolist(), e.reward.score) for e in store.experiences(rollout(step))]
+    return [
+        (e.task_id, e.index, e.response.token_ids.tolist(), e.reward.score) for e in store.trajectories(rollout(step))
+    ]
 
 
 def compared(record: dict[str, float]) -> dict[str, float]:

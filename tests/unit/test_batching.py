@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,17 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batching import (
-    MicroBatching,
-    Sequences,
-    joined,
-    micro_batches,
-    of_demonstrations,
-    of_experiences,
-    response_values,
-)
+from megarl.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations, of_samples
 from megarl.batching.packing import best_fit, deal, spread
-from megarl.schema import Experience, Reward, Sample
+from megarl.schema import TrainingSample
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -34,56 +25,36 @@ def sequences(lengths: list[int]) -> Sequences:
     return Sequences(torch.arange(1, total + 1), torch.tensor(lengths), mask)
 
 
-def experience(prompt: list[int], response: list[int], mask: list[bool]) -> Experience:
-    return Experience(
-        rollout_id="r",
-        task_id="t",
-        group_id="g",
-        index=0,
-        group_size=1,
-        prompt_ids=np.array(prompt, dtype=np.int32),
-        response_ids=np.array(response, dtype=np.int32),
-        response_mask=np.array(mask),
-        engine_logp=-np.array(response, dtype=np.float32),
-        reward=Reward(1.0, "ok"),
-        segments=(),
-        finish_reason="stop",
-    )
+def sample(prompt: list[int], response: list[int], mask: list[bool]) -> TrainingSample:
+    ids = np.array(response, dtype=np.int32)
+    return TrainingSample(np.array(prompt, dtype=np.int32), ids, np.array(mask), -ids.astype(np.float32))
 
 
 def test_values_sit_where_their_token_is_predicted() -> None:
-    experiences = [experience([5, 6, 7], [8, 9], [True, True]), experience([5], [6, 7, 8], [True, False, True])]
-    found = of_experiences(experiences)
+    samples = [sample([5, 6, 7], [8, 9], [True, True]), sample([5], [6, 7, 8], [True, False, True])]
+    found = of_samples(samples)
     assert found.tokens.tolist() == [5, 6, 7, 8, 9, 5, 6, 7, 8]
     assert found.targets.tolist() == [-100, -100, 8, 9, -100, 6, -100, 8, -100]
     assert found.row.tolist() == [0] * 5 + [1] * 4 and found.cu_seqlens.tolist() == [0, 5, 9]
     assert found.engine_logp is not None
     assert found.engine_logp.tolist() == [0, 0, -8, -9, 0, -6, -7, -8, 0]
-    assert [v.tolist() for v in response_values(found.engine_logp, experiences)] == [[-8, -9], [-6, -7, -8]]
-    demonstrations = of_demonstrations([(e.prompt_ids, e.response_ids) for e in experiences])
+    demonstrations = of_demonstrations([(e.prompt_ids, e.response_ids) for e in samples])
     assert demonstrations.targets.tolist() == [-100, -100, 8, 9, -100, 6, 7, 8, -100]
 
 
 def test_a_step_takes_29_bytes_a_token_of_which_the_engine_gives_9() -> None:
     """docs/roles.md has these numbers."""
-    experiences = [experience([5, 6, 7], [8, 9], [True, True]), experience([5], [6, 7, 8], [True, False, True])]
-    found = of_experiences(experiences)
+    samples = [sample([5, 6, 7], [8, 9], [True, True]), sample([5], [6, 7, 8], [True, False, True])]
+    found = of_samples(samples)
     lengths, total = found.lengths.nbytes, 9
     assert found.nbytes - lengths == 9 * total and lengths == 8 * 2
     for name in ("advantages", "returns", "old_logp", "ref_logp", "values"):
         setattr(found, name, torch.zeros(total))
     assert found.nbytes - lengths == 29 * total
-    pairs = [(e.prompt_ids, e.response_ids) for e in experiences]
+    pairs = [(e.prompt_ids, e.response_ids) for e in samples]
     assert of_demonstrations(pairs).nbytes - lengths == 5 * total
     both = joined(found, of_demonstrations(pairs))
     assert both.nbytes - 2 * lengths - 4 == 29 * 2 * total and both.tokens.dtype == torch.int32
-
-
-def test_what_a_step_keeps_of_an_experience_is_no_array() -> None:
-    given = experience([5, 6, 7], [8, 9], [True, True])
-    kept = Sample.of(replace(given, greedy=given))
-    assert (kept.prompt_length, kept.response_length, kept.reward, kept.finish_reason) == (3, 2, given.reward, "stop")
-    assert kept.greedy == Sample.of(given) and not any(isinstance(value, np.ndarray) for value in vars(kept).values())
 
 
 @given(LENGTHS, st.booleans())

@@ -16,8 +16,9 @@ from megarl.loop.context import RunContext
 from megarl.loop.evaluation import Evaluation
 from megarl.loop.reporter import Reporter
 from megarl.loop.state import TrainState
-from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
+from megarl.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.store import Store
+from tests.trajectories import one_turn
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
@@ -84,20 +85,15 @@ VERSION = WeightsVersion(1, 1)
 TASKS = [Task(f"t{i}", "sums", ({"role": "user", "content": str(i)},), "", {"ground_truth": "1"}) for i in range(5)]
 
 
-def answered(claim: Any, index: int, right: bool) -> Experience:
-    return Experience(
+def answered(claim: Any, index: int, right: bool) -> Trajectory:
+    return Trajectory(
         rollout_id=claim.rollout_id,
         task_id=claim.task.task_id,
         group_id=claim.group_id,
         index=index,
         group_size=claim.group_size,
-        prompt_ids=np.zeros(3, np.int32),
-        response_ids=np.ones(2, np.int32),
-        response_mask=np.ones(2, np.bool_),
-        engine_logp=np.zeros(2, np.float32),
+        turns=one_turn([0] * 3, [1] * 2),
         reward=Reward(float(right), "ok" if right else "wrong"),
-        segments=(Segment(0, 2, VERSION, "stop"),),
-        finish_reason="stop",
     )
 
 

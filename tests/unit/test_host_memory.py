@@ -33,4 +33,4 @@ def test_a_step_peaks_within_a_tenth_of_the_documented_bytes_a_token(
     found = host_memory.measured_apart(algorithm, 512, 8192)
     assert max(p for p, _ in found.values()) == pytest.approx(peak, rel=0.1), found
     assert found["update"][1] == pytest.approx(held, rel=0.1) and found["metrics"][1] < 0.1 * held, found
-    assert found["batch"][1] == pytest.approx(9.0, rel=0.1), "the arrays of the experiences are still held"
+    assert found["batch"][1] == pytest.approx(9.0, rel=0.1), "the arrays of the trajectories are still held"

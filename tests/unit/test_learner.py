@@ -21,9 +21,10 @@ from megarl.loop.context import RunContext
 from megarl.loop.learner import Learner, kl_coef, step_input
 from megarl.loop.reporter import Reporter
 from megarl.loop.state import TrainState
-from megarl.schema import Experience, FinishReason, Reward
+from megarl.schema import FinishReason, Reward, Trajectory
 from megarl.training import objectives
 from megarl.training.objectives import Kept
+from tests.trajectories import one_turn
 
 
 def learner_of(
@@ -43,10 +44,10 @@ def batch(reasons: tuple[str, ...] = ("stop", "length")) -> StepBatch:
     sequences = Sequences(
         torch.arange(9), lengths, mask, old_logp=torch.full((9,), -1.0), ref_logp=torch.full((9,), -1.5), values=values
     )
-    experiences: list[Any] = [
+    outcomes: list[Any] = [
         SimpleNamespace(reward=SimpleNamespace(score=1.0), group_stats=None, finish_reason=r) for r in reasons
     ]
-    return StepBatch(experiences, sequences, [])
+    return StepBatch(outcomes, outcomes, sequences, [])
 
 
 @pytest.mark.parametrize(("step", "moves"), [(0, False), (1, False), (2, True)])
@@ -79,13 +80,13 @@ def test_what_stands_behind_a_cut_answer() -> None:
 def test_answers_outside_any_pair_have_log_probs(needs: set[str]) -> None:
     """Not 0, which is the log-prob of a certain token, in the mismatch with the engine and in the adaptive KL."""
     scores = [0.0, 1.0, 0.5, 0.5]
-    experiences: list[Any] = [answer(i, score) for i, score in enumerate(scores)]
+    trajectories: list[Any] = [answer(i, score) for i, score in enumerate(scores)]
     model = SimpleNamespace(
         micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
         outputs=lambda sequences, updates: asked_for(sequences, updates),
     )
     config = Config(algorithm=PreferenceConfig(name="online_dpo"))
-    batch = make_batch(experiences, [], algorithms.get("online_dpo"), config.algorithm, 1)
+    batch = make_batch(trajectories, [], algorithms.get("online_dpo"), config.algorithm, 1)
     assert batch.updates == [[[1, 0]]]
     learner_of(config, actor=model, reference=model, needs=frozenset({"pairs", "group"} | needs)).infer(batch)
     every = torch.full_like(batch.sequences.mask, True, dtype=torch.float32)
@@ -104,21 +105,16 @@ def asked_for(sequences: Sequences, updates: Any) -> torch.Tensor:
     return found
 
 
-def answer(index: int, score: float, reason: FinishReason = "stop") -> Experience:
+def answer(index: int, score: float, reason: FinishReason = "stop") -> Trajectory:
     length = index + 2
-    return Experience(
+    return Trajectory(
         rollout_id="r",
         task_id="t",
         group_id="g",
         index=index,
         group_size=4,
-        prompt_ids=np.arange(3),
-        response_ids=np.arange(length),
-        response_mask=np.ones(length, dtype=bool),
-        engine_logp=np.zeros(length, dtype=np.float32),
+        turns=one_turn(range(3), range(length), finish_reason=reason),
         reward=Reward(score, "ok"),
-        segments=(),
-        finish_reason=reason,
         group_stats=algorithms.group_stats([0.0, 1.0, 1.0, 0.0]),
     )
 
@@ -135,8 +131,8 @@ def filtered(
         outputs=lambda sequences, asked: -0.5 * asked_for(sequences, asked),
     )
     learner = learner_of(Config(algorithm=settings), actor=model, reference=model)
-    experiences: list[Any] = [answer(i, score, reasons[i]) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]
-    batch = make_batch(experiences, demonstrations, algorithms.get(settings.name), settings, updates)
+    trajectories: list[Any] = [answer(i, score, reasons[i]) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]
+    batch = make_batch(trajectories, demonstrations, algorithms.get(settings.name), settings, updates)
     learner.infer(batch)
     old_logp, sampled = batch.sequences.old_logp, batch.sequences.sampled
     recorded = [] if old_logp is None else [old_logp[sampled & (batch.sequences.row == i)].tolist() for i in range(4)]

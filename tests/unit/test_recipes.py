@@ -13,12 +13,12 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megarl.config import Config, compose, config_dir
 from megarl.experience import verify
-from megarl.schema import Experience, Reward, Segment, WeightsVersion
+from megarl.schema import Reward, Trajectory
+from tests.trajectories import one_turn
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "experiments.md").read_text()
 GSM8K_MATH, ULTRAFEEDBACK = 14_973, 61_135
@@ -267,21 +267,16 @@ def test_the_file_and_the_docs_name_the_source(name: str) -> None:
     assert re.search(rf"^\| `{name}` \| `{re.escape(EXPERIMENTS[name])}` \|", DOCS, re.MULTILINE)
 
 
-def answer(config: Config, length: int, score: float, index: int) -> Experience:
+def answer(config: Config, length: int, score: float, index: int) -> Trajectory:
     end = "stop" if length < config.rollout.max_response_tokens else "length"
-    return Experience(
+    return Trajectory(
         rollout_id="r",
         task_id="t",
         group_id="g",
         index=index,
         group_size=4,
-        prompt_ids=np.array([1], dtype=np.int32),
-        response_ids=np.full(length, 2, dtype=np.int32),
-        response_mask=np.ones(length, dtype=np.bool_),
-        engine_logp=np.full(length, -0.5, dtype=np.float32),
+        turns=one_turn([1], [2] * length, [-0.5] * length, finish_reason=end),
         reward=Reward(score, "ok" if score else "wrong"),
-        segments=(Segment(0, length, WeightsVersion(0, 1), end),),
-        finish_reason=end,
     )
 
 
@@ -291,8 +286,8 @@ def test_dapos_rewards_are_the_sources_on_another_scale() -> None:
     full = config.rollout.max_response_tokens
     there = {(1.0, full): 0.0, (1.0, full - 2048): 0.5, (0.0, 100): -1.0, (0.0, full): -2.0}
     group = [answer(config, length, score, index) for index, (score, length) in enumerate(there)]
-    experiences, _ = verify(group, config.reward, vocab_size=4, max_response_tokens=full)
-    scores = [experience.reward.score for experience in experiences]
+    trajectories, _ = verify(group, config.reward, vocab_size=4, max_response_tokens=full)
+    scores = [trajectory.reward.score for trajectory in trajectories]
     assert scores == [(r + 1.0) / 2.0 for r in there.values()]
     right_but_long, _, wrong_but_short, _ = scores
     assert right_but_long > wrong_but_short

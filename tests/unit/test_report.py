@@ -9,7 +9,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +24,9 @@ from megarl.report import svg
 from megarl.report.data import changed_settings, load
 from megarl.report.html import page, summary, write_report
 from megarl.report.timeline import Phase, exclusive, seconds_by_phase, seconds_by_step, union
-from megarl.schema import Experience, Reward, Segment, Task, WeightsVersion
+from megarl.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.store import Store
+from tests.trajectories import one_turn
 
 TASKS = 40
 VERSION = WeightsVersion(1, 1)
@@ -107,21 +107,16 @@ def answer_all(
     for claim in store.claim_groups("w", len(ids)):
         i = claim.position
         status = "ok" if i < right else statuses[i % len(statuses)] if statuses else "wrong"
-        experience = Experience(
+        trajectory = Trajectory(
             rollout_id=rollout_id,
             task_id=claim.task.task_id,
             group_id=claim.group_id,
             index=0,
             group_size=1,
-            prompt_ids=np.zeros(3, np.int32),
-            response_ids=np.full(1 + i % 2, token, np.int32),
-            response_mask=np.ones(1 + i % 2, np.bool_),
-            engine_logp=np.zeros(1 + i % 2, np.float32),
+            turns=one_turn([0] * 3, [token] * (1 + i % 2), version=VERSION),
             reward=Reward(float(status == "ok"), status),
-            segments=(Segment(0, 1 + i % 2, VERSION, "stop"),),
-            finish_reason="stop",
         )
-        assert store.finish_group(claim, [experience])
+        assert store.finish_group(claim, [trajectory])
     store.record_event("trainer", "evaluation", {"rollout_id": rollout_id, "step": step, "accuracy": right / len(ids)})
 
 
@@ -310,12 +305,12 @@ def test_stopped_after_the_first_evaluation(run_dir: Path) -> None:
 def test_damaged_answers_are_left_out_and_noted(run_dir: Path) -> None:
     store = Store(load(run_dir).config.store.url)
     connection = sqlite3.connect(run_dir / "store.db")
-    connection.execute("update experiences set score = 0.25 where rollout_id = 'eval-after' and \"index\" = 0")
+    connection.execute("update trajectories set score = 0.25 where rollout_id = 'eval-after' and \"index\" = 0")
     connection.commit()
     connection.close()
     store.close()
     text = Page(write_report(run_dir).read_text()).text
-    assert "The answers of eval-after are left out" in text and "a row of experiences is not as it was written" in text
+    assert "The answers of eval-after are left out" in text and "a row of trajectories is not as it was written" in text
     assert "after" in summary(run_dir)
 
 

@@ -25,37 +25,39 @@ from megarl.experience import (
     verify,
     with_group_stats,
 )
-from megarl.experience.pipeline import check_experience
-from megarl.schema import GREEDY, Experience, Reward, Segment, WeightsVersion
+from megarl.experience.pipeline import check_trajectory
+from megarl.schema import GREEDY, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
+from tests.trajectories import VERSION, one_turn
 
-VERSION = WeightsVersion(0, 1)
 VOCAB = 16
 
 
-def make(group: str = "g0", index: int = 0, score: float = 1.0, size: int = 2, **changes: Any) -> Experience:
-    experience = Experience(
+def turns(prompt: Sequence[int] = (1, 2, 3), **changes: Any) -> tuple[Turn, Turn]:
+    """A prompt and a response of two tokens; ``changes`` to the response."""
+    asked, response = one_turn(prompt, [4, 5], [-0.5, 0.0])
+    spans = (WeightsSpan(0, 1, VERSION), WeightsSpan(1, 2, VERSION))
+    return asked, replace(response, **{"spans": spans} | changes)
+
+
+def make(group: str = "g0", index: int = 0, score: float = 1.0, size: int = 2, **changes: Any) -> Trajectory:
+    trajectory = Trajectory(
         rollout_id="r",
         task_id=f"task of {group}",
         group_id=group,
         index=index,
         group_size=size,
-        prompt_ids=np.array([1, 2, 3], dtype=np.int32),
-        response_ids=np.array([4, 5], dtype=np.int32),
-        response_mask=np.ones(2, dtype=np.bool_),
-        engine_logp=np.array([-0.5, 0.0], dtype=np.float32),
+        turns=turns(),
         reward=Reward(score, "ok" if score >= 1 else "wrong"),
-        segments=(Segment(0, 1, VERSION, "abort"), Segment(1, 2, VERSION, "stop")),
-        finish_reason="stop",
     )
-    return replace(experience, **changes)
+    return replace(trajectory, **changes)
 
 
-def means(experiences: Sequence[Experience]) -> list[float]:
-    """The mean score of each experience's group."""
-    return [e.group_stats.mean for e in with_group_stats(experiences) if e.group_stats is not None]
+def means(trajectories: Sequence[Trajectory]) -> list[float]:
+    """The mean score of each trajectory's group."""
+    return [e.group_stats.mean for e in with_group_stats(trajectories) if e.group_stats is not None]
 
 
-def group(name: str, *scores: float) -> list[Experience]:
+def group(name: str, *scores: float) -> list[Trajectory]:
     return [make(name, i, score, len(scores)) for i, score in enumerate(scores)]
 
 
@@ -74,66 +76,83 @@ def test_whole_groups_get_their_statistics() -> None:
 def test_group_order_does_not_matter() -> None:
     members = [*group("a", 1.0, 0.0), *group("b", 0.0, 1.0)]
     mixed = [members[i] for i in (3, 0, 2, 1)]
-    verified = verify(mixed, RewardConfig(), vocab_size=VOCAB).experiences
+    verified = verify(mixed, RewardConfig(), vocab_size=VOCAB).trajectories
     assert Counter((e.group_id, e.index) for e in verified) == Counter((e.group_id, e.index) for e in members)
 
 
 def versions(first: tuple[int, int], second: tuple[int, int]) -> dict[str, Any]:
-    return {
-        "segments": (Segment(0, 1, WeightsVersion(*first), "abort"), Segment(1, 2, WeightsVersion(*second), "stop"))
-    }
+    return {"spans": (WeightsSpan(0, 1, WeightsVersion(*first)), WeightsSpan(1, 2, WeightsVersion(*second)))}
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+ASKED, RESPONSE = turns()
+RESULT = Turn("tool", np.array([7], dtype=np.int32), follows=1)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, None),
-        ({"response_mask": np.ones(3, dtype=np.bool_)}, "lengths 2, 3, 2"),
-        ({"engine_logp": np.zeros(1, dtype=np.float32)}, "lengths 2, 2, 1"),
-        ({"engine_logp": np.array([0.0, np.nan], dtype=np.float32)}, "engine_logp nan at token 1"),
-        ({"engine_logp": np.array([-np.inf, 0.0], dtype=np.float32)}, "engine_logp -inf at token 0"),
-        ({"engine_logp": np.array([-1.0, 0.5], dtype=np.float32)}, "engine_logp 0.5 at token 1"),
-        ({"response_ids": np.array([4, VOCAB], dtype=np.int32)}, "response_ids has ids 4..16, the vocabulary has 16"),
-        ({"prompt_ids": np.array([-1], dtype=np.int32)}, "prompt_ids has ids -1..-1"),
-        ({"prompt_ids": np.array([], dtype=np.int32)}, "prompt has 0 tokens"),
-        ({"segments": ()}, "segments cover 0 of 2"),
-        ({"segments": (Segment(0, 1, VERSION, "stop"),)}, "segments cover 1 of 2"),
-        ({"segments": (Segment(1, 2, VERSION, "stop"),)}, "segment 1..2 does not follow on token 0"),
-        ({"segments": (Segment(0, 2, VERSION, "stop"), Segment(1, 2, VERSION, "stop"))}, "does not follow on token 2"),
-        (versions((0, 1), (0, 2)), None),
-        (versions((0, 9), (1, 1)), None),
-        (versions((0, 2), (0, 1)), "segment 1..2 has weights 0.1, older than 0.2 of the segment before it"),
-        (versions((1, 1), (0, 9)), "segment 1..2 has weights 0.9, older than 1.1"),
+        ({"turns": turns(logp=floats(0.0))}, "turn 1 (model): it has 1 log-probs for 2 tokens"),
+        ({"turns": turns(logp=None)}, "turn 1 (model): it has 0 log-probs for 2 tokens"),
+        ({"turns": turns(logp=floats(0.0, np.nan))}, "nan at token 1 is not a log-probability"),
+        ({"turns": turns(logp=floats(-np.inf, 0.0))}, "-inf at token 0"),
+        ({"turns": turns(logp=floats(-1.0, 0.5))}, "0.5 at token 1"),
+        ({"turns": turns(token_ids=np.array([4, VOCAB], dtype=np.int32))}, "has ids 4..16, the vocabulary has 16"),
+        ({"turns": turns(finish_reason=None)}, "it has no finish reason"),
+        ({"turns": turns([-1])}, "turn 0 (user): it has ids -1..-1"),
+        ({"turns": turns([])}, "turn 0 (user): it has no tokens"),
+        ({"turns": turns(spans=())}, "spans cover 0 of 2"),
+        ({"turns": turns(spans=(WeightsSpan(0, 1, VERSION),))}, "spans cover 1 of 2"),
+        ({"turns": turns(spans=(WeightsSpan(1, 2, VERSION),))}, "span 1..2 does not follow on token 0"),
+        (
+            {"turns": turns(spans=(WeightsSpan(0, 2, VERSION), WeightsSpan(1, 2, VERSION)))},
+            "does not follow on token 2",
+        ),
+        ({"turns": turns(**versions((0, 1), (0, 2)))}, None),
+        ({"turns": turns(**versions((0, 9), (1, 1)))}, None),
+        (
+            {"turns": turns(**versions((0, 2), (0, 1)))},
+            "span 1..2 has weights 0.1, older than 0.2 of the span before it",
+        ),
+        ({"turns": turns(**versions((1, 1), (0, 9)))}, "span 1..2 has weights 0.9, older than 1.1"),
+        ({"turns": (ASKED, RESPONSE, RESULT, replace(RESPONSE, follows=2))}, None),
+        ({"turns": (ASKED, RESPONSE, replace(RESPONSE, follows=2))}, "turn 2 (model): it follows turn 2"),
+        ({"turns": (ASKED, replace(RESPONSE, follows=-1))}, "nothing comes before it"),
+        ({"turns": (ASKED, RESPONSE, replace(RESULT, logp=floats(0.0)))}, "turn 2 (tool): it has log-probs"),
+        ({"turns": (ASKED,)}, "no turn is the model's"),
         ({"reward": Reward(1e200, "ok")}, "its reward is 1e+200, beyond"),
         ({"reward": Reward(-1e200, "wrong")}, "its reward is -1e+200, beyond"),
         ({"reward": Reward(1e300, "error")}, None),
     ],
 )
 def test_validity(changes: dict[str, Any], reason: str | None) -> None:
-    found = check_experience(make(**changes), VOCAB)
+    wrong = make(index=1, **changes)
+    found = check_trajectory(wrong, VOCAB)
     assert "reward" in changes or (found is None if reason is None else reason in (found or ""))
-    raw = [make(index=0), make(index=1, **changes), *group("b", 0.0)]
+    raw = [make(index=0), wrong, *group("b", 0.0)]
     verified, report = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
-    assert reason is None or "prompt_ids" in changes or reason in report.messages[0]
+    same_prompt = len(wrong.prompt) == 3
+    assert reason is None or not same_prompt or reason in report.messages[0]
     if reason is None:
         assert report.dropped == {} and [e.group_id for e in verified] == ["g0", "g0", "b"]
     else:  # a member with another prompt is none of its group
-        assert report.dropped == {"incomplete" if "prompt_ids" in changes else "invalid": 1}
+        assert report.dropped == {"invalid" if same_prompt else "incomplete": 1}
         assert [e.group_id for e in verified] == ["b"]
 
 
 @given(cuts=st.lists(st.integers(1, 7), unique=True).map(sorted))
 def test_any_tiling_is_valid(cuts: list[int]) -> None:
     edges = [0, *cuts, 8]
-    segments = tuple(Segment(a, b, VERSION, "stop") for a, b in itertools.pairwise(edges))
-    arrays = {
-        "response_ids": np.zeros(8, dtype=np.int32),
-        "response_mask": np.ones(8, dtype=np.bool_),
-        "engine_logp": np.zeros(8, dtype=np.float32),
-    }
-    assert check_experience(make(segments=segments, **arrays), VOCAB) is None
-    for i in range(len(segments)):
-        assert check_experience(make(segments=segments[:i] + segments[i + 1 :], **arrays), VOCAB) is not None
+    spans = tuple(WeightsSpan(a, b, VERSION) for a, b in itertools.pairwise(edges))
+    asked, response = one_turn([1], [0] * 8)
+    assert check_trajectory(make(turns=(asked, replace(response, spans=spans))), VOCAB) is None
+    for i in range(len(spans)):
+        missing = replace(response, spans=spans[:i] + spans[i + 1 :])
+        assert check_trajectory(make(turns=(asked, missing)), VOCAB) is not None
 
 
 @pytest.mark.parametrize("members", [[0], [0, 0], [0, 2], [0, 1, 1]])
@@ -164,7 +183,7 @@ def test_a_score_that_is_no_number_drops_its_group_alone() -> None:
 
 def test_shuffling_permutes_rewards_over_the_rollout_before_the_statistics() -> None:
     raw = [e for i in range(8) for e in group(f"g{i}", *([1.0] * 4 if i < 4 else [0.0] * 4))]
-    verified = verify(raw, RewardConfig(), vocab_size=VOCAB).experiences
+    verified = verify(raw, RewardConfig(), vocab_size=VOCAB).trajectories
     shuffled = shuffle_rewards(verified, seed=5)
     assert [(e.group_id, e.index) for e in shuffled] == [(e.group_id, e.index) for e in verified]
     scores = [e.reward.score for e in shuffled]
@@ -187,7 +206,7 @@ def test_a_reward_models_scores_are_added_before_the_statistics() -> None:
     assert [e.reward.status for e in found] == ["ok", "wrong", "ok"], "the verdict stays what it is"
 
 
-def with_greedy(members: list[Experience], **changes: Any) -> list[Experience]:
+def with_greedy(members: list[Trajectory], **changes: Any) -> list[Trajectory]:
     baseline = make(members[0].group_id, GREEDY, size=len(members), **changes)
     return [replace(e, greedy=baseline) for e in members]
 
@@ -195,7 +214,7 @@ def with_greedy(members: list[Experience], **changes: Any) -> list[Experience]:
 def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
     plain, compared = group("a", 1.0, 0.0), with_greedy(group("a", 1.0, 0.0), reward=Reward(0.25, "wrong"))
     verified, report = verify(compared, RewardConfig(), vocab_size=VOCAB, greedy=True)
-    alone = verify(plain, RewardConfig(), vocab_size=VOCAB).experiences
+    alone = verify(plain, RewardConfig(), vocab_size=VOCAB).trajectories
     assert [e.group_stats for e in with_group_stats(verified)] == [e.group_stats for e in with_group_stats(alone)]
     assert report.statuses == {"ok": 1, "wrong": 1} and len(verified) == 2
     assert [e.greedy.reward.score for e in verified if e.greedy] == [0.25, 0.25]
@@ -211,7 +230,7 @@ def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
         ),
         ({"reward": Reward(math.nan, "timeout")}, "reward_timeout", "a[greedy]: no verdict"),
         ({"reward": Reward(math.nan, "ok")}, "invalid", "a[greedy]: its reward is nan"),
-        ({"prompt_ids": np.array([VOCAB], dtype=np.int32)}, "invalid", "a[greedy]: prompt_ids has ids"),
+        ({"turns": turns([VOCAB])}, "invalid", "a[greedy]: turn 0 (user): it has ids"),
     ],
 )
 def test_a_greedy_answer_without_use_costs_its_group(changes: dict[str, Any], reason: str, message: str) -> None:
@@ -230,18 +249,12 @@ def test_a_missing_greedy_answer_makes_a_group_incomplete_where_one_is_needed() 
 
 def test_a_greedy_answer_without_a_verdict_counts_as_zero_when_told_so() -> None:
     raw = with_greedy(group("a", 1.0, 0.0), reward=Reward(math.nan, "timeout"))
-    verified = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB, greedy=True).experiences
+    verified = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB, greedy=True).trajectories
     assert [(e.greedy.reward.score, e.greedy.reward.status) for e in verified if e.greedy] == [(0.0, "timeout")] * 2
 
 
-def of_length(length: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "response_ids": np.full(length, 4, dtype=np.int32),
-        "response_mask": np.ones(length, dtype=np.bool_),
-        "engine_logp": np.zeros(length, dtype=np.float32),
-        "segments": (Segment(0, length, VERSION, "stop"),),
-        **changes,
-    }
+def of_length(length: int) -> dict[str, Any]:
+    return {"turns": one_turn([1, 2, 3], [4] * length)}
 
 
 def test_overlong_answers_lose_reward_before_the_statistics() -> None:
@@ -250,14 +263,14 @@ def test_overlong_answers_lose_reward_before_the_statistics() -> None:
     members = [make("a", i, 1.0, 5, **of_length(n)) for i, n in enumerate(lengths)]
     raw = with_greedy(members, **of_length(8))
     config = RewardConfig(overlong_buffer=4, overlong_penalty=2.0)
-    verified = verify(raw, config, vocab_size=VOCAB, max_response_tokens=10, greedy=True).experiences
+    verified = verify(raw, config, vocab_size=VOCAB, max_response_tokens=10, greedy=True).trajectories
     assert [e.reward.score for e in verified] == [1.0, 0.5, -0.5, -1.0, -1.0]
     assert [e.reward.parts["overlong"] for e in verified] == [0.0, -0.5, -1.5, -2.0, -2.0]
     assert {e.reward.status for e in verified} == {"ok"}, "the verdict stays what it is"
     assert set(means(verified)) == {-0.2}
     assert [e.greedy.reward.score for e in verified if e.greedy] == [0.0] * 5
-    assert [e.reward.score for e in raw] == [1.0] * 5, "the raw experiences were changed"
-    unshaped = verify(raw, RewardConfig(), vocab_size=VOCAB, max_response_tokens=10).experiences
+    assert [e.reward.score for e in raw] == [1.0] * 5, "the raw trajectories were changed"
+    unshaped = verify(raw, RewardConfig(), vocab_size=VOCAB, max_response_tokens=10).trajectories
     assert all(e.reward.score == 1.0 and e.reward.parts == {} for e in unshaped)
 
 
@@ -292,18 +305,16 @@ def test_short_answers_among_a_group_are_rewarded_after_the_warm_up() -> None:
     """Lengths 1 to 5, the first four right: λ falls from 0.5 to -0.5 in steps of 1/4; a wrong answer gains nothing by
     it."""
 
-    def answers(*statuses: str) -> list[Experience]:
+    def answers(*statuses: str) -> list[Trajectory]:
         return [
-            make("a", i, float(status == "ok"), len(statuses), response_ids=np.full(i + 1, 4, np.int32),
-                 response_mask=np.ones(i + 1, np.bool_), engine_logp=np.full(i + 1, -0.5, np.float32),
-                 segments=(Segment(0, i + 1, VERSION, "stop"),), reward=Reward(float(status == "ok"), status))
+            make("a", i, size=len(statuses), reward=Reward(float(status == "ok"), status), **of_length(i + 1))
             for i, status in enumerate(statuses)
-        ]  # fmt: skip
+        ]
 
     config = RewardConfig(length=LengthConfig(weight=0.4, warmup_steps=3))
     group = answers("wrong", "ok", "ok", "ok", "wrong")
-    assert [e.reward.score for e in verify(group, config, vocab_size=VOCAB, step=2).experiences] == [0, 1, 1, 1, 0]
-    found = verify(group, config, vocab_size=VOCAB, step=3).experiences
+    assert [e.reward.score for e in verify(group, config, vocab_size=VOCAB, step=2).trajectories] == [0, 1, 1, 1, 0]
+    found = verify(group, config, vocab_size=VOCAB, step=3).trajectories
     assert [e.reward.parts["length"] for e in found] == [0.0, 0.25, 0.0, -0.25, -0.5]
     assert [e.reward.score for e in found] == pytest.approx([0.0, 1.1, 1.0, 0.9, -0.2])
     assert means(found)[0] == pytest.approx(0.56)

@@ -30,9 +30,10 @@ from megarl.loop.reporter import Reporter
 from megarl.loop.state import TrainState
 from megarl.loop.waiting import RolloutWaiter
 from megarl.rollout.watch import EngineWatch
-from megarl.schema import GREEDY, Experience, Reward, Segment, Task, WeightsVersion
+from megarl.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
 from megarl.store import Claim, Store
 from megarl.tasksets import ChatTokenizer, write_rows
+from tests.trajectories import one_turn
 
 
 class Waited:
@@ -193,18 +194,16 @@ class AnsweringStore(Store):
         super().request_rollout(rollout_id, *args)
         for claim in reversed(self.claim_groups("e", 1000)):
             answers = [self._answer(claim, index) for index in claim.indices]
-            assert self.finish_group(claim, answers, {"samples": 2.0 * len(self.experiences(rollout_id))})
+            assert self.finish_group(claim, answers, {"samples": 2.0 * len(self.trajectories(rollout_id))})
 
-    def _answer(self, claim: Claim, index: int) -> Experience:
+    def _answer(self, claim: Claim, index: int) -> Trajectory:
         number = int(claim.task.task_id.split("/")[1])
         right = True if index == GREEDY else RIGHT[self.outcome(number)][index]
         reward = Reward(math.nan, "error") if right is None else Reward(float(right), "ok" if right else "wrong")
         length = 1 + index if index >= 0 else 1
-        return Experience(
+        return Trajectory(
             claim.rollout_id, claim.task.task_id, claim.group_id, index, claim.group_size,
-            prompt_ids=np.array([number], dtype=np.int32), response_ids=np.full(length, 3, dtype=np.int32),
-            response_mask=np.ones(length, dtype=np.bool_), engine_logp=np.full(length, -0.5, dtype=np.float32),
-            reward=reward, segments=(Segment(0, length, claim.version, "stop"),), finish_reason="stop",
+            turns=one_turn([number], [3] * length, [-0.5] * length, version=claim.version), reward=reward,
         )  # fmt: skip
 
 
@@ -244,7 +243,7 @@ class Step:
 
 def groups_of(found: rollouts.StepGroups | None) -> list[str]:
     assert found is not None
-    return list(dict.fromkeys(e.group_id for e in found.experiences))
+    return list(dict.fromkeys(e.group_id for e in found.trajectories))
 
 
 def test_a_step_without_dynamic_sampling_is_one_rollout(tmp_path: Path) -> None:
@@ -254,7 +253,7 @@ def test_a_step_without_dynamic_sampling_is_one_rollout(tmp_path: Path) -> None:
     assert found.rollout_ids == ("train-000003",) and found.report.kept == 4
     assert found.metrics["rollout/extra"] == 0 and found.metrics["rollout/kept_groups"] == 4
     assert "rollout/all_right" not in found.metrics and list(s.timeline.seconds) == ["rollout", "batch"]
-    assert all(e.greedy is None for e in found.experiences)
+    assert all(e.greedy is None for e in found.trajectories)
 
 
 def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: Path) -> None:
@@ -288,7 +287,9 @@ def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: P
     assert all(s.store.progress(name) == (0, 0) for name in found.rollout_ids)
     again = s.groups()
     assert again is not None and groups_of(again) == expected[:4] and again.metrics == m
-    assert [e.prompt_ids.tolist() for e in again.experiences] == [e.prompt_ids.tolist() for e in found.experiences]
+    assert [e.prompt.token_ids.tolist() for e in again.trajectories] == [
+        e.prompt.token_ids.tolist() for e in found.trajectories
+    ]
 
 
 def test_of_more_groups_than_a_step_trains_the_first_count(tmp_path: Path) -> None:
@@ -304,7 +305,7 @@ def test_after_the_last_extra_rollout_a_step_trains_with_what_it_has(tmp_path: P
     s = Step(tmp_path, lambda i: "mixed" if i == 7 else "none", dynamic_sampling=True, max_extra_rollouts=20)
     found = s.groups()
     assert found is not None and len(found.rollout_ids) == 21
-    assert {e.task_id for e in found.experiences} == {"train/7"} and found.metrics["rollout/kept_groups"] >= 1
+    assert {e.task_id for e in found.trajectories} == {"train/7"} and found.metrics["rollout/kept_groups"] >= 1
     none = Step(tmp_path / "none", lambda i: "all", dynamic_sampling=True, max_extra_rollouts=0)
     with pytest.raises(
         JobError, match=r"none of the 4 groups of 1 rollouts of step 4 .* all right \(4\) and all wrong \(0\); raise"
@@ -331,8 +332,8 @@ def test_rollouts_of_a_step_draw_other_numbers(tmp_path: Path) -> None:
 def test_a_greedy_answer_is_asked_for_where_the_algorithm_needs_it(tmp_path: Path) -> None:
     s = Step(tmp_path, lambda i: "mixed", needs=("advantages", "greedy"))
     found = s.groups()
-    assert found is not None and len(found.experiences) == 8
-    assert all(e.greedy is not None and e.greedy.reward.status == "ok" and e.index >= 0 for e in found.experiences)
+    assert found is not None and len(found.trajectories) == 8
+    assert all(e.greedy is not None and e.greedy.reward.status == "ok" and e.index >= 0 for e in found.trajectories)
 
 
 def test_a_stop_gives_the_step_up(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from megarl.checkpoint.score_pad import score_pad
 from megarl.errors import ArchitectureError, CheckpointError
 from megarl.reshard.layouts import MegatronGrid, dist_layout, hf_layout, megatron_layout
 from megarl.reshard.plan import build_plan
-from megarl.schema import Experience, Reward
+from megarl.schema import Reward, Trajectory
 from tests.parallel.families import FAMILIES
+from tests.trajectories import one_turn
 from tests.unit.reshard_oracle import (
     Config,
     Network,
@@ -287,10 +288,8 @@ def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     assert sequences.mask.nonzero()[:, 0].tolist() == [end - before for end, before in zip(ends, expected, strict=True)]
     scores = torch.arange(float(len(sequences.tokens)))
     model: Any = SimpleNamespace(hf_config=config, outputs=lambda *_: scores, micro_batches=lambda _: None)
-    assert learner.model_scores(model, [experience(ids) for ids in ANSWERS]) == scores[sequences.mask].tolist()
+    assert learner.model_scores(model, [trajectory(ids) for ids in ANSWERS]) == scores[sequences.mask].tolist()
 
 
-def experience(ids: list[int]) -> Experience:
-    prompt, response = np.array(ids[:1], dtype=np.int32), np.array(ids[1:], dtype=np.int32)
-    logp, mask = np.zeros(len(response), dtype=np.float32), np.ones(len(response), dtype=bool)
-    return Experience("r", "t", f"g{ids}", 0, 1, prompt, response, mask, logp, Reward(0.0, "ok"), (), "stop")
+def trajectory(ids: list[int]) -> Trajectory:
+    return Trajectory("r", "t", f"g{ids}", 0, 1, one_turn(ids[:1], ids[1:]), Reward(0.0, "ok"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +24,12 @@ from hypothesis import strategies as st
 from megarl.config import compose
 from megarl.errors import ConfigError, DataError, FencedError, JobError
 from megarl.launch.postgres import without_password
-from megarl.schema import GREEDY, Experience, GroupStats, Reward, Segment, WeightsVersion
+from megarl.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.store import OWN_SERVER, Store, check_url, database
-from megarl.store.checksums import sealed
-from megarl.store.codec import ARRAYS, dumps, experience_from_row, experience_to_row
+from megarl.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.store.database import shown
-from megarl.store.tables import EXPERIENCES
-from tests.stores import VERSION, WRITES, finish, make_experience, make_task, request, rows
+from tests.stores import VERSION, WRITES, finish, make_task, make_trajectory, request, rows
+from tests.trajectories import one_turn
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -67,7 +65,7 @@ def test_task_ids_are_unique(store: Store) -> None:
     assert store.task_ids("eval") == []
 
 
-def test_a_rollout_from_request_to_experiences(store: Store) -> None:
+def test_a_rollout_from_request_to_trajectories(store: Store) -> None:
     request(store)
     claims = store.claim_groups("a", 4)
     assert [claim.task.task_id for claim in claims] == [f"train/{i}" for i in range(4)]
@@ -75,7 +73,7 @@ def test_a_rollout_from_request_to_experiences(store: Store) -> None:
     for claim in reversed(claims):  # finished in another order than asked for
         assert finish(store, claim)
     assert store.progress("r0") == (4, 6)
-    got = store.experiences("r0")
+    got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", i) for p in range(4) for i in range(2)]
     assert store.rollout_metrics("r0") == {"samples": 2.0}
     assert store.progress("no such rollout") == (0, 0)
@@ -89,53 +87,49 @@ def test_unknown_task(store: Store) -> None:
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=20)
 
 
+def turns(data: st.DataObject) -> tuple[Turn, ...]:
+    """A prompt, and turns of anybody that follow any earlier one."""
+    found = [Turn("user", np.asarray(data.draw(ids), dtype=np.int32))]
+    for author in data.draw(st.lists(st.sampled_from(["model", "tool", "environment"]), max_size=4)):
+        # Strided views must be stored by value, not as they lie in memory.
+        tokens = np.repeat(np.asarray(data.draw(ids), dtype=np.int32), 2)[::2]
+        turn = Turn(author, tokens, data.draw(st.integers(-1, len(found) - 1)))  # type: ignore[arg-type]
+        if author == "model":
+            length, cut = len(tokens), data.draw(st.integers(0, len(tokens)))
+            floats = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length)
+            logp = np.repeat(np.asarray(data.draw(floats), dtype=np.float32), 2)[::2]
+            spans = (WeightsSpan(0, cut, VERSION), WeightsSpan(cut, length, WeightsVersion(1, 4)))
+            turn = replace(turn, logp=logp, spans=spans, finish_reason="length")
+        found.append(turn)
+    return tuple(found)
+
+
+def values(turn: Turn) -> dict[str, Any]:
+    """All that a turn holds, arrays as their bytes and dtypes."""
+    arrays = {name: getattr(turn, name) for name in ("token_ids", "logp")}
+    return vars(turn) | {n: None if a is None else (a.tobytes(), str(a.dtype)) for n, a in arrays.items()}
+
+
 @settings(max_examples=50)
-@given(prompt=ids, response=ids, score=st.sampled_from([0.0, -1.5, 1.0, math.nan]), stats=st.booleans(), data=st.data())
-def test_experiences_come_back_exactly(
-    prompt: list[int], response: list[int], score: float, stats: bool, data: st.DataObject
-) -> None:
-    length = len(response)
-    floats = st.lists(st.floats(width=32, allow_nan=False), min_size=length, max_size=length)
-    bools = st.lists(st.booleans(), min_size=length, max_size=length)
-    cut = data.draw(st.integers(0, length))
-    before = Experience(
+@given(score=st.sampled_from([0.0, -1.5, 1.0, math.nan]), stats=st.booleans(), data=st.data())
+def test_trajectories_come_back_exactly(score: float, stats: bool, data: st.DataObject) -> None:
+    before = Trajectory(
         rollout_id="r",
         task_id="t/0",
         group_id="r/0",
         index=1,
         group_size=2,
-        prompt_ids=np.asarray(prompt, dtype=np.int32),
-        # Strided views must be stored by value, not as they lie in memory.
-        response_ids=np.repeat(np.asarray(response, dtype=np.int32), 2)[::2],
-        response_mask=np.asarray(data.draw(bools), dtype=np.bool_),
-        engine_logp=np.asarray(data.draw(floats), dtype=np.float32),
+        turns=turns(data),
         reward=Reward(score, "error" if math.isnan(score) else "ok", {"a": 0.25}),
-        segments=(Segment(0, cut, VERSION, "abort"), Segment(cut, length, WeightsVersion(1, 4), "length")),
-        finish_reason="length",
         group_stats=GroupStats(0.1, 0.2, 2) if stats else None,
         metadata={"k": [1, None, "ü"]},
     )
-    row = type("Row", (), experience_to_row(before))()
-    after = experience_from_row(row)
-    for name, dtype in ARRAYS.items():
-        assert getattr(after, name).dtype == dtype
-        np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+    row = type("Row", (), trajectory_to_row(before))()
+    after = trajectory_from_row(row)
+    assert [values(turn) for turn in after.turns] == [values(turn) for turn in before.turns]
     assert after.reward.score == score or (math.isnan(score) and row.score is None and math.isnan(after.reward.score))
-    for name in ("segments", "group_stats", "metadata", "finish_reason", "index", "group_size", "group_id", "task_id"):
+    for name in ("group_stats", "metadata", "index", "group_size", "group_id", "task_id"):
         assert getattr(after, name) == getattr(before, name)
-
-
-def test_segments_of_earlier_versions_are_read(store: Store) -> None:
-    """Their rows have a fifth value in each segment, and a checksum of the record with it."""
-    request(store, groups=1)
-    (claim,) = store.claim_groups("a", 1)
-    experience = make_experience(claim, 0)
-    row = experience_to_row(experience)
-    record = json.loads(row["record"])
-    record["segments"] = [[*segment, True] for segment in record["segments"]]
-    earlier = sealed(EXPERIENCES, row | {"record": dumps(record)})
-    assert earlier["checksum"] != row["checksum"]
-    assert experience_from_row(SimpleNamespace(**earlier, old_logp=None)).segments == experience.segments
 
 
 def test_a_database_gives_back_what_it_was_given(store: Store) -> None:
@@ -144,19 +138,17 @@ def test_a_database_gives_back_what_it_was_given(store: Store) -> None:
     (claim,) = store.claim_groups("a", 1)
     tiny = np.array([-1e-42, -0.1, 0, -3.4e38], dtype=np.float32)
     first = replace(
-        make_experience(claim, 0),
+        make_trajectory(claim, 0),
         reward=Reward(math.nan, "error", {"a": 0.1 + 0.2}),
-        engine_logp=tiny,
+        turns=one_turn(range(5), [0] * 4, tiny),
         group_stats=GroupStats(1 / 3, 2 / 3, 2),
         metadata={"text": "ü \U0001f600 \x00 \\ '", "n": [1, None]},
     )
-    second = replace(make_experience(claim, 1), reward=Reward(0.1 + 0.2, "ok"))
+    second = replace(make_trajectory(claim, 1), reward=Reward(0.1 + 0.2, "ok"))
     assert store.finish_group(claim, [first, second])
-    for got, wanted in zip(store.experiences("r0"), (first, second), strict=True):
-        for name in ARRAYS:
-            assert getattr(got, name).tobytes() == getattr(wanted, name).tobytes()
-            assert getattr(got, name).dtype == getattr(wanted, name).dtype
-        for name in ("metadata", "group_stats", "segments", "finish_reason"):
+    for got, wanted in zip(store.trajectories("r0"), (first, second), strict=True):
+        assert [values(turn) for turn in got.turns] == [values(turn) for turn in wanted.turns]
+        for name in ("metadata", "group_stats"):
             assert getattr(got, name) == getattr(wanted, name)
         assert repr(got.reward) == repr(wanted.reward)
 
@@ -166,12 +158,21 @@ def test_a_text_that_not_every_database_keeps_is_refused(store: Store) -> None:
         store.add_tasks("train", [replace(make_task(0), response="a\0b")])
 
 
-def test_a_wrong_dtype_is_refused(store: Store) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logp": np.zeros(4)}, "logp must be a 1-D float32 array, got float64"),
+        ({"logp": np.zeros((4, 1), np.float32)}, r"logp must be a 1-D float32 array, got float32 \(4, 1\)"),
+        ({"logp": np.zeros(3, np.float32)}, "logp has 3 values for 4 tokens"),
+        ({"token_ids": [1, 2, 3, 4]}, "token_ids must be a 1-D int32 array, got list"),
+    ],
+)
+def test_a_wrong_array_is_refused(store: Store, changes: dict[str, Any], words: str) -> None:
     request(store)
     (claim,) = store.claim_groups("a", 1)
-    members = [make_experience(claim, i) for i in range(2)]
-    members[1] = replace(members[1], engine_logp=members[1].engine_logp.astype(np.float64))
-    with pytest.raises(TypeError, match=r"r0/0\[1\]: engine_logp must be a 1-D float32 array, got float64"):
+    members = [make_trajectory(claim, i) for i in range(2)]
+    members[1] = replace(members[1], turns=(members[1].prompt, replace(members[1].response, **changes)))
+    with pytest.raises(TypeError, match=rf"r0/0\[1\]: {words}"):
         store.finish_group(claim, members)
     assert store.progress("r0") == (0, 6)
 
@@ -180,28 +181,28 @@ def test_an_incomplete_group_is_refused(store: Store) -> None:
     request(store)
     (claim,) = store.claim_groups("a", 1)
     with pytest.raises(AssertionError, match=r"finished with indices \[1\]"):
-        store.finish_group(claim, [make_experience(claim, 1)])
+        store.finish_group(claim, [make_trajectory(claim, 1)])
 
 
 def test_a_greedy_answer_belongs_to_its_group_and_comes_with_its_members(store: Store) -> None:
     request(store, greedy=True, groups=2)
     first, second = store.claim_groups("a", 2)
     assert first.indices == [GREEDY, 0, 1]
-    members = [make_experience(first, i) for i in range(2)]
+    members = [make_trajectory(first, i) for i in range(2)]
     with pytest.raises(AssertionError, match=r"finished with indices \[0, 1\]"):
         store.finish_group(first, members)
-    baseline = replace(make_experience(first, GREEDY, length=7), reward=Reward(math.nan, "timeout"))
+    baseline = replace(make_trajectory(first, GREEDY, length=7), reward=Reward(math.nan, "timeout"))
     assert store.finish_group(first, [*members, baseline]) and finish(store, second)
     assert not store.finish_group(first, [*members, baseline]), "written twice"
-    got = store.experiences("r0")
+    got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", i) for p in range(2) for i in range(2)]
-    assert [len(e.greedy.response_ids) for e in got if e.greedy] == [7, 7, 4, 4]
+    assert [len(e.greedy.response.token_ids) for e in got if e.greedy] == [7, 7, 4, 4]
     assert [e.greedy.reward.status for e in got if e.greedy] == ["timeout"] * 2 + ["ok"] * 2
     assert all(e.greedy and e.greedy.group_id == e.group_id and e.greedy.index == GREEDY for e in got)
     request(store, groups=2)  # asked for again, without: nothing of the old greedy answers stays
     for claim in store.claim_groups("a", 2):
         assert claim.indices == [0, 1] and finish(store, claim)
-    assert all(e.greedy is None for e in store.experiences("r0"))
+    assert all(e.greedy is None for e in store.trajectories("r0"))
 
 
 def test_claims_respect_samples_and_age(store: Store) -> None:
@@ -223,7 +224,7 @@ def test_released_claims_are_free_again_and_the_old_ones_void(store: Store) -> N
     assert store.progress("r0") == (0, 6)
     assert all(finish(store, claim) for claim in [*again, *other])
     assert not finish(store, again[0])  # not twice either
-    assert store.progress("r0") == (6, 6) and len(store.experiences("r0")) == 12
+    assert store.progress("r0") == (6, 6) and len(store.trajectories("r0")) == 12
     assert store.release_claims("b") == 0
 
 
@@ -242,7 +243,7 @@ def test_asking_again_replaces_a_rollout_and_voids_its_claims(store: Store) -> N
     first, second = store.claim_groups("a", 2)
     assert finish(store, first)
     request(store)
-    assert store.progress("r0") == (0, 6) and store.experiences("r0") == [] and store.rollout_metrics("r0") == {}
+    assert store.progress("r0") == (0, 6) and store.trajectories("r0") == [] and store.rollout_metrics("r0") == {}
     assert not finish(store, second)
 
 
@@ -318,14 +319,24 @@ def test_a_rollout_is_read_in_parts_of_limited_size(store: Store) -> None:
         finish(store, claim)
     done = [range(i, i + 1) for i in range(4)]
     assert store.spans("r0", 1) == done and store.spans("r0") == [range(0, 4)] and store.spans("none") == []
-    one = store.experiences("r0", done[2])
+    one = store.trajectories("r0", done[2])
     assert [(e.group_id, e.index) for e in one] == [("r0/2", 0), ("r0/2", 1)]
-    size = sum(len(experience_to_row(e)["tensors"]) for e in one)
+    size = sum(len(trajectory_to_row(e)["tensors"]) for e in one)
     assert store.spans("r0", 2 * size) == [range(0, 2), range(2, 4)] and store.spans("r0", 2 * size - 1) == done
 
 
 def test_every_write_is_in_the_table_of_writes() -> None:
-    reads = {"task_ids", "tasks", "progress", "rollout_metrics", "experiences", "spans", "steps", "events", "job_state"}
+    reads = {
+        "task_ids",
+        "tasks",
+        "progress",
+        "rollout_metrics",
+        "trajectories",
+        "spans",
+        "steps",
+        "events",
+        "job_state",
+    }
     methods = {name for name in vars(Store) if not name.startswith("_")}
     assert methods - reads - {"run_id", "close", "begin_attempt"} == set(WRITES)
 
@@ -459,7 +470,7 @@ def test_two_processes_never_claim_the_same_group(store: Store, url: str) -> Non
     counts = Counter(group for output in outputs for group in output)
     assert counts == {f"r0/{i}": 1 for i in range(60)}
     assert all(outputs), "both held a claim when they went on"
-    assert store.progress("r0") == (60, 60) and len(store.experiences("r0")) == 120
+    assert store.progress("r0") == (60, 60) and len(store.trajectories("r0")) == 120
 
 
 def test_processes_open_a_new_store_together(url: str) -> None:

@@ -51,7 +51,7 @@ def flip(path: Path, text: bytes, number: int = 0) -> None:
 
 
 READS: dict[str, tuple[bytes, Callable[[Store], object]]] = {
-    "experiences": (b'"note":"\xc3\xa4', lambda store: store.experiences("r0")),
+    "trajectories": (b'"note":"\xc3\xa4', lambda store: store.trajectories("r0")),
     "steps": (b'"filler":1001', lambda store: store.steps()),
     "tasks": (b"4 + 1 =", lambda store: store.tasks("train")),
     "events": (b'"accuracy":0.5', lambda store: store.events()),
@@ -72,8 +72,8 @@ def test_a_flipped_bit_of_a_row_is_noticed_where_it_is_read(tmp_path: Path, tabl
         StoreDamagedError,
         match=rf"store sqlite:///{path} is damaged: .*(row of {table} is not|decode).*start the run again",
     ) as raised:
-        for number in range(2) if table in ("experiences", "trained") else (0,):
-            store.experiences(f"r{number}")
+        for number in range(2) if table in ("trajectories", "trained") else (0,):
+            store.trajectories(f"r{number}")
         read(store)
     assert "\n" not in str(raised.value)
     store.close()
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_told_in_one_line_and_made_again(tmp_path: Path, damag
     assert found and "\n" not in found
     with pytest.raises(StoreDamagedError, match=rf"store {url} is damaged: ") as raised:
         store = Store(url)
-        store.steps(), store.tasks("train"), store.events(), [store.experiences(f"r{i}") for i in range(2)]
+        store.steps(), store.tasks("train"), store.events(), [store.trajectories(f"r{i}") for i in range(2)]
     assert "\n" not in str(raised.value)
     aside = repair.rebuild(path)
     assert aside == tmp_path / "store.db.damaged" and aside.read_bytes() == broken
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_told_in_one_line_and_made_again(tmp_path: Path, damag
     store = Store(url)
     store.begin_attempt(2)
     for number in range(2):
-        assert len(store.experiences(f"r{number}")) in (0, 12), "a part of a rollout"
+        assert len(store.trajectories(f"r{number}")) in (0, 12), "a part of a rollout"
     assert set(dict(store.steps())) <= set(range(1, STEPS + 1))
     store.close()
 
@@ -131,7 +131,7 @@ def test_what_can_be_read_of_a_damaged_store_is_kept(tmp_path: Path) -> None:
     url = filled(path)
     before = rows(url)
     flip(path, b'"filler":1020')
-    flip(path, b'"note":"\xc3\xa4')  # of an experience, so that its rollout goes
+    flip(path, b'"note":"\xc3\xa4')  # of a trajectory, so that its rollout goes
     assert repair.fault(path) == "a row of steps is not as it was written, its checksum differs"
     repair.rebuild(path)
     after = rows(url)
@@ -139,7 +139,7 @@ def test_what_can_be_read_of_a_damaged_store_is_kept(tmp_path: Path) -> None:
         row for row in before["steps"] if row[0] == 20
     ]
     [left] = after["rollouts"]
-    for name in ("experiences", "groups", "rollout_metrics"):
+    for name in ("trajectories", "groups", "rollout_metrics"):
         assert after[name] == [row for row in before[name] if left[1] in row], name
     for name in ("tasks", "events", "task_images"):
         assert after[name] == before[name]
@@ -224,13 +224,13 @@ def test_a_store_from_before_there_were_checksums_goes_on(tmp_path: Path) -> Non
     repair.rebuild(tmp_path / "copy.db")
     assert (
         repair.fault(tmp_path / "copy.db") is None
-        and len(Store(f"sqlite:///{tmp_path}/copy.db").experiences("r0")) == 12
+        and len(Store(f"sqlite:///{tmp_path}/copy.db").trajectories("r0")) == 12
     )
     store = Store(url)
-    assert len(store.experiences("r0")) == 12 and len(store.steps()) == STEPS and len(store.tasks("train")) == 6
+    assert len(store.trajectories("r0")) == 12 and len(store.steps()) == STEPS and len(store.tasks("train")) == 6
     store.record_step(1, {"reward": 0.5})
     request(store, "r2", step=2)
-    assert all(finish(store, claim) for claim in store.claim_groups("a", 6)) and len(store.experiences("r2")) == 12
+    assert all(finish(store, claim) for claim in store.claim_groups("a", 6)) and len(store.trajectories("r2")) == 12
     store.close()
 
 

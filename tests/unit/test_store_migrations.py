@@ -1,0 +1,112 @@
+"""Stores of earlier versions are opened, read and repaired."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from megarl.schema import GREEDY, WeightsSpan, WeightsVersion
+from megarl.store import Store, repair
+from megarl.store.checksums import sealed
+from megarl.store.codec import dumps
+from megarl.store.tables import TRAJECTORIES
+from tests.stores import VERSION, finish, make_task, request
+
+NUM_GROUPS = 6
+
+
+def as_schema_3(path: Path) -> None:
+    """Make a store what the version before wrote: rows called experiences, with one response each."""
+    store = sqlite3.connect(path)
+    store.execute("drop index trajectories_by_rollout")
+    store.execute("alter table trajectories rename to experiences")
+    store.execute("create index experiences_by_rollout on experiences (rollout_id)")
+    store.execute("create table trained (group_id text primary key, old_logp blob)")
+    store.row_factory = sqlite3.Row
+    for row in store.execute("select * from experiences").fetchall():
+        record = json.loads(row["record"]) | {"finish_reason": "stop"}
+        del record["turns"]
+        # earlier still, a segment had a fifth value
+        record["segments"] = [[0, 1, str(VERSION), "abort", True], [1, 3, "1.2", "stop"]]
+        arrays = {
+            "prompt_ids": np.arange(4, dtype=np.int32),
+            "response_ids": np.array([7, 8, 9], dtype=np.int32),
+            "response_mask": np.ones(3, dtype=np.bool_),
+            "engine_logp": np.array([-1, -2, -3], dtype=np.float32),
+        }
+        new = sealed(TRAJECTORIES, dict(row) | {"record": dumps(record), "tensors": save(arrays)})
+        store.execute(
+            'update experiences set record = ?, tensors = ?, checksum = ? where group_id = ? and "index" = ?',
+            (new["record"], new["tensors"], new["checksum"], row["group_id"], row["index"]),
+        )
+    store.execute("update job set value = '3' where key = 'schema'")
+    key = store.execute("select * from job where key = 'schema'").fetchone()
+    from megarl.store.tables import JOB
+
+    store.execute("update job set checksum = ? where key = 'schema'", (sealed(JOB, dict(key))["checksum"],))
+    store.commit()
+    store.close()
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A store of schema 3 with one rollout, a greedy answer in each group."""
+    path = tmp_path / "store.db"
+    store = Store(f"sqlite:///{path}")
+    store.add_tasks("train", [make_task(i) for i in range(NUM_GROUPS)])
+    request(store, groups=NUM_GROUPS, greedy=True)
+    assert all(finish(store, claim) for claim in store.claim_groups("a", NUM_GROUPS))
+    store.close()
+    as_schema_3(path)
+    return path
+
+
+def check_rollout(store: Store) -> None:
+    found = store.trajectories("r0")
+    assert len(found) == 2 * NUM_GROUPS
+    for one in found:
+        prompt, response = one.turns
+        assert (prompt.author, prompt.token_ids.tolist(), prompt.follows) == ("user", [0, 1, 2, 3], -1)
+        assert (response.author, response.token_ids.tolist(), response.follows) == ("model", [7, 8, 9], 0)
+        assert response.logp is not None and response.logp.tolist() == [-1, -2, -3]
+        assert response.spans == (WeightsSpan(0, 1, VERSION), WeightsSpan(1, 3, WeightsVersion(1, 2)))
+        assert one.finish_reason == "stop" and one.metadata == {"note": "ä"}
+        assert one.greedy is not None and one.greedy.index == GREEDY
+
+
+def names(path: Path) -> set[str]:
+    with sqlite3.connect(path) as store:
+        return {name for (name,) in store.execute("select name from sqlite_master")}
+
+
+def test_a_store_of_the_schema_before_goes_on(earlier: Path) -> None:
+    store = Store(f"sqlite:///{earlier}")
+    check_rollout(store)
+    request(store, "r1", step=1)
+    assert all(finish(store, claim) for claim in store.claim_groups("a", NUM_GROUPS))
+    assert len(store.trajectories("r1")) == 2 * NUM_GROUPS
+    store.close()
+    assert {"trajectories", "trajectories_by_rollout"} <= names(earlier)
+    assert not {"experiences", "experiences_by_rollout", "trained"} & names(earlier)
+    Store(f"sqlite:///{earlier}").close()  # and once more
+
+
+def test_it_is_read_without_a_change(earlier: Path) -> None:
+    before = earlier.read_bytes()
+    store = Store(f"sqlite:///{earlier}", read_only=True)
+    check_rollout(store)
+    store.close()
+    assert earlier.read_bytes() == before
+
+
+def test_it_is_repaired(earlier: Path) -> None:
+    assert repair.fault(earlier) is None
+    repair.rebuild(earlier)
+    store = Store(f"sqlite:///{earlier}")
+    check_rollout(store)
+    store.close()
