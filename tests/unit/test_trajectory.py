@@ -82,13 +82,11 @@ def test_every_token_of_the_model_is_trained_once(turns: tuple[Turn, ...]) -> No
     """In the context that it was sampled in."""
     trained: list[int] = []
     for sample in trajectory(turns).samples():
-        assert len(sample.prompt_ids) and len(sample.response_ids) == len(sample.response_mask)
-        assert sample.response_mask[0] and sample.response_mask[-1]
-        assert (
-            sample.engine_logp[sample.response_mask].tolist() == (-sample.response_ids)[sample.response_mask].tolist()
-        )
-        assert not sample.engine_logp[~sample.response_mask].any()
-        trained += sample.response_ids[sample.response_mask].tolist()
+        mask, own = sample.response_mask, sample.response_ids[sample.response_mask]
+        assert len(sample.prompt_ids) and len(sample.response_ids) == len(mask)
+        assert mask[0] and mask[-1] and not sample.engine_logp[~mask].any()
+        assert sample.engine_logp[mask].tolist() == (-own).tolist()
+        trained += own.tolist()
         tokens = [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]
         for number, one in enumerate(turns):
             if one.author == "model" and one.token_ids[0] in own:
