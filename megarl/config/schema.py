@@ -291,6 +291,8 @@ class RolloutConfig:
     of an answer."""
     concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
+    workflow: str = "single_turn"
+    """Workflow that makes a trajectory of a task: ``single_turn`` is one response to the prompt."""
 
 
 @dataclass(frozen=True)

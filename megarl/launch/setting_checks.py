@@ -22,6 +22,7 @@ from megarl.rewards.process import addresses
 from megarl.rewards.router import FAMILIES
 from megarl.store import check_url
 from megarl.tracking import check_trackers
+from megarl.workflows import WORKFLOWS
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,16 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
     if ProcessKind.EXPLORER in job.processes:
+        check_workflow(config)
         check_reward_settings(config)
+
+
+def check_workflow(config: Config) -> None:
+    """Raise ConfigError if ``rollout.workflow`` is no workflow's name."""
+    if config.rollout.workflow not in WORKFLOWS:
+        raise ConfigError(
+            f"rollout.workflow={config.rollout.workflow!r} is not there; there are {', '.join(WORKFLOWS)}"
+        )
 
 
 def check_algorithm(config: Config) -> None:

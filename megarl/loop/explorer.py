@@ -1,4 +1,5 @@
-"""The explorer process: claims groups, keeps the engines busy, has every answer scored as it ends, writes whole groups.
+"""The explorer process: claims groups, runs a workflow for each trajectory, has it scored as it ends, writes whole
+groups.
 
 ``python -m megarl.loop.explorer --config RUN/resolved.json`` with the engines' URLs in ``MEGARL_ENGINES`` (commas
 between), the job's key in ``MEGARL_JOB_KEY`` and its attempt in ``MEGARL_ATTEMPT``. Ends with 0 when the job is closed,
@@ -14,37 +15,38 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from megarl import heartbeat
 from megarl.config import Config, load_resolved
 from megarl.config.rewards import RewardConfig
-from megarl.errors import EngineError, InputError, JobError, RequestRefused
+from megarl.errors import EngineError, InputError, JobError
+from megarl.loop.recorder import Recorder, RenderedPrompt
+from megarl.loop.rollout_clock import RolloutClock
 from megarl.metrics import Timeline
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import Judging
 from megarl.rewards.process import await_hosts
-from megarl.rewards.shape import opens_thinking
 from megarl.rewards.tally import EVENT
-from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.frames import Completion
-from megarl.schema import GREEDY, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.rollout.client import EngineClient, Sampling
+from megarl.rollout.gather import Engine, Gatherer
+from megarl.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.store import Claim, Store
-from megarl.tasksets import ChatTokenizer, chat_messages
+from megarl.tasksets import ChatTokenizer
+from megarl.workflows import WORKFLOWS, Workflow
 
 log = logging.getLogger(__name__)
 
-RETRY_S, LONGEST_RETRY_S = 0.5, 4.0
-"""Waits before asking again for samples that an engine failed to give, each twice as long as the one before: it may be
-replaced meanwhile."""
+RETRY_S = 0.5
+"""First wait before samples that an engine failed to give are asked for again."""
 
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
@@ -53,82 +55,21 @@ STOPPED = 128 + signal.SIGTERM
 """Exit status of an explorer that was told to stop before the job was closed."""
 
 
-class Engine(Protocol):
-    """Part of ``rollout.client.EngineClient``."""
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncGenerator[Completion, None]: ...
-
-
 class Scorer(Protocol):
     """Part of ``rewards.RewardPool``."""
 
     async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict: ...
 
 
-class RolloutClock:
-    """Seconds during which a rollout had generation under way, rewards under way, and both; and what it counted."""
-
-    def __init__(
-        self, now: Callable[[], float] = time.monotonic, timeline: Timeline | None = None, rollout_id: str = ""
-    ) -> None:
-        self._now = now
-        self._timeline = timeline
-        self._rollout_id = rollout_id
-        self._began: dict[str, float] = {}
-        self._active = {"generation": 0, "reward": 0}
-        self._last = now()
-        self._seconds = {"generation_s": 0.0, "reward_s": 0.0, "overlap_s": 0.0}
-        self.counts = {"groups": 0, "samples": 0, "greedy": 0, "prompt_tokens": 0, "response_tokens": 0, "retries": 0}
-
-    def change(self, phase: str, by: int) -> None:
-        """``by`` more (or fewer) samples are in ``phase``: generation or reward."""
-        self._account()
-        before, after = self._active[phase], self._active[phase] + by
-        self._active[phase] = after
-        if before == 0 < after:
-            self._began[phase] = time.time()
-        if after == 0 < before and self._timeline is not None:
-            began = self._began[phase]
-            self._timeline.add(phase, began, time.time() - began, rollout=self._rollout_id)
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds and counts so far."""
-        self._account()
-        return {**self._seconds, **{name: float(count) for name, count in self.counts.items()}}
-
-    def _account(self) -> None:
-        now = self._now()
-        passed, self._last = now - self._last, now
-        generating, scoring = self._active["generation"] > 0, self._active["reward"] > 0
-        self._seconds["generation_s"] += passed * generating
-        self._seconds["reward_s"] += passed * scoring
-        self._seconds["overlap_s"] += passed * (generating and scoring)
-
-
 @dataclass
 class _Group:
-    """A claimed group on its way: what has been sampled and what has been scored."""
+    """A claimed group on its way."""
 
     claim: Claim
-    prompt_ids: np.ndarray
-    opened: bool
-    """The prompt ended inside a thought."""
+    prompt: RenderedPrompt
     seed: int | None
     clock: RolloutClock
-    sampled: set[int] = field(default_factory=set)
     scored: dict[int, Trajectory] = field(default_factory=dict)
-
-    @property
-    def missing(self) -> list[int]:
-        return [j for j in self.claim.indices if j not in self.sampled]
-
-
-class _Ask(NamedTuple):
-    """One prompt of a call to an engine; its sample j is the group's ``first + j``."""
-
-    prompt: Prompt
-    group: _Group
-    first: int
 
 
 class Explorer:
@@ -149,6 +90,7 @@ class Explorer:
         engine: Engine,
         scorer: Scorer,
         tokenizer: ChatTokenizer,
+        workflow: Workflow = WORKFLOWS["single_turn"],
         *,
         worker: str,
         capacity: int,
@@ -166,6 +108,7 @@ class Explorer:
         self._engine = engine
         self._scorer = scorer
         self._tokenizer = tokenizer
+        self._workflow = workflow
         self._worker = worker
         self._capacity = capacity
         self._backlog = backlog
@@ -241,70 +184,59 @@ class Explorer:
         clock = self._clocks.setdefault(
             (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
         )
-        messages, kwargs = chat_messages(claim.task), claim.task.chat_template_kwargs
-        text = self._tokenizer.render(messages, kwargs)
-        return _Group(claim, self._tokenizer.rendered_ids(text), opens_thinking(text), seed, clock)
+        return _Group(claim, RenderedPrompt.of(claim.task, self._tokenizer), seed, clock)
 
     async def _run_groups(self, groups: Sequence[_Group]) -> None:
-        """Sample and score some groups of one rollout, asking again for what an engine failed to give."""
-        async with asyncio.TaskGroup() as scoring:
-            since, missing, delay_s = time.monotonic(), -1, self._retry_s
-            while True:
-                try:
-                    await self._generate(groups, scoring)
-                    return
-                except RequestRefused:
-                    raise
-                except EngineError as error:
-                    if (left := sum(len(group.missing) for group in groups)) != missing:
-                        since, missing, delay_s = time.monotonic(), left, self._retry_s
-                    if time.monotonic() - since > self._engine_timeout_s:
-                        raise
-                    log.warning("%s; asking again in %g s", error, delay_s)
-                    groups[0].clock.counts["retries"] += 1
-                    await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
-                    await asyncio.sleep(delay_s)
-                    delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))
+        """Run the workflow for every trajectory of some groups of one rollout."""
+        clock, settings = groups[0].clock, groups[0].claim.sampling
 
-    async def _generate(self, groups: Sequence[_Group], scoring: asyncio.TaskGroup) -> None:
-        """Make one call for all that is missing; each answer is scored from the moment it ends."""
-        asks = [ask for group in groups for ask in _asks(group)]
-        clock, outstanding = groups[0].clock, sum(ask.prompt.n for ask in asks)
-        sampling = _sampling(groups[0].claim.sampling)
-        clock.change("generation", outstanding)
-        aborted = 0
-        try:
-            async with aclosing(self._engine.generate([ask.prompt for ask in asks], sampling)) as completions:
-                async for completion in completions:
-                    outstanding -= 1
-                    heartbeat.count_work()
-                    clock.change("generation", -1)
-                    _, group, first = asks[completion.request]
-                    if completion.finish_reason == "abort":
-                        aborted += 1
-                        continue
-                    index = first + completion.index
-                    group.sampled.add(index)
-                    self._generating -= index != GREEDY
-                    scoring.create_task(self._score(group, index, completion))
-        finally:
-            clock.change("generation", -outstanding)
-        if aborted:
-            raise EngineError(f"the engine cut {aborted} samples short")
+        async def retried(error: EngineError) -> None:
+            clock.counts["retries"] += 1
+            await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
 
-    async def _score(self, group: _Group, index: int, completion: Completion) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            gatherer = Gatherer(
+                self._engine,
+                Sampling(**{name: value for name, value in settings.items() if name not in ("seed", "greedy")}),
+                tasks,
+                change=partial(clock.change, "generation"),
+                retried=retried,
+                timeout_s=self._engine_timeout_s,
+                retry_s=self._retry_s,
+            )
+            for group in groups:
+                for index in group.claim.indices:
+                    tasks.create_task(self._run_trajectory(group, index, gatherer))
+
+    async def _run_trajectory(self, group: _Group, index: int, gatherer: Gatherer) -> None:
+        recorder = Recorder(group.claim, index, group.prompt, group.seed, gatherer)
+        await self._workflow(group.claim.task, recorder)
+        self._generating -= index != GREEDY
+        await self._score(group, index, recorder)
+
+    async def _score(self, group: _Group, index: int, recorder: Recorder) -> None:
         group.clock.change("reward", 1)
         self._scoring += 1
         try:
-            text = self._tokenizer.decode(completion.token_ids)
-            verdict = await self._scorer.score(group.claim.task, text, opened=group.opened)
+            text = self._tokenizer.decode(recorder.response.token_ids)
+            verdict = await self._scorer.score(group.claim.task, text, opened=recorder.opened)
         finally:
             heartbeat.count_work()
             self._scoring -= 1
             group.clock.change("reward", -1)
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
-        group.scored[index] = trajectory(group.claim, index, group.prompt_ids, completion, verdict)
+        message = {} if verdict.message is None else {"reward_message": verdict.message}
+        group.scored[index] = Trajectory(
+            rollout_id=group.claim.rollout_id,
+            task_id=group.claim.task.task_id,
+            group_id=group.claim.group_id,
+            index=index,
+            group_size=group.claim.group_size,
+            turns=tuple(recorder.turns),
+            reward=verdict.reward,
+            metadata={"reward": verdict.record} | message,
+        )
         if len(group.scored) == len(group.claim.indices):
             await self._finish(group)
 
@@ -324,61 +256,6 @@ class Explorer:
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
-
-
-def trajectory(
-    claim: Claim, index: int, prompt_ids: np.ndarray, completion: Completion, verdict: Verdict
-) -> Trajectory:
-    """A trajectory of one response: tokens and log-probs exactly as the engine gave them."""
-    prompt = prompt_ids if completion.prompt_ids is None else completion.prompt_ids
-    return Trajectory(
-        rollout_id=claim.rollout_id,
-        task_id=claim.task.task_id,
-        group_id=claim.group_id,
-        index=index,
-        group_size=claim.group_size,
-        turns=(Turn("user", prompt), model_turn(completion, claim.version, follows=0)),
-        reward=verdict.reward,
-        metadata={"reward": verdict.record} | ({} if verdict.message is None else {"reward_message": verdict.message}),
-    )
-
-
-def model_turn(completion: Completion, asked: WeightsVersion, follows: int) -> Turn:
-    """A completion as a turn; an engine that names no weights ran with those that the rollout was asked for."""
-    spans = completion.versions or [("default", 0, len(completion.token_ids))]
-    return Turn(
-        "model",
-        completion.token_ids,
-        follows,
-        completion.logprobs,
-        tuple(
-            WeightsSpan(start, end, asked if version == "default" else WeightsVersion.parse(version))
-            for version, start, end in spans
-        ),
-        completion.finish_reason,
-    )
-
-
-def _asks(group: _Group) -> list[_Ask]:
-    """The group's samples as one prompt; after a failure each missing one by itself, with the seed that it had. The
-    greedy answer is a prompt of its own."""
-    missing, size, images = group.missing, group.claim.group_size, group.claim.task.images
-    sampled = [j for j in missing if j != GREEDY]
-    asks = (
-        []
-        if len(sampled) == len(missing)
-        else [_Ask(Prompt(group.prompt_ids, greedy=True, images=images), group, GREEDY)]
-    )
-    if len(sampled) == size:
-        return [*asks, _Ask(Prompt(group.prompt_ids, size, group.seed, images=images), group, 0)]
-    seeds = [None if group.seed is None else group.seed + j for j in sampled]
-    return asks + [
-        _Ask(Prompt(group.prompt_ids, 1, seed, images=images), group, j) for j, seed in zip(sampled, seeds, strict=True)
-    ]
-
-
-def _sampling(settings: dict[str, Any]) -> Sampling:
-    return Sampling(**{name: value for name, value in settings.items() if name not in ("seed", "greedy")})
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobError | None:
@@ -414,6 +291,7 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
                 engine,
                 scorer,
                 tokenizer,
+                WORKFLOWS[config.rollout.workflow],
                 worker=worker,
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 backlog=config.reward.backlog,

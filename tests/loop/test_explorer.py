@@ -21,13 +21,15 @@ from megarl.config import Config, save_resolved
 from megarl.config.job import RunConfig, StoreConfig, SyncConfig
 from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
 from megarl.errors import EngineError, RequestRefused
-from megarl.loop.explorer import Explorer, RolloutClock
+from megarl.loop.explorer import Explorer
+from megarl.loop.rollout_clock import RolloutClock
 from megarl.rewards import Verdict
 from megarl.rollout.client import Prompt, Sampling
 from megarl.rollout.frames import Completion, VersionSpan, encode
 from megarl.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.store import Store
 from megarl.tasksets import ChatTokenizer
+from megarl.workflows import RolloutModel
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
 
 VERSION = WeightsVersion(2, 7)
@@ -332,6 +334,41 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+async def corrected(task: Task, model: RolloutModel) -> None:
+    """Two responses, the second after a tool's turn."""
+    model.ask(task)
+    await model.generate()
+    model.write("tool", np.array([7, 7], dtype=np.int32))
+    await model.generate()
+
+
+def test_a_workflow_of_two_turns(store: Store, tokenizer: ChatTokenizer) -> None:
+    """Second turns continue all before them, in whatever order they come, each with a seed of its own."""
+    request(store, groups=2)
+    engine = FakeEngine(tokenizer, fail_after=[5])
+    explore(store, engine, FakeScorer(), tokenizer, workflow=corrected)
+    got = store.trajectories("r0")
+    assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", j) for p in range(2) for j in range(4)]
+    asked = [prompt for call in engine.calls for prompt in call]
+    for e in got:
+        assert [turn.author for turn in e.turns] == ["user", "model", "tool", "model"]
+        assert [turn.follows for turn in e.turns] == [-1, 0, 1, 2]
+        context = np.concatenate([turn.token_ids for turn in e.turns[:3]])
+        assert any(np.array_equal(p.token_ids, context) and p.n == 1 for p in asked)
+        [sample] = e.samples()
+        lengths = [len(turn) for turn in e.turns[1:]]
+        assert sample.response_mask.tolist() == [True] * lengths[0] + [False] * 2 + [True] * lengths[2]
+        assert e.response_length == lengths[0] + lengths[2]
+    assert len(engine.seeds) == len(set(engine.seeds)) == 16
+    assert store.rollout_metrics("r0")["response_tokens"] == sum(e.response_length for e in got)
+    first = {(e.group_id, e.index): e.turns[3].token_ids.tolist() for e in got}
+    store.open_job()
+    request(store, groups=2)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=corrected)
+    again = {(e.group_id, e.index): e.turns[3].token_ids.tolist() for e in store.trajectories("r0")}
+    assert again == first, "an engine's failure changed what was sampled"
 
 
 def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(

@@ -76,6 +76,7 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["trainer.logits_bytes=255"], ["trainer.logits_bytes=255", "64 logits (256 bytes)", "at least 256"]),
         (["trainer.kernels=cuda"], ["trainer.kernels", "cuda", "megarl"]),
         (["rollout.temperature=0"], ["rollout.temperature=0"]),
+        (["rollout.workflow=two_turns"], ["rollout.workflow='two_turns'", "single_turn"]),
         (["evaluation.samples=4"], ["evaluation.samples=4", "evaluation.temperature=0"]),
         (["evaluation.samples=0"], ["evaluation.samples=0", "at least 1"]),
         (["evaluation.top_p=0"], ["evaluation.top_p=0", "above 0 and at most 1"]),
