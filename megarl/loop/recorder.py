@@ -53,7 +53,9 @@ class Recorder:
     @property
     def response(self) -> Turn:
         """The model's last turn."""
-        return next(turn for turn in reversed(self.turns) if turn.author == "model")
+        responses = [turn for turn in self.turns if turn.author == "model"]
+        assert responses, "the workflow ended without a turn of the model"
+        return responses[-1]
 
     def ask(self, task: Task) -> Turn:
         """Add the prompt of the group's task."""

@@ -102,15 +102,16 @@ class Gatherer:
         return await future
 
     def _start(self) -> None:
-        taken, self._waiting = self._waiting, {}
-        self._calls.create_task(self._persist(taken))
+        taken = {request: future for request, future in self._waiting.items() if not future.cancelled()}
+        self._waiting = {}
+        if taken:  # else the group of tasks is being ended
+            self._calls.create_task(self._persist(taken))
 
     async def _persist(self, missing: dict[Request, asyncio.Future[Completion]]) -> None:
         since, left, delay_s = time.monotonic(), -1, self._retry_s
-        while True:
+        while missing:
             try:
                 await self._call(missing)
-                return
             except RequestRefused:
                 raise
             except EngineError as error:
