@@ -117,7 +117,7 @@ class Trainer(ABC):
     def resumed(self) -> TrainState:
         """Restore the newest checkpoint, or begin; return its state."""
         heartbeat.set_phase("between steps")
-        with self.timeline.phase("load"), self.starting():
+        with self.timeline.phase("load"), starting(self.config):
             state = self.checkpoints.resume(self.models)
         self.reporter.open(state)
         return state
@@ -154,7 +154,7 @@ class Trainer(ABC):
             self.export(reference)
         models.actor.head = models.head
         gc.unfreeze()  # after a rollback, models that are replaced
-        with self.timeline.phase("load"), self.starting():
+        with self.timeline.phase("load"), starting(self.config):
             models.build(state.step, self.checkpoints.newest(), reference)
         gc.collect()
         # modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart
@@ -236,6 +236,7 @@ class Trainer(ABC):
             self.models.export_actor(target, self.context.rank)
             self.ranks.wait_for_all()  # rank 0 writes; the others may read it next
 
-    def starting(self) -> AbstractContextManager[None]:
-        """Allow what a start waits for to take its time."""
-        return heartbeat.timeout(self.config.rollout.start_timeout_s)
+
+def starting(config: Config) -> AbstractContextManager[None]:
+    """Allow what a start waits for to take its time."""
+    return heartbeat.timeout(config.rollout.start_timeout_s)

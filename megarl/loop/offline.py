@@ -15,7 +15,7 @@ from megarl import algorithms
 from megarl.batching import Sequences, of_demonstrations
 from megarl.checkpoint.score_pad import score_pad
 from megarl.config import Config
-from megarl.loop.base import Trainer
+from megarl.loop.base import Trainer, starting
 from megarl.loop.batch import StepBatch, updates_of
 from megarl.loop.data import data_seed, numbers_of_step
 from megarl.loop.models import Models
@@ -71,7 +71,7 @@ class OfflineTrainer(Trainer):
 
     def connect(self) -> None:
         """Read the rows."""
-        with self.timeline.phase("load"), self.starting():
+        with self.timeline.phase("load"), starting(self.config):
             tokenizer, pairs = ChatTokenizer.of(self.config), "pairs" in self.algorithm.needs
             self.rows, held_out = (
                 read(path, tokenizer, pairs=pairs) for path in (self.config.taskset.train, self.config.taskset.eval)

@@ -18,7 +18,7 @@ from megarl.errors import JobError
 from megarl.schema import GREEDY
 from megarl.store.checksums import CHECKSUM, is_intact, sealed
 from megarl.store.database import BUSY_TIMEOUT_S, open_read_only, reason, sync_folder
-from megarl.store.store import delete_rollouts
+from megarl.store.rollouts import delete_rollouts
 from megarl.store.tables import EARLIER_NAMES, GROUPS, METADATA, ROLLOUTS, TRAJECTORIES
 from megarl.store.transactions import SQLITE_LOCKED, Transactions, is_damage
 

@@ -58,7 +58,7 @@ def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, flo
     """(trajectories, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within
     groups)."""
     from megarl.loop.reading import RolloutReader
-    from megarl.store import store as rows
+    from megarl.store import rollouts as rows
 
     reader, store = joined(rank, nodes), Store(url)
     store.spans = lambda rollout_id: [range(0, 5), range(5, 6), range(6, GROUPS)]  # type: ignore[method-assign]
