@@ -47,9 +47,8 @@ class Trainer(ABC):
         if config.trainer.async_checkpoint:
             checkpoint_writer.of_process()  # before models and a GPU: it is a fork of this process
         self.timeout_s = groups.collective_timeout_s(config.cluster.stall_s)
-        position = groups.initialize(
-            config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s
-        )  # seeds torch's generators too
+        # seeds torch's generators too
+        position = groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s)
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
         self.context = RunContext(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), position.rank)
@@ -223,10 +222,10 @@ class Trainer(ABC):
         event = {"from_step": before, "to_step": state.step, "rollbacks": state.rollbacks, "why": str(bad)}
         self.reporter.event("rollback", event)
         self.reporter.rewind(state)
+        source = "a checkpoint" if self.checkpoints.newest() else "the beginning"
         self.reporter.log(
-            f"went back from step {before} to step {state.step}, by "
-            f"{'a checkpoint' if self.checkpoints.newest() else 'the beginning'}; "
-            f"rollback {state.rollbacks}: from here on steps take other tasks"
+            f"went back from step {before} to step {state.step}, by {source}; rollback {state.rollbacks}: "
+            "from here on steps take other tasks"
         )
         return state
 
