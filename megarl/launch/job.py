@@ -31,7 +31,7 @@ from megarl.launch.run_dir import check_fence, next_attempt, own_run_dir, run_id
 from megarl.launch.store_repair import rebuild_damaged_store
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.auth import KEY_VARIABLE
-from megarl.rollout.engine import remove_stale_folders
+from megarl.rollout.leftovers import remove_stale_folders
 from megarl.schema import Task
 from megarl.store import Store
 

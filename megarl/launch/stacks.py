@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megarl import heartbeat
 from megarl.jobs import ProcessKind, kind_of
-from megarl.rollout.engine import group_members
+from megarl.machine import group_members
 
 STOPPED = "T"
 STATES = {
