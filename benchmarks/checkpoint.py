@@ -90,7 +90,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     ]
     batch = of_demonstrations(rows)
     updates = updates_of([[i] for i in range(len(rows))], 2)
-    parts = {"actor": state.Part(actor.chunks, actor.optimizer.inner)}
+    parts = {"actor": state.CheckpointedModel(actor.chunks, actor.optimizer.inner)}
 
     def step() -> None:
         for m in (actor, reference):

@@ -208,7 +208,7 @@ def _train(arguments: argparse.Namespace) -> int:
         from megarl.launch import devices
         from megarl.launch.dry_run import no_bytecode
         from megarl.launch.fit import planned
-        from megarl.launch.placement import Place
+        from megarl.launch.placement import NodeInfo
 
         nodes = 1 if arguments.nodes is None else arguments.nodes
         if nodes < 1:
@@ -216,7 +216,7 @@ def _train(arguments: argparse.Namespace) -> int:
         gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
         with no_bytecode():
             check(config, nodes=nodes, dry=True)
-            logging.info("%s", planned(config, [Place(rank, "", "all", gpus) for rank in range(nodes)]))
+            logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)]))
         logging.info("the settings, data and model fit; nothing was started or written")
         return 0
     return run(config)
@@ -299,7 +299,7 @@ def _rewards(arguments: argparse.Namespace) -> int:
 
     from megarl.errors import ConfigError
     from megarl.rewards.host import serve
-    from megarl.rewards.output import Output
+    from megarl.rewards.output import PrintedOutput
 
     key = os.environ.get("MEGARL_JOB_KEY", "")
 
@@ -310,7 +310,9 @@ def _rewards(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--workers {arguments.workers}: must be at least 1")
     try:
         asyncio.run(
-            serve(arguments.host, arguments.port, key, arguments.workers, started, Output(Path(arguments.output)))
+            serve(
+                arguments.host, arguments.port, key, arguments.workers, started, PrintedOutput(Path(arguments.output))
+            )
         )
     except ValueError as error:
         raise ConfigError(f"MEGARL_JOB_KEY: {error}") from error

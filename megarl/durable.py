@@ -110,3 +110,8 @@ def _remove(path: Path) -> None:
         for entry in sorted(path.iterdir(), key=lambda entry: entry.lstat().st_mtime_ns):
             _remove(entry)
         path.rmdir()
+
+
+def without_surrogates(text: str) -> str:
+    """Replace surrogate characters by ``?``: UTF-8, and so files, databases and pipes, cannot hold them."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -48,7 +48,7 @@ def spread(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """Somewhere else that metrics go to (``tracking.py``); it raises nothing and returns at once."""
+    """Destination of metrics outside the run directory (``tracking.py``)."""
 
     def write(self, step: int, metrics: Mapping[str, float], warm_start: bool) -> None: ...
 
@@ -64,7 +64,8 @@ class MetricWriter:
     Args:
         warm_start_step: The last step of the warm start that counts.
         step: The last step of reinforcement learning that counts; -1 for none.
-        trackers: Closed with the writer. Most keep what an earlier attempt wrote.
+        trackers: Closed with the writer. They raise nothing and return at once. Most keep what an earlier attempt
+            wrote.
     """
 
     def __init__(

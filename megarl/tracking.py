@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from megarl.durable import write_text
 from megarl.errors import ConfigError
+from megarl.metrics import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -36,20 +37,12 @@ CLOSE_S = 30.0
 """Seconds that the end of a job waits for a tracker to send the rest."""
 
 
-class Run(NamedTuple):
+class RunInfo(NamedTuple):
     """Facts of the run for a tracker."""
 
     name: str
     folder: Path
     settings: Mapping[str, Any]
-
-
-class Service(Protocol):
-    """One tracker's own interface, used in one thread."""
-
-    def write(self, step: int, metrics: Mapping[str, float], warm_start: bool) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -64,19 +57,19 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def open_trackers(names: Sequence[str], run: Run) -> list[Tracker]:
-    """Open those of ``names`` that ``SERVICES`` has; TensorBoard is ``metrics.MetricWriter``'s own."""
-    return [Tracker(name, lambda make=SERVICES[name]: make(run)) for name in names if name in SERVICES]  # type: ignore[misc]
+def open_trackers(names: Sequence[str], run: RunInfo) -> list[ThreadedTracker]:
+    """Open those of ``names`` that ``TRACKERS`` has; TensorBoard is ``metrics.MetricWriter``'s own."""
+    return [ThreadedTracker(name, lambda make=TRACKERS[name]: make(run)) for name in names if name in TRACKERS]  # type: ignore[misc]
 
 
-class Tracker:
-    """A service in a thread of its own."""
+class ThreadedTracker:
+    """A tracker in a thread of its own: calls return at once and raise nothing."""
 
-    def __init__(self, name: str, open_service: Callable[[], Service]) -> None:
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         self.name = name
         self.failed = threading.Event()
         self._lock = threading.Lock()
-        self._open = open_service
+        self._open = open_tracker
         self._records: queue.Queue[tuple[int, dict[str, float], bool] | None] = queue.Queue(WAITING)
         # A daemon: a service that hangs keeps no process alive.
         self._thread = threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True)
@@ -101,10 +94,10 @@ class Tracker:
 
     def _serve(self) -> None:
         try:
-            service = self._open()
+            tracker = self._open()
             while (record := self._records.get()) is not None:
-                service.write(*record)
-            service.close()
+                tracker.write(*record)
+            tracker.close()
         except (
             Exception
         ) as error:  # whatever goes wrong in a service, and they raise what they like, is not the training's concern
@@ -123,7 +116,7 @@ class Tracker:
 class _WandB:
     """W&B. A step is its own axis: W&B's counter never goes back, a job that resumes does."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         wandb: Any = importlib.import_module("wandb")
         known = _known_id(run.folder, "wandb")
         self._run: Any = wandb.init(
@@ -150,7 +143,7 @@ class _MLflow:
     """MLflow, by its client alone, which has no state of the process. Without MLFLOW_TRACKING_URI: files in the run's
     directory."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         tracking: Any = importlib.import_module("mlflow.tracking")
         entities: Any = importlib.import_module("mlflow.entities")
         self._metric: Any = entities.Metric
@@ -187,7 +180,7 @@ def mlflow_uri(folder: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
 
 
-SERVICES: dict[str, Callable[[Run], Service]] = {"wandb": _WandB, "mlflow": _MLflow}
+TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {"wandb": _WandB, "mlflow": _MLflow}
 
 
 def _flat(settings: Mapping[str, Any], where: str = "") -> list[tuple[str, Any]]:

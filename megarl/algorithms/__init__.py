@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 
 from megarl.algorithms.cispo import CISPO
-from megarl.algorithms.dapo import is_zero_variance, overlong_penalty
 from megarl.algorithms.dpo import DPO
-from megarl.algorithms.groups import group_stats
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.gspo import GSPO
 from megarl.algorithms.kimi_mirror_descent import KIMI_MIRROR_DESCENT
@@ -43,19 +41,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": SFT,
 }
 
-__all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "Estimate",
-    "Loss",
-    "LossInput",
-    "StepInput",
-    "get",
-    "group_stats",
-    "overlong_penalty",
-    "is_zero_variance",
-    "try_out",
-]
+__all__ = ["ALGORITHMS", "Algorithm", "Estimate", "Loss", "LossInput", "StepInput", "get", "try_out"]
 
 
 def get(name: str) -> Algorithm:

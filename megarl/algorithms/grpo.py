@@ -10,8 +10,9 @@ clips higher above than below, grpo_r1 has R1's settings.
 
 from __future__ import annotations
 
-from megarl.algorithms import surrogate, terms
-from megarl.algorithms.groups import centred
+from megarl.algorithms import terms
+from megarl.algorithms.terms import surrogate
+from megarl.algorithms.terms.groups import centred
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.schema import GroupStats

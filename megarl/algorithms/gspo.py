@@ -8,8 +8,9 @@ sequence_mean.
 
 from __future__ import annotations
 
-from megarl.algorithms import surrogate, terms
+from megarl.algorithms import terms
 from megarl.algorithms.grpo import advantage
+from megarl.algorithms.terms import surrogate
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms import surrogate, terms
-from megarl.algorithms.groups import centred
+from megarl.algorithms import terms
+from megarl.algorithms.terms import surrogate
+from megarl.algorithms.terms.groups import centred
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.algorithms import MirrorDescentConfig
 from megarl.errors import ConfigError

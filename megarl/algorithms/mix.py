@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from megarl.algorithms import surrogate, terms
+from megarl.algorithms import terms
 from megarl.algorithms.grpo import advantage
+from megarl.algorithms.terms import surrogate
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.algorithms import MixConfig
 from megarl.errors import ConfigError

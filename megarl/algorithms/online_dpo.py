@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.algorithms import dpo, pairs
+from megarl.algorithms import dpo
+from megarl.algorithms.terms import pairs
 from megarl.algorithms.types import Algorithm
 from megarl.config.algorithms import AlgorithmConfig
 

@@ -11,9 +11,10 @@ compares nothing: A = 0.
 
 from __future__ import annotations
 
-from megarl.algorithms import surrogate, terms
-from megarl.algorithms.correction import correction
-from megarl.algorithms.groups import centred
+from megarl.algorithms import terms
+from megarl.algorithms.terms import surrogate
+from megarl.algorithms.terms.correction import correction
+from megarl.algorithms.terms.groups import centred
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.algorithms import OPMDConfig
 from megarl.schema import GroupStats

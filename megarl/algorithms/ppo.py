@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 
 from megarl import ops
-from megarl.algorithms import surrogate, terms
-from megarl.algorithms.parts import picked, spread_out
-from megarl.algorithms.token_rewards import token_rewards, whitened
+from megarl.algorithms import terms
+from megarl.algorithms.terms import surrogate
+from megarl.algorithms.terms.parts import picked, spread_out
+from megarl.algorithms.terms.token_rewards import token_rewards, whitened
+from megarl.algorithms.terms.value import explained_variance
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput, spread
-from megarl.algorithms.value import explained_variance
 from megarl.config.algorithms import AlgorithmConfig, PPOConfig
 from megarl.errors import ConfigError
 

@@ -7,9 +7,10 @@ inside); μ and σ² (the unbiased one) over all tokens of the step. The loss is
 from __future__ import annotations
 
 from megarl import ops
-from megarl.algorithms import surrogate, terms
-from megarl.algorithms.parts import spread_out
-from megarl.algorithms.token_rewards import token_rewards, whitened
+from megarl.algorithms import terms
+from megarl.algorithms.terms import surrogate
+from megarl.algorithms.terms.parts import spread_out
+from megarl.algorithms.terms.token_rewards import token_rewards, whitened
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 from megarl.config.algorithms import AlgorithmConfig, ReinforcePPConfig
 

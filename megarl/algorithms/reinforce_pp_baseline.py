@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megarl.algorithms import surrogate, terms
-from megarl.algorithms.groups import centred
-from megarl.algorithms.token_rewards import VARIANCE_EPSILON
+from megarl.algorithms import terms
+from megarl.algorithms.terms import surrogate
+from megarl.algorithms.terms.groups import centred
+from megarl.algorithms.terms.token_rewards import VARIANCE_EPSILON
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.schema import GroupStats

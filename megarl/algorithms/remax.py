@@ -7,9 +7,10 @@ A_t = Σ_{u≥t} γ^(u−t)·r_u − r(greedy), r_u: ``token_rewards.py``; with 
 from __future__ import annotations
 
 from megarl import ops
-from megarl.algorithms import surrogate, terms
-from megarl.algorithms.parts import repeated, spread_out
-from megarl.algorithms.token_rewards import token_rewards, whitened
+from megarl.algorithms import terms
+from megarl.algorithms.terms import surrogate
+from megarl.algorithms.terms.parts import repeated, spread_out
+from megarl.algorithms.terms.token_rewards import token_rewards, whitened
 from megarl.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig
 from megarl.errors import ConfigError

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import logsigmoid
 
-from megarl.algorithms import pairs, terms
+from megarl.algorithms import terms
+from megarl.algorithms.terms import pairs
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError

@@ -7,8 +7,9 @@ the paper has it in the reward.
 
 from __future__ import annotations
 
-from megarl.algorithms import surrogate, terms
-from megarl.algorithms.groups import centred
+from megarl.algorithms import terms
+from megarl.algorithms.terms import surrogate
+from megarl.algorithms.terms.groups import centred
 from megarl.algorithms.types import Algorithm, Loss, LossInput
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.schema import GroupStats

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from megarl.algorithms.parts import counts, doubles, repeated
+from megarl.algorithms.terms.parts import counts, doubles, repeated
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError
 from megarl.jobs import JOBS, Job

@@ -107,7 +107,7 @@ class Fused:
     hf: tuple[Logical, ...]
 
 
-class Place(NamedTuple):
+class Occurrence(NamedTuple):
     """One occurrence of a row: which layer (counted from 0 over the whole model; MTP layers follow the last) and
     expert."""
 
@@ -277,10 +277,10 @@ class Architecture:
             **more,
         )
 
-    def places(self, param: Param, sizes: ModelSizes) -> Iterator[Place]:
+    def occurrences(self, param: Param, sizes: ModelSizes) -> Iterator[Occurrence]:
         """Every occurrence of a row, by layer and expert."""
         if param.stage in (Stage.FIRST, Stage.LAST):
-            yield Place(None, None)
+            yield Occurrence(None, None)
             return
         behind = range(sizes.num_layers, sizes.num_layers + sizes.mtp_layers)
         moe = set(sizes.moe_layers)
@@ -292,7 +292,9 @@ class Architecture:
         }[param.stage]
         for layer in layers:
             yield from (
-                (Place(layer, expert) for expert in range(sizes.experts)) if param.per_expert else (Place(layer, None),)
+                (Occurrence(layer, expert) for expert in range(sizes.experts))
+                if param.per_expert
+                else (Occurrence(layer, None),)
             )
 
     def parts(self, hf: tuple[Logical, ...], op: Op, sizes: ModelSizes) -> tuple[Logical, ...]:
@@ -306,11 +308,11 @@ class Architecture:
         for number, param in enumerate(self.params):
             parts = [(p, s) for p in self.parts(param.hf, param.op, sizes) if 0 not in (s := p.shape(sizes))]
             outside = {Stage.FIRST: -1, Stage.LAST: sizes.num_layers + sizes.mtp_layers}.get(param.stage, 0)
-            for place in self.places(param, sizes):
-                if place.layer is not None and place.layer >= sizes.num_layers and not mtp:
+            for occurrence in self.occurrences(param, sizes):
+                if occurrence.layer is not None and occurrence.layer >= sizes.num_layers and not mtp:
                     continue
-                order = (outside if place.layer is None else place.layer, number)
-                found += [(order, hf_name(part, place), shape) for part, shape in parts]
+                order = (outside if occurrence.layer is None else occurrence.layer, number)
+                found += [(order, hf_name(part, occurrence), shape) for part, shape in parts]
         found.sort(key=lambda item: item[0])
         return {name: shape for _, name, shape in found}
 
@@ -326,10 +328,10 @@ def needed(name: str, hf_config: HFConfig, key: str) -> Any:
     return hf_config[key]
 
 
-def hf_name(part: Logical, place: Place) -> str:
+def hf_name(part: Logical, occurrence: Occurrence) -> str:
     """The whole HF name of one occurrence of a logical tensor."""
-    prefix = "" if place.layer is None else HF_LAYER.format(place.layer)
-    return prefix + part.name.replace(EXPERT, str(place.expert))
+    prefix = "" if occurrence.layer is None else HF_LAYER.format(occurrence.layer)
+    return prefix + part.name.replace(EXPERT, str(occurrence.expert))
 
 
 COMMON_KEYS = {

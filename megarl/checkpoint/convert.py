@@ -23,7 +23,7 @@ import torch
 
 from megarl.checkpoint.hf_source import small_files
 from megarl.checkpoint.opened import Head, Opened, family, open_dist_checkpoint, open_hf_checkpoint
-from megarl.checkpoint.output import Finished, Output
+from megarl.checkpoint.output import Finished, OutputDirectory
 from megarl.checkpoint.overwrite import check_replaceable, check_target, named_target
 from megarl.checkpoint.pool import Count, each
 from megarl.checkpoint.slices import Source
@@ -58,7 +58,9 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionSummary:
+    """Sizes of a finished conversion."""
+
     target: Path
     tensors: int
     files: int
@@ -69,7 +71,7 @@ class Report:
     seconds: float
 
 
-def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Settings()) -> Report:  # noqa: B008
+def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Settings()) -> ConversionSummary:  # noqa: B008
     """Write an HF checkpoint (safetensors, also DeepSeek's FP8) as one that Megatron-Core's dist_checkpointing loads.
 
     Raises CheckpointError for a source that does not fit its family's table, an existing target and a full disk.
@@ -81,7 +83,7 @@ def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Sett
 
 def convert_megatron_to_hf(
     source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()
-) -> Report:  # noqa: B008
+) -> ConversionSummary:  # noqa: B008
     """Write the model of a dist_checkpointing directory as an HF checkpoint. ``config``: directory of config.json and
     tokenizer (None: the checkpoint's own). Raises CheckpointError as above."""
     target = named_target(target)
@@ -91,7 +93,7 @@ def convert_megatron_to_hf(
 
 def reshard_checkpoint(
     source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()
-) -> Report:  # noqa: B008
+) -> ConversionSummary:  # noqa: B008
     """Write the model of a dist_checkpointing directory again, cut for ``settings.grid``. Raises CheckpointError as
     above."""
     target = named_target(target)
@@ -99,7 +101,7 @@ def reshard_checkpoint(
     return _to_megatron(opened, target, settings)
 
 
-def _to_megatron(opened: Opened, target: Path, settings: Settings) -> Report:
+def _to_megatron(opened: Opened, target: Path, settings: Settings) -> ConversionSummary:
     return _run(
         opened,
         DistTarget(opened, settings.dtype, settings.file_bytes, settings.grid, settings.vocab_multiple),
@@ -108,7 +110,7 @@ def _to_megatron(opened: Opened, target: Path, settings: Settings) -> Report:
     )
 
 
-def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Report:
+def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> ConversionSummary:
     began = time.monotonic()
     nonfinite: dict[str, str] | None = {} if settings.allow_nonfinite else None
     transfer = Transfer(
@@ -119,7 +121,7 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
         check_target(where, sources, overwrite=settings.overwrite)
         _check_casts(opened, target)
         check_written(opened, workers=settings.workers, progress=settings.progress)
-        with Output(
+        with OutputDirectory(
             where,
             _fingerprint(opened, target),
             functools.partial(check_replaceable, where, sources, overwrite=settings.overwrite),
@@ -140,7 +142,7 @@ def _run(opened: Opened, target: Target, where: Path, settings: Settings) -> Rep
     finally:
         opened.close()
     size = sum(file_size(target, file) for file in target.files)
-    return Report(where, len(target.layout.tensors), len(target.files), size, kept, time.monotonic() - began)
+    return ConversionSummary(where, len(target.layout.tensors), len(target.files), size, kept, time.monotonic() - began)
 
 
 def _check_casts(opened: Opened, target: Target) -> None:
@@ -159,7 +161,7 @@ def _check_casts(opened: Opened, target: Target) -> None:
 class _Work:
     """The files of one conversion, shared out to threads."""
 
-    def __init__(self, transfer: Transfer, target: Target, output: Output, settings: Settings) -> None:
+    def __init__(self, transfer: Transfer, target: Target, output: OutputDirectory, settings: Settings) -> None:
         self.transfer, self.target, self.output, self.settings = transfer, target, output, settings
         self._lock = threading.Lock()
 

@@ -165,7 +165,7 @@ class DistFiles:
         path = self.path / chunk.file
         where = f"{name} {list(chunk.box)} in {path}"
         try:
-            with path.open("rb") as stream, zipfile.ZipFile(Part(stream, chunk.offset, chunk.length)) as archive:
+            with path.open("rb") as stream, zipfile.ZipFile(FileSlice(stream, chunk.offset, chunk.length)) as archive:
                 records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 with archive.open(records["data.pkl"]) as pickled:
                     saved = _TensorUnpickler(pickled).load()
@@ -197,7 +197,7 @@ class DistFiles:
         return begin
 
 
-class Part(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """``length`` bytes of a file from ``offset`` on (None: all that follow, for writing), as a file of its own."""
 
     def __init__(self, stream: Any, offset: int, length: int | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megarl.checkpoint.dist import COMMON, CONFIG, METADATA, STORAGES, Chunk, Part
+from megarl.checkpoint.dist import COMMON, CONFIG, METADATA, STORAGES, Chunk, FileSlice
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
 
@@ -28,7 +28,7 @@ def write_chunk(stream: BinaryIO, box: Box, dtype: torch.dtype, data: Iterable[m
     offset = stream.tell()
     shape = boxes.shape_of(box)
     # The archive's names and records are torch's; the checksum of the elements goes into the directory at its end.
-    with zipfile.ZipFile(Part(stream, offset), "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(FileSlice(stream, offset), "w", zipfile.ZIP_STORED) as archive:
         _record(archive, "data.pkl", _pickled(dtype, shape))
         _record(archive, "byteorder", b"little")
         with archive.open(_info("data/0"), "w", force_zip64=prod(shape) * dtype.itemsize >= 1 << 31) as elements:

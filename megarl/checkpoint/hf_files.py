@@ -39,7 +39,9 @@ _HEADER_LIMIT = 100_000_000
 """Largest header that the safetensors library accepts."""
 
 
-class Entry(NamedTuple):
+class TensorInfo(NamedTuple):
+    """A tensor's entry in a safetensors header."""
+
     file: Path
     dtype: torch.dtype
     shape: Shape
@@ -56,7 +58,7 @@ class HFFiles:
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
         self.path = path
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorInfo] = {}
         self._files = OpenFiles()
         names, weight_map = _file_names(path) if names is None else (names, {})
         for name in names:
@@ -121,7 +123,7 @@ def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
     raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}; set model.path to an HF checkpoint in safetensors")
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
     """Tensor name -> where it lies. Raises CheckpointError unless the file has exactly the bytes that its header asks
     for."""
     with file.open("rb") as stream:
@@ -137,7 +139,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            entries = {name: _entry(file, 8 + length, value) for name, value in header.items()}
+            entries = {name: _tensor_info(file, 8 + length, value) for name, value in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{file} cannot be read: its header is damaged ({error!r}); copy the checkpoint again"
@@ -153,12 +155,12 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(file: Path, base: int, value: Mapping[str, Any]) -> Entry:
+def _tensor_info(file: Path, base: int, value: Mapping[str, Any]) -> TensorInfo:
     dtype, shape = DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])
     lo, hi = value["data_offsets"]
     if hi - lo != prod(shape) * dtype.itemsize:
         raise ValueError(f"{shape} of {value['dtype']} in {hi - lo} bytes")
-    return Entry(file, dtype, shape, base + lo)
+    return TensorInfo(file, dtype, shape, base + lo)
 
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:

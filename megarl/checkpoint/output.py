@@ -54,7 +54,7 @@ class Finished(NamedTuple):
         return cls(value["file"], value["bytes"], {n: int(d, 16) for n, d in value["digests"].items()}, chunks)
 
 
-class Output:
+class OutputDirectory:
     """The directory being written; a context manager that holds its lock.
 
     Args:
@@ -73,7 +73,7 @@ class Output:
         self._check = check
         self.finished: dict[str, Finished] = {}
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OutputDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / LOCK).open("w")
         try:

@@ -24,13 +24,13 @@ from megarl.checkpoint import rng, writer
 from megarl.checkpoint.hf_source import HF_FOLDER, copy_small_files
 from megarl.checkpoint.manifest import PREFIX, Fingerprint, complete, fingerprints, remove, unfinished_name
 from megarl.checkpoint.rank_0 import SmallFiles, on_rank_0
-from megarl.checkpoint.writer import Task
+from megarl.checkpoint.writer import PendingWrite
 from megarl.durable import write_text
 from megarl.errors import DiskFullError, JobError
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointedModel:
     """One model of a checkpoint, and its optimizer where it has one."""
 
     chunks: Sequence[torch.nn.Module]
@@ -85,8 +85,8 @@ class _End(NamedTuple):
     finalize: list[Callable[[], None]]
 
 
-class _Fault(NamedTuple):
-    """Reason why a rank could not write."""
+class _WriteFailure(NamedTuple):
+    """Reason why a rank could not write; an empty text for none."""
 
     text: str
     full: bool
@@ -102,7 +102,7 @@ class _Written(NamedTuple):
 def begin(
     folder: Path,
     step: int,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, CheckpointedModel],
     manifest: Manifest,
     *,
     model: Path | None = None,
@@ -205,7 +205,7 @@ def _undone_by(action: Callable[[], None]) -> Iterator[None]:
 
 
 class _Synchronous:
-    """``writer.Task`` without a process: what it raises is kept for ``result``, so that all ranks learn of it
+    """``writer.PendingWrite`` without a process: what it raises is kept for ``result``, so that all ranks learn of it
     together."""
 
     done = True
@@ -236,14 +236,14 @@ class Save:
     _manifest: Manifest
     _ends: list[_End]
     _fence: Callable[[], None]
-    _task: Task[_Written] | _Synchronous
+    _pending: PendingWrite[_Written] | _Synchronous
     needed: int
     """Bytes that all ranks write, small files left out."""
 
     @property
     def written(self) -> bool:
         """True if this rank's files are there, or will never be: ``finish`` then waits only for other ranks."""
-        return self._task.done
+        return self._pending.done
 
     def finish(self, keep: int) -> Path:
         """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones
@@ -255,12 +255,12 @@ class Save:
             OSError: rank 0 could not write the manifest, on every rank.
         """
         mine: _Written | None = None
-        fault = _Fault("", False)
+        fault = _WriteFailure("", False)
         try:
-            mine = self._task.result()
+            mine = self._pending.result()
         except (OSError, RuntimeError) as error:
-            fault = _Fault(f"rank {dist.get_rank()}: {error}", disk.is_full(error))
-        everyone: list[tuple[_Fault, dict[str, Fingerprint]]] = [(fault, {})] * dist.get_world_size()
+            fault = _WriteFailure(f"rank {dist.get_rank()}: {error}", disk.is_full(error))
+        everyone: list[tuple[_WriteFailure, dict[str, Fingerprint]]] = [(fault, {})] * dist.get_world_size()
         dist.all_gather_object(everyone, (fault, {} if mine is None else mine.files))
         if faults := [fault for fault, _ in everyone if fault.text]:
             on_rank_0(lambda: remove(self._target))  # the disk may be full with it
@@ -295,17 +295,22 @@ class Save:
 
     def give_up(self) -> None:
         """End this rank's writer; what it has written does not count."""
-        self._task.kill()
+        self._pending.kill()
 
 
 def save(
-    folder: Path, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], keep: int, model: Path | None = None
+    folder: Path,
+    step: int,
+    parts: Mapping[str, CheckpointedModel],
+    state: Mapping[str, Any],
+    keep: int,
+    model: Path | None = None,
 ) -> Path:
     """``begin`` and ``finish`` at once; returns the checkpoint."""
     return begin(folder, step, parts, Manifest(state), model=model).finish(keep)
 
 
-def _request(folder: Path, part: Part) -> _Request:
+def _request(folder: Path, part: CheckpointedModel) -> _Request:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -396,7 +401,7 @@ def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
-def sharded_state(part: Part, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state(part: CheckpointedModel, *, is_loading: bool) -> dict[str, Any]:
     """State dict that dist_checkpointing saves or loads for a part; its grid is in place."""
     from megatron.core import parallel_state
 

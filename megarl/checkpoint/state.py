@@ -25,8 +25,8 @@ from megarl.checkpoint.manifest import (
 )
 from megarl.checkpoint.rank_0 import on_rank_0
 from megarl.checkpoint.save import (
+    CheckpointedModel,
     Manifest,
-    Part,
     Save,
     bare,
     begin,
@@ -42,7 +42,7 @@ __all__ = [
     "LATEST",
     "PREFIX",
     "Manifest",
-    "Part",
+    "CheckpointedModel",
     "Save",
     "begin",
     "finished",
@@ -73,7 +73,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     return on_rank_0(lambda: read_manifest(checkpoint))
 
 
-def load(checkpoint: Path, parts: Mapping[str, Part]) -> None:
+def load(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> None:
     """Load models and optimizers on every rank; the grids may differ from those that saved.
 
     Raises:
@@ -88,7 +88,7 @@ def load(checkpoint: Path, parts: Mapping[str, Part]) -> None:
         ) from error
 
 
-def _load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> None:
+def _load_parts(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -110,7 +110,7 @@ def _load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> None:
             ) from error
 
 
-def _load_part(folder: Path, part: Part) -> None:
+def _load_part(folder: Path, part: CheckpointedModel) -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -130,7 +130,7 @@ def _load_part(folder: Path, part: Part) -> None:
             model.start_param_sync()
 
 
-def put_random_states(checkpoint: Path, parts: Mapping[str, Part]) -> bool:
+def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> bool:
     """Give this rank's generators the states that they had when the checkpoint was made. Call when all models are
     built, which draws.
 

@@ -51,8 +51,8 @@ class _Place(NamedTuple):
         )
 
 
-class Task(Generic[T]):
-    """A piece of work of the ``Writer``."""
+class PendingWrite(Generic[T]):
+    """Work that the ``Writer`` has begun, and its result."""
 
     def __init__(self, writer: Writer, failed: RuntimeError | None = None) -> None:
         self._writer, self._failed = writer, failed
@@ -106,7 +106,7 @@ class Writer:
         """True while the child lives."""
         return self._process.is_alive()
 
-    def begin(self, work: Callable[..., T], tensors: Sequence[torch.Tensor], *rest: Any) -> Task[T]:
+    def begin(self, work: Callable[..., T], tensors: Sequence[torch.Tensor], *rest: Any) -> PendingWrite[T]:
         """Let the child do ``work(tensors, *rest)`` with the tensors as they are now, on the CPU; all but them is
         pickled.
 
@@ -120,7 +120,7 @@ class Writer:
         try:
             self._grow(start)
         except OSError as error:
-            return Task(
+            return PendingWrite(
                 self, RuntimeError(f"no memory for a copy of {start:,} bytes to write it from ({error.strerror})")
             )
         for place, tensor in zip(places, tensors, strict=True):
@@ -130,11 +130,11 @@ class Writer:
         try:
             self._pipe.send((work, rest, places))
         except OSError:
-            return Task(self, RuntimeError(self._death()))
+            return PendingWrite(self, RuntimeError(self._death()))
         finally:
             late.cancel()
         self._busy = True
-        return Task(self)
+        return PendingWrite(self)
 
     def _grow(self, size: int) -> None:
         """Memory for ``size`` bytes. Raises OSError where there is none: better here than by a signal when a page is

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megarl.algorithms import group_stats
-from megarl.algorithms.dapo import is_zero_variance, overlong_penalty
 from megarl.config.rewards import LengthConfig, RewardConfig
 from megarl.experience.checks import check_trajectory
-from megarl.rewards.shape import k15_length_rewards
+from megarl.experience.groups import group_stats, is_zero_variance
+from megarl.rewards.shape import k15_length_rewards, overlong_penalty
 from megarl.rewards.verdict import NO_VERDICT
 from megarl.schema import Outcome, Trajectory
 

@@ -22,7 +22,7 @@ from megarl.launch.node import LocalNode, Spec
 from megarl.launch.postgres import with_own_password
 from megarl.launch.process import Child
 from megarl.launch.reaper import Reaper
-from megarl.rollout.engine import remove_stale_folders
+from megarl.rollout.leftovers import remove_stale_folders
 from megarl.store import VARIABLE
 
 log = logging.getLogger(__name__)

@@ -74,6 +74,8 @@ without a verdict is dropped. ``run.allow_changes`` confirms all others when a r
 
 
 class Change(NamedTuple):
+    """A setting with another value than before."""
+
     setting: str
     old: Any
     new: Any

@@ -12,7 +12,8 @@ from megarl import algorithms
 from megarl.config import Config
 from megarl.errors import ArchitectureError, ConfigError, JobError, PlanError
 from megarl.jobs import ProcessKind
-from megarl.launch.placement import Place, engine_nodes, place, table, trainer_nodes
+from megarl.launch.changes import Change
+from megarl.launch.placement import NodeInfo, engine_nodes, place, table, trainer_nodes
 from megarl.parallel.grid import ROLES
 
 
@@ -21,19 +22,15 @@ class Fit(NamedTuple):
 
     config: Config
     """Settings as given, or with a smaller ``dp`` in every grid and fewer ``rollout.replicas``."""
-    nodes: tuple[Place, ...]
+    nodes: tuple[NodeInfo, ...]
     """Nodes that get something to do; spares stand by."""
     trainers: int
     """Number of nodes that have trainer ranks: the first ones that may."""
 
 
-class Change(NamedTuple):
-    setting: str
-    old: int
-    new: int
-
-
-def fit(config: Config, allocated: Sequence[Place], left: Sequence[Place], usable: Callable[[Config], None]) -> Fit:
+def fit(
+    config: Config, allocated: Sequence[NodeInfo], left: Sequence[NodeInfo], usable: Callable[[Config], None]
+) -> Fit:
     """The whole job where enough nodes are left, else the largest part of it that ``cluster.shrink`` allows. No node
     gets more ranks or engines than the whole job would put on one; model-parallel sizes stay.
 
@@ -81,13 +78,13 @@ def fit(config: Config, allocated: Sequence[Place], left: Sequence[Place], usabl
     )
 
 
-def planned(config: Config, nodes: Sequence[Place]) -> str:
+def planned(config: Config, nodes: Sequence[NodeInfo]) -> str:
     """Describe what would run where, a line for each node. Raises ConfigError where the whole job does not fit them."""
     fitted = fit(config, nodes, nodes, lambda smaller: None)
     return table(place(fitted.config, fitted.nodes, trainers=fitted.trainers), nodes)
 
 
-def changes(old: Config, new: Config) -> list[Change]:
+def reductions(old: Config, new: Config) -> list[Change]:
     """The sizes that ``fit`` made smaller."""
     sizes = [_sizes(config) for config in (old, new)]
     return [Change(name, size, sizes[1][name]) for name, size in sizes[0].items() if sizes[1][name] != size]
@@ -99,13 +96,13 @@ def _sizes(config: Config) -> dict[str, int]:
     return found | {name: grid.dp for name, grid in grids.items() if grid is not None}
 
 
-def _working(nodes: Sequence[Place], trainers: int) -> tuple[Place, ...]:
+def _working(nodes: Sequence[NodeInfo], trainers: int) -> tuple[NodeInfo, ...]:
     """Without spares: the first ``trainers`` of those that may train, and all that may not."""
     chosen = trainer_nodes(nodes)[:trainers]
     return tuple(node for node in nodes if node.role == "rollout" or node.rank in chosen)
 
 
-def _engines(config: Config, whole: Sequence[Place], nodes: Sequence[Place]) -> int:
+def _engines(config: Config, whole: Sequence[NodeInfo], nodes: Sequence[NodeInfo]) -> int:
     """Number of engines that ``nodes`` have room for: no group of ``rollout.nodes`` gets more than one has of the whole
     job."""
     had, has = (len(engine_nodes(some)) // config.rollout.nodes for some in (whole, nodes))

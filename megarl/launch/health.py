@@ -15,7 +15,8 @@ import psutil
 
 from megarl.config import Config
 from megarl.launch import devices
-from megarl.report.doctor import available_memory, installed_version
+from megarl.machine import available_memory
+from megarl.report.doctor import installed_version
 
 GIB = 2**30
 PACKAGES = (

@@ -18,10 +18,10 @@ from megarl.errors import DiskFullError, FencedError, JobError, NonRetryableErro
 from megarl.launch import agent, health
 from megarl.launch.allocation import Allocation, find
 from megarl.launch.checks import check, check_sizes
-from megarl.launch.fit import Fit, changes, fit
+from megarl.launch.fit import Fit, fit, reductions
 from megarl.launch.interrupt import INTERRUPT, StopRequest
 from megarl.launch.node import LocalNode, Node
-from megarl.launch.placement import Place
+from megarl.launch.placement import NodeInfo
 from megarl.launch.postgres import Server, job_store
 from megarl.launch.prepare import with_prompt_limit
 from megarl.launch.reaper import Reaper
@@ -31,7 +31,7 @@ from megarl.launch.run_dir import check_fence, next_attempt, own_run_dir, run_id
 from megarl.launch.store_repair import rebuild_damaged_store
 from megarl.launch.supervisor import start_attempt, watch
 from megarl.rollout.auth import KEY_VARIABLE
-from megarl.rollout.engine import remove_stale_folders
+from megarl.rollout.leftovers import remove_stale_folders
 from megarl.schema import Task
 from megarl.store import Store
 
@@ -165,8 +165,8 @@ def _fitted(
     Raises as ``fit``.
     """
     nodes: list[Node] = [here, *left]
-    there = [Place.of(node) for node in nodes]
-    allocated = there[:1] + [Place.of(node) for node in others]
+    there = [NodeInfo.of(node) for node in nodes]
+    allocated = there[:1] + [NodeInfo.of(node) for node in others]
     fitted = fit(config, allocated, there, check_sizes)
     used = {node.rank for node in fitted.nodes}
     missing = [node for node in others if node not in left]
@@ -177,7 +177,7 @@ def _fitted(
     spares = [str(node) for node in there if node.rank not in used]
     if config.cluster.spare_nodes:
         log.info("spare nodes: %s", ", ".join(spares) or "none is left")
-    if smaller := changes(config, fitted.config):
+    if smaller := reductions(config, fitted.config):
         log.warning(
             "THE JOB GOES ON SMALLER, %d of %d nodes are left: %s. A step has the same rows, and the trainer's results "
             "are equal up to the "

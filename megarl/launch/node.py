@@ -22,8 +22,9 @@ from megarl.launch.probe import Probe
 from megarl.launch.process import Child
 from megarl.launch.reaper import Reaper
 from megarl.launch.stacks import Account, ProcessHeartbeat
+from megarl.machine import group_members
 from megarl.rollout.auth import KEY_VARIABLE
-from megarl.rollout.engine import group_members, own_folder, shared_memory
+from megarl.rollout.leftovers import own_folder, shared_memory
 
 T = TypeVar("T")
 GONE_S = 20.0

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megarl.launch.node import Node
 
 
-class Place(NamedTuple):
-    """A node as a placement sees it."""
+class NodeInfo(NamedTuple):
+    """Facts of a node that a placement depends on."""
 
     rank: int
     name: str
@@ -25,8 +25,8 @@ class Place(NamedTuple):
     gpus: int = 0
 
     @staticmethod
-    def of(node: Node) -> Place:
-        return Place(node.rank, node.name, node.role, node.gpus)
+    def of(node: Node) -> NodeInfo:
+        return NodeInfo(node.rank, node.name, node.role, node.gpus)
 
     def __str__(self) -> str:
         return f"node {self.rank} {self.name}".strip()
@@ -58,17 +58,17 @@ class Placement:
         return tuple(range(first, first + self.workers))
 
 
-def trainer_nodes(nodes: Sequence[Place]) -> list[int]:
+def trainer_nodes(nodes: Sequence[NodeInfo]) -> list[int]:
     """Ranks of the nodes that may have trainer ranks."""
     return [node.rank for node in nodes if node.role != "rollout"]
 
 
-def engine_nodes(nodes: Sequence[Place]) -> list[int]:
+def engine_nodes(nodes: Sequence[NodeInfo]) -> list[int]:
     """Ranks of the nodes that may have engines."""
     return [node.rank for node in nodes if node.role != "trainer"]
 
 
-def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None) -> Placement:
+def place(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None = None) -> Placement:
     """Trainer ranks in equal blocks, one node after the other, so that tensor-parallel ranks are neighbours; engines in
     turn.
 
@@ -109,7 +109,7 @@ def place(config: Config, nodes: Sequence[Place], *, trainers: int | None = None
     return _with_gpus(config, nodes, Placement(_blocks(chosen, world), engines, nodes[0].rank, hosts, workers // span))
 
 
-def _with_gpus(config: Config, nodes: Sequence[Place], placement: Placement) -> Placement:
+def _with_gpus(config: Config, nodes: Sequence[NodeInfo], placement: Placement) -> Placement:
     """The placement, where each process that computes on a GPU has one of its own. Raises ConfigError."""
     for node in nodes if config.parallel.backend == "nccl" else ():
         ranks = placement.trainer.count(node.rank)
@@ -129,7 +129,7 @@ def _blocks(nodes: Sequence[int], world: int) -> tuple[int, ...]:
     return tuple(node for node in nodes for _ in range(each))
 
 
-def table(placement: Placement, nodes: Sequence[Place]) -> str:
+def table(placement: Placement, nodes: Sequence[NodeInfo]) -> str:
     """One line for each node."""
     lines = []
     for node in nodes:

@@ -16,8 +16,8 @@ from pathlib import Path
 from megarl import heartbeat
 from megarl.launch.probe import Probe
 from megarl.launch.stacks import ProcessHeartbeat, state_of
+from megarl.machine import kill_group
 from megarl.parent import die_with
-from megarl.rollout.engine import kill_group
 
 TAIL_BYTES = 65536
 TAIL_LINES = 20

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from megarl.machine import group_members, kill_group
 from megarl.parent import ALONE_S
-from megarl.rollout.engine import group_members, kill_group, shared_memory
+from megarl.rollout.leftovers import shared_memory
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.algorithms import Algorithm, kl
+from megarl.algorithms import Algorithm
+from megarl.algorithms.terms import kl
 from megarl.architectures import Head, architecture
 from megarl.checkpoint.hf_source import check_hf, check_labels, open_hf, read_hf_config
 from megarl.config import Config, hub

@@ -18,7 +18,7 @@ from megarl.checkpoint.manifest import current_attempt
 from megarl.durable import write_text
 from megarl.errors import ConfigError, FencedError
 from megarl.launch.reaper import end
-from megarl.rollout.engine import start_ticks
+from megarl.machine import start_ticks
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from megarl.jobs import Job, ProcessKind
 from megarl.launch import ports
 from megarl.launch.role_checks import check_role_settings
 from megarl.launch.rows import needs_expert_rows
-from megarl.report.doctor import available_memory, installed_version
+from megarl.machine import available_memory
+from megarl.report.doctor import installed_version
 from megarl.rewards.process import addresses
 from megarl.rewards.router import FAMILIES
 from megarl.store import check_url

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megarl import heartbeat
 from megarl.jobs import ProcessKind, kind_of
-from megarl.rollout.engine import group_members
+from megarl.machine import group_members
 
 STOPPED = "T"
 STATES = {
@@ -79,8 +79,8 @@ class Frame(NamedTuple):
         return f"{short}:{self.line} ({self.function})"
 
 
-class Place(NamedTuple):
-    """Place in the code at which a process is."""
+class CodeLocation(NamedTuple):
+    """Line of code, and collective, that a process is in."""
 
     collective: str
     """all_reduce, barrier, ...; "" in none."""
@@ -167,31 +167,31 @@ def threads(text: str) -> dict[int, list[Frame]]:
     return found
 
 
-def place_of(account: Account) -> Place:
-    """Place of the main thread; or of another one that is in a collective where the main thread is not, as autograd's
-    threads of a GPU are."""
+def location_of(account: Account) -> CodeLocation:
+    """Location of the main thread; or of another one that is in a collective where the main thread is not,
+    as autograd's threads of a GPU are."""
     found = threads(account.stacks)
     main = account.thread if account.thread in found else next(reversed(found), 0)  # the oldest is written last
-    places = [_place(found.pop(main, [])), *(_place(frames) for frames in found.values())]
-    return next((place for place in places if place.collective), places[0])
+    places = [_location(found.pop(main, [])), *(_location(frames) for frames in found.values())]
+    return next((location for location in places if location.collective), places[0])
 
 
-def _place(frames: Sequence[Frame]) -> Place:
+def _location(frames: Sequence[Frame]) -> CodeLocation:
     collective = ""
     for frame in frames:
         if frame.file.endswith(_COLLECTIVES):
             collective = frame.function  # the outermost of them is what was called
         elif "torch/distributed/" not in frame.file and not _is_python(frame.file):
-            return Place(collective, frame)
-    return Place(collective, frames[-1] if frames else None)
+            return CodeLocation(collective, frame)
+    return CodeLocation(collective, frames[-1] if frames else None)
 
 
 def _is_python(file: str) -> bool:
     return file.startswith("<") or (file.startswith(_STDLIB) and "site-packages" not in file)
 
 
-class Row(NamedTuple):
-    """A process in the table of a stall."""
+class ProcessSnapshot(NamedTuple):
+    """State of a process at one moment: a row in the table of a stall."""
 
     name: str
     phase: str
@@ -200,9 +200,9 @@ class Row(NamedTuple):
     account: Account
 
     @property
-    def place(self) -> Place:
-        """Place of the process."""
-        return place_of(self.account)
+    def location(self) -> CodeLocation:
+        """Code that the process is in."""
+        return location_of(self.account)
 
     def cells(self) -> tuple[str, str, str, str]:
         phase = self.phase + (f", step {self.step}" if self.step else "")
@@ -211,11 +211,11 @@ class Row(NamedTuple):
     def _doing(self) -> str:
         state, kernel = self.account.state, self.account.kernel
         if self.account.stacks and state != STOPPED:
-            return str(self.place) if kind_of(self.name) is ProcessKind.TRAINER else f"at {self.place.frame}"
+            return str(self.location) if kind_of(self.name) is ProcessKind.TRAINER else f"at {self.location.frame}"
         return f"{STATES.get(state, 'in a state of its own')} (state {state})" + (f" in {kernel}" if kernel else "")
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ProcessSnapshot]) -> str:
     """Table with one line a process: name, phase and step, seconds of silence, place."""
     cells = [("process", "phase", "silent", "where"), *(row.cells() for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
@@ -224,25 +224,25 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[ProcessSnapshot]) -> str:
     """Whom the others wait for, as far as the stacks say: a sentence."""
     stopped = [row for row in rows if row.account.state == STOPPED]
     if stopped:
         return f"likely: {_names(stopped)} to blame: stopped by a signal"
     ranks = [row for row in rows if kind_of(row.name) is ProcessKind.TRAINER]
-    waiting = [row for row in ranks if row.place.waits]
-    where = ", ".join(sorted({row.place.collective or "a call that waits" for row in waiting}))
+    waiting = [row for row in ranks if row.location.waits]
+    where = ", ".join(sorted({row.location.collective or "a call that waits" for row in waiting}))
     deaf = [row for row in ranks if not row.account.stacks]
     others = [row for row in ranks if row not in waiting]
     if deaf and len(deaf) < len(ranks):
         return f"likely: {_names(deaf)} to blame: held in the kernel, see the state"
     if waiting and others:
         return f"likely: {_names(others)} to blame: in no collective, while {_names(waiting)} in {where}"
-    kinds = Counter(row.place.collective for row in waiting if row.place.collective)
+    kinds = Counter(row.location.collective for row in waiting if row.location.collective)
     if len(kinds) > 1:
         usual = kinds.most_common(1)[0][0]
-        odd = [row for row in waiting if row.place.collective and row.place.collective != usual]
-        calls = ", ".join(sorted({row.place.collective for row in odd}))
+        odd = [row for row in waiting if row.location.collective and row.location.collective != usual]
+        calls = ", ".join(sorted({row.location.collective for row in odd}))
         return f"likely: {_names(odd)} to blame: in {calls}, while the others are in {usual}"
     if kinds:
         return (
@@ -252,7 +252,7 @@ def verdict(rows: Sequence[Row]) -> str:
     return "no rank is in a collective: see their stacks"
 
 
-def _names(rows: Sequence[Row]) -> str:
+def _names(rows: Sequence[ProcessSnapshot]) -> str:
     names = [row.name for row in rows]
     if len(names) > 8:
         names = [*names[:8], f"{len(names) - 8} more"]

@@ -15,7 +15,7 @@ from megarl.errors import FencedError, JobError, NonRetryableError
 from megarl.jobs import ProcessKind, kind_of
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.node import Node, Process, Started, on_every_node
-from megarl.launch.placement import Place, Placement, place, table
+from megarl.launch.placement import NodeInfo, Placement, place, table
 from megarl.launch.postgres import Server
 from megarl.launch.replace import SETTLE_S, Replacements, ending, failed
 from megarl.launch.run_dir import check_fence
@@ -48,7 +48,7 @@ def start_attempt(
         JobError: a node failed to start one; what was started is ended.
     """
     by_rank = {node.rank: node for node in nodes}
-    places = [Place.of(node) for node in nodes]
+    places = [NodeInfo.of(node) for node in nodes]
     placement = place(config, places, trainers=trainers)
     if len(nodes) > 1:
         log.info("%s", table(placement, places))

@@ -17,7 +17,7 @@ from megarl.heartbeat import START
 from megarl.jobs import ProcessKind, kind_of
 from megarl.launch import stacks
 from megarl.launch.node import Process, Started, on_every_node
-from megarl.launch.stacks import STOPPED, Account, ProcessHeartbeat, Row
+from megarl.launch.stacks import STOPPED, Account, ProcessHeartbeat, ProcessSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Watchdog:
     def _account(self, what: str, alive: Sequence[Started]) -> str:
         accounts = _accounts(alive)
         rows = [
-            Row(
+            ProcessSnapshot(
                 p.name,
                 s.heartbeat.phase,
                 s.heartbeat.step,

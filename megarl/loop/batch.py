@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.algorithms import Algorithm
-from megarl.algorithms.parts import doubles, repeated
+from megarl.algorithms.terms.parts import doubles, repeated
 from megarl.batching import Sequences, joined, of_demonstrations, of_samples
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import NonRetryableError

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from megarl.algorithms import Algorithm, StepInput, group_stats, kl
+from megarl.algorithms import Algorithm, StepInput
+from megarl.algorithms.terms import kl
 from megarl.batching import of_samples
 from megarl.checkpoint.score_pad import score_pad
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
+from megarl.experience.groups import group_stats
 from megarl.loop.batch import StepBatch, overlong
 from megarl.loop.models import Models
 from megarl.loop.ranks import Ranks

@@ -137,22 +137,22 @@ class Models:
         if self.reference is not None:
             self.reference.copy_from(self.actor, bucket_bytes=self._config.sync.bucket_bytes)
 
-    def actor_part(self) -> state.Part:
+    def actor_part(self) -> state.CheckpointedModel:
         """Part of a checkpoint that holds the actor."""
-        return state.Part(self.actor.chunks, self.actor.optimizer.inner)
+        return state.CheckpointedModel(self.actor.chunks, self.actor.optimizer.inner)
 
-    def parts(self) -> dict[str, state.Part]:
+    def parts(self) -> dict[str, state.CheckpointedModel]:
         """Models and optimizers of a checkpoint."""
         return {"actor": self.actor_part()} | self._other_parts()
 
-    def _other_parts(self) -> dict[str, state.Part]:
+    def _other_parts(self) -> dict[str, state.CheckpointedModel]:
         """Parts beside the actor. A reference that never changes has its files in the run directory; one that every
         step replaces needs none."""
         found = {}
         if self.critic is not None:
-            found["critic"] = state.Part(self.critic.chunks, self.critic.optimizer.inner, self.critic.grid)
+            found["critic"] = state.CheckpointedModel(self.critic.chunks, self.critic.optimizer.inner, self.critic.grid)
         if self.reference is not None and isinstance(self._config.reference.refresh, int):
-            found["reference"] = state.Part(self.reference.chunks, None, self.reference.grid)
+            found["reference"] = state.CheckpointedModel(self.reference.chunks, None, self.reference.grid)
         return found
 
     def export_actor(self, target: Path, rank: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from megarl.rewards.shape import opens_thinking
 from megarl.rollout.frames import Completion
-from megarl.rollout.gather import Gatherer, Request
+from megarl.rollout.gather import Gatherer, SampleRequest
 from megarl.schema import Author, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.store import Claim
 from megarl.tasksets import ChatTokenizer, chat_messages
@@ -73,7 +73,7 @@ class Recorder:
         """Sample the model's next turn, and add it."""
         assert self.turns, "nothing has been asked"
         later = [turn.token_ids for turn in self.turns[1:]]
-        request = Request(
+        request = SampleRequest(
             self._claim.group_id,
             self._index,
             self._claim.group_size,

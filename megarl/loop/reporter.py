@@ -18,7 +18,7 @@ from megarl.loop.context import RunContext
 from megarl.loop.state import TrainState
 from megarl.metrics import CONSOLE, MetricWriter, Timeline, console_line
 from megarl.store import Store
-from megarl.tracking import Run, open_trackers
+from megarl.tracking import RunInfo, open_trackers
 
 ALL_STEPS = 2**31
 
@@ -50,7 +50,7 @@ class Reporter:
             step=step,
             tensorboard="tensorboard" in config.trainer.trackers,
             trackers=open_trackers(
-                config.trainer.trackers, Run(config.run.name, self._context.run_dir, to_dict(config))
+                config.trainer.trackers, RunInfo(config.run.name, self._context.run_dir, to_dict(config))
             ),
         )
 

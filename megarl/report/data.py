@@ -29,7 +29,7 @@ Series = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """Answers to the held-out tasks after ``step`` steps."""
 
     rollout_id: str
@@ -58,7 +58,9 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Sample:
+class AnswerComparison:
+    """Answers to one held-out task before and after training."""
+
     question: str
     ground_truth: str
     before: Answer | None
@@ -66,7 +68,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportData:
     """Everything that the report shows."""
 
     run_dir: Path
@@ -76,8 +78,8 @@ class Run:
     warm_start: tuple[tuple[int, dict[str, float]], ...]
     held_out: int
     """Number of held-out tasks."""
-    before: Evaluation | None
-    after: Evaluation | None
+    before: EvaluationResult | None
+    after: EvaluationResult | None
     accuracies: tuple[tuple[int, float], ...]
     """Every finished evaluation that has one: (steps done, accuracy)."""
     losses: tuple[tuple[int, float], ...]
@@ -85,7 +87,7 @@ class Run:
     learned: int
     """Held-out tasks that were not right before and are right after."""
     unlearned: int
-    samples: tuple[Sample, ...]
+    samples: tuple[AnswerComparison, ...]
     timelines: Mapping[str, tuple[Phase, ...]]
     notes: tuple[str, ...]
     """Parts that could not be read."""
@@ -123,7 +125,7 @@ class Run:
         return sum(end - start for start, end in spans)
 
 
-def load(run_dir: Path) -> Run:
+def load(run_dir: Path) -> ReportData:
     """Read a run directory.
 
     Raises:
@@ -153,7 +155,7 @@ def load(run_dir: Path) -> Run:
     before, after = (_evaluation(name, events, answers[name]) for name in answers)
     right = [{e.task_id for e in answers[n] if e.index == 0 and e.reward.status == "ok"} for n in answers]
     both = set.intersection(*({e.task_id for e in answers[n]} for n in answers))
-    return Run(
+    return ReportData(
         run_dir=run_dir,
         config=config,
         steps=tuple(steps),
@@ -255,11 +257,13 @@ def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Trajectory
         return []
 
 
-def _evaluation(name: str, events: Iterable[Mapping[str, Any]], answers: Sequence[Trajectory]) -> Evaluation | None:
+def _evaluation(
+    name: str, events: Iterable[Mapping[str, Any]], answers: Sequence[Trajectory]
+) -> EvaluationResult | None:
     event = next((e for e in reversed(list(events)) if e["rollout_id"] == name), None)
     if event is None and not answers:
         return None
-    return Evaluation(
+    return EvaluationResult(
         rollout_id=name,
         step=event["step"] if event else None,
         accuracy=event.get("accuracy") if event else None,
@@ -280,7 +284,7 @@ def _of_events(events: Iterable[Mapping[str, Any]], name: str) -> tuple[tuple[in
 
 def _samples(
     tasks: Sequence[Task], answers: Sequence[Sequence[Trajectory]], model: Path, notes: list[str]
-) -> tuple[Sample, ...]:
+) -> tuple[AnswerComparison, ...]:
     """Answers to tasks taken at equal distances, so that the choice knows nothing of the outcome."""
     sides = [{e.task_id: e for e in side if e.index == 0} for side in answers]
     answered = [t for t in tasks if all(t.task_id in side for side in sides if side) and any(sides)]
@@ -302,7 +306,7 @@ def _samples(
     count = min(SAMPLES, len(answered))
     chosen = [answered[i * len(answered) // count] for i in range(count)]
     return tuple(
-        Sample(
+        AnswerComparison(
             question=t.question,
             ground_truth=str(t.ground_truth),
             before=answer(sides[0].get(t.task_id)),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megarl.errors import SandboxError
+from megarl.machine import available_memory
 
 GIB = 2**30
 MIN_MEMORY = 4 * GIB
@@ -23,8 +24,6 @@ MIN_DISK = 2 * GIB
 MIN_SHM = 64 * 2**20
 """Docker's default for a container; NCCL and vLLM's workers with tp > 1 exchange through /dev/shm."""
 ANSWER_S = 2.0
-CGROUP = Path("/sys/fs/cgroup")
-"""Control group of this process: a container sees its own here."""
 
 State = Literal["ok", "warn", "fail"]
 
@@ -190,20 +189,6 @@ def network(host: str) -> Iterator[Check]:
         yield Check(
             "warn", "proxy", f"{proxy} is set", f"add {host} to no_proxy, or requests to the engines may take that way"
         )
-
-
-def available_memory() -> int:
-    """Bytes that processes started now may use: the machine's, or less where a cgroup limits this one."""
-    import psutil
-
-    memory = int(psutil.virtual_memory().available)
-    limit, used, parts = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        # What files left in the page cache counts as used, and the kernel gives it back when somebody asks.
-        stat = dict(line.split() for line in parts.read_text().splitlines()) if parts.is_file() else {}
-        cached = sum(int(stat.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
-        memory = min(memory, max(0, int(text) - int(used.read_text()) + cached))
-    return memory
 
 
 def _enough(name: str, value: float, least: float, found: str, fix: str) -> Check:

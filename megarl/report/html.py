@@ -10,7 +10,7 @@ from typing import Any
 from megarl.durable import whole, write_text
 from megarl.jobs import ProcessKind, kind_of
 from megarl.report import offline, svg
-from megarl.report.data import Answer, Run, changed_settings, load
+from megarl.report.data import Answer, ReportData, changed_settings, load
 from megarl.report.png import reward_png, share_axis
 from megarl.report.style import CSS, HATCH
 from megarl.report.text import (
@@ -66,7 +66,7 @@ def write_report(run_dir: Path) -> Path:
     return folder / "report.html"
 
 
-def page(run: Run) -> str:
+def page(run: ReportData) -> str:
     """The whole report as HTML."""
     sections = (_headline, _curve, _accuracy, _charts, _answers, _lanes, _phase_table, _verifiers, _settings, _files)
     title = escape(f"{run.config.run.name}: megarl report")
@@ -81,7 +81,7 @@ def page(run: Run) -> str:
 # ------------------------------------------------------------------- sections
 
 
-def _headline(run: Run) -> str:
+def _headline(run: ReportData) -> str:
     before, after = percent(run.before), percent(run.after)
     if run.offline:
         preferences = bool(run.accuracies)
@@ -118,7 +118,7 @@ def _headline(run: Run) -> str:
     )
 
 
-def _curve(run: Run) -> str:
+def _curve(run: ReportData) -> str:
     if run.offline:
         return _section(
             "Loss", "Of each step; diamonds: of the held-out rows.", _card(offline.charts(run), scroll=True)
@@ -142,7 +142,7 @@ def _curve(run: Run) -> str:
     return _section("Reward", text, _card(drawn, scroll=True))
 
 
-def _accuracy(run: Run) -> str:
+def _accuracy(run: ReportData) -> str:
     if run.offline:
         text = f"{run.held_out} held-out rows, whose questions no training row asks."
         head, *lines = offline.table(run)
@@ -166,7 +166,7 @@ def _accuracy(run: Run) -> str:
     return _section("Accuracy before and after", text, _card(_table(head, body)))
 
 
-def _charts(run: Run) -> str:
+def _charts(run: ReportData) -> str:
     loss = [(step, metrics["sft/loss"]) for step, metrics in run.warm_start if "sft/loss" in metrics]
     known = [("Warm start: loss", "supervised", "sft/loss", loss), *((*c, run.series(c[2])) for c in CHARTS)]
     cards = []
@@ -181,7 +181,7 @@ def _charts(run: Run) -> str:
     return _section("Curves", "Over training steps; the number is the last step’s.", body) if body else ""
 
 
-def _answers(run: Run) -> str:
+def _answers(run: ReportData) -> str:
     if run.offline:
         return ""
     if not run.samples:
@@ -200,7 +200,7 @@ def _answers(run: Run) -> str:
     return _section("Sample answers", text, _card(_table(head, body, numeric=())))
 
 
-def _lanes(run: Run) -> str:
+def _lanes(run: ReportData) -> str:
     timelines = dict(sorted(run.timelines.items(), key=lambda item: _process_order(item[0])))
     if not timelines:
         return ""
@@ -221,7 +221,7 @@ def _lanes(run: Run) -> str:
     return _section("Who did what", text, _card(drawn + _legend(_ordered(shown)), scroll=True))
 
 
-def _phase_table(run: Run) -> str:
+def _phase_table(run: ReportData) -> str:
     if not run.timelines:
         return ""
     wall = run.wall_s or 1.0
@@ -250,7 +250,7 @@ def _phase_table(run: Run) -> str:
     return _section("Seconds per phase", f"{text} Each moment counts for the innermost phase.", _card(table) + extra)
 
 
-def _verifiers(run: Run) -> str:
+def _verifiers(run: ReportData) -> str:
     """Table of the calls and seconds of each verifier over all steps, and the parts of the rewards."""
     names = sorted({name for _, metrics in run.steps for name in metrics if name.startswith("reward/")})
     body: list[tuple[Any, ...]] = []
@@ -303,14 +303,14 @@ def _verifiers(run: Run) -> str:
     return _section("Rewards", "Waited: for a free reward process.", _card(_table(head, body)) + note)
 
 
-def _settings(run: Run) -> str:
+def _settings(run: ReportData) -> str:
     body = [(name, _value(value), _value(default)) for name, default, value in changed_settings(run.config)]
     return _section(
         "Settings that differ from the defaults", "", _card(_table(("setting", "value", "default"), body, numeric=()))
     )
 
 
-def _files(run: Run) -> str:
+def _files(run: ReportData) -> str:
     checkpoint = f"<code>{escape(str(run.hf_checkpoint))}</code>" if run.hf_checkpoint else "not exported yet"
     body = [
         ("HF checkpoint", _Html(checkpoint)),

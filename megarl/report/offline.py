@@ -6,27 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.report import svg
-from megarl.report.data import Evaluation, Run, Series
+from megarl.report.data import EvaluationResult, ReportData, Series
 
 WIDTH, HEIGHT = 1060, 290
 LOSS = "actor/loss"
 
 
-def change(run: Run, *, by_accuracy: bool) -> str | None:
+def change(run: ReportData, *, by_accuracy: bool) -> str | None:
     """``0.693 → 0.512``; None before the first evaluation."""
     values = [accuracy(e) if by_accuracy else loss(e) for e in (run.before, run.after) if e is not None]
     return " → ".join(values) if values else None
 
 
-def loss(evaluation: Evaluation | None) -> str:
+def loss(evaluation: EvaluationResult | None) -> str:
     return "—" if evaluation is None or evaluation.loss is None else svg.number(evaluation.loss)
 
 
-def accuracy(evaluation: Evaluation | None) -> str:
+def accuracy(evaluation: EvaluationResult | None) -> str:
     return "—" if evaluation is None or evaluation.accuracy is None else f"{evaluation.accuracy:.1%}"
 
 
-def table(run: Run) -> list[tuple[str, ...]]:
+def table(run: ReportData) -> list[tuple[str, ...]]:
     """A line of names, and one for each evaluation; demonstrations have no column of preferences."""
     found = [("", "after step", "loss", "chosen preferred")]
     for label, e in (("before", run.before), ("after", run.after)):
@@ -34,7 +34,7 @@ def table(run: Run) -> list[tuple[str, ...]]:
     return [row if run.accuracies else row[:3] for row in found]
 
 
-def charts(run: Run) -> str:
+def charts(run: ReportData) -> str:
     """Training loss with the held-out one; below it how often the chosen answer is preferred, where there is one."""
     markers = svg.Markers("held-out loss", run.losses, percent=False)
     drawn = svg.line_chart("Loss", run.series(LOSS), markers=markers, width=WIDTH, height=HEIGHT)
@@ -47,7 +47,7 @@ def charts(run: Run) -> str:
     return drawn
 
 
-def png(run: Run, path: Path, title: str) -> None:
+def png(run: ReportData, path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.report import offline, svg
-from megarl.report.data import Run
+from megarl.report.data import ReportData
 from megarl.report.text import status
 
 
@@ -15,7 +15,7 @@ def share_axis(rewards: Sequence[tuple[int, float]]) -> bool:
     return all(-0.01 <= v <= 1.01 for _, v in rewards)
 
 
-def reward_png(run: Run, path: Path) -> None:
+def reward_png(run: ReportData, path: Path) -> None:
     if run.offline:
         return offline.png(run, path, f"{run.config.run.name}: {status(run)}")
     from matplotlib.figure import Figure

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config.schema import EvaluationConfig
 from megarl.report import offline
-from megarl.report.data import Answer, Evaluation, Run, load
+from megarl.report.data import Answer, EvaluationResult, ReportData, load
 
 VERDICTS = {
     "ok": ("✓ right", "right"),
@@ -53,11 +53,11 @@ def summary(run_dir: Path) -> str:
     return "\n".join([*lines, *run.notes])
 
 
-def percent(evaluation: Evaluation | None) -> str:
+def percent(evaluation: EvaluationResult | None) -> str:
     return "—" if evaluation is None or evaluation.accuracy is None else f"{evaluation.accuracy:.1%}"
 
 
-def accuracy(evaluation: Evaluation | None) -> str:
+def accuracy(evaluation: EvaluationResult | None) -> str:
     """Accuracy with its standard error, and pass@k where tasks have several answers."""
     if evaluation is None or evaluation.accuracy is None:
         return "—"
@@ -84,24 +84,24 @@ def sampling(config: EvaluationConfig) -> str:
     return f"{config.samples} answer{'s' if config.samples > 1 else ''} at temperature {config.temperature:g}{kept}"
 
 
-def right(evaluation: Evaluation | None) -> str:
+def right(evaluation: EvaluationResult | None) -> str:
     return str(evaluation.statuses.get("ok", 0)) if evaluation and evaluation.statuses else "—"
 
 
-def asked(run: Run, evaluation: Evaluation | None) -> str:
+def asked(run: ReportData, evaluation: EvaluationResult | None) -> str:
     answered = sum(evaluation.statuses.values()) if evaluation else 0
     expected = run.held_out * (evaluation.samples if evaluation else 1)
     return f"{answered}/{expected}" if 0 < answered < expected else str(expected or "—")
 
 
-def points_gained(run: Run) -> float | None:
+def points_gained(run: ReportData) -> float | None:
     """Points of held-out accuracy gained."""
     if run.before is None or run.after is None or run.before.accuracy is None or run.after.accuracy is None:
         return None
     return 100 * (run.after.accuracy - run.before.accuracy)
 
 
-def status(run: Run) -> str:
+def status(run: ReportData) -> str:
     took = f" in {duration(run.wall_s)}" if run.wall_s else ""
     if run.finished:
         return f"finished: {run.steps_done} steps{took}"

@@ -28,7 +28,7 @@ from megarl.ops import slice_digest
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
 from megarl.reshard.layout import Layout
-from megarl.reshard.plan import Kind, Link, Move, ReshardPlan
+from megarl.reshard.plan import Kind, Move, RankPair, ReshardPlan
 
 Digests = dict[tuple[int, str], int]
 """(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders
@@ -81,7 +81,7 @@ class Transport(Protocol):
         ...
 
 
-class Chunk(NamedTuple):
+class BucketSlice(NamedTuple):
     """Elements ``box`` (within the move's box, in logical coordinates); they lie row-major in the bucket from byte
     ``offset`` on."""
 
@@ -92,14 +92,14 @@ class Chunk(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    link: Link
+    link: RankPair
     nbytes: int
-    chunks: tuple[Chunk, ...]
+    slices: tuple[BucketSlice, ...]
     number: int = 0
     """Among those of its link."""
 
     def __str__(self) -> str:
-        tensors = list(dict.fromkeys(chunk.move.tensor for chunk in self.chunks))
+        tensors = list(dict.fromkeys(slice_.move.tensor for slice_ in self.slices))
         more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
         held = f" ({', '.join(tensors[:3])}{more})" if tensors else ", the end of the transfer,"
         return f"message {self.number}{held} from source rank {self.link.src} to destination rank {self.link.dst}"
@@ -130,9 +130,9 @@ def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: t
     Replicas begin with different windows, so that they ask different pipeline stages; within a window links are
     interleaved by the distance between their ends, so that neighbouring buckets have different senders and receivers.
     """
-    links: dict[Link, list[Move]] = defaultdict(list)
+    links: dict[RankPair, list[Move]] = defaultdict(list)
     for move in moves:
-        links[Link(move.src, move.dst)].append(move)
+        links[RankPair(move.src, move.dst)].append(move)
     span = max(plan.source.num_ranks, plan.destination.num_ranks)
     windows = _Windows(plan, capacity, dtype)
     keyed = [
@@ -146,7 +146,7 @@ def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: t
 
 def _numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
     """Each with its number, and after all of them the end of each link."""
-    counts: dict[Link, int] = defaultdict(int)
+    counts: dict[RankPair, int] = defaultdict(int)
     found = []
     for bucket in buckets:
         found.append(bucket._replace(number=counts[bucket.link]))
@@ -199,8 +199,8 @@ class _Windows:
         return numbers
 
 
-def _pack(layout: Layout, link: Link, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> Iterator[Bucket]:
-    chunks: list[Chunk] = []
+def _pack(layout: Layout, link: RankPair, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> Iterator[Bucket]:
+    slices: list[BucketSlice] = []
     used = 0
     for move in moves:
         wire = wire_dtype(layout, move.tensor, dtype)
@@ -211,13 +211,13 @@ def _pack(layout: Layout, link: Link, moves: Iterable[Move], capacity: int, dtyp
         for box in boxes.split(move.box, capacity // wire.itemsize):
             size = boxes.volume(box) * wire.itemsize
             start = used + -used % _ALIGNMENT
-            if chunks and start + size > capacity:
-                yield Bucket(link, used, tuple(chunks))
-                chunks, start = [], 0
-            chunks.append(Chunk(move, box, start, wire))
+            if slices and start + size > capacity:
+                yield Bucket(link, used, tuple(slices))
+                slices, start = [], 0
+            slices.append(BucketSlice(move, box, start, wire))
             used = start + size
-    if chunks:
-        yield Bucket(link, used, tuple(chunks))
+    if slices:
+        yield Bucket(link, used, tuple(slices))
 
 
 def send(
@@ -254,7 +254,7 @@ def receive(
 ) -> None:
     """Receive everything that destination rank ``rank`` needs, and zero its padding.
 
-    ``write(local)`` gives the local tensor to write into (asked for again for every chunk); ``wrote(local, numel)`` is
+    ``write(local)`` gives the local tensor to write into (asked for again for every slice); ``wrote(local, numel)`` is
     called after each write: the numbers of one local tensor add up to its size.
     """
     buckets = _buckets_to(plan, rank, bucket_bytes, dtype)
@@ -329,11 +329,11 @@ class _Outgoing:
         self._wait(self.turn)
         flat = self.buffers[self.turn][: HEADER + bucket.nbytes]
         _number(flat)[0] = bucket.number
-        for chunk in bucket.chunks:
-            view = _view(flat[HEADER:], chunk)
-            view.copy_(_slice(self.tensors[chunk.move.src_local], chunk, chunk.move.src_at))
-            key = (bucket.link.dst, chunk.move.tensor)
-            partial = slice_digest(view, start=boxes.start_of(chunk.box), shape=self.shapes[chunk.move.tensor])
+        for slice_ in bucket.slices:
+            view = _view(flat[HEADER:], slice_)
+            view.copy_(_slice(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
+            key = (bucket.link.dst, slice_.move.tensor)
+            partial = slice_digest(view, start=boxes.start_of(slice_.box), shape=self.shapes[slice_.move.tensor])
             self.digests[key] = (self.digests[key] + partial) % _MODULUS
         return flat
 
@@ -358,8 +358,8 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The receiving half: expects the next bucket while it puts one's chunks where they belong; zeroes a tensor's
-    padding before its first chunk."""
+    """The receiving half: expects the next bucket while it puts one's slices where they belong; zeroes a tensor's
+    padding before its first slice."""
 
     def __init__(
         self,
@@ -406,11 +406,11 @@ class _Incoming:
 
     @torch.no_grad()
     def unpack(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        for chunk in bucket.chunks:
-            local = chunk.move.dst_local
+        for slice_ in bucket.slices:
+            local = slice_.move.dst_local
             self._zero_padding(local)
-            view = _view(flat, chunk)
-            _slice(self.write(local), chunk, chunk.move.dst_at).copy_(view)
+            view = _view(flat, slice_)
+            _slice(self.write(local), slice_, slice_.move.dst_at).copy_(view)
             self.wrote(local, view.numel())
 
     @torch.no_grad()
@@ -442,15 +442,15 @@ def _number(message: torch.Tensor) -> torch.Tensor:
     return message[:8].view(torch.int64)
 
 
-def _view(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    end = chunk.offset + boxes.volume(chunk.box) * chunk.dtype.itemsize
-    return flat[chunk.offset : end].view(chunk.dtype).view(boxes.shape_of(chunk.box))
+def _view(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
+    end = slice_.offset + boxes.volume(slice_.box) * slice_.dtype.itemsize
+    return flat[slice_.offset : end].view(slice_.dtype).view(boxes.shape_of(slice_.box))
 
 
-def _slice(tensor: torch.Tensor, chunk: Chunk, at: Shape) -> torch.Tensor:
-    """The chunk's elements within a local tensor where the whole move begins at ``at``."""
-    start = boxes.shifted(at, tuple(c[0] - m[0] for c, m in zip(chunk.box, chunk.move.box, strict=True)))
-    return tensor[boxes.index_of(start, boxes.shape_of(chunk.box))]
+def _slice(tensor: torch.Tensor, slice_: BucketSlice, at: Shape) -> torch.Tensor:
+    """The slice's elements within a local tensor where the whole move begins at ``at``."""
+    start = boxes.shifted(at, tuple(c[0] - m[0] for c, m in zip(slice_.box, slice_.move.box, strict=True)))
+    return tensor[boxes.index_of(start, boxes.shape_of(slice_.box))]
 
 
 def _check_tensors(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -61,7 +61,7 @@ class Owners:
         return {rank: share for share, ranks in enumerate(self.ranks) for rank in ranks}
 
 
-class Segment(NamedTuple):
+class AxisSpan(NamedTuple):
     """Elements [lo, hi) along the cut axis of a row's ``part``-th logical tensor; they lie at ``at`` locally."""
 
     part: int
@@ -75,10 +75,10 @@ class Split(NamedTuple):
 
     size: int
     used: int
-    segments: tuple[Segment, ...]
+    spans: tuple[AxisSpan, ...]
 
 
-class Row(NamedTuple):
+class LayoutRow(NamedTuple):
     """One fused local tensor (or one slice of a stack) as every rank that has a share of it holds it."""
 
     local: str
@@ -105,7 +105,7 @@ class Row(NamedTuple):
         """Pieces of logical tensors in a share."""
         before, after = boxes.whole(self.shape[: self.axis]), boxes.whole(self.shape[self.axis + 1 :])
         head, tail = (*self.lead, *(0 for _ in before)), tuple(0 for _ in after)
-        for part, lo, hi, at in self.splits[share].segments:
+        for part, lo, hi, at in self.splits[share].spans:
             yield Piece(self.parts[part], (*before, (lo, hi), *after), self.local, (*head, at, *tail))
 
     def padding(self, share: int) -> Padding | None:
@@ -134,7 +134,7 @@ class Layout:
         name: str,
         tensors: Mapping[str, Shape],
         num_ranks: int,
-        rows: Iterable[Row],
+        rows: Iterable[LayoutRow],
         dtypes: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -148,8 +148,8 @@ class Layout:
         return self.dtypes.get(tensor)
 
     @cached_property
-    def _numbered(self) -> dict[Owners, list[tuple[int, Row]]]:
-        rows: dict[Owners, list[tuple[int, Row]]] = defaultdict(list)
+    def _numbered(self) -> dict[Owners, list[tuple[int, LayoutRow]]]:
+        rows: dict[Owners, list[tuple[int, LayoutRow]]] = defaultdict(list)
         for number, row in enumerate(self.rows):
             rows[row.owners].append((number, row))
         return rows
@@ -166,7 +166,7 @@ class Layout:
         """Equal for ranks that hold the same (data-parallel copies, engine replicas)."""
         return tuple((owners, owners.share_of[rank]) for owners in self._owners_of[rank])
 
-    def rows_of(self, rank: int) -> list[tuple[Row, int]]:
+    def rows_of(self, rank: int) -> list[tuple[LayoutRow, int]]:
         """(row, this rank's share of it) in model order."""
         found = [
             (number, row, owners.share_of[rank])
@@ -190,9 +190,9 @@ class Layout:
         return tuple(padding for padding in found if padding is not None)
 
     @cached_property
-    def rows_with(self) -> dict[str, list[Row]]:
+    def rows_with(self) -> dict[str, list[LayoutRow]]:
         """Logical tensor -> the rows that have a part of it."""
-        found: dict[str, list[Row]] = defaultdict(list)
+        found: dict[str, list[LayoutRow]] = defaultdict(list)
         for row in self.rows:
             for tensor in row.parts:
                 found[tensor].append(row)

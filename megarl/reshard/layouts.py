@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from megarl.architectures import Architecture, Head, HFConfig, ModelSizes, architecture
-from megarl.architectures.table import EXPERT, VLLM_LAYER, Logical, Op, Param, Place, Shard, Stage, hf_name
+from megarl.architectures.table import EXPERT, VLLM_LAYER, Logical, Occurrence, Op, Param, Shard, Stage, hf_name
 from megarl.errors import ConfigError
 from megarl.reshard.boxes import Shape
 from megarl.reshard.grid import MegatronGrid, check_grid, shares_heads
-from megarl.reshard.layout import Layout, Owners, Padding, Piece, Row, Segment, Split
+from megarl.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Padding, Piece, Split
 from megarl.reshard.sharding import Sharder, shard_axis
 
 __all__ = [
@@ -48,7 +48,7 @@ class _Spot(NamedTuple):
     op: Op
     shard: Shard
     parts: tuple[Logical, ...]
-    place: Place
+    occurrence: Occurrence
     local: str
     owners: Owners
     stack: Shape = ()
@@ -108,33 +108,33 @@ def _megatron_spots(
     experts = [[grid.experts(p, e) for e in range(grid.ep)] for p in range(grid.pp)] if sizes.experts else []
     each = sizes.experts // grid.ep
     last = grid.pp - 1, grid.vpp - 1
-    for param, place in _in_order(arch, sizes, mtp):
+    for param, occurrence in _in_order(arch, sizes, mtp):
         if param.op is Op.TIED and sizes.tied and grid.pp == 1:
             continue  # one stage allocates no output weight (skip_weight_param_allocation); of two, each has its copy
         name = param.te if transformer_impl == "transformer_engine" and param.te else param.megatron
-        if place.layer is None:
+        if occurrence.layer is None:
             p, v = (0, 0) if param.stage is Stage.FIRST else last
-        elif place.layer < sizes.num_layers:
-            p, v, index = where[place.layer]
+        elif occurrence.layer < sizes.num_layers:
+            p, v, index = where[occurrence.layer]
             name = MEGATRON_LAYER.format(index) + name
         else:
             p, v = last
-            name = _mtp_prefix(param, place.layer - sizes.num_layers) + name
-        if place.expert is not None:
-            name = name.replace(EXPERT, str(place.expert % each))
+            name = _mtp_prefix(param, occurrence.layer - sizes.num_layers) + name
+        if occurrence.expert is not None:
+            name = name.replace(EXPERT, str(occurrence.expert % each))
         if grid.vpp > 1:
             name = f"chunk{v}.{name}"
         shard = param.hf[0].shard
         owners = (
-            experts[p][place.expert // each]
-            if place.expert is not None
+            experts[p][occurrence.expert // each]
+            if occurrence.expert is not None
             else (whole if shard is Shard.REPLICATED else dense)[p]
         )
-        yield _Spot(param.op, shard, arch.parts(param.hf, param.op, sizes), place, name, owners)
+        yield _Spot(param.op, shard, arch.parts(param.hf, param.op, sizes), occurrence, name, owners)
         if mtp and sizes.mtp_layers and param.stage is Stage.FIRST and last != (0, 0):
             # Prediction layers embed tokens too.
             name = name if grid.vpp == 1 else f"chunk{last[1]}." + param.megatron
-            yield _Spot(param.op, shard, param.hf, place, name, dense[-1])
+            yield _Spot(param.op, shard, param.hf, occurrence, name, dense[-1])
 
 
 def _mtp_prefix(param: Param, number: int) -> str:
@@ -169,22 +169,22 @@ def dist_layout(
 def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: TransformerImpl, mtp: bool) -> Iterator[_Spot]:
     alike = len(sizes.moe_layers) in (0, sizes.num_layers)
     owners = Owners(((0,),))
-    for param, place in _in_order(arch, sizes, mtp):
+    for param, occurrence in _in_order(arch, sizes, mtp):
         if param.op is Op.TIED and sizes.tied:
             continue  # a tied output weight is stored under the embedding's key
         name = _dist_name(param, transformer_impl, latent=bool(sizes.kv_lora))
         stack: Shape = ()
         lead: Shape = ()
-        if place.layer is not None and place.layer >= sizes.num_layers:
-            name = _mtp_prefix(param, place.layer - sizes.num_layers) + name
-        elif place.layer is not None and alike:
-            name, stack, lead = "decoder.layers." + name, (sizes.num_layers,), (place.layer,)
-        elif place.layer is not None:
-            name = MEGATRON_LAYER.format(place.layer) + name
-        if place.expert is not None:
-            stack, lead = (*stack, sizes.experts), (*lead, place.expert)
+        if occurrence.layer is not None and occurrence.layer >= sizes.num_layers:
+            name = _mtp_prefix(param, occurrence.layer - sizes.num_layers) + name
+        elif occurrence.layer is not None and alike:
+            name, stack, lead = "decoder.layers." + name, (sizes.num_layers,), (occurrence.layer,)
+        elif occurrence.layer is not None:
+            name = MEGATRON_LAYER.format(occurrence.layer) + name
+        if occurrence.expert is not None:
+            stack, lead = (*stack, sizes.experts), (*lead, occurrence.expert)
         yield _Spot(
-            param.op, param.hf[0].shard, arch.parts(param.hf, param.op, sizes), place, name, owners, stack, lead
+            param.op, param.hf[0].shard, arch.parts(param.hf, param.op, sizes), occurrence, name, owners, stack, lead
         )
 
 
@@ -239,9 +239,9 @@ def _vllm_spots(
     counts = _vllm_experts(sizes.experts, tp)
     home = [rank for rank, n in enumerate(counts) for _ in range(n)]  # of each expert
     absent = {part for param in arch.params for part in param.hf if 0 in part.shape(sizes)}
-    for param, place in _in_order(arch, sizes, mtp=False):
-        if place.layer is not None:
-            stages, prefix = {stage_of[place.layer]}, VLLM_LAYER.format(place.layer)
+    for param, occurrence in _in_order(arch, sizes, mtp=False):
+        if occurrence.layer is not None:
+            stages, prefix = {stage_of[occurrence.layer]}, VLLM_LAYER.format(occurrence.layer)
         else:
             stages, prefix = _vllm_end_stages(arch, param, sizes.tied, pp), ""
         # Spots follow Megatron's rows; a tensor that vLLM fuses comes with its first part.
@@ -258,15 +258,17 @@ def _vllm_spots(
                 op, parts = Op.SAME, arch.parts(param.hf, param.op, sizes)
             local = prefix + (joined.vllm if joined else part.name)
             for p in sorted(stages):
-                if place.expert is None:
+                if occurrence.expert is None:
                     owners = (whole if part.shard is Shard.REPLICATED else cut)[p]
-                    yield _Spot(op, part.shard, parts, place, local, owners)
+                    yield _Spot(op, part.shard, parts, occurrence, local, owners)
                 elif expert_parallel:
-                    rank = home[place.expert]
-                    lead = (place.expert - sum(counts[:rank]),)
-                    yield _Spot(op, part.shard, parts, place, local, alone[p][rank], (counts[rank],), lead)
+                    rank = home[occurrence.expert]
+                    lead = (occurrence.expert - sum(counts[:rank]),)
+                    yield _Spot(op, part.shard, parts, occurrence, local, alone[p][rank], (counts[rank],), lead)
                 else:
-                    yield _Spot(op, part.shard, parts, place, local, cut[p], (sizes.experts,), (place.expert,))
+                    yield _Spot(
+                        op, part.shard, parts, occurrence, local, cut[p], (sizes.experts,), (occurrence.expert,)
+                    )
 
 
 def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> set[int]:
@@ -310,12 +312,12 @@ def whole_layout(name: str, tensors: dict[str, Shape], dtypes: dict[str, str] | 
     owners = Owners(((0,),))
     rows = []
     for tensor, shape in tensors.items():
-        split = Split(shape[0], shape[0], (Segment(0, 0, shape[0], 0),))
-        rows.append(Row(tensor, (tensor,), shape, 0, (split,), owners))
+        split = Split(shape[0], shape[0], (AxisSpan(0, 0, shape[0], 0),))
+        rows.append(LayoutRow(tensor, (tensor,), shape, 0, (split,), owners))
     return Layout(name, tensors, 1, rows, dtypes)
 
 
-def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Param, Place]]:
+def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Param, Occurrence]]:
     """Every row's occurrences by layer, so that a layer's tensors follow each other; rows of no extent are left out."""
     found = []
     end = sizes.num_layers + sizes.mtp_layers
@@ -323,34 +325,34 @@ def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Pa
         if any(0 in part.shape(sizes) for part in param.hf):
             continue
         outside = -1 if param.stage is Stage.FIRST else end
-        for place in arch.places(param, sizes):
-            if mtp or place.layer is None or place.layer < sizes.num_layers:
-                found.append(((outside if place.layer is None else place.layer, number), param, place))
+        for occurrence in arch.occurrences(param, sizes):
+            if mtp or occurrence.layer is None or occurrence.layer < sizes.num_layers:
+                found.append(((outside if occurrence.layer is None else occurrence.layer, number), param, occurrence))
     found.sort(key=lambda item: item[0])
-    return [(param, place) for _, param, place in found]
+    return [(param, occurrence) for _, param, occurrence in found]
 
 
-def _rows(spots: Iterable[_Spot], sharder: Sharder) -> Iterator[Row]:
+def _rows(spots: Iterable[_Spot], sharder: Sharder) -> Iterator[LayoutRow]:
     known: dict[
         tuple[object, ...], tuple[Shape, int, tuple[Split, ...]]
     ] = {}  # a layer's or expert's are like all others'
-    for op, shard, parts, place, local, owners, stack, lead in spots:
+    for op, shard, parts, occurrence, local, owners, stack, lead in spots:
         ways = len(owners.ranks)
         key = op, shard, parts, ways
         if key not in known:
             shapes = tuple(part.shape(sharder.sizes) for part in parts)
             known[key] = shapes[0], shard_axis(shard, shapes[0]), sharder.splits(op, shard, shapes, ways)
-        names = tuple([hf_name(part, place) for part in parts])
-        yield Row(local, names, *known[key], owners, stack, lead)
+        names = tuple([hf_name(part, occurrence) for part in parts])
+        yield LayoutRow(local, names, *known[key], owners, stack, lead)
 
 
 def _dtypes(arch: Architecture, sizes: ModelSizes) -> dict[str, str]:
     return {
-        hf_name(part, place): part.dtype
+        hf_name(part, occurrence): part.dtype
         for param in arch.params
         for part in param.hf
         if part.dtype is not None
-        for place in arch.places(param, sizes)
+        for occurrence in arch.occurrences(param, sizes)
     }
 
 

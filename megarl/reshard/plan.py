@@ -34,7 +34,7 @@ class Move(NamedTuple):
     dst_at: Shape
 
 
-class Link(NamedTuple):
+class RankPair(NamedTuple):
     """A (source rank, destination rank) pair."""
 
     src: int
@@ -122,16 +122,16 @@ class ReshardPlan:
 
     # ------------------------------------------------------------------ how much
 
-    def bytes_per_link(self, element_size: int) -> dict[Link, int]:
+    def bytes_per_link(self, element_size: int) -> dict[RankPair, int]:
         """Bytes that go from each source rank to each destination rank; moves within one process are not counted."""
-        total: dict[Link, int] = {}
+        total: dict[RankPair, int] = {}
         for dst in range(self.destination.num_ranks):
             mine: dict[int, int] = defaultdict(int)
             for want, src in self._senders(dst, self._wants_of_kind(dst)):
                 mine[src] += want.size
             for src, elements in mine.items():
                 if not (self.colocated and src == dst):
-                    total[Link(src, dst)] = elements * element_size
+                    total[RankPair(src, dst)] = elements * element_size
         return total
 
     def peak_extra_bytes(self, bucket_bytes: int, element_size: int = 4) -> int:

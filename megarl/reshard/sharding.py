@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megarl.architectures.table import ModelSizes, Op, Shard
 from megarl.reshard.boxes import Shape
-from megarl.reshard.layout import Segment, Split
+from megarl.reshard.layout import AxisSpan, Split
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ def shard_axis(shard: Shard, shape: Shape) -> int:
 
 def _even(extents: list[int], ways: int, k: int) -> Split:
     """Every part cut into equal runs; the share's runs lie one after the other."""
-    segments: list[Segment] = []
+    spans: list[AxisSpan] = []
     at = 0
     for part, extent in enumerate(extents):
         each = extent // ways
-        segments.append(Segment(part, k * each, (k + 1) * each, at))
+        spans.append(AxisSpan(part, k * each, (k + 1) * each, at))
         at += each
-    return Split(at, at, tuple(segments))
+    return Split(at, at, tuple(spans))
 
 
 def _vocab(vocab: int, padded: int, ways: int, k: int) -> Split:
     each = padded // ways
     lo, hi = k * each, min((k + 1) * each, vocab)
-    return Split(each, max(hi - lo, 0), (Segment(0, lo, hi, 0),) if hi > lo else ())
+    return Split(each, max(hi - lo, 0), (AxisSpan(0, lo, hi, 0),) if hi > lo else ())
 
 
 def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
@@ -64,7 +64,7 @@ def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
     head, queries = sizes.head, sizes.heads // sizes.kv_heads * sizes.head
     each = (sizes.q + 2 * sizes.kv) // ways
     lo, hi = k * each, (k + 1) * each
-    segments: list[Segment] = []
+    spans: list[AxisSpan] = []
     group_rows = queries + 2 * head
     for group in range(lo // group_rows, -(-hi // group_rows)):
         start = group * group_rows
@@ -72,9 +72,9 @@ def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
             a, b = max(start, lo), min(start + extent, hi)
             if a < b:
                 first = group * extent + a - start
-                segments.append(Segment(part, first, first + b - a, a - lo))
+                spans.append(AxisSpan(part, first, first + b - a, a - lo))
             start += extent
-    return Split(each, each, tuple(segments))
+    return Split(each, each, tuple(spans))
 
 
 def _head_blocks(sizes: ModelSizes, ways: int, k: int) -> Split:
@@ -89,8 +89,8 @@ def _head_blocks(sizes: ModelSizes, ways: int, k: int) -> Split:
         queries + 2 * keys,
         queries + 2 * keys,
         (
-            Segment(0, k * queries, (k + 1) * queries, 0),
-            Segment(1, first * keys, (first + 1) * keys, queries),
-            Segment(2, first * keys, (first + 1) * keys, queries + keys),
+            AxisSpan(0, k * queries, (k + 1) * queries, 0),
+            AxisSpan(1, first * keys, (first + 1) * keys, queries),
+            AxisSpan(2, first * keys, (first + 1) * keys, queries + keys),
         ),
     )

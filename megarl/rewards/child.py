@@ -16,7 +16,7 @@ from typing import Self
 
 import psutil
 
-from megarl.rewards.output import Output
+from megarl.rewards.output import PrintedOutput
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RewardProcess:
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
-    async def start(cls, limit: int, output: Output | None = None) -> Self:
+    async def start(cls, limit: int, output: PrintedOutput | None = None) -> Self:
         """Start one whose lines have at most ``limit`` bytes. What it prints goes to ``output``, or else to stderr.
 
         Raises:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from megarl import heartbeat, proof
 from megarl.rewards.child import RewardProcess
-from megarl.rewards.output import Output
+from megarl.rewards.output import PrintedOutput
 from megarl.rewards.process import CALLER, CONNECT_S, HOST, MAX_LINE_BYTES, START_TIMEOUT_S, keep_alive, send_line
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class RewardHost:
         OSError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, key: str, workers: int, output: Output | None = None) -> None:
+    def __init__(self, host: str, port: int, key: str, workers: int, output: PrintedOutput | None = None) -> None:
         if len(key) < MIN_KEY:
             raise ValueError(f"the key of a reward host must have at least {MIN_KEY} characters")
         self._address = (host, port)
@@ -116,7 +116,7 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 
 async def serve(
-    host: str, port: int, key: str, workers: int, started: Callable[[int], None], output: Output | None = None
+    host: str, port: int, key: str, workers: int, started: Callable[[int], None], output: PrintedOutput | None = None
 ) -> None:
     """Until cancelled; calls ``started`` with the port."""
     try:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megarl.durable import without_surrogates
 from megarl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class JudgementCache:
         return None if row is None else json.loads(row[0])
 
     def _put(self, key: str, result: dict[str, Any], replies: list[str]) -> None:
-        row = (key, json.dumps(result), json.dumps(replies, ensure_ascii=False).encode(errors="replace").decode())
+        row = (key, json.dumps(result), without_surrogates(json.dumps(replies, ensure_ascii=False)))
         try:
             with self._connection:
                 self._connection.execute("INSERT OR REPLACE INTO judgements VALUES (?, ?, ?)", row)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from megarl.rewards import math_algebra, math_worked, units
-from megarl.rewards.math_structure import Node, is_constant, is_name, parse, split
+from megarl.rewards.math_structure import Expression, is_constant, is_name, parse, split
 from megarl.rewards.normalize import Quantity, clean, quantity, same_quantity, squash, words
 
 MAX_ANSWER = 2000
@@ -57,7 +57,7 @@ def _echo(pred: str, question: str) -> bool:
     return text in squash(clean(question[-MAX_ANSWER:]))
 
 
-def _same(gold: Node, pred: Node) -> bool:
+def _same(gold: Expression, pred: Expression) -> bool:
     if gold.name and pred.name and gold.name != pred.name:
         return False
     gold, pred = _right_side(gold), _right_side(pred)
@@ -87,29 +87,29 @@ def _same(gold: Node, pred: Node) -> bool:
     return _algebra(gold.text, pred.text)
 
 
-def _as_matrix(node: Node) -> Node:
+def _as_matrix(node: Expression) -> Expression:
     """``[[1,2],[3,4]]``."""
     rows = node.items
     nested = node.brackets == "[]" and all(row.kind == "tuple" and row.brackets == "[]" for row in rows)
     return (
-        Node("matrix", node.text, tuple(Node("list", row.text, row.items) for row in rows), "matrix")
+        Expression("matrix", node.text, tuple(Expression("list", row.text, row.items) for row in rows), "matrix")
         if nested
         else node
     )
 
 
-def _as_list(node: Node) -> Node:
+def _as_list(node: Expression) -> Expression:
     parts = split(node.text, {","}) or []
     if node.kind == "list" or any(re.match(r"0\d", part) for part in parts):
         return node
-    return Node("list", node.text, tuple(Node("atom", part) for part in parts))
+    return Expression("list", node.text, tuple(Expression("atom", part) for part in parts))
 
 
-def _same_ordered(gold: tuple[Node, ...], pred: tuple[Node, ...]) -> bool:
+def _same_ordered(gold: tuple[Expression, ...], pred: tuple[Expression, ...]) -> bool:
     return len(gold) == len(pred) and all(_same(g, p) for g, p in zip(gold, pred, strict=True))
 
 
-def _same_unordered(gold: tuple[Node, ...], pred: tuple[Node, ...]) -> bool:
+def _same_unordered(gold: tuple[Expression, ...], pred: tuple[Expression, ...]) -> bool:
     """Each gold item once among the predicted ones, none left over."""
     if len(gold) != len(pred) or len(gold) > 40:
         return False
@@ -122,9 +122,9 @@ def _same_unordered(gold: tuple[Node, ...], pred: tuple[Node, ...]) -> bool:
     return True
 
 
-def _same_shared_name(gold: Node, pred: Node) -> bool:
+def _same_shared_name(gold: Expression, pred: Expression) -> bool:
     """``x=1,2``: the name stands for every item."""
-    changed = [Node(node.kind, node.text, _named(node.items)) for node in (gold, pred)]
+    changed = [Expression(node.kind, node.text, _named(node.items)) for node in (gold, pred)]
     return (
         changed[0].items != gold.items
         and _same_unordered(changed[0].items, pred.items)
@@ -132,14 +132,14 @@ def _same_shared_name(gold: Node, pred: Node) -> bool:
     )
 
 
-def _named(items: tuple[Node, ...]) -> tuple[Node, ...]:
+def _named(items: tuple[Expression, ...]) -> tuple[Expression, ...]:
     parts = _EQUALS.split(items[0].text) if items and items[0].kind == "atom" else []
     if len(parts) != 2 or not is_name(parts[0].strip()) or any(_EQUALS.search(item.text) for item in items[1:]):
         return items
-    return (Node("atom", parts[1].strip()), *items[1:])
+    return (Expression("atom", parts[1].strip()), *items[1:])
 
 
-def _right_side(node: Node) -> Node:
+def _right_side(node: Expression) -> Expression:
     """Value that ``(x, y) = (1, 2)`` or ``A = [0, 1]`` defines; any other node as it is."""
     parts = _outer(node.text, _EQUALS) if node.kind in ("atom", "union") else []
     if len(parts) != 2 or not _TUPLE_NAME.fullmatch(parts[0]):

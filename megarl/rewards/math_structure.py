@@ -38,13 +38,13 @@ _COMPARISON = re.compile(r"(<|>|\\leq|\\geq)")
 
 
 @dataclass(frozen=True)
-class Node:
+class Expression:
     """``kind``: atom, list (no brackets), set, tuple (points, vectors, intervals), union, or matrix (items are
     rows)."""
 
     kind: str
     text: str
-    items: tuple[Node, ...] = ()
+    items: tuple[Expression, ...] = ()
     brackets: str = ""
     """Opening and closing bracket of a tuple; the kind of a matrix."""
     name: str = ""
@@ -70,11 +70,11 @@ def split(text: str, separators: set[str]) -> list[str] | None:
     return [*parts, text[start:].strip()] if depth == 0 else None
 
 
-def parse(text: str, depth: int = 0) -> Node:
+def parse(text: str, depth: int = 0) -> Expression:
     """The structure of a cleaned answer. What is not understood is an atom."""
     text = text.strip()
     if depth > 4 or not text:
-        return Node("atom", text)
+        return Expression("atom", text)
     if match := re.match(rf"({_NAME.pattern})\s*\\in(?![a-z])\s*", text):
         return replace(parse(text[match.end() :], depth + 1), name=match.group(1))
     if text in (r"\mathbb{R}", "all real numbers", "all reals", "全体实数"):
@@ -82,15 +82,15 @@ def parse(text: str, depth: int = 0) -> Node:
     if match := _BUILDER.fullmatch(text):
         return replace(parse(match.group(2), depth + 1), name=match.group(1))
     if text.lower() in _NO_SOLUTION:
-        return Node("set", r"\emptyset")
+        return Expression("set", r"\emptyset")
     for read in (_cases, _alternatives, _union, _matrix, _bracketed, _point, _inequality, _plus_minus):
         node = read(text, depth)
         if node is not None:
             return node
-    return Node("atom", text)
+    return Expression("atom", text)
 
 
-def _alternatives(text: str, depth: int) -> Node | None:
+def _alternatives(text: str, depth: int) -> Expression | None:
     parts = split(_protected(text), {",", ";", " or ", " and "})
     if parts is None or len(parts) < 2:
         return None
@@ -102,13 +102,13 @@ def _alternatives(text: str, depth: int) -> Node | None:
         and all(item.kind == "tuple" and (item.name or r"\infty" in item.text) for item in items)
         and len({item.name for item in items}) == 1
     ):
-        return Node("union", text, items, name=items[0].name)
-    return (_both(items) if " and " in text and not solutions else None) or Node(
+        return Expression("union", text, items, name=items[0].name)
+    return (_both(items) if " and " in text and not solutions else None) or Expression(
         "list", text, items, solutions=solutions
     )
 
 
-def _both(items: tuple[Node, ...]) -> Node | None:
+def _both(items: tuple[Expression, ...]) -> Expression | None:
     """``x \\geq 0 and x < 1`` as an interval."""
     if (
         len(items) != 2
@@ -122,16 +122,16 @@ def _both(items: tuple[Node, ...]) -> Node | None:
     return _interval(low.brackets[0], low.items[0].text, high.items[1].text, high.brackets[1], low.name)
 
 
-def _cases(text: str, depth: int) -> Node | None:
+def _cases(text: str, depth: int) -> Expression | None:
     """The equations of a system's solution, one on each line."""
     match = _CASES.fullmatch(text)
     if match is None or "&" in match[1] or r"\begin" in match[1]:
         return None
     rows = [row.strip(" ,;") for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1]) if row.strip(" ,;")]
-    return Node("list", ", ".join(rows), tuple(parse(row, depth + 1) for row in rows))
+    return Expression("list", ", ".join(rows), tuple(parse(row, depth + 1) for row in rows))
 
 
-def _point(text: str, depth: int) -> Node | None:
+def _point(text: str, depth: int) -> Expression | None:
     match = _POINT.fullmatch(text)
     node = _bracketed(match[2], depth) if match else None
     return replace(node, name=match[1]) if match and node and node.kind == "tuple" and not node.name else None
@@ -146,24 +146,26 @@ def _restored(text: str) -> str:
     return text.replace("\0", ",")
 
 
-def _union(text: str, depth: int) -> Node | None:
+def _union(text: str, depth: int) -> Expression | None:
     parts = split(re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup ", text), {r"\cup"})
     if parts is None or len(parts) < 2:
         return None
-    return Node("union", text, tuple(parse(part, depth + 1) for part in parts))
+    return Expression("union", text, tuple(parse(part, depth + 1) for part in parts))
 
 
-def _matrix(text: str, depth: int) -> Node | None:
+def _matrix(text: str, depth: int) -> Expression | None:
     match = _MATRIX.fullmatch(text)
     if match is None or r"\begin" in match.group(2):
         return None
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match.group(2)) if row.strip()]
-    items = tuple(Node("list", row, tuple(Node("atom", cell.strip()) for cell in row.split("&"))) for row in rows)
+    items = tuple(
+        Expression("list", row, tuple(Expression("atom", cell.strip()) for cell in row.split("&"))) for row in rows
+    )
     kind = match.group(1) if match.group(1) in ("vmatrix", "Vmatrix") else "matrix"
-    return Node("matrix", text, items, brackets=kind)
+    return Expression("matrix", text, items, brackets=kind)
 
 
-def _bracketed(text: str, depth: int) -> Node | None:
+def _bracketed(text: str, depth: int) -> Expression | None:
     for opening, closing in ((r"\{", r"\}"), (r"\langle", r"\rangle"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")")):
         if not (text.startswith(opening) and text.endswith(closing)):
             continue
@@ -172,11 +174,11 @@ def _bracketed(text: str, depth: int) -> Node | None:
         if parts is None or re.search(r"\\mid|\\vert|\|.*\|?", body) and opening == r"\{":
             return None
         if opening == r"\{":
-            return Node("set", text, tuple(parse(_restored(part), depth + 1) for part in parts if part))
+            return Expression("set", text, tuple(parse(_restored(part), depth + 1) for part in parts if part))
         if len(parts) == 1:
             return parse(body, depth + 1) if opening in "([" and closing in ")]" and body.strip() else None
         brackets = "()" if opening == r"\langle" else opening + closing
-        return Node("tuple", text, tuple(parse(_restored(part), depth + 1) for part in parts), brackets)
+        return Expression("tuple", text, tuple(parse(_restored(part), depth + 1) for part in parts), brackets)
     return None
 
 
@@ -190,12 +192,12 @@ def is_constant(text: str) -> bool:
     return not re.search(r"[A-Za-z]", rest) and r"\theta" not in text
 
 
-def _inequality(text: str, depth: int) -> Node | None:
+def _inequality(text: str, depth: int) -> Expression | None:
     if match := re.fullmatch(rf"({_NAME.pattern})\s*\\neq\s*(.+)", text):
         if is_name(match.group(1)) and is_constant(match.group(2)):
             low = _interval("(", r"-\infty", match.group(2), ")", match.group(1))
             high = _interval("(", match.group(2), r"\infty", ")", match.group(1))
-            return Node("union", text, (low, high), name=match.group(1))
+            return Expression("union", text, (low, high), name=match.group(1))
         return None
     parts = [part.strip() for part in _COMPARISON.split(text)]
     if len(parts) == 3:
@@ -220,15 +222,19 @@ def _inequality(text: str, depth: int) -> Node | None:
     return None
 
 
-def _interval(opening: str, low: str, high: str, closing: str, name: str) -> Node:
-    return Node(
-        "tuple", f"{opening}{low},{high}{closing}", (Node("atom", low), Node("atom", high)), opening + closing, name
+def _interval(opening: str, low: str, high: str, closing: str, name: str) -> Expression:
+    return Expression(
+        "tuple",
+        f"{opening}{low},{high}{closing}",
+        (Expression("atom", low), Expression("atom", high)),
+        opening + closing,
+        name,
     )
 
 
-def _plus_minus(text: str, depth: int) -> Node | None:
+def _plus_minus(text: str, depth: int) -> Expression | None:
     if text.count(r"\pm") + text.count(r"\mp") != 1:
         return None
     first, second = (re.sub(r"\\[pm][pm](?![a-z])\s*", sign, text) for sign in ("+", "-"))
     first = re.sub(r"(^|=|\{)\s*\+", r"\1", first)
-    return Node("list", text, (Node("atom", first), Node("atom", second)), solutions=True)
+    return Expression("list", text, (Expression("atom", first), Expression("atom", second)), solutions=True)

@@ -24,7 +24,7 @@ EVERY_S = 60.0
 PIPE_BYTES = 2**20
 
 
-class Output:
+class PrintedOutput:
     """Reward processes print into a pipe, which the event loop copies to the file ``path``, at most MAX_BYTES of it."""
 
     def __init__(self, path: Path) -> None:

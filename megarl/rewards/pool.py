@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from megarl.config.rewards import RewardConfig
 from megarl.errors import ConfigError, DataError
-from megarl.rewards.output import Output
+from megarl.rewards.output import PrintedOutput
 from megarl.rewards.process import (
     START_TIMEOUT_S,
     LocalWorker,
@@ -102,7 +102,7 @@ class RewardPool:
     ) -> None:
         self._config = config
         self._judge = judge
-        self._output = None if output is None else Output(output)
+        self._output = None if output is None else PrintedOutput(output)
         self.tally = Tally()
         """Counts of scoring, failed tries included."""
         self._workers: list[Worker] = [LocalWorker(config, self._output) for _ in range(config.workers)]

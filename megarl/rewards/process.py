@@ -15,7 +15,7 @@ from megarl.config.load import to_dict
 from megarl.config.rewards import RewardConfig
 from megarl.errors import ConfigError
 from megarl.rewards.child import RewardProcess
-from megarl.rewards.output import Output
+from megarl.rewards.output import PrintedOutput
 
 START_TIMEOUT_S = 120.0
 """Seconds for starting Python and importing a verifier on a loaded machine; the task's own limit is
@@ -193,7 +193,7 @@ class LocalWorker(Worker):
         output: For what the function prints; without one it goes to stderr.
     """
 
-    def __init__(self, config: RewardConfig, output: Output | None = None) -> None:
+    def __init__(self, config: RewardConfig, output: PrintedOutput | None = None) -> None:
         super().__init__(config)
         self._output = output
         self._process: RewardProcess | None = None

@@ -153,3 +153,18 @@ def k15_length_rewards(lengths: Sequence[int], right: Sequence[bool]) -> list[fl
     shortest, span = min(lengths), max(lengths) - min(lengths)
     terms = [0.5 - (length - shortest) / span for length in lengths]
     return [term if good else min(0.0, term) for term, good in zip(terms, right, strict=True)]
+
+
+def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
+    """Penalty added to the reward of a response of ``length`` tokens: never above 0 (DAPO,
+    2503.14476, equation 13).
+
+    0 up to ``limit − buffer``, from there linearly down to ``−penalty`` at ``limit``, and ``−penalty`` beyond.
+
+    Args:
+        limit: ``rollout.max_response_tokens``.
+        buffer: ``reward.overlong_buffer``, 1 .. limit.
+    """
+    assert 1 <= buffer <= limit, f"reward.overlong_buffer={buffer} must be within 1 .. {limit}"
+    over = min(max(0, length - (limit - buffer)), buffer)
+    return -penalty * over / buffer if over else 0.0

@@ -8,6 +8,7 @@ from numbers import Number
 from typing import Any
 
 from megarl.config.rewards import RewardConfig
+from megarl.durable import without_surrogates
 from megarl.rewards.shape import shape_parts
 
 STATUSES = ("ok", "wrong", "error", "timeout")
@@ -47,9 +48,13 @@ def to_verdict(result: Any) -> dict[str, Any]:
         status = "ok" if _right(result.get("acc"), score) else "wrong"
     if status not in STATUSES:
         raise ValueError(f"compute_score returned status {status!r}; expected one of {', '.join(STATUSES)}")
-    verdict = {"score": score, "status": status, "parts": parts}
+    verdict: dict[str, Any] = {"score": score, "status": status, "parts": parts}
     reason = result.get("reason") or result.get("message")
-    return {**verdict, "reason": _valid(str(reason)[:MAX_REASON])} if status in NO_VERDICT and reason else verdict
+    return (
+        {**verdict, "reason": without_surrogates(str(reason)[:MAX_REASON])}
+        if status in NO_VERDICT and reason
+        else verdict
+    )
 
 
 def with_question(extra_info: Mapping[str, Any] | None, question: str) -> dict[str, Any]:
@@ -87,16 +92,11 @@ def _check_names(parts: Mapping[str, float]) -> None:
             f"compute_score returned {len(parts)} parts; at most {MAX_PARTS} numbers may stand beside 'score'"
         )
     for name in parts:
-        if len(name) > MAX_NAME or name != _valid(name):
+        if len(name) > MAX_NAME or name != without_surrogates(name):
             raise ValueError(
                 f"compute_score returned a part named {name!a:.60}; a name is valid Unicode text of at most {MAX_NAME} "
                 "characters"
             )
-
-
-def _valid(text: str) -> str:
-    """Replace by ? surrogate characters, which no file or database takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _right(acc: Any, score: float) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
+from megarl.durable import without_surrogates
 from megarl.schema import FinishReason
 
 CONTENT_TYPE = "application/x-megarl-frames"
@@ -187,7 +188,7 @@ def _span(fields: Any) -> VersionSpan:
 def _failure(fields: dict[str, Any], arrays: bytes) -> Failure:
     _check_empty(arrays)
     request, index = _typed(int, fields["request"]), _typed(int, fields["index"])
-    message = _typed(str, fields["message"]).encode(errors="replace").decode()  # JSON has halves of surrogate pairs
+    message = without_surrogates(_typed(str, fields["message"]))  # JSON has halves of surrogate pairs
     return Failure(request, index, message, _typed(bool, fields["refused"]))
 
 

@@ -31,7 +31,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class SampleRequest:
     """A sample that one trajectory of a group asks for."""
 
     group: str
@@ -58,7 +58,7 @@ class _Ask(NamedTuple):
     """One prompt of a call, and the requests that its samples are for."""
 
     prompt: Prompt
-    requests: Sequence[Request]
+    requests: Sequence[SampleRequest]
 
 
 class Gatherer:
@@ -90,10 +90,10 @@ class Gatherer:
         self._retried = retried
         self._timeout_s = timeout_s
         self._retry_s = retry_s
-        self._waiting: dict[Request, asyncio.Future[Completion]] = {}
+        self._waiting: dict[SampleRequest, asyncio.Future[Completion]] = {}
         """Requests of this moment, which no call has taken yet."""
 
-    async def sample(self, request: Request) -> Completion:
+    async def sample(self, request: SampleRequest) -> Completion:
         """Return the sample once an engine has given it whole. Raises EngineError, RequestRefused through ``calls``."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
@@ -107,7 +107,7 @@ class Gatherer:
         if taken:  # else the group of tasks is being ended
             self._calls.create_task(self._persist(taken))
 
-    async def _persist(self, missing: dict[Request, asyncio.Future[Completion]]) -> None:
+    async def _persist(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
         since, left, delay_s = time.monotonic(), -1, self._retry_s
         while missing:
             try:
@@ -124,7 +124,7 @@ class Gatherer:
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))
 
-    async def _call(self, missing: dict[Request, asyncio.Future[Completion]]) -> None:
+    async def _call(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
         """Make one call for all that is missing, and take out what it gives. Raises EngineError."""
         asks = _asks(list(missing))
         outstanding, aborted = len(missing), 0
@@ -147,10 +147,10 @@ class Gatherer:
             raise EngineError(f"the engine cut {aborted} samples short")
 
 
-def _asks(requests: Sequence[Request]) -> list[_Ask]:
+def _asks(requests: Sequence[SampleRequest]) -> list[_Ask]:
     """First turns of a whole group as one prompt, so that its tokens are computed once; all others by themselves, with
     the seeds that they have there."""
-    groups: dict[str, list[Request]] = {}
+    groups: dict[str, list[SampleRequest]] = {}
     for request in requests:
         groups.setdefault(request.group, []).append(request)
     asks: list[_Ask] = []
@@ -165,7 +165,7 @@ def _asks(requests: Sequence[Request]) -> list[_Ask]:
     return asks
 
 
-def _is_one_prompt(requests: Sequence[Request]) -> bool:
+def _is_one_prompt(requests: Sequence[SampleRequest]) -> bool:
     first = requests[0]
     return len(requests) == first.group_size and all(
         r.turn == 0 and np.array_equal(r.token_ids, first.token_ids) for r in requests

@@ -17,6 +17,7 @@ import subprocess
 import time
 from typing import Any, cast
 
+from megarl.durable import without_surrogates
 from megarl.errors import SandboxError
 from megarl.sandbox.host import Host, popen_user
 from megarl.sandbox.inside.values import encode
@@ -234,8 +235,3 @@ def read(link: socket.socket, size: int, deadline: float) -> bytes | None:
             return None
         data += piece
     return bytes(data)
-
-
-def without_surrogates(text: str) -> str:
-    """Replace surrogates, which marshal does not write."""
-    return text.encode("utf-8", "replace").decode()

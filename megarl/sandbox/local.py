@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from megarl.durable import without_surrogates
 from megarl.errors import SandboxError
-from megarl.sandbox.box import GRACE_S, Box, Outer, Zygote, without_surrogates
+from megarl.sandbox.box import GRACE_S, Box, Outer, Zygote
 from megarl.sandbox.host import Host
 from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Test
 from megarl.sandbox.names import owners

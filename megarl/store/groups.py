@@ -20,7 +20,7 @@ LEASE_S = 3600.0
 """Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
 
 
-class Groups(Handle):
+class GroupTable(Handle):
     """Groups that explorers claim and finish."""
 
     def claim_groups(

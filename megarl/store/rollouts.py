@@ -23,7 +23,7 @@ SPAN_BYTES = 64 * 2**20
 side."""
 
 
-class Rollouts(Handle):
+class RolloutTable(Handle):
     """Rollouts that a trainer asks for, group by group."""
 
     def request_rollout(

@@ -12,13 +12,13 @@ before every checkpoint's manifest. WAL needs a local file system.
 
 from __future__ import annotations
 
-from megarl.store.groups import Groups
+from megarl.store.groups import GroupTable
 from megarl.store.journal import Journal
-from megarl.store.rollouts import Rollouts
-from megarl.store.tasks import Tasks
+from megarl.store.rollouts import RolloutTable
+from megarl.store.tasks import TaskTable
 
 
-class Store(Tasks, Rollouts, Groups, Journal):
+class Store(TaskTable, RolloutTable, GroupTable, Journal):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

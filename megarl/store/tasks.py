@@ -15,7 +15,7 @@ from megarl.store.handle import Handle
 from megarl.store.tables import TASK_IMAGES, TASKS
 
 
-class Tasks(Handle):
+class TaskTable(Handle):
     """Tasks that rollouts may ask for."""
 
     def add_tasks(self, split: str, tasks: Sequence[Task]) -> None:

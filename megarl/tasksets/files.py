@@ -21,7 +21,7 @@ RECIPE = b"megarl.recipe"
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """Position of a value, for messages about it."""
 
     path: Path
@@ -146,30 +146,30 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 # ---------------------------------------------------------------- values of a row
 
 
-def json_struct(place: Place, field: str, value: Any) -> dict[str, Any]:
+def json_struct(location: RowLocation, field: str, value: Any) -> dict[str, Any]:
     """A dict of JSON values; null is an empty one. Raises DataError otherwise."""
     if value is None:
         return {}
     if not isinstance(value, dict):
-        place.refuse(field, "a struct or null", value)
+        location.refuse(field, "a struct or null", value)
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
-        place.refuse(field, f"made of JSON values ({error})", value)
+        location.refuse(field, f"made of JSON values ({error})", value)
     return value
 
 
-def text_of(place: Place, field: str, value: Any) -> str:
+def text_of(location: RowLocation, field: str, value: Any) -> str:
     """A text with something in it. Raises DataError otherwise."""
     if not isinstance(value, str) or not value:
-        place.refuse(field, "a non-empty string", value)
+        location.refuse(field, "a non-empty string", value)
     return value
 
 
-def source_of(place: Place, row: Mapping[str, Any]) -> str:
+def source_of(location: RowLocation, row: Mapping[str, Any]) -> str:
     """``data_source`` where it may be left out."""
     source = row.get("data_source")
-    return "" if source is None else text_of(place, "data_source", source)
+    return "" if source is None else text_of(location, "data_source", source)
 
 
 def short(value: Any, limit: int = 80) -> str:

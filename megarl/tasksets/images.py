@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.schema import Task
-from megarl.tasksets.files import Place
+from megarl.tasksets.files import RowLocation
 
 PLACEHOLDER = "<image>"
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -25,7 +25,7 @@ base64)."""
 MAX_PIXELS = 50_000_000
 
 
-def images_of(place: Place, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Any]:
+def images_of(location: RowLocation, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Any]:
     """(a row's images, its prompt with every content a text in which each has its ``<image>``).
 
     An image is ``{bytes, path}`` as of Hugging Face's ``datasets``, ``{image: …}``, or bare: bytes, a path (relative to
@@ -35,24 +35,24 @@ def images_of(place: Place, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], 
     Raises DataError for images that cannot be read or are too large, and where they are not as many as the ``<image>``.
     """
     if row.get("videos"):
-        place.refuse("videos", "empty, since videos are not supported", row["videos"])
+        location.refuse("videos", "empty, since videos are not supported", row["videos"])
     column = row.get("images")
     if column is not None and not isinstance(column, list):
-        place.refuse("images", "a list of images", column)
+        location.refuse("images", "a list of images", column)
     values: list[Any] = list(column or ())
-    prompt, inline = _as_texts(place, row.get("prompt"))
+    prompt, inline = _as_texts(location, row.get("prompt"))
     if inline and values:
-        place.refuse("images", "empty where the prompt's parts hold the images themselves", f"{len(values)} images")
+        location.refuse("images", "empty where the prompt's parts hold the images themselves", f"{len(values)} images")
     values = values or inline
-    found = tuple(_read(place, f"images[{i}]", value) for i, value in enumerate(values))
+    found = tuple(_read(location, f"images[{i}]", value) for i, value in enumerate(values))
     if not found:
         return (), prompt
     if len(found) > MAX_IMAGES or sum(map(len, found)) > MAX_ROW_BYTES:
         seen = f"{len(found)} images of {sum(map(len, found)) / 2**20:.1f} MiB"
-        place.refuse("images", f"at most {MAX_IMAGES} images of {MAX_ROW_BYTES // 2**20} MiB together", seen)
+        location.refuse("images", f"at most {MAX_IMAGES} images of {MAX_ROW_BYTES // 2**20} MiB together", seen)
     wanted = sum(_content(message).count(PLACEHOLDER) for message in prompt or () if isinstance(message, dict))
     if wanted != len(found):
-        place.refuse("images", f"as many as the prompt has {PLACEHOLDER} ({wanted})", len(found))
+        location.refuse("images", f"as many as the prompt has {PLACEHOLDER} ({wanted})", len(found))
     return found, prompt
 
 
@@ -93,7 +93,7 @@ def _parts(content: str | None) -> list[dict[str, Any]]:
     return parts
 
 
-def _as_texts(place: Place, prompt: Any) -> tuple[Any, list[Any]]:
+def _as_texts(location: RowLocation, prompt: Any) -> tuple[Any, list[Any]]:
     """(the prompt with texts for lists of parts, the images that the parts hold); what is no message is left for others
     to refuse."""
     if not isinstance(prompt, list):
@@ -114,51 +114,51 @@ def _as_texts(place: Place, prompt: Any) -> tuple[Any, list[Any]]:
                 texts.append(PLACEHOLDER)
                 images += [part["image"]] if part.get("image") is not None else []
             else:
-                place.refuse(f"prompt[{i}].content[{j}]", "{type: text, text} or {type: image}", part)
+                location.refuse(f"prompt[{i}].content[{j}]", "{type: text, text} or {type: image}", part)
         messages.append({**message, "content": "".join(texts)})
     return messages, images
 
 
-def _read(place: Place, field: str, value: Any) -> bytes:
-    data = _bytes(place, field, value)
+def _read(location: RowLocation, field: str, value: Any) -> bytes:
+    data = _bytes(location, field, value)
     try:
         size_of(data)
     except ValueError as error:
-        place.refuse(field, "an image", f"{len(data)} bytes, {error}")
+        location.refuse(field, "an image", f"{len(data)} bytes, {error}")
     return data
 
 
-def _bytes(place: Place, field: str, value: Any) -> bytes:
+def _bytes(location: RowLocation, field: str, value: Any) -> bytes:
     if isinstance(value, dict):
         given = [value[key] for key in ("bytes", "image", "path") if value.get(key) is not None]
         if not given or isinstance(given[0], dict):
-            place.refuse(field, "{bytes, path} or {image}, one of them given", value)
-        return _bytes(place, field, given[0])
+            location.refuse(field, "{bytes, path} or {image}, one of them given", value)
+        return _bytes(location, field, given[0])
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        place.refuse(field, "{bytes, path}, {image}, bytes, a path or a data: URI", value)
+        location.refuse(field, "{bytes, path}, {image}, bytes, a path or a data: URI", value)
     if value.startswith("data:"):
         try:
             return base64.b64decode(value.partition(",")[2], validate=True)
         except binascii.Error as error:
-            place.refuse(field, f"a data: URI in base64 ({error})", value)
+            location.refuse(field, f"a data: URI in base64 ({error})", value)
     if value.startswith(("http://", "https://")):
-        place.refuse(field, "a file here, since nothing is downloaded", value)
-    path = place.path.parent / Path(value.removeprefix("file://"))
+        location.refuse(field, "a file here, since nothing is downloaded", value)
+    path = location.path.parent / Path(value.removeprefix("file://"))
     try:
         if path.stat().st_size > MAX_ROW_BYTES:
-            place.refuse(field, f"at most {MAX_ROW_BYTES // 2**20} MiB", str(path))
+            location.refuse(field, f"at most {MAX_ROW_BYTES // 2**20} MiB", str(path))
         return path.read_bytes()
     except OSError as error:
-        place.refuse(field, f"a file that can be read ({error.strerror})", str(path))
+        location.refuse(field, f"a file that can be read ({error.strerror})", str(path))
 
 
-def refuse_images(place: Place, row: Mapping[str, Any], why: str) -> None:
+def refuse_images(location: RowLocation, row: Mapping[str, Any], why: str) -> None:
     """Raise DataError when a row has images or videos."""
     for field in ("images", "videos"):
         if row.get(field):
-            place.refuse(field, f"empty, since {why}", f"{len(row[field])} of them")
+            location.refuse(field, f"empty, since {why}", f"{len(row[field])} of them")
 
 
 def columns_of(tasks: Sequence[Task]) -> list[list[dict[str, Any]]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.schema import Message, Preference
-from megarl.tasksets.files import Place, check_columns, json_struct, read_table, source_of, write_table
+from megarl.tasksets.files import RowLocation, check_columns, json_struct, read_table, source_of, write_table
 from megarl.tasksets.images import refuse_images
 from megarl.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of
 
@@ -31,7 +31,7 @@ def read_preferences(path: str | os.PathLike[str], *, split: str | None = None) 
     names, rows = read_table(path, (*COLUMNS, "images", "videos"))
     check_columns(path, names, ANSWERS)
     prefix = path.stem if split is None else split
-    return [_preference(Place(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
+    return [_preference(RowLocation(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
 
 
 def write_preferences(
@@ -56,34 +56,36 @@ def _row(preference: Preference) -> dict[str, Any]:
     }
 
 
-def _preference(place: Place, task_id: str, row: Mapping[str, Any]) -> Preference:
-    refuse_images(place, row, "training on images is not supported")
+def _preference(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Preference:
+    refuse_images(location, row, "training on images is not supported")
     (chosen, chosen_message, before), (rejected, rejected_message, before_rejected) = (
-        answer_of(place, name, row[name]) for name in ANSWERS
+        answer_of(location, name, row[name]) for name in ANSWERS
     )
     if before != before_rejected:
-        place.refuse("rejected", "an answer to the same messages as chosen", row["rejected"])
+        location.refuse("rejected", "an answer to the same messages as chosen", row["rejected"])
     given = row.get("prompt")
     if given is None and not before:
-        place.refuse("prompt", "a text or messages, where chosen and rejected are not messages that repeat it", given)
-    prompt = before if given is None and before else prompt_of(place, "prompt", given, text=True)
+        location.refuse(
+            "prompt", "a text or messages, where chosen and rejected are not messages that repeat it", given
+        )
+    prompt = before if given is None and before else prompt_of(location, "prompt", given, text=True)
     if before and before != prompt:
-        place.refuse("chosen", "an answer to prompt, or the prompt's own messages with one", row["chosen"])
+        location.refuse("chosen", "an answer to prompt, or the prompt's own messages with one", row["chosen"])
     if prompt[-1]["role"] not in ASKING:
-        place.refuse(
+        location.refuse(
             f"chosen[{len(prompt) - 1}].role", "user or tool, since the model answers that message", prompt[-1]["role"]
         )
     if chosen == rejected and _others(chosen_message) == _others(rejected_message):
-        place.refuse("rejected", "another answer than chosen", rejected)
+        location.refuse("rejected", "another answer than chosen", rejected)
     return Preference(
         task_id=task_id,
-        data_source=source_of(place, row),
+        data_source=source_of(location, row),
         prompt=prompt,
         chosen=chosen,
         rejected=rejected,
-        margin=_margin(place, row.get("margin")),
-        extra_info=json_struct(place, "extra_info", row.get("extra_info")),
-        chat_template_kwargs=template_kwargs_of(place, row),
+        margin=_margin(location, row.get("margin")),
+        extra_info=json_struct(location, "extra_info", row.get("extra_info")),
+        chat_template_kwargs=template_kwargs_of(location, row),
         answers=(chosen_message, rejected_message),
     )
 
@@ -93,9 +95,9 @@ def _others(message: Message | None) -> dict[str, Any]:
     return {name: value for name, value in (message or {}).items() if name not in ("role", "content")}
 
 
-def _margin(place: Place, value: Any) -> float:
+def _margin(location: RowLocation, value: Any) -> float:
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        place.refuse("margin", "a finite number or null", value)
+        location.refuse("margin", "a finite number or null", value)
     return float(value)

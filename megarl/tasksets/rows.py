@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.schema import Message, Task
-from megarl.tasksets.files import Place, check_columns, json_struct, read_table, source_of, text_of, write_table
+from megarl.tasksets.files import RowLocation, check_columns, json_struct, read_table, source_of, text_of, write_table
 from megarl.tasksets.images import columns_of, images_of, refuse_images
 from megarl.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
 
@@ -41,7 +41,7 @@ def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, s
         check_columns(path, [*names, "response"] if "completion" in names else names, DEMONSTRATION)
     prefix = path.stem if split is None else split
     read = _demonstration if require_response else _task
-    return [read(Place(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
+    return [read(RowLocation(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
 
 
 def write_rows(path: str | os.PathLike[str], tasks: Sequence[Task], recipe: Mapping[str, Any] | None = None) -> None:
@@ -68,65 +68,70 @@ def _row(task: Task, with_response: bool) -> dict[str, Any]:
     return row | {"response": task.response} if with_response else row
 
 
-def _task(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
-    source = text_of(place, "data_source", row["data_source"])
-    images, messages = images_of(place, row)
-    prompt = prompt_of(place, "prompt", messages, text=False)
+def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    source = text_of(location, "data_source", row["data_source"])
+    images, messages = images_of(location, row)
+    prompt = prompt_of(location, "prompt", messages, text=False)
     reward_model = row["reward_model"]
     if not isinstance(reward_model, dict):
-        place.refuse("reward_model", "a struct {style, ground_truth}", reward_model)
+        location.refuse("reward_model", "a struct {style, ground_truth}", reward_model)
     if reward_model.get("ground_truth") is None:
-        place.refuse("reward_model.ground_truth", "the expected answer", reward_model.get("ground_truth"))
+        location.refuse("reward_model.ground_truth", "the expected answer", reward_model.get("ground_truth"))
     response = row.get("response")
     if not isinstance(response, str | None):
-        place.refuse("response", "a non-empty string", response)
-    return Task(task_id, source, prompt, *_common(place, row), response, images, template_kwargs_of(place, row))
+        location.refuse("response", "a non-empty string", response)
+    return Task(task_id, source, prompt, *_common(location, row), response, images, template_kwargs_of(location, row))
 
 
-def _demonstration(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
-    refuse_images(place, row, "training on images is not supported")
+def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    refuse_images(location, row, "training on images is not supported")
     field = "completion" if row.get("response") is None and row.get("completion") is not None else "response"
     response = row.get(field)
     if response is None and row.get("messages") is not None:
-        return _chat(place, task_id, row)
-    prompt = prompt_of(place, "prompt", row.get("prompt"), text=True)
+        return _chat(location, task_id, row)
+    prompt = prompt_of(location, "prompt", row.get("prompt"), text=True)
     if isinstance(response, list):
-        text, answer, before = answer_of(place, field, response)
+        text, answer, before = answer_of(location, field, response)
     else:
-        text, answer, before = text_of(place, field, response), None, ()
+        text, answer, before = text_of(location, field, response), None, ()
     if before:
-        place.refuse(field, "a text, or one message of the assistant", response)
-    return _demonstrated(place, task_id, row, prompt, text, answer)
+        location.refuse(field, "a text, or one message of the assistant", response)
+    return _demonstrated(location, task_id, row, prompt, text, answer)
 
 
-def _chat(place: Place, task_id: str, row: Mapping[str, Any]) -> Task:
-    *prompt, answer = messages_of(place, "messages", row["messages"])
+def _chat(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
+    *prompt, answer = messages_of(location, "messages", row["messages"])
     last = len(prompt)
     if answer["role"] != "assistant":
-        place.refuse(
+        location.refuse(
             f"messages[{last}].role",
             "assistant, since the last message is what the model learns to say",
             answer["role"],
         )
     if not prompt or prompt[-1]["role"] not in ASKING:
         seen = prompt[-1]["role"] if prompt else None
-        place.refuse(
+        location.refuse(
             f"messages[{last - 1}].role" if prompt else "messages", "a user's message before the assistant's", seen
         )
-    return _demonstrated(place, task_id, row, tuple(prompt), answer.get("content") or "", answer)
+    return _demonstrated(location, task_id, row, tuple(prompt), answer.get("content") or "", answer)
 
 
 def _demonstrated(
-    place: Place, task_id: str, row: Mapping[str, Any], prompt: tuple[Message, ...], text: str, answer: Message | None
+    location: RowLocation,
+    task_id: str,
+    row: Mapping[str, Any],
+    prompt: tuple[Message, ...],
+    text: str,
+    answer: Message | None,
 ) -> Task:
-    kwargs = template_kwargs_of(place, row)
-    return Task(task_id, source_of(place, row), prompt, *_common(place, row), text, (), kwargs, answer)
+    kwargs = template_kwargs_of(location, row)
+    return Task(task_id, source_of(location, row), prompt, *_common(location, row), text, (), kwargs, answer)
 
 
-def _common(place: Place, row: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _common(location: RowLocation, row: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """ability, reward_model, extra_info."""
     ability = row.get("ability") or ""
     if not isinstance(ability, str):
-        place.refuse("ability", "a string", ability)
-    reward_model = json_struct(place, "reward_model", row.get("reward_model"))
-    return ability, reward_model, json_struct(place, "extra_info", row.get("extra_info"))
+        location.refuse("ability", "a string", ability)
+    reward_model = json_struct(location, "reward_model", row.get("reward_model"))
+    return ability, reward_model, json_struct(location, "extra_info", row.get("extra_info"))

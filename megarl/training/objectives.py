@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.algorithms import Algorithm, Loss, LossInput, value
+from megarl.algorithms import Algorithm, Loss, LossInput
+from megarl.algorithms.terms import value
 from megarl.batching import MicroBatch, Sequences
 from megarl.config.algorithms import AlgorithmConfig, PPOConfig
 

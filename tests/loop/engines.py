@@ -21,11 +21,13 @@ from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutCon
 from megarl.launch import ports
 from megarl.launch.node import remove
 from megarl.launch.process import Child
+from megarl.machine import group_members
 from megarl.rollout.addresses import JobAddresses
 from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
-from megarl.rollout.engine import engine_process, group_members, own_folder, shared_memory
+from megarl.rollout.engine import engine_process
 from megarl.rollout.frames import Completion
+from megarl.rollout.leftovers import own_folder, shared_memory
 from tests.loop.zygote import Forked, Zygote
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way

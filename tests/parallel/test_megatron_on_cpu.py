@@ -110,9 +110,9 @@ def resume_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str
 
 
 def parts(actor: Any) -> Any:
-    from megarl.checkpoint.state import Part
+    from megarl.checkpoint.state import CheckpointedModel
 
-    return {"actor": Part(actor.chunks, actor.optimizer.inner)}
+    return {"actor": CheckpointedModel(actor.chunks, actor.optimizer.inner)}
 
 
 def weights_digest(actor: Any) -> str:

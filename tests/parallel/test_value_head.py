@@ -222,9 +222,9 @@ CONTINUED = {
 
 
 def parts(model: Any) -> dict[str, Any]:
-    from megarl.checkpoint.state import Part
+    from megarl.checkpoint.state import CheckpointedModel
 
-    return {"critic": Part([model.stage], model.optimizer)}
+    return {"critic": CheckpointedModel([model.stage], model.optimizer)}
 
 
 def save_and_continue(rank: int, folder: str, dtype: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.manifest import MANIFEST, finished, latest
-from megarl.rollout.engine import group_members
+from megarl.machine import group_members
 from tests.system.jobs import Job
 from tests.system.soak import kill
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.rollout.engine import shared_memory
+from megarl.rollout.leftovers import shared_memory
 
 TINY = (
     "experiment=quickstart",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl import _C, algorithms
-from megarl.algorithms import LossInput, group_stats, types
+from megarl.algorithms import LossInput, types
 from megarl.config.algorithms import (
     AlgorithmConfig,
     KLConfig,
@@ -23,6 +23,7 @@ from megarl.config.algorithms import (
     ReMaxConfig,
 )
 from megarl.errors import ConfigError
+from megarl.experience.groups import group_stats
 from megarl.ops import native
 from megarl.schema import GroupStats
 from tests.native import backends

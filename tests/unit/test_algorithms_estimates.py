@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl import algorithms
-from megarl.algorithms import StepInput, group_stats, kl, value
-from megarl.algorithms.token_rewards import whitened
+from megarl.algorithms import StepInput
+from megarl.algorithms.terms import kl, value
+from megarl.algorithms.terms.token_rewards import whitened
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, settings_of
 from megarl.errors import ConfigError
+from megarl.experience.groups import group_stats
 from megarl.schema import GroupStats
 from tests.native import backends
 

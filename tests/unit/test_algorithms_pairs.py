@@ -26,6 +26,8 @@ from megarl.config.algorithms import (
     settings_of,
 )
 from megarl.errors import ConfigError
+from megarl.experience.groups import is_zero_variance
+from megarl.rewards.shape import overlong_penalty
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, grpo_token, make_batch, oracle, sft_token
 
@@ -399,18 +401,16 @@ def test_settings_that_contradict_each_other(config: AlgorithmConfig, words: lis
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_groups_that_say_nothing() -> None:
-    assert algorithms.is_zero_variance(["ok", "ok"]) and algorithms.is_zero_variance(
-        ["wrong", "wrong", "error", "timeout"]
-    )
-    assert not algorithms.is_zero_variance(["ok", "wrong"]) and not algorithms.is_zero_variance(["timeout", "ok"])
-    assert algorithms.is_zero_variance(["ok"]) and algorithms.is_zero_variance(["wrong"])
+def test_zero_variance_groups() -> None:
+    assert is_zero_variance(["ok", "ok"]) and is_zero_variance(["wrong", "wrong", "error", "timeout"])
+    assert not is_zero_variance(["ok", "wrong"]) and not is_zero_variance(["timeout", "ok"])
+    assert is_zero_variance(["ok"]) and is_zero_variance(["wrong"])
 
 
 def test_overlong_penalty() -> None:
     """DAPO's: L_max 20480, buffer 4096."""
-    at = [algorithms.overlong_penalty(n, 20480, 4096) for n in (0, 16384, 16385, 18432, 20480, 30000)]
+    at = [overlong_penalty(n, 20480, 4096) for n in (0, 16384, 16385, 18432, 20480, 30000)]
     assert at == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
-    assert [algorithms.overlong_penalty(n, 8, 8, 0.5) for n in (0, 4, 8)] == [0.0, -0.25, -0.5]
+    assert [overlong_penalty(n, 8, 8, 0.5) for n in (0, 4, 8)] == [0.0, -0.25, -0.5]
     with pytest.raises(AssertionError, match="reward.overlong_buffer=9"):
-        algorithms.overlong_penalty(1, 8, 9)
+        overlong_penalty(1, 8, 9)

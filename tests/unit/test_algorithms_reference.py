@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl import algorithms
-from megarl.algorithms import LossInput, group_stats
+from megarl.algorithms import LossInput
 from megarl.config import compose, config_dir
 from megarl.config.algorithms import (
     AlgorithmConfig,
@@ -30,6 +30,7 @@ from megarl.config.algorithms import (
     settings_of,
 )
 from megarl.errors import ConfigError
+from megarl.experience.groups import group_stats
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, OF_THEIR_OWN, gradient, make_batch, one_token, take
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.checkpoint.dist import Chunk, DistFiles, Part, Stored
+from megarl.checkpoint.dist import Chunk, DistFiles, FileSlice, Stored
 from megarl.checkpoint.dist_write import write_chunk
 from megarl.checkpoint.slices import BoxIndex, OpenFiles, as_bytes
 from megarl.errors import CheckpointError
@@ -126,7 +126,7 @@ def test_a_chunk_that_is_something_else(tmp_path: Path, value: Any, message: str
 def test_a_part_of_a_file_reads_as_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"0123456789")
     with (tmp_path / "f").open("rb") as stream:
-        part = Part(stream, 2, 5)
+        part = FileSlice(stream, 2, 5)
         assert part.read() == b"23456" and part.read(1) == b""
         assert part.seek(-2, os.SEEK_END) == 3 and part.read(9) == b"56"
         assert part.seek(1) == 1 and part.seek(1, os.SEEK_CUR) == 2 and part.tell() == 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.checkpoint import convert, targets
-from megarl.checkpoint.convert import Report, Settings, convert_hf_to_megatron, convert_megatron_to_hf
+from megarl.checkpoint.convert import ConversionSummary, Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.checkpoint.output import MANIFEST
 from megarl.errors import CheckpointError
 from tests.unit.reshard_cases import qwen3_config
@@ -146,7 +146,7 @@ def test_a_failed_overwrite_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch, 
     convert_hf_to_megatron(source, target, SMALL)
     before = contents(target)
 
-    def full(*_: object) -> Report:
+    def full(*_: object) -> ConversionSummary:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(targets.DistTarget, "write", full)
@@ -192,7 +192,7 @@ def test_verify_reads_what_is_on_the_disk(
 
     monkeypatch.setattr(target, "write", flipping)
 
-    def run(folder: str, **more: Any) -> Report:
+    def run(folder: str, **more: Any) -> ConversionSummary:
         settings = Settings(progress=False, **more)
         if kind == "megatron":
             return convert_hf_to_megatron(source, tmp_path / folder, settings)

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.checkpoint import convert
 from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf, reshard_checkpoint
-from megarl.checkpoint.output import MANIFEST, Finished, Output
+from megarl.checkpoint.output import MANIFEST, Finished, OutputDirectory
 from megarl.checkpoint.overwrite import check_apart, check_export_target, check_target
 from megarl.errors import CheckpointError
 from megarl.reshard.layouts import MegatronGrid
@@ -221,7 +221,7 @@ def test_a_partial_folder_with_other_files_is_not_emptied(root: Path, files: dic
 def test_a_conversion_that_was_killed_among_small_files_makes_way_for_another_source(root: Path, folder: str) -> None:
     """Its journal names the files that it was copying, which the other source need not have."""
     target, partial = root / "x", root / ".x.partial"
-    with Output(target, "0") as output:
+    with OutputDirectory(target, "0") as output:
         (partial / folder).mkdir(exist_ok=True)
         output.copying(["config.json", "preprocessor[1].json"])
         (partial / folder / "preprocessor[1].json").write_text("{}")

@@ -29,7 +29,7 @@ from megarl.architectures.complete import complete
 from megarl.config import Config, compose, config_dir
 from megarl.config.schema import ParallelConfig, RolloutConfig
 from megarl.errors import ConfigError
-from megarl.launch.placement import Place, place
+from megarl.launch.placement import NodeInfo, place
 from megarl.parallel.grid import check_parallel, megatron_grid, role_grids
 from megarl.reshard.boxes import volume
 from megarl.reshard.layout import Layout
@@ -250,7 +250,7 @@ def test_every_node_gets_eight_processes(name: str) -> None:
     config, nodes = compose([f"experiment={name}"]), NODES[name]
     apart = config.rollout.nodes > 1
     places = [
-        Place(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all", 8) for n in range(nodes)
+        NodeInfo(n, f"n{n}", ("trainer" if n < nodes // 2 else "rollout") if apart else "all", 8) for n in range(nodes)
     ]
     placement = place(config, places)
     for node in range(nodes):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megarl import machine
 from megarl.report import doctor
 
 
@@ -132,8 +133,8 @@ def test_a_container_has_what_its_limit_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], available: int | None
 ) -> None:
     """Pages of files that were read, a model's among them, are given back when they are needed."""
-    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     for name, text in files.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    found = doctor.available_memory()
+    found = machine.available_memory()
     assert found > 2**20 if available is None else found == available

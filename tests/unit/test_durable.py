@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl import durable
-from megarl.checkpoint.output import MANIFEST, Output
+from megarl.checkpoint.output import MANIFEST, OutputDirectory
 from megarl.checkpoint.overwrite import check_target
 from megarl.tasksets import read_rows, write_rows
 from tests.kills import every_kill
@@ -87,7 +87,7 @@ def test_a_conversion_that_replaces_a_target_loses_neither(tmp_path: Path) -> No
         shutil.rmtree(root, ignore_errors=True)
         target.mkdir(parents=True)
         (target / MANIFEST).write_text(json.dumps(manifest("old")))
-        with Output(target, "job") as output:
+        with OutputDirectory(target, "job") as output:
             output.keep([])
         return lambda: output.commit(manifest("new"))
 

@@ -144,9 +144,9 @@ def test_a_text_may_speak_of_images(tmp_path: Path) -> None:
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     # Not through a file: parquet wants one type for all, JSON has no bytes.
-    place = images.Place(tmp_path / "rows.parquet", 1)
+    location = images.RowLocation(tmp_path / "rows.parquet", 1)
     with pytest.raises(DataError, match=message):
-        images.images_of(place, row(**changes))
+        images.images_of(location, row(**changes))
 
 
 def test_an_image_too_large_to_decode_is_refused() -> None:

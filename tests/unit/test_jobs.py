@@ -9,7 +9,7 @@ import pytest
 from megarl import algorithms
 from megarl.config import compose
 from megarl.jobs import JOBS, Mode, ProcessKind, kind_of, unit_of
-from megarl.launch.placement import Place, place
+from megarl.launch.placement import NodeInfo, place
 from megarl.launch.specs import Addresses, specs
 
 
@@ -41,7 +41,7 @@ def test_a_job_has_the_processes_of_its_row(mode: Mode, algorithm: str) -> None:
     """On two nodes, of which the second has reward workers too; in the order of the row."""
     overrides = ["parallel=tp2", "rollout.replicas=2", f"algorithm={algorithm}"]
     config = compose(["experiment=quickstart" if mode == "both" else "experiment=sft", *overrides])
-    placement = place(config, [Place(0, "a", "all"), Place(1, "b", "all")])
+    placement = place(config, [NodeInfo(0, "a", "all"), NodeInfo(1, "b", "all")])
     ports = iter(f"127.0.0.1:{port}" for port in range(1000, 2000))
     engines, hosts = tuple(next(ports) for _ in placement.engines), tuple(next(ports) for _ in placement.reward_hosts)
     addresses = Addresses(next(ports), next(ports), engines, ("",) * len(engines), hosts)

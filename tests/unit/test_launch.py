@@ -30,7 +30,7 @@ from megarl.launch.reaper import Reaper
 from megarl.launch.remote import Gathering
 from megarl.launch.run_dir import next_attempt, own_run_dir
 from megarl.launch.supervisor import start_attempt, watch
-from megarl.rollout.engine import group_members
+from megarl.machine import group_members
 from megarl.schema import Task
 from tests.unit.small_job import config_of, refused
 

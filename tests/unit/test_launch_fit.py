@@ -16,8 +16,9 @@ from megarl.config import Config
 from megarl.config.algorithms import PreferenceConfig
 from megarl.config.schema import ParallelConfig
 from megarl.errors import ConfigError, JobError
-from megarl.launch.fit import Change, changes, fit, planned
-from megarl.launch.placement import Place, place
+from megarl.launch.changes import Change
+from megarl.launch.fit import fit, planned, reductions
+from megarl.launch.placement import NodeInfo, place
 from megarl.parallel.grid import check_parallel, check_roles, role_grids
 from tests.unit.small_job import config_of
 
@@ -27,9 +28,9 @@ def base() -> Config:
     return config_of(Path("x"), "parallel=dp2")
 
 
-def nodes(count: int, roles: str = "") -> list[Place]:
+def nodes(count: int, roles: str = "") -> list[NodeInfo]:
     names = {"t": "trainer", "r": "rollout", "a": "all"}
-    return [Place(i, f"n{i}", names[roles[i] if roles else "a"]) for i in range(count)]  # type: ignore[arg-type]
+    return [NodeInfo(i, f"n{i}", names[roles[i] if roles else "a"]) for i in range(count)]  # type: ignore[arg-type]
 
 
 def job(dp: int, *, tp: int = 1, replicas: int = 1, spare: int = 0, **more: object) -> Config:
@@ -52,7 +53,7 @@ POWERS = st.sampled_from([1, 2, 4])
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Config, list[Place], list[Place]]:
+def jobs(draw: st.DrawFn) -> tuple[Config, list[NodeInfo], list[NodeInfo]]:
     """A job that fits its nodes, all of them, and those that are left: the head always is."""
     count, each, spare = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(0, 2))
     world = count * each
@@ -83,7 +84,7 @@ def jobs(draw: st.DrawFn) -> tuple[Config, list[Place], list[Place]]:
 
 
 def load(
-    config: Config, some: Sequence[Place], trainers: int | None = None
+    config: Config, some: Sequence[NodeInfo], trainers: int | None = None
 ) -> tuple[Counter[int], Counter[tuple[int, ...]]]:
     """Ranks of each node, engines of each group of nodes."""
     placed = place(config, some, trainers=trainers)
@@ -92,7 +93,7 @@ def load(
 
 @settings(max_examples=300)
 @given(jobs())
-def test_what_fits_is_a_part_of_the_job(found: tuple[Config, list[Place], list[Place]]) -> None:
+def test_what_fits_is_a_part_of_the_job(found: tuple[Config, list[NodeInfo], list[NodeInfo]]) -> None:
     config, allocated, left = found
     whole = fit(config, allocated, allocated, grids)
     assert (
@@ -114,15 +115,15 @@ def test_what_fits_is_a_part_of_the_job(found: tuple[Config, list[Place], list[P
     grids(fitted.config)
     for setting, grid in role_grids(config).items():  # nothing but dp differs
         assert replace(role_grids(fitted.config)[setting], dp=grid.dp) == grid
-    assert {c.setting.rpartition(".")[2] for c in changes(config, fitted.config)} <= {"dp", "replicas"}
-    assert all(c.new < c.old for c in changes(config, fitted.config))
+    assert {c.setting.rpartition(".")[2] for c in reductions(config, fitted.config)} <= {"dp", "replicas"}
+    assert all(c.new < c.old for c in reductions(config, fitted.config))
     assert sum(ranks.values()) == fitted.config.parallel.world_size
 
 
 @settings(max_examples=300)
 @given(jobs(), st.data())
 def test_more_nodes_are_never_a_smaller_job(
-    found: tuple[Config, list[Place], list[Place]], data: st.DataObject
+    found: tuple[Config, list[NodeInfo], list[NodeInfo]], data: st.DataObject
 ) -> None:
     config, allocated, left = found
     gone = [node for node in allocated if node not in left]
@@ -152,7 +153,7 @@ def test_without_a_spare_the_job_is_smaller() -> None:
     left = [*allocated[:1], *allocated[2:]]
     config = job(4, tp=2, replicas=4)
     fitted = fit(config, allocated, left, grids)
-    assert changes(config, fitted.config) == [Change("parallel.dp", 4, 3), Change("rollout.replicas", 4, 3)]
+    assert reductions(config, fitted.config) == [Change("parallel.dp", 4, 3), Change("rollout.replicas", 4, 3)]
     wide = fit(job(2, tp=4, replicas=4), allocated, left, grids)
     assert (wide.config.parallel.dp, wide.config.rollout.replicas, wide.trainers, len(wide.nodes)) == (1, 3, 2, 3)
     assert place(wide.config, wide.nodes, trainers=wide.trainers).trainer == (0, 0, 2, 2)
@@ -194,7 +195,7 @@ def test_without_shrinking_a_node_gets_more() -> None:
 
 def test_an_offline_job_has_no_engines_to_lose() -> None:
     config = replace(job(3, replicas=3), algorithm=PreferenceConfig(name="dpo"))
-    assert changes(config, fit(config, nodes(3), nodes(2), grids).config) == [Change("parallel.dp", 3, 2)]
+    assert reductions(config, fit(config, nodes(3), nodes(2), grids).config) == [Change("parallel.dp", 3, 2)]
 
 
 def test_a_plan_says_who_would_run_where() -> None:

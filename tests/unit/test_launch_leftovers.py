@@ -23,7 +23,8 @@ from megarl.launch.node import LocalNode, Spec, stop
 from megarl.launch.process import Child
 from megarl.launch.reaper import Reaper, end
 from megarl.launch.run_dir import own_run_dir
-from megarl.rollout.engine import group_members, own_folder, remove_stale_folders
+from megarl.machine import group_members
+from megarl.rollout.leftovers import own_folder, remove_stale_folders
 from tests.unit.test_launch import child, read_or_empty
 
 
@@ -170,7 +171,7 @@ def test_the_folders_of_a_killed_start_are_removed_by_the_next(tmp_path: Path, m
     shared = Path(tempfile.mkdtemp())
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
     code = (
-        "import sys; from pathlib import Path; from megarl.rollout.engine import own_folder\n"
+        "import sys; from pathlib import Path; from megarl.rollout.leftovers import own_folder\n"
         "for run in sys.argv[1:]: print(own_folder(Path(run))[0])"
     )
     runs = [str(tmp_path / "run")] * 2 + [str(tmp_path / "other")]

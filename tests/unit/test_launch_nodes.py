@@ -29,7 +29,7 @@ from megarl.launch.channel import Channel, ChannelClosed, greet
 from megarl.launch.interrupt import StopRequest
 from megarl.launch.job import _healthy
 from megarl.launch.node import LocalNode, Spec, Started
-from megarl.launch.placement import Place, place, table
+from megarl.launch.placement import NodeInfo, place, table
 from megarl.launch.postgres import _url
 from megarl.launch.reaper import Reaper
 from megarl.launch.remote import Gathering, RemoteNode, RemoteProcess
@@ -111,9 +111,9 @@ def test_a_batch_script_without_srun_is_refused() -> None:
 # ---------------------------------------------------------------- who runs where
 
 
-def nodes(count: int, roles: str = "") -> list[Place]:
+def nodes(count: int, roles: str = "") -> list[NodeInfo]:
     names: dict[str, Any] = {"t": "trainer", "r": "rollout", "a": "all"}
-    return [Place(i, f"n{i}", names[roles[i] if roles else "a"]) for i in range(count)]
+    return [NodeInfo(i, f"n{i}", names[roles[i] if roles else "a"]) for i in range(count)]
 
 
 @cache
@@ -143,11 +143,11 @@ def test_every_process_has_its_node(count: int, each: int, replicas: int, span: 
 def test_every_process_of_a_gpu_job_has_its_own() -> None:
     config = config_of(Path("x"), "parallel=tp2", "rollout.replicas=2", "rollout.tp=2")
     on_gpus = replace(config, parallel=replace(config.parallel, backend="nccl"))
-    placed = place(on_gpus, [Place(0, "n0", "all", 6)])
+    placed = place(on_gpus, [NodeInfo(0, "n0", "all", 6)])
     assert (placed.trainer_gpus(0), placed.engine_gpus(0, 0), placed.engine_gpus(1, 0)) == ((0, 1), (2, 3), (4, 5))
     with pytest.raises(ConfigError, match="node 0 n0 would have 2 trainer ranks and 4 engine workers.* but has 5 GPUs"):
-        place(on_gpus, [Place(0, "n0", "all", 5)])
-    place(config, [Place(0, "n0", "all", 0)])
+        place(on_gpus, [NodeInfo(0, "n0", "all", 5)])
+    place(config, [NodeInfo(0, "n0", "all", 0)])
 
 
 def test_components_of_a_heterogeneous_job() -> None:

@@ -19,7 +19,7 @@ from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.process import Child
 from megarl.launch.reaper import Reaper
 from megarl.launch.supervisor import watch
-from megarl.rollout.engine import group_members
+from megarl.machine import group_members
 from tests.unit.small_job import config_of
 from tests.unit.test_launch_nodes import two_nodes
 

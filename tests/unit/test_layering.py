@@ -118,6 +118,33 @@ def test_violations_are_seen_wherever_the_import_stands() -> None:
     assert violations("store", source, order) == ["line 1: store imports loop", "line 3: store imports loop"]
 
 
+def classes(sources: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(class, module) of every class of ``sources``, also of private ones and those inside functions."""
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                yield node.name, module
+
+
+def shared_names(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Class names that stand more than once -> the modules that have one."""
+    found: dict[str, list[str]] = {}
+    for name, module in classes(sources):
+        found.setdefault(name, []).append(module)
+    return {name: where for name, where in found.items() if len(where) > 1}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert ("Reward", "megarl/schema.py") in classes(sources)
+    assert not shared_names(sources)
+
+
+def test_a_second_class_of_a_name_is_seen_wherever_it_stands() -> None:
+    sources = {"p/a.py": "class _Fault: pass\nclass Fault: pass\n", "p/b.py": "def f():\n    class _Fault: pass\n"}
+    assert shared_names(sources) == {"_Fault": ["p/a.py", "p/b.py"]}
+
+
 @pytest.mark.parametrize(
     "package", [package for package in packages_in_order() if package != "sync"]
 )  # sync holds the plugin

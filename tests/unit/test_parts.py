@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.algorithms import kl, parts
-from megarl.algorithms.token_rewards import VARIANCE_EPSILON, whitened
-from megarl.algorithms.value import explained_variance
+from megarl.algorithms.terms import kl, parts
+from megarl.algorithms.terms.token_rewards import VARIANCE_EPSILON, whitened
+from megarl.algorithms.terms.value import explained_variance
 from megarl.batching import Sequences
 from megarl.loop.batch import mismatch
 

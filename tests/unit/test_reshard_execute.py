@@ -15,7 +15,7 @@ from megarl.errors import ConfigError, PlanError, WeightSyncError
 from megarl.reshard import boxes
 from megarl.reshard.execute import HEADER, Digests, buckets_of, compare, digests_of, exchange, merge, receive, send
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
-from megarl.reshard.plan import Link, ReshardPlan, build_plan
+from megarl.reshard.plan import RankPair, ReshardPlan, build_plan
 from tests.unit.reshard_network import TIMEOUT_S
 from tests.unit.reshard_oracle import (
     Case,
@@ -160,10 +160,10 @@ def test_equal_grids_move_nothing_between_ranks() -> None:
 def test_one_flipped_element_is_named(case: Case, data: st.DataObject) -> None:
     plan = to_engine(case)
     bucket_bytes = 512
-    link = data.draw(st.sampled_from(sorted({Link(move.src, move.dst) for move in plan.moves})))
+    link = data.draw(st.sampled_from(sorted({RankPair(move.src, move.dst) for move in plan.moves})))
     buckets = [bucket for bucket in buckets_of(plan, plan.moves, bucket_bytes, FP32) if bucket.link == link]
     number = data.draw(st.integers(0, len(buckets) - 1))
-    chunk = data.draw(st.sampled_from(buckets[number].chunks))
+    chunk = data.draw(st.sampled_from(buckets[number].slices))
     element = chunk.offset // 4 + data.draw(st.integers(0, boxes.volume(chunk.box) - 1))
     victim = chunk.move
 
@@ -192,14 +192,14 @@ def test_a_message_that_is_lost_or_comes_twice_is_named(case: Case, data: st.Dat
     sources and destinations, and the transport's timeout names the messages that are waited for.
     """
     plan, bucket_bytes = to_engine(case), 512
-    link = data.draw(st.sampled_from(sorted({Link(move.src, move.dst) for move in plan.moves})))
+    link = data.draw(st.sampled_from(sorted({RankPair(move.src, move.dst) for move in plan.moves})))
     buckets = [bucket for bucket in buckets_of(plan, plan.moves, bucket_bytes, FP32) if bucket.link == link]
     number = data.draw(st.integers(0, len(buckets) - 1))
     circle = lost and plan.source.num_ranks > 1 and plan.destination.num_ranks > 1
     network = Network(faults={(*link, number): 0 if lost else 2}, timeout_s=1.0 if circle else TIMEOUT_S)
     sources = megatron_grid(case.config, random_hf(case.config), case.tp, case.pp, case.dp)
     expected = buckets[number + (not lost) :][:1]  # of a doubled message, the one after it
-    tensors = [chunk.move.tensor for bucket in expected for chunk in bucket.chunks]
+    tensors = [chunk.move.tensor for bucket in expected for chunk in bucket.slices]
     with pytest.raises(WeightSyncError) as error:
         run_plan(plan, sources, network, bucket_bytes)
     said = str(error.value)

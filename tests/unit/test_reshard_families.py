@@ -160,7 +160,7 @@ def test_every_rank_sees_the_same_plan_in_its_own_part(case: FamilyCase) -> None
     assert both[0] == both[1]
     moves = [move for moves in received.values() for move in moves]
     buckets = buckets_of(whole, moves, 1 << 20, torch.bfloat16)
-    sizes = (boxes.volume(chunk.box) * chunk.dtype.itemsize for bucket in buckets for chunk in bucket.chunks)
+    sizes = (boxes.volume(chunk.box) * chunk.dtype.itemsize for bucket in buckets for chunk in bucket.slices)
     assert bytes_of(whole.destination, torch.bfloat16) == sum(sizes)
     last_sender, last_receiver = whole.source.num_ranks - 1, whole.destination.num_ranks - 1
     assert list(plan_of(case).moves_from(last_sender)) == sent[last_sender]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megarl.errors import ConfigError, PlanError
 from megarl.reshard import boxes
 from megarl.reshard.execute import buckets_of, bytes_of
-from megarl.reshard.layout import Layout, Owners, Row, Segment, Split
+from megarl.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
 from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
 from megarl.reshard.plan import ReshardPlan, build_plan
 from tests.unit.reshard_engines import model
@@ -33,7 +33,7 @@ def layouts(case: Case) -> tuple[Layout, Layout]:
     )
 
 
-def with_rows(layout: Layout, rows: list[Row]) -> Layout:
+def with_rows(layout: Layout, rows: list[LayoutRow]) -> Layout:
     return Layout(layout.name, layout.tensors, layout.num_ranks, rows, layout.dtypes)
 
 
@@ -51,7 +51,7 @@ def a_segment(data: st.DataObject, layout: Layout) -> tuple[int, int, int]:
         (number, share, i)
         for number, row in enumerate(layout.rows)
         for share, split in enumerate(row.splits)
-        for i in range(len(split.segments))
+        for i in range(len(split.spans))
     ]
     return data.draw(st.sampled_from(places))
 
@@ -63,14 +63,14 @@ def test_a_destination_piece_removed_or_doubled_is_a_plan_error(case: Case, data
     number, share, i = a_segment(data, destination)
     row = destination.rows[number]
     split = row.splits[share]
-    fewer = split._replace(segments=split.segments[:i] + split.segments[i + 1 :])
+    fewer = split._replace(spans=split.spans[:i] + split.spans[i + 1 :])
     with pytest.raises(PlanError, match="not wholly written") as error:
         build_plan(source, with_split(destination, number, share, fewer)).check()
     assert row.local in str(error.value)
-    more = split._replace(segments=(*split.segments, split.segments[i]))
+    more = split._replace(spans=(*split.spans, split.spans[i]))
     with pytest.raises(PlanError, match="written twice") as error:
         build_plan(source, with_split(destination, number, share, more)).check()
-    assert row.parts[split.segments[i].part] in str(error.value)
+    assert row.parts[split.spans[i].part] in str(error.value)
 
 
 @fast
@@ -80,15 +80,12 @@ def test_a_destination_piece_beside_its_tensor_is_a_plan_error(case: Case, data:
     number, share, i = a_segment(data, destination)
     row = destination.rows[number]
     split = row.splits[share]
-    segment = split.segments[i]
+    span = split.spans[i]
     shift = row.shape[row.axis] + 1
-    for bad in (
-        segment._replace(at=segment.at + split.size),
-        segment._replace(lo=segment.lo + shift, hi=segment.hi + shift),
-    ):
-        segments = (*split.segments[:i], bad, *split.segments[i + 1 :])
+    for bad in (span._replace(at=span.at + split.size), span._replace(lo=span.lo + shift, hi=span.hi + shift)):
+        spans = (*split.spans[:i], bad, *split.spans[i + 1 :])
         with pytest.raises(PlanError, match="outside") as error:
-            build_plan(source, with_split(destination, number, share, split._replace(segments=segments))).check()
+            build_plan(source, with_split(destination, number, share, split._replace(spans=spans))).check()
         assert row.local in str(error.value)
 
 
@@ -98,15 +95,13 @@ def test_a_source_piece_removed_or_overlapped_is_a_plan_error(case: Case, data: 
     source, destination = layouts(case)
     number, share, i = a_segment(data, source)
     row = source.rows[number]
-    segment = row.splits[share].segments[i]
-    tensor = row.parts[segment.part]
+    span = row.splits[share].spans[i]
+    tensor = row.parts[span.part]
 
-    def without(other: Row) -> Row:
+    def without(other: LayoutRow) -> LayoutRow:
         """Also where a second stage has the same elements (a tied output weight)."""
         kept = [
-            split._replace(
-                segments=tuple(s for s in split.segments if (other.parts[s.part], s[1:3]) != (tensor, segment[1:3]))
-            )
+            split._replace(spans=tuple(s for s in split.spans if (other.parts[s.part], s[1:3]) != (tensor, span[1:3])))
             for split in other.splits
         ]
         return other._replace(splits=tuple(kept))
@@ -114,8 +109,8 @@ def test_a_source_piece_removed_or_overlapped_is_a_plan_error(case: Case, data: 
     with pytest.raises(PlanError, match="not wholly written") as error:
         build_plan(with_rows(source, [without(other) for other in source.rows]), destination).check()
     assert tensor in str(error.value)
-    if segment.hi - segment.lo > 1:
-        only = Split(segment.hi - segment.lo - 1, 0, (Segment(segment.part, segment.lo, segment.hi - 1, 0),))
+    if span.hi - span.lo > 1:
+        only = Split(span.hi - span.lo - 1, 0, (AxisSpan(span.part, span.lo, span.hi - 1, 0),))
         extra = row._replace(local="copy", splits=(only,), owners=Owners(((0,),)))
         with pytest.raises(PlanError, match="written twice") as error:
             build_plan(with_rows(source, [*source.rows, extra]), destination).check()
@@ -177,7 +172,7 @@ def test_bytes_are_countable_before_the_job_starts(case: Case, capacity: int) ->
     )
     assert sum(plan.bytes_per_link(2).values()) == bytes_of(to, torch.bfloat16) == 2 * needed
     buckets = buckets_of(plan, plan.moves, capacity, torch.bfloat16)
-    assert sum(boxes.volume(chunk.box) for bucket in buckets for chunk in bucket.chunks) == needed
+    assert sum(boxes.volume(chunk.box) for bucket in buckets for chunk in bucket.slices) == needed
     assert all(0 < bucket.nbytes <= capacity for bucket in buckets)
     assert plan.peak_extra_bytes(capacity, 2) <= 2 * capacity
 
@@ -288,9 +283,9 @@ def test_a_rank_of_a_huge_job_plans_its_own_part_quickly() -> None:
 def test_a_stack_has_a_leading_single_index() -> None:
     """Two 2-D tensors in one 3-D local tensor."""
     shapes = {"e0": (2, 3), "e1": (2, 3)}
-    owners, whole = Owners(((0,),)), Split(2, 2, (Segment(0, 0, 2, 0),))
-    flat = [Row(name, (name,), (2, 3), 0, (whole,), owners) for name in shapes]
-    stack = [Row("w", (name,), (2, 3), 0, (whole,), owners, (2,), (i,)) for i, name in enumerate(shapes)]
+    owners, whole = Owners(((0,),)), Split(2, 2, (AxisSpan(0, 0, 2, 0),))
+    flat = [LayoutRow(name, (name,), (2, 3), 0, (whole,), owners) for name in shapes]
+    stack = [LayoutRow("w", (name,), (2, 3), 0, (whole,), owners, (2,), (i,)) for i, name in enumerate(shapes)]
     plan = build_plan(Layout("flat", shapes, 1, flat), Layout("stack", shapes, 1, stack))
     plan.check()
     assert plan.destination.local_shapes(0) == {"w": (2, 2, 3)}

@@ -19,7 +19,7 @@ from megarl.launch import ports, stacks
 from megarl.launch.node import LocalNode, Spec, Started
 from megarl.launch.process import Child
 from megarl.launch.reaper import Reaper
-from megarl.launch.stacks import Account, Row
+from megarl.launch.stacks import Account, ProcessSnapshot
 from megarl.launch.watchdog import Watchdog
 from megarl.rollout.control import EngineControl
 from tests.unit.small_job import config_of
@@ -169,9 +169,9 @@ with heartbeat.phase('update', 6):
 """
 
 
-def rows_of(children: Sequence[Child], node: LocalNode) -> list[Row]:
+def rows_of(children: Sequence[Child], node: LocalNode) -> list[ProcessSnapshot]:
     accounts = node.accounts([child.name for child in children])
-    return [Row(c.name, c.heartbeat().phase, c.heartbeat().step, 3.0, accounts[c.name]) for c in children]
+    return [ProcessSnapshot(c.name, c.heartbeat().phase, c.heartbeat().step, 3.0, accounts[c.name]) for c in children]
 
 
 def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
@@ -188,11 +188,11 @@ def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
     for rank in ranks:
         until(lambda rank=rank: "up" in rank.log.read_text(), rank)  # type: ignore[misc]
 
-    def shown() -> tuple[list[Row], str]:
+    def shown() -> tuple[list[ProcessSnapshot], str]:
         rows = rows_of(ranks, node)
         return rows, f"{stacks.table(rows)}\n{stacks.verdict(rows)}"
 
-    until(lambda: rows_of(ranks, node)[0].place.collective == "all_reduce", ranks[0])
+    until(lambda: rows_of(ranks, node)[0].location.collective == "all_reduce", ranks[0])
     outside = r"trainer rank 1 \| update, step 7 \| 3 s    \| in no collective: .*/rank.py:1[01] \(late\): (time|while)"
     until(lambda: re.search(outside, shown()[1]) is not None, ranks[1])  # now and then it is within exists()
     rows, text = shown()
@@ -200,7 +200,7 @@ def test_two_ranks_that_do_not_meet(node: LocalNode, tmp_path: Path) -> None:
     assert text.endswith("likely: trainer rank 1 is to blame: in no collective, while trainer rank 0 is in all_reduce")
 
     (tmp_path / "go").touch()
-    until(lambda: rows_of(ranks, node)[1].place.collective == "recv", ranks[1])
+    until(lambda: rows_of(ranks, node)[1].location.collective == "recv", ranks[1])
     assert re.search(r"to blame: in (recv|all_reduce), while the others are in (recv|all_reduce)$", shown()[1])
 
     ranks[1].signal(signal.SIGSTOP)
@@ -231,7 +231,7 @@ def test_the_call_is_named_that_a_person_knows() -> None:
     mappings = "/x/site-packages/megatron/core/tensor_parallel/mappings.py:88:_reduce"
     inner = account(f"{C10D}:2810:all_gather", LOGGER, f"{C10D}:3000:all_gather_object", LOGGER, mappings)
     assert (
-        str(stacks.place_of(inner))
+        str(stacks.location_of(inner))
         == "in all_gather_object from megatron/core/tensor_parallel/mappings.py:88 (_reduce)"
     )
 
@@ -242,7 +242,7 @@ def test_a_collective_in_a_thread_of_autograd_counts() -> None:
         "Current thread 0x00000010", "Thread 0x00000020"
     )
     both = main._replace(stacks=f"{other}\n\n{main.stacks}")
-    assert stacks.place_of(both).collective == "all_reduce"
+    assert stacks.location_of(both).collective == "all_reduce"
 
 
 def test_who_gives_no_stacks_is_described_by_its_state(node: LocalNode, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_who_gives_no_stacks_is_described_by_its_state(node: LocalNode, tmp_path
     found = node.accounts(["engine 0"])["engine 0"]
     assert (found.stacks, found.state, child.poll()) == ("", "S", None)
     child.signal(signal.SIGSTOP)
-    row = Row("engine 0", "serving", 0, 3.0, node.accounts(["engine 0"])["engine 0"])
+    row = ProcessSnapshot("engine 0", "serving", 0, 3.0, node.accounts(["engine 0"])["engine 0"])
     assert row.cells()[3].startswith("stopped by a signal (state T)")
     assert child.poll() is None
 

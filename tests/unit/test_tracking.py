@@ -18,7 +18,7 @@ from megarl import tracking
 from megarl.config import compose
 from megarl.errors import ConfigError
 from megarl.metrics import MetricWriter
-from megarl.tracking import Run, Tracker, check_trackers, open_trackers
+from megarl.tracking import RunInfo, ThreadedTracker, check_trackers, open_trackers
 
 STEPS = [
     (0, {"val/eval-before": 0.25}),
@@ -54,7 +54,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_a_tracker_gets_what_the_file_gets(tmp_path: Path) -> None:
     service = Memory()
-    writer = MetricWriter(tmp_path, tensorboard=False, trackers=[Tracker("memory", lambda: service)])
+    writer = MetricWriter(tmp_path, tensorboard=False, trackers=[ThreadedTracker("memory", lambda: service)])
     writer.write(1, {"sft/loss": 3.0})
     for step, metrics in STEPS:
         writer.write(step, metrics)
@@ -82,7 +82,7 @@ def test_a_failure_is_logged_once_and_training_goes_on(
     if when == "at the end":
         service.close = away  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
-        tracker = Tracker("memory", open_service)
+        tracker = ThreadedTracker("memory", open_service)
         writer = MetricWriter(tmp_path, tensorboard=False, trackers=[tracker])
         for step, metrics in STEPS:
             writer.write(step, metrics)
@@ -109,7 +109,7 @@ def test_a_service_that_hangs_delays_nothing(
         release.wait()
         return Memory()
 
-    tracker = Tracker("memory", hang)
+    tracker = ThreadedTracker("memory", hang)
     writer = MetricWriter(tmp_path, tensorboard=False, trackers=[tracker])
     for step, metrics in STEPS:
         writer.write(step, metrics)
@@ -129,7 +129,7 @@ def test_a_queue_that_is_full_ends_the_tracker(
         release.wait()
         return Memory()
 
-    tracker = Tracker("memory", hang)
+    tracker = ThreadedTracker("memory", hang)
     with caplog.at_level(logging.WARNING):
         for step in range(4):
             tracker.write(step, {"a": 1.0}, False)
@@ -145,7 +145,7 @@ def test_a_queue_that_is_full_at_the_end_delays_nothing(
     """The service hangs, and exactly as many records wait as may."""
     monkeypatch.setattr(tracking, "WAITING", 2)
     monkeypatch.setattr(tracking, "CLOSE_S", 0.1)
-    tracker = tracking.Tracker("test", lambda: threading.Event().wait())  # type: ignore[arg-type, return-value]
+    tracker = tracking.ThreadedTracker("test", lambda: threading.Event().wait())  # type: ignore[arg-type, return-value]
     for step in range(2):
         tracker.write(step, {}, False)
     tracker.close()
@@ -179,7 +179,7 @@ def test_a_missing_package_is_told_with_its_mend(
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into its file store, by two starts of one run."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    run = Run("mine", tmp_path, {"trainer": {"seed": 1}, "empty": {}})
+    run = RunInfo("mine", tmp_path, {"trainer": {"seed": 1}, "empty": {}})
     for part in (STEPS[:2], STEPS[2:]):
         trackers = open_trackers(["mlflow"], run)
         for step, metrics in part:
@@ -203,7 +203,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into its own files, by two starts of one run; read back from their format."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = Run("mine", tmp_path, {"trainer": {"seed": 1}})
+    run = RunInfo("mine", tmp_path, {"trainer": {"seed": 1}})
     for part in (STEPS[:2], STEPS[2:]):
         trackers = open_trackers(["wandb"], run)
         for step, metrics in part:

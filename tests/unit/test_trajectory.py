@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megarl import algorithms
 from megarl.config.algorithms import AlgorithmConfig, PreferenceConfig
 from megarl.errors import NonRetryableError
+from megarl.experience.groups import group_stats
 from megarl.loop.batch import make_batch
 from megarl.loop.learner import step_input
 from megarl.schema import Outcome, Reward, Trajectory, Turn
@@ -110,7 +111,7 @@ TWO_LINES = (turn("user", 1), turn("model", 2, follows=0), turn("user", 5), turn
 
 def test_samples_of_a_trajectory_share_its_reward_and_its_group() -> None:
     members = [trajectory(TWO_LINES, 0, 1.0), trajectory(one_turn([1], [3]), 1, 0.0)]
-    stats = algorithms.group_stats([1.0, 0.0])
+    stats = group_stats([1.0, 0.0])
     grpo, settings = algorithms.get("grpo"), AlgorithmConfig()
     batch = make_batch([replace(t, group_stats=stats) for t in members], [], grpo, settings, 1)
     assert len(batch.outcomes) == 2 and [row.index for row in batch.rows] == [0, 0, 1]

@@ -35,8 +35,8 @@ LIMITED = {
     "checkpoint/pool.each: future.result": "`megarl convert`, a command of a person: it has completed by then",
     "checkpoint/pool.each: pool.shutdown": "`megarl convert`: what runs ends at its next count of bytes",
     "checkpoint/save.Save.finish: part.results.put": "a queue without bound",
-    "checkpoint/save.Save.finish: self._task.result": "Writer.answer: as long as the writer writes; the watchdog ends "
-    "a stall (cluster.stall_s)",
+    "checkpoint/save.Save.finish: self._pending.result": "Writer.answer: as long as the writer writes; the watchdog "
+    "ends a stall (cluster.stall_s)",
     "checkpoint/save._write_files: counted.put": "a queue without bound",
     "checkpoint/save._write_files: results.get": "the same thread has put the result there",
     "checkpoint/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
@@ -83,7 +83,7 @@ LIMITED = {
     "sync/shared._Lent.wait: self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, "
     "device='cpu')).wait": "sync.timeout_s: the timeout of the link",
     "sync/shared._Lent.wait: self.told.wait": "sync.timeout_s: the timeout of the link",
-    "tracking.Tracker._serve: self._records.get": "a daemon thread",
+    "tracking.ThreadedTracker._serve: self._records.get": "a daemon thread",
 }
 """Where, and what limits it."""
 

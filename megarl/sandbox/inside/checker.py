@@ -77,7 +77,7 @@ class Clock:
             raise _TooSlow("limit: wall")
 
 
-class Link:
+class ProgramChannel:
     """Requests to the program and its replies."""
 
     def __init__(self, descriptor: int) -> None:
@@ -142,10 +142,10 @@ def _exception(names: Any, message: str) -> BaseException:
     return Gone(message)
 
 
-def _remote(link: Link, kind: str, number: Any) -> Any:
+def _remote(channel: ProgramChannel, kind: str, number: Any) -> Any:
     if kind != "handle" or type(number) is not int:
         raise ValueError(f"unknown type {kind!r}")
-    return Remote(link, number)
+    return Remote(channel, number)
 
 
 def _encode(value: Any) -> Any:
@@ -161,8 +161,8 @@ def _handle(value: Any) -> Any:
 class Remote:
     """An object of the program. It is equal to itself alone, and true: its own opinion on that is not asked."""
 
-    def __init__(self, link: Link, number: int) -> None:
-        object.__setattr__(self, "_link", link)
+    def __init__(self, channel: ProgramChannel, number: int) -> None:
+        object.__setattr__(self, "_link", channel)
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -211,7 +211,7 @@ def check(
     asked: list[str],
     library: dict[str, list[str]],
     times: tuple[float, float],
-    link: int,
+    channel: int,
 ) -> dict[str, Any]:
     """``{"passed": [bool], "reasons": [str], "row_error": str | None}``, of as many tests as there was time for.
 
@@ -228,7 +228,7 @@ def check(
         return _broken(f"the tests do not parse: {error}")
     except ImportError as error:
         return _broken(f"the tests' setup fails: {error}")
-    program, clock = Link(link), Clock(*times)
+    program, clock = ProgramChannel(channel), Clock(*times)
 
     def prepare() -> None:
         theirs = program.ask("names", names=asked)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms import terms
-from megarl.algorithms.parts import doubles
+from megarl.algorithms.terms.parts import doubles
 from megarl.algorithms.types import Loss
 from megarl.config.algorithms import PPOConfig
 

@@ -1,16 +1,11 @@
-"""Statistics of a group of rewards: the only thing about its group that a sample needs."""
+"""Facts of a whole group, from the rewards and statuses of its answers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from megarl.schema import GroupStats
-
-
-def centred(reward: float, stats: GroupStats) -> float:
-    """r − mean, in float64; exactly 0 in an all-equal group; r in a group of one, where the mean would say nothing."""
-    return reward if stats.size == 1 else reward - stats.mean
+from megarl.schema import GroupStats, RewardStatus
 
 
 def group_stats(rewards: Sequence[float]) -> GroupStats:
@@ -35,3 +30,13 @@ def group_stats(rewards: Sequence[float]) -> GroupStats:
     except OverflowError as error:
         raise ValueError(f"group_stats needs rewards whose variance is finite in float64, got {values}") from error
     return GroupStats(mean=mean, std=math.sqrt(variance), size=len(values))
+
+
+def is_zero_variance(statuses: Sequence[RewardStatus]) -> bool:
+    """Return True if a group's accuracy is 0 or 1 (dynamic sampling: it is then replaced before training).
+
+    The accuracy, not the score: length and format shaping vary scores among answers that are all right or all wrong.
+    Verdicts that are missing (error, timeout) count as not right.
+    """
+    right = sum(status == "ok" for status in statuses)
+    return right in (0, len(statuses))

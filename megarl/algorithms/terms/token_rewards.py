@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms import kl
-from megarl.algorithms.parts import doubles, sums
+from megarl.algorithms.terms import kl
+from megarl.algorithms.terms.parts import doubles, sums
 from megarl.algorithms.types import StepInput, spread
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError

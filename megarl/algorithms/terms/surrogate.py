@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from megarl.algorithms import terms
-from megarl.algorithms.correction import correction
+from megarl.algorithms.terms.correction import correction
 from megarl.algorithms.types import Loss, LossInput
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.errors import ConfigError

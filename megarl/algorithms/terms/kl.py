@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms.parts import doubles
+from megarl.algorithms.terms.parts import doubles
 from megarl.config.algorithms import KLConfig
 from megarl.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Sums of tokens that make losses.
+"""Terms that algorithms share. Here: the sums of tokens that make losses.
 
 Shape legend: T tokens of a micro-batch, flat.
 """

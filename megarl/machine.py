@@ -1,0 +1,65 @@
+"""This machine: its process groups, and the memory that new processes may use (Linux)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Control group of this process: a container sees its own here."""
+
+
+def group_members(group: int) -> list[int]:
+    """Process ids of a process group and of the session with its number; left out are those of which only a zombie is
+    left (Linux)."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                # The command in parentheses may hold spaces: state, parent, group and session follow the last ")".
+                state, _, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                # Of a process that is killed the first thread is a zombie at once; the last one gives back its memory,
+                # and only then closes the sockets on which others of the group may have listened.
+                if str(group) in numbers and (state != "Z" or len(list((entry / "task").iterdir())) > 1):
+                    members.append(int(entry.name))
+    return members
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL to a process group, and to the groups that its processes have made in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    for pid in group_members(group):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start of a process, in clock ticks since the boot, which with ``pid`` names it; None when it is gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return None
+
+
+def started_at(pid: int) -> float | None:
+    """Start of a process, in Unix seconds; None when it is gone."""
+    booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+    ticks = start_ticks(pid)
+    return None if booted is None or ticks is None else int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def available_memory() -> int:
+    """Bytes that processes started now may use: the machine's, or less where a cgroup limits this one."""
+    import psutil
+
+    memory = int(psutil.virtual_memory().available)
+    limit, used, parts = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        # What files left in the page cache counts as used, and the kernel gives it back when somebody asks.
+        stat = dict(line.split() for line in parts.read_text().splitlines()) if parts.is_file() else {}
+        cached = sum(int(stat.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+        memory = min(memory, max(0, int(text) - int(used.read_text()) + cached))
+    return memory
