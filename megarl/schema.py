@@ -133,7 +133,7 @@ class Turn:
     template puts around them, and each image's placeholder as many times as the image has vectors."""
     follows: int = -1
     """Index of the turn that it continues; -1 for a turn that nothing comes before. A turn that does not follow its
-    neighbour begins anew from an earlier one: a context that was rewritten, or a sub-agent's."""
+    neighbour starts again from an earlier one: a context that was rewritten, or a sub-agent's."""
     logp: np.ndarray | None = None
     """float32 [T] of a model's turn: log-prob of each token under the distribution that the engine sampled from
     (temperature applied)."""
