@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from megarl.durable import whole, write_text
 from megarl.jobs import ProcessKind, kind_of
 from megarl.report import offline, svg
 from megarl.report.data import Answer, ReportData, changed_settings, load
+from megarl.report.pieces import PIECES
 from megarl.report.png import reward_png, share_axis
 from megarl.report.style import CSS, HATCH
 from megarl.report.text import (
     VERDICTS,
     accuracy,
     asked,
-    clean,
     duration,
     percent,
     points_gained,
@@ -69,19 +70,17 @@ def write_report(run_dir: Path) -> Path:
 def page(run: ReportData) -> str:
     """The whole report as HTML."""
     sections = (_headline, _curve, _accuracy, _charts, _answers, _lanes, _phase_table, _verifiers, _settings, _files)
-    title = escape(f"{run.config.run.name}: megarl report")
-    body = "".join(section(run) for section in sections)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{CSS}</style></head><body>{HATCH}<main>{body}</main></body></html>\n"
+    return str(
+        PIECES.page(
+            f"{run.config.run.name}: megarl report", Markup(CSS), Markup(HATCH), [section(run) for section in sections]
+        )
     )
 
 
 # ------------------------------------------------------------------- sections
 
 
-def _headline(run: ReportData) -> str:
+def _headline(run: ReportData) -> Markup:
     before, after = percent(run.before), percent(run.after)
     if run.offline:
         preferences = bool(run.accuracies)
@@ -109,25 +108,22 @@ def _headline(run: ReportData) -> str:
             ("held-out loss", offline.change(run, by_accuracy=False) or "—"),
             ("held-out rows", str(run.held_out)),
         ]
-    boxes = "".join(f'<div class="card"><b>{escape(value)}</b><span>{label}</span></div>' for label, value in tiles)
-    notes = "".join(f'<p class="note">{escape(clean(note))}</p>' for note in run.notes)
-    name = escape(f"{run.config.run.name} · {run.config.algorithm.name}")
-    return (
-        f'<header><div class="soft">{name}</div><h1>{head}</h1><div '
-        f'class="soft">{escape(status(run))}</div></header>{notes}<div class="tiles">{boxes}</div>'
-    )
+    name = f"{run.config.run.name} · {run.config.algorithm.name}"
+    return PIECES.headline(name, head, status(run), run.notes, tiles)
 
 
-def _curve(run: ReportData) -> str:
+def _curve(run: ReportData) -> Markup:
     if run.offline:
-        return _section(
-            "Loss", "Of each step; diamonds: of the held-out rows.", _card(offline.charts(run), scroll=True)
+        return PIECES.section(
+            "Loss",
+            "Of each step; diamonds: of the held-out rows.",
+            PIECES.card(Markup(offline.charts(run)), scroll=True),
         )
     rewards = run.series("critic/rewards/mean")
     shared = share_axis(rewards)
     markers = svg.Markers("held-out accuracy", run.accuracies) if run.accuracies else None
     if not rewards and not markers:
-        return _section("Reward", "No step and no evaluation has been recorded yet.")
+        return PIECES.section("Reward", "No step and no evaluation has been recorded yet.")
     big = {"width": 1060, "height": 290}
     drawn = (
         svg.line_chart("Mean reward", rewards, markers=markers if shared else None, zero=shared, **big)
@@ -139,14 +135,14 @@ def _curve(run: ReportData) -> str:
     width = svg.window(len(rewards))
     text = f"Mean over a step’s samples{f'; thick: running mean of {width} steps' if width > 1 else ''}."
     text += f" Diamonds: accuracy on the held-out tasks, {sampling(run.config.evaluation)}." if markers else ""
-    return _section("Reward", text, _card(drawn, scroll=True))
+    return PIECES.section("Reward", text, PIECES.card(Markup(drawn), scroll=True))
 
 
-def _accuracy(run: ReportData) -> str:
+def _accuracy(run: ReportData) -> Markup:
     if run.offline:
         text = f"{run.held_out} held-out rows, whose questions no training row asks."
         head, *lines = offline.table(run)
-        return _section("Before and after", text, _card(_table(head, lines)))
+        return PIECES.section("Before and after", text, PIECES.card(PIECES.table(head, lines)))
     body = []
     for label, evaluation in (("before", run.before), ("after", run.after)):
         s = evaluation.statuses if evaluation else {}
@@ -163,47 +159,43 @@ def _accuracy(run: ReportData) -> str:
     if one_answer and run.after is not None and run.after.statuses and run.before is not None and run.before.statuses:
         text += f" {run.learned} tasks went from wrong to right, {run.unlearned} from right to wrong."
     head = ("", "after step", "accuracy", "right", "tasks" if one_answer else "answers", "no verdict", "mean tokens")
-    return _section("Accuracy before and after", text, _card(_table(head, body)))
+    return PIECES.section("Accuracy before and after", text, PIECES.card(PIECES.table(head, body)))
 
 
-def _charts(run: ReportData) -> str:
+def _charts(run: ReportData) -> Markup:
     loss = [(step, metrics["sft/loss"]) for step, metrics in run.warm_start if "sft/loss" in metrics]
     known = [("Warm start: loss", "supervised", "sft/loss", loss), *((*c, run.series(c[2])) for c in CHARTS)]
     cards = []
     for title, unit, metric, points in known:
         if points:
-            cards.append(_chart_card(title, metric, unit, points))
-    body = f'<div class="charts">{"".join(cards)}</div>' if cards else ""
+            drawn = Markup(svg.line_chart(f"{title}, {unit}" if unit else title, points))
+            cards.append(PIECES.chart(title, metric, unit, points[-1][1], drawn))
+    body = PIECES.charts(cards) if cards else Markup()
     if by_step := seconds_by_step(run.timelines.get("trainer_0", ())):
         order = _ordered({name for seconds in by_step.values() for name in seconds})
-        chart = svg.stacked_chart("Seconds per phase", by_step, order, width=1060, height=230)
-        body += _card(f"<h3>Seconds per phase, trainer rank 0</h3>{chart}{_legend(order)}", scroll=True)
-    return _section("Curves", "Over training steps; the number is the last step’s.", body) if body else ""
+        drawn = Markup(svg.stacked_chart("Seconds per phase", by_step, order, width=1060, height=230))
+        body += PIECES.card(PIECES.titled("Seconds per phase, trainer rank 0", drawn) + _legend(order), scroll=True)
+    return PIECES.section("Curves", "Over training steps; the number is the last step’s.", body) if body else body
 
 
-def _answers(run: ReportData) -> str:
+def _answers(run: ReportData) -> Markup:
     if run.offline:
-        return ""
+        return Markup()
     if not run.samples:
-        return _section("Sample answers", "No held-out task has been answered yet.")
+        return PIECES.section("Sample answers", "No held-out task has been answered yet.")
     head = ("", "question", "ground truth", "before", "after")
     body = [
-        (
-            i,
-            *(_Html(f'<div class="text">{_text(t)}</div>') for t in (s.question, s.ground_truth)),
-            _answer(s.before),
-            _answer(s.after),
-        )
+        (i, *(PIECES.text(t) for t in (s.question, s.ground_truth)), _answer(s.before), _answer(s.after))
         for i, s in enumerate(run.samples, 1)
     ]
     text = f"{len(run.samples)} of {run.held_out} held-out tasks, taken at equal distances, whatever the answer was."
-    return _section("Sample answers", text, _card(_table(head, body, numeric=())))
+    return PIECES.section("Sample answers", text, PIECES.card(PIECES.table(head, body, numeric=())))
 
 
-def _lanes(run: ReportData) -> str:
+def _lanes(run: ReportData) -> Markup:
     timelines = dict(sorted(run.timelines.items(), key=lambda item: _process_order(item[0])))
     if not timelines:
-        return ""
+        return Markup()
     steps = [p for p in next(iter(timelines.values())) if p.name == CONTAINER and p.step is not None][-SHOWN_STEPS:]
     everything = [p for phases in timelines.values() for p in phases]
     end = steps[-1].end if steps else max(p.end for p in everything)
@@ -218,19 +210,19 @@ def _lanes(run: ReportData) -> str:
     what = f"The last {len(steps)} steps" if len(steps) > 1 else "The last step" if steps else "The last minute"
     more = f" The first {SHOWN_PROCESSES} of {len(timelines)} processes." if len(timelines) > SHOWN_PROCESSES else ""
     text = f"{what}, every process a lane; hatched: a trainer rank waits for explorer and engines.{more}"
-    return _section("Who did what", text, _card(drawn + _legend(_ordered(shown)), scroll=True))
+    return PIECES.section("Who did what", text, PIECES.card(Markup(drawn) + _legend(_ordered(shown)), scroll=True))
 
 
-def _phase_table(run: ReportData) -> str:
+def _phase_table(run: ReportData) -> Markup:
     if not run.timelines:
-        return ""
+        return Markup()
     wall = run.wall_s or 1.0
     processes = sorted(run.timelines, key=_process_order)[:SHOWN_COLUMNS]
     seconds = [seconds_by_phase(process, run.timelines[process]) for process in processes]
     body: list[tuple[Any, ...]] = []
     for name in dict.fromkeys(name for phases in seconds for name in phases):
         longest = max(phases.get(name, 0.0) for phases in seconds)
-        bar = _Html(f'<span class="bar" style="width:{160 * min(1.0, longest / wall):.0f}px"></span>')
+        bar = PIECES.bar(160 * min(1.0, longest / wall))
         label = f"{name} (waiting)" if name in WAITING else name
         body.append((label, *(f"{p[name]:.1f}" if name in p else "" for p in seconds), f"{longest / wall:.1%}", bar))
     idle = [
@@ -239,18 +231,20 @@ def _phase_table(run: ReportData) -> str:
     ]
     body.append(("in no phase", *("" if rest is None else f"{max(rest, 0.0):.1f}" for rest in idle), "", ""))
     numeric = range(1, len(processes) + 2)
-    table = _table(("phase", *processes, "share of wall time", ""), body, numeric=numeric)
+    table = PIECES.table(("phase", *processes, "share of wall time", ""), body, numeric=numeric)
     steps = len(seconds_by_step(run.timelines.get("trainer_0", ())))
     inside = [(name, [v for _, v in run.series(f"rollout/{key}")]) for name, key in EXPLORER]
-    extra = ""
+    extra = Markup()
     if all(values for _, values in inside):
         means = ", ".join(f"{name} {sum(v) / len(v):.2f} s" for name, v in inside)
-        extra = f'<p class="soft">Inside a step’s rollout, mean by the explorer’s clock: {means}.</p>'
+        extra = PIECES.paragraph(f"Inside a step’s rollout, mean by the explorer’s clock: {means}.")
     text = f"Whole run: {duration(run.wall_s)} from the first recorded phase to the last, {steps} steps."
-    return _section("Seconds per phase", f"{text} Each moment counts for the innermost phase.", _card(table) + extra)
+    return PIECES.section(
+        "Seconds per phase", f"{text} Each moment counts for the innermost phase.", PIECES.card(table) + extra
+    )
 
 
-def _verifiers(run: ReportData) -> str:
+def _verifiers(run: ReportData) -> Markup:
     """Table of the calls and seconds of each verifier over all steps, and the parts of the rewards."""
     names = sorted({name for _, metrics in run.steps for name in metrics if name.startswith("reward/")})
     body: list[tuple[Any, ...]] = []
@@ -278,7 +272,7 @@ def _verifiers(run: ReportData) -> str:
             )
         )
     if not body:
-        return ""
+        return Markup()
     head = (
         "verifier",
         "answers",
@@ -297,76 +291,33 @@ def _verifiers(run: ReportData) -> str:
         if name.startswith("reward/parts/")
     }
     said = "; ".join(f"{name} {value:.3f}" for name, value in parts.items())
-    note = (
-        f'<p class="soft">Parts of the reward in the last step, means, unweighted: {escape(said)}.</p>' if parts else ""
-    )
-    return _section("Rewards", "Waited: for a free reward process.", _card(_table(head, body)) + note)
+    note = PIECES.paragraph(f"Parts of the reward in the last step, means, unweighted: {said}.") if parts else Markup()
+    return PIECES.section("Rewards", "Waited: for a free reward process.", PIECES.card(PIECES.table(head, body)) + note)
 
 
-def _settings(run: ReportData) -> str:
+def _settings(run: ReportData) -> Markup:
     body = [(name, _value(value), _value(default)) for name, default, value in changed_settings(run.config)]
-    return _section(
-        "Settings that differ from the defaults", "", _card(_table(("setting", "value", "default"), body, numeric=()))
+    return PIECES.section(
+        "Settings that differ from the defaults",
+        "",
+        PIECES.card(PIECES.table(("setting", "value", "default"), body, numeric=())),
     )
 
 
-def _files(run: ReportData) -> str:
-    checkpoint = f"<code>{escape(str(run.hf_checkpoint))}</code>" if run.hf_checkpoint else "not exported yet"
+def _files(run: ReportData) -> Markup:
     body = [
-        ("HF checkpoint", _Html(checkpoint)),
-        ("run", _Html(f"<code>{escape(str(run.run_dir))}</code>")),
-        ("reward curve", _Html('<a href="reward_curve.png">reward_curve.png</a>')),
+        ("HF checkpoint", PIECES.code(str(run.hf_checkpoint)) if run.hf_checkpoint else "not exported yet"),
+        ("run", PIECES.code(str(run.run_dir))),
+        ("reward curve", PIECES.link("reward_curve.png")),
     ]
-    return _section("Files", "", _card(_table(("", ""), body, numeric=())))
+    return PIECES.section("Files", "", PIECES.card(PIECES.table(("", ""), body, numeric=())))
 
 
-# --------------------------------------------------------------------- pieces
+# --------------------------------------------------------------------- helpers
 
 
-def _section(title: str, note: str, body: str = "") -> str:
-    below = f'<p class="soft">{note}</p>' if note else ""
-    return f"<section><h2>{title}</h2>{below}{body}</section>"
-
-
-def _card(body: str, *, scroll: bool = False) -> str:
-    return f'<div class="card wide{" scroll" if scroll else ""}">{body}</div>'
-
-
-class _Html(str):
-    """Text that is HTML already."""
-
-
-def _table(head: Sequence[str], body: Iterable[Sequence[Any]], *, numeric: Sequence[int] | None = None) -> str:
-    """A table whose first column names the row; all other columns are numbers unless ``numeric`` lists which."""
-    right = range(1, len(head)) if numeric is None else numeric
-    css = ['class="n"' if i in right else "" for i in range(len(head))]
-    top = "".join(f'<th scope="col" {css[i]}>{escape(text)}</th>' for i, text in enumerate(head)) if any(head) else ""
-    lines = []
-    for row in body:
-        cells = [v if isinstance(v, _Html) else escape(clean(str(v))) for v in row]
-        first = f'<th scope="row">{cells[0]}</th>'
-        lines.append(f"<tr>{first}{''.join(f'<td {css[i]}>{c}</td>' for i, c in enumerate(cells) if i)}</tr>")
-    return f"<table>{f'<thead><tr>{top}</tr></thead>' if top else ''}<tbody>{''.join(lines)}</tbody></table>"
-
-
-def _chart_card(title: str, metric: str, unit: str, points: svg.Series) -> str:
-    last = f'<span class="last">{svg.number(points[-1][1])}</span>'
-    foot = f"<code>{metric}</code><code>{unit}</code>"
-    chart = svg.line_chart(f"{title}, {unit}" if unit else title, points)
-    return (
-        f'<div class="card"><div class="head"><h3>{title}</h3>{last}</div>{chart}<div class="head">{foot}</div></div>'
-    )
-
-
-def _legend(names: Sequence[str]) -> str:
-    def swatch(name: str) -> str:
-        css = svg.fill(name, waits=name in WAITING)
-        return (
-            f'<li><svg viewBox="0 0 14 14" aria-hidden="true"><rect class="{css}" width="14" height="14" '
-            f'rx="2"/></svg>{escape(name)}</li>'
-        )
-
-    return f'<ul class="legend">{"".join(swatch(name) for name in names)}</ul>'
+def _legend(names: Sequence[str]) -> Markup:
+    return PIECES.legend([(svg.fill(name, waits=name in WAITING), name) for name in names])
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
@@ -384,16 +335,8 @@ def _process_order(name: str) -> tuple[bool, str, int]:
     )
 
 
-def _answer(answer: Answer | None) -> _Html:
-    if answer is None:
-        return _Html('<span class="soft">no answer</span>')
-    text, css = VERDICTS[answer.status]
-    shown = _text(answer.text) if answer.text.strip() else '<span class="soft">(empty)</span>'
-    return _Html(f'<span class="verdict {css}">{text}</span><div class="text">{shown}</div>')
-
-
-def _text(text: str) -> str:
-    return escape(clean(text))
+def _answer(answer: Answer | None) -> Markup:
+    return PIECES.soft("no answer") if answer is None else PIECES.answer(*VERDICTS[answer.status], answer.text)
 
 
 def _value(value: Any) -> str:
