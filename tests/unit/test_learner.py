@@ -16,6 +16,7 @@ from megarl.batching import Sequences, micro_batches
 from megarl.batching.packing import MicroBatching
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
 from megarl.config.schema import Config, CriticConfig, ParallelConfig, RolloutConfig, TrainerConfig
+from megarl.experience.groups import group_stats
 from megarl.loop.batch import StepBatch, filter_overlong, make_batch
 from megarl.loop.context import RunContext
 from megarl.loop.learner import Learner, kl_coef, step_input
@@ -119,7 +120,7 @@ def answer(index: int, score: float, reason: FinishReason = "stop") -> Experienc
         reward=Reward(score, "ok"),
         segments=(),
         finish_reason=reason,
-        group_stats=algorithms.group_stats([0.0, 1.0, 1.0, 0.0]),
+        group_stats=group_stats([0.0, 1.0, 1.0, 0.0]),
     )
 
 
