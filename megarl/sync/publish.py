@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from megarl import heartbeat
-from megarl.config.schema import Config
+from megarl.config.schema import Config, RolloutConfig
 from megarl.errors import WeightSyncError
 from megarl.parallel.grid import megatron_grid
 from megarl.reshard.execute import Digests, Transport, bytes_of, send
@@ -86,10 +86,7 @@ class WeightPublisher:
         self._num_trainers = layout.num_ranks
         self._vocab_multiple = vocab_multiple
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        rollout = config.rollout
-        destination = vllm_layout(
-            hf_config, rollout.tp, replicas=rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
-        )
+        destination = _engine_layout(hf_config, config.rollout)
         self._plan = build_plan(layout, destination)
         self._fleet = EngineFleet(addresses, config.sync.timeout_s)
         world_size = layout.num_ranks + destination.num_ranks
@@ -125,9 +122,8 @@ class WeightPublisher:
                 self._fleet.wait_ready(self._config.rollout.start_timeout_s, self._stopping)
                 answers = self._fleet.each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
                 machines = [worker["machine"] for engine in answers for worker in engine]
-                told["places"] = asdict(
-                    Places(machines, [self._lent_by(topic, rank) for rank in range(self._num_trainers)])
-                )
+                posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._num_trainers)]
+                told["places"] = asdict(Places(machines, [[machine(), *self._memory], *posted]))
         else:
             self._messages.post(f"{topic}/{self._rank}", [machine(), *self._memory])
             told = self._messages.received(topic)
@@ -146,13 +142,6 @@ class WeightPublisher:
         self._plan = replace(self._plan, nearness=places.nearness())
         self._link, self._lender = link, Lender(link, places.workers_near(self._rank), self._memory)
         self.transport = self._lender
-
-    def _lent_by(self, topic: str, rank: int) -> tuple[str, int, int]:
-        """Machine and memory file of a trainer rank."""
-        if rank == 0:
-            return machine(), *self._memory
-        where, pid, descriptor = self._messages.posted(f"{topic}/{rank}")
-        return where, pid, descriptor
 
     @_with_timeout(lambda config: config.sync.timeout_s)
     def publish(
@@ -261,3 +250,10 @@ class WeightPublisher:
             "bucket_bytes": self._config.sync.bucket_bytes,
             "fingerprint": self._plan.fingerprint,
         }
+
+
+def _engine_layout(hf_config: Mapping[str, Any], rollout: RolloutConfig) -> Layout:
+    """Layout of all engines' workers."""
+    return vllm_layout(
+        hf_config, rollout.tp, replicas=rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
+    )
