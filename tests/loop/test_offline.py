@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from megarl.checkpoint.state import latest, read_state
+from megarl.config.algorithms import PreferenceConfig
 from megarl.report.data import load
 from tests.loop.engines import transformers_logp
 from tests.metrics_page import unlisted
@@ -128,6 +129,7 @@ def test_transformers_measures_the_same(finished: Job) -> None:
     run_dir = finished.run_dir
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
     config = load(run_dir).config
+    beta = config.algorithm.beta if isinstance(config.algorithm, PreferenceConfig) else 1.0  # a reward model has none
     wins, losses = [], []
     scorer = Scorer(run_dir)
     for line in Path(config.taskset.eval).read_text().splitlines():
@@ -135,7 +137,7 @@ def test_transformers_measures_the_same(finished: Job) -> None:
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         answers = [row["chosen"], row["rejected"][0]["content"]]
         ids = [tokenizer(text, add_special_tokens=False).input_ids + [tokenizer.eos_token_id] for text in answers]
-        chosen, rejected = (scorer.reward(prompt, answer, config.algorithm.beta) for answer in ids)
+        chosen, rejected = (scorer.reward(prompt, answer, beta) for answer in ids)
         wins.append(chosen > rejected)
         losses.append(-torch.nn.functional.logsigmoid(torch.tensor(chosen - rejected)).item())
     last = [r for r in records(run_dir) if "val/loss" in r][-1]

@@ -83,7 +83,7 @@ def test_answers_outside_any_pair_have_log_probs(needs: set[str]) -> None:
     experiences: list[Any] = [answer(i, score) for i, score in enumerate(scores)]
     model = SimpleNamespace(
         micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
-        answers=lambda sequences, updates: asked_for(sequences, updates),
+        outputs=lambda sequences, updates: asked_for(sequences, updates),
     )
     config = Config(algorithm=PreferenceConfig(name="online_dpo"))
     batch = make_batch(experiences, [], algorithms.get("online_dpo"), config.algorithm, 1)
@@ -133,7 +133,7 @@ def filtered(
     """The stand-in of a model, and a group of four answers as far as its advantages; log-probs before the filter."""
     model: Any = SimpleNamespace(
         micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
-        answers=lambda sequences, asked: -0.5 * asked_for(sequences, asked),
+        outputs=lambda sequences, asked: -0.5 * asked_for(sequences, asked),
     )
     learner = learner_of(Config(algorithm=settings), actor=model, reference=model)
     experiences: list[Any] = [answer(i, score, reasons[i]) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]

@@ -286,7 +286,7 @@ def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     ends = (sequences.cu_seqlens[1:] - 1).tolist()
     assert sequences.mask.nonzero()[:, 0].tolist() == [end - before for end, before in zip(ends, expected, strict=True)]
     scores = torch.arange(float(len(sequences.tokens)))
-    model: Any = SimpleNamespace(hf_config=config, answers=lambda *_: scores, micro_batches=lambda _: None)
+    model: Any = SimpleNamespace(hf_config=config, outputs=lambda *_: scores, micro_batches=lambda _: None)
     assert learner.model_scores(model, [experience(ids) for ids in ANSWERS]) == scores[sequences.mask].tolist()
 
 
