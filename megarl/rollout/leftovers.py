@@ -36,8 +36,8 @@ def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Make a folder for one engine's temporary files; returns it and the environment variables for it. vLLM does not
     remove its sockets.
 
-    The folder names its run, whose next start removes it (``remove_stale_folders``) when the supervisor and its reaper were
-    killed.
+    A file in it names the run, whose next start removes it (``remove_stale_folders``) when the supervisor and its
+    reaper were killed.
     """
     shared = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_folder_root())
