@@ -24,7 +24,7 @@ import page
 from megarl.config.rewards import CodeConfig
 from megarl.rewards.code import make_scorer
 from megarl.sandbox.host import find
-from megarl.sandbox.local import local_sandbox
+from megarl.sandbox.proven import local_sandbox
 
 ROUNDS = 5
 SECONDS = 2.0

@@ -58,8 +58,7 @@ class Trainer(ABC):
         self.timeline = self.reporter.timeline
         self.algorithm = algorithms.get(config.algorithm.name)
         self.models = self.make_models()
-        num_tasks = len(self.store.task_ids("train"))
-        self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter, num_tasks)
+        self.checkpoints = Checkpointer(self.context, self.store, self.ranks, self.reporter)
         self.updates = UpdateFilter(config.trainer.update_filter, self.reporter)
         self.learner = Learner(config, self.algorithm, self.models, self.updates, self.ranks)
 

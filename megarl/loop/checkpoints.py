@@ -24,12 +24,12 @@ from megarl.store import Store
 class Checkpointer:
     """Saves and restores models, optimizers and ``TrainState``. Every rank makes the same calls."""
 
-    def __init__(self, context: RunContext, store: Store, ranks: Ranks, reporter: Reporter, num_tasks: int) -> None:
+    def __init__(self, context: RunContext, store: Store, ranks: Ranks, reporter: Reporter) -> None:
         self._context = context
         self._store = store
         self._ranks = ranks
         self._reporter = reporter
-        self._num_tasks = num_tasks
+        self._num_tasks = len(store.task_ids("train"))
         self._saved: TrainState | None = None
         """State in the newest checkpoint, be it finished or pending."""
         self._pending: saving.Save | None = None

@@ -28,7 +28,8 @@ from megarl.ops import slice_digest
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
 from megarl.reshard.layout import Layout
-from megarl.reshard.plan import Kind, Move, RankPair, ReshardPlan
+from megarl.reshard.plan import Move, RankPair, ReshardPlan
+from megarl.reshard.wants import Kind
 
 Digests = dict[tuple[int, str], int]
 """(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders

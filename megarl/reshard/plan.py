@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from typing import NamedTuple
 from megarl.errors import PlanError
 from megarl.reshard import boxes
 from megarl.reshard.boxes import Box, Shape
-from megarl.reshard.layout import Copy, Layout, Owners, Piece, check_tiling
+from megarl.reshard.layout import Layout, Owners
+from megarl.reshard.wants import Kind, RankWants, Want, Wants
 
 
 class Move(NamedTuple):
@@ -41,34 +42,6 @@ class RankPair(NamedTuple):
     dst: int
 
 
-class _Want(NamedTuple):
-    """Elements ``box`` of one destination piece, which any of the copy's ranks can send."""
-
-    piece: Piece
-    copy: Copy
-    box: Box
-    copies: int
-    """Number of the set of ranks that have it (``_Wants.sets``)."""
-    start: int
-    size: int
-    """Size in elements; it follows ``start`` elements of other wants from the same ranks."""
-    src_at: Shape
-    dst_at: Shape
-
-
-class _Wants(NamedTuple):
-    """Pieces that one kind of destination rank needs, in the order of its pieces."""
-
-    wants: list[_Want]
-    sets: list[tuple[int, ...]]
-    """Sets of source ranks."""
-    totals: list[int]
-    """Elements that are wanted of each set."""
-
-
-Kind = tuple[tuple[Owners, int], ...]
-
-
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
     """Every element of every destination rank is written exactly once: what is asked of the plan is checked on the way,
@@ -84,20 +57,24 @@ class ReshardPlan:
     nearness: Callable[[int, int], int] | None = None
     """(source rank, destination rank) -> how far apart; the nearest copies are used. None: all alike."""
 
+    @cached_property
+    def _wants(self) -> Wants:
+        return Wants(self.source, self.destination)
+
     # ------------------------------------------------------------------ moves
 
     def moves_to(self, dst: int) -> Iterator[Move]:
         """Pieces that destination rank ``dst`` needs, in the order of its pieces."""
-        yield from (_move(want, src, dst) for want, src in self._senders(dst, self._wants_of_kind(dst)))
+        yield from (_move(want, src, dst) for want, src in self._senders(dst, self._wants.of_kind(dst)))
 
     def moves_from(self, src: int) -> Iterator[Move]:
         """Pieces that source rank ``src`` sends, by destination rank."""
         mine = {piece.tensor for piece in self.source.pieces(src)}
-        wants: dict[Kind, _Wants] = {}
+        wants: dict[Kind, RankWants] = {}
         for dst in range(self.destination.num_ranks):
             kind = self.destination.kind(dst)
             if kind not in wants:
-                wants[kind] = self._wants(dst, mine, sender=src)
+                wants[kind] = self._wants.of(dst, mine, sender=src)
             yield from (_move(want, src, dst) for want, rank in self._senders(dst, wants[kind]) if rank == src)
 
     @cached_property
@@ -113,7 +90,7 @@ class ReshardPlan:
             if kind not in seen:
                 seen.add(kind)
                 self.destination.check(dst)
-                self._wants_of_kind(dst)
+                self._wants.of_kind(dst)
 
     def only(self, tensors: Callable[[str], bool]) -> ReshardPlan:
         """The part of the plan that concerns these logical tensors: a destination tensor goes with all that is in
@@ -127,7 +104,7 @@ class ReshardPlan:
         total: dict[RankPair, int] = {}
         for dst in range(self.destination.num_ranks):
             mine: dict[int, int] = defaultdict(int)
-            for want, src in self._senders(dst, self._wants_of_kind(dst)):
+            for want, src in self._senders(dst, self._wants.of_kind(dst)):
                 mine[src] += want.size
             for src, elements in mine.items():
                 if not (self.colocated and src == dst):
@@ -157,74 +134,9 @@ class ReshardPlan:
                 digest.update(repr(line).encode())
         return digest.hexdigest()
 
-    # ------------------------------------------------------------------ geometry
-
-    @cached_property
-    def _known_wants(self) -> dict[Kind, _Wants]:
-        return {}
-
-    def _wants_of_kind(self, dst: int) -> _Wants:
-        """All wants of a destination rank, kept for the ranks that need the same."""
-        kind = self.destination.kind(dst)
-        if kind not in self._known_wants:
-            self._known_wants[kind] = self._wants(dst)
-        return self._known_wants[kind]
-
-    def _wants(self, dst: int, tensors: Collection[str] | None = None, sender: int | None = None) -> _Wants:
-        """The common boxes of a destination rank's pieces with the source's, checked to tile each piece.
-
-        With ``sender`` only those (among ``tensors``) that this source rank has; then tiling cannot be seen and is not
-        checked.
-        """
-        wants: list[_Want] = []
-        numbers: dict[tuple[int, ...], int] = {}
-        totals: list[int] = []
-        for row, share in self.destination.rows_of(dst):
-            if tensors is not None and not any(part in tensors for part in row.parts):
-                continue
-            for piece in row.pieces(share):
-                hits = [
-                    (copy, common)
-                    for copy in self._copies(piece.tensor)
-                    if (common := boxes.intersect(copy.box, piece.box)) is not None
-                ]
-                if sender is None and not (len(hits) == 1 and hits[0][1] == piece.box):
-                    check_tiling(
-                        f"{piece.tensor} of {self.source.name} into {piece.local} on rank {dst} of "
-                        f"{self.destination.name}",
-                        piece.box,
-                        [(common, f"source piece {list(copy.box)}") for copy, common in hits],
-                    )
-                for copy, common in hits:
-                    if sender is None or sender in copy.ranks:
-                        number = numbers.setdefault(copy.ranks, len(totals))
-                        if number == len(totals):
-                            totals.append(0)
-                        size = boxes.volume(common)
-                        src_at = boxes.shifted(copy.at, _offset(common, copy.box))
-                        dst_at = boxes.shifted(piece.at, _offset(common, piece.box))
-                        wants.append(_Want(piece, copy, common, number, totals[number], size, src_at, dst_at))
-                        totals[number] += size
-        return _Wants(wants, list(numbers), totals)
-
-    @cached_property
-    def _known_copies(self) -> dict[str, tuple[Copy, ...]]:
-        return {}
-
-    def _copies(self, tensor: str) -> tuple[Copy, ...]:
-        """Distinct source boxes of a tensor in order; of a box that lies in two places (a tied output weight) the
-        first."""
-        found = self._known_copies.get(tensor)
-        if found is None:
-            by_box: dict[Box, Copy] = {}
-            for copy in self.source.copies(tensor):
-                by_box.setdefault(copy.box, copy)
-            found = self._known_copies[tensor] = tuple(by_box[box] for box in sorted(by_box))
-        return found
-
     # ------------------------------------------------------------------ who sends
 
-    def _senders(self, dst: int, wants: _Wants) -> Iterator[tuple[_Want, int]]:
+    def _senders(self, dst: int, wants: RankWants) -> Iterator[tuple[Want, int]]:
         """The wants in order, each with its source rank; cut along axis 0 where two ranks share one.
 
         What a destination rank takes from the same n copies is laid end to end on a circle that these copies divide
@@ -291,7 +203,7 @@ def build_plan(
     return ReshardPlan(source, destination, colocated, nearness)
 
 
-def _share(want: _Want, ranks: tuple[int, ...], start: int, circle: int) -> Iterator[tuple[_Want, int]]:
+def _share(want: Want, ranks: tuple[int, ...], start: int, circle: int) -> Iterator[tuple[Want, int]]:
     """Cut a want that begins at ``start`` of ``circle`` elements, which ``ranks`` divide evenly, where their parts
     meet."""
     (origin, high), rest = want.box[0], want.box[1:]
@@ -299,25 +211,21 @@ def _share(want: _Want, ranks: tuple[int, ...], start: int, circle: int) -> Iter
     low, end = origin, start + want.size
     for number in range(start * len(ranks) // circle, (end - 1) * len(ranks) // circle + 1):
         border = -(-(number + 1) * circle // len(ranks))
-        micro_batching = high if border >= end else min(origin + (border - start + row // 2) // row, high)
-        if low < micro_batching:
+        upper = high if border >= end else min(origin + (border - start + row // 2) // row, high)
+        if low < upper:
             by = (low - origin, *(0 for _ in rest))
             yield (
                 want._replace(
-                    box=((low, micro_batching), *rest),
-                    size=(micro_batching - low) * row,
+                    box=((low, upper), *rest),
+                    size=(upper - low) * row,
                     src_at=boxes.shifted(want.src_at, by),
                     dst_at=boxes.shifted(want.dst_at, by),
                 ),
                 ranks[number],
             )
-            low = micro_batching
+            low = upper
 
 
-def _move(want: _Want, src: int, dst: int) -> Move:
+def _move(want: Want, src: int, dst: int) -> Move:
     piece = want.piece
     return Move(src, dst, piece.tensor, want.box, want.copy.local, want.src_at, piece.local, want.dst_at)
-
-
-def _offset(inner: Box, outer: Box) -> Shape:
-    return tuple(i[0] - o[0] for i, o in zip(inner, outer, strict=True))

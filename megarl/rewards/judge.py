@@ -6,67 +6,35 @@ It waits rather than computes: one ``Judge`` lives in the explorer's event loop,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
-import random
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from email.utils import parsedate_to_datetime
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
-
-import aiohttp
 
 from megarl.config.rewards import JUDGE_IS_ROLLOUT, JudgeConfig
 from megarl.errors import ConfigError
 from megarl.rewards.judge_cache import JudgementCache
 from megarl.rewards.judge_rubric import Vote, fill, read_rubric, read_vote, reference_text, tally
+from megarl.rewards.judge_server import KEY_VARIABLE, JudgeServer, RequestFailed
 from megarl.rewards.math_extract import after_thinking
 
-KEY_VARIABLE = "MEGARL_JUDGE_KEY"
 ROLLOUT_MODEL = "policy"
 """Name under which ``rollout.engine`` serves its model."""
 
-BACKOFF_S = 0.5
-"""Before the first repetition, doubled for each further one, times 0.5 to 1.5 by chance."""
-MAX_WAIT_S = 60.0
 SECOND_TEMPERATURE = 0.7
 """Least temperature when a reply without a verdict is asked for again: a greedy judge would repeat it."""
 CACHE_FORMAT = 1
 """Raised when the prompt or the reading of replies changes."""
 
 
-T = TypeVar("T")
-
-
 class _Reply(NamedTuple):
     text: str
     finish_reason: str | None
-
-
-class _RequestFailed(RuntimeError):
-    """A request got no usable answer, after all retries."""
-
-    def __init__(
-        self,
-        message: str,
-        status: Literal["error", "timeout"] = "error",
-        wait_s: float | None = 0.0,
-        *,
-        away: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.wait_s = wait_s
-        """Seconds until the server may be asked again; None where a repetition is useless."""
-        self.away = away
-        """True if one of the job's own engines is gone or has no weights yet: it is being replaced."""
 
 
 class Judge:
@@ -87,9 +55,9 @@ class Judge:
     ) -> None:
         _check_settings(config)
         self._config = config
-        self._engine_timeout_s = engine_timeout_s if config.url == JUDGE_IS_ROLLOUT else 0.0
         self._rubric = read_rubric(config.rubric)
-        if config.url == JUDGE_IS_ROLLOUT:
+        own = config.url == JUDGE_IS_ROLLOUT
+        if own:
             if not engines:
                 raise ConfigError(
                     "reward.judge.url=rollout: there are no engines here (MEGARL_ENGINES); give the URL of a server"
@@ -100,27 +68,20 @@ class Judge:
             assert config.url is not None
             bases, key = [config.url.rstrip("/")], os.environ.get(KEY_VARIABLE)
             self._model = config.model or ""
-        self._bases = itertools.cycle(bases)
-        self._key = key or None
-        self._slots = asyncio.Semaphore(config.concurrency)
+        self.server = JudgeServer(bases, key or None, config, engine_timeout_s if own else 0.0)
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
-        self._session: aiohttp.ClientSession | None = None
         self._cache: JudgementCache | None = None
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = self.server.counts
         """Since the start: requests, retries, cached and shared judgements, prompt_tokens and completion_tokens as the
         server counts."""
 
     async def __aenter__(self) -> Self:
         cache = self._config.cache
         self._cache = None if cache is None else JudgementCache(cache)
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=aiohttp.ClientTimeout(total=self._config.timeout_s),
-            connector=aiohttp.TCPConnector(limit=0),
-        )
+        self.server.open()
         if not self._model:
             try:
-                self._model = (await self.models())[0]
+                self._model = (await self.server.models())[0]
             except BaseException:
                 await self.close()
                 raise
@@ -137,8 +98,7 @@ class Judge:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self.server.close()
         if self._cache is not None:
             self._cache.close()
 
@@ -196,7 +156,7 @@ class Judge:
         replies: list[str] = []
         outcomes = await asyncio.gather(*(self._vote(prompt, index, replies) for index in range(self._config.votes)))
         votes = [outcome for outcome in outcomes if isinstance(outcome, Vote)]
-        failed = [outcome for outcome in outcomes if isinstance(outcome, _RequestFailed)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, RequestFailed)]
         if not votes:
             if failed:
                 late = all(failure.status == "timeout" for failure in failed) and len(failed) == len(outcomes)
@@ -207,7 +167,7 @@ class Judge:
             await self._cache.put(key, result, replies)
         return result | {"cached": False}
 
-    async def _vote(self, prompt: str, index: int, replies: list[str]) -> Vote | _RequestFailed | None:
+    async def _vote(self, prompt: str, index: int, replies: list[str]) -> Vote | RequestFailed | None:
         """None: asked twice, and no verdict."""
         temperature = self._config.temperature
         asked = ((index, temperature), (self._config.votes + index, max(temperature, SECOND_TEMPERATURE)))
@@ -220,8 +180,8 @@ class Judge:
                 "seed": seed,
             }
             try:
-                reply = await self._request("POST", "/chat/completions", body, self._read_reply)
-            except _RequestFailed as failure:
+                reply = await self.server.request("POST", "/chat/completions", body, self._read_reply)
+            except RequestFailed as failure:
                 return failure
             replies.append(reply.text)
             if (vote := read_vote(*reply)) is not None:
@@ -237,71 +197,6 @@ class Judge:
         text = choice["message"].get("content")  # null where a server puts all of it into reasoning_content
         return _Reply("" if text is None else str(text), choice.get("finish_reason"))
 
-    async def models(self) -> list[str]:
-        """Names that the server has, at least one. Raises ConfigError when it tells none."""
-        try:
-            names = await self._request(
-                "GET", "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]]
-            )
-        except _RequestFailed as failure:
-            raise ConfigError(
-                f"{failure}; correct the URL or the key ({KEY_VARIABLE}), or set reward.judge.model"
-            ) from failure
-        if not names:
-            raise ConfigError(
-                f"reward.judge.url={self._config.url} has no models; set reward.judge.model, or start one there"
-            )
-        return names
-
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
-        """``read`` of the answer's JSON. Asked again, at the next engine, when the connection or the server fails.
-        Raises _RequestFailed."""
-        attempt, until = 0, time.monotonic() + self._engine_timeout_s
-        while True:
-            self.counts["requests"] += 1
-            self.counts["retries"] += attempt > 0
-            try:
-                async with self._slots:
-                    return await self._request_once(method, next(self._bases) + path, body, read)
-            except _RequestFailed as failure:
-                waiting = failure.away and time.monotonic() < until
-                if failure.wait_s is None or (attempt >= self._config.retries and not waiting):
-                    raise
-                backoff = BACKOFF_S * 2.0 ** min(attempt, 3 if waiting else attempt) * random.uniform(0.5, 1.5)
-                attempt += 1
-                await asyncio.sleep(min(MAX_WAIT_S, max(backoff, failure.wait_s)))
-
-    async def _request_once(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
-        assert self._session is not None, "Judge is used as an async context manager"
-        try:
-            # No redirects: they would take question, answer and key to a server that nobody named.
-            async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
-                text = (await answer.read()).decode(errors="replace")
-                status, wait_s = answer.status, _retry_after(answer.headers.get("Retry-After"))
-        except TimeoutError:
-            raise _RequestFailed(
-                f"the judge at {url} gave no answer within {self._config.timeout_s:g} s", "timeout"
-            ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise _RequestFailed(
-                self._hide(f"the judge at {url} cannot be reached: {type(error).__name__}: {error}"), away=True
-            ) from None
-        if status != 200:
-            again = status in (408, 429) or status >= 500
-            raise _RequestFailed(
-                self._hide(f"the judge at {url} answered {status}: {text[:300]}"),
-                wait_s=wait_s if again else None,
-                away=status == 503,
-            )
-        try:
-            return read(json.loads(text))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise _RequestFailed(self._hide(f"the judge at {url} answered what is no reply: {text[:300]!r}")) from None
-
-    def _hide(self, text: str) -> str:
-        """A server's message may repeat the key."""
-        return text.replace(self._key, "***") if self._key else text
-
 
 def _failure(status: str, reason: str) -> dict[str, Any]:
     return {
@@ -313,18 +208,6 @@ def _failure(status: str, reason: str) -> dict[str, Any]:
         "cached": False,
         "reason": reason,
     }
-
-
-def _retry_after(header: str | None) -> float:
-    """Seconds; of a date those until then. 0 without the header, or with one that says neither."""
-    if header is None:
-        return 0.0
-    with contextlib.suppress(ValueError):
-        seconds = float(header)
-        return seconds if 0 <= seconds < float("inf") else 0.0
-    with contextlib.suppress(ValueError):
-        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
-    return 0.0
 
 
 def _check_settings(config: JudgeConfig) -> None:
@@ -384,7 +267,7 @@ def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
 
 async def _check_model(config: JudgeConfig) -> None:
     async with Judge(dataclasses.replace(config, cache=None)) as judge:  # entering asks for a model where none is named
-        if config.model is not None and config.model not in (names := await judge.models()):
+        if config.model is not None and config.model not in (names := await judge.server.models()):
             raise ConfigError(
                 f"reward.judge.model={config.model!r} is not at {config.url}, which has {', '.join(names[:20])}"
             )

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -32,15 +31,11 @@ from megarl.rewards.router import JUDGE, route
 from megarl.rewards.shape import as_written
 from megarl.rewards.tally import Tally
 from megarl.rewards.verdict import NO_VERDICT, weighed
+from megarl.rewards.worker_queue import WorkerQueue
 from megarl.schema import Reward, Task
 
 log = logging.getLogger(__name__)
 
-REVIVE_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0, 60.0)
-"""Before each attempt to bring a dead worker up again; then it is given up (its host is gone)."""
-STUCK_S = sum(REVIVE_DELAYS_S) + 2 * len(REVIVE_DELAYS_S) * START_TIMEOUT_S
-"""Beyond ``reward.timeout_s``: the longest time in which every worker may be busy, or on its way up, without a fault of
-this pool."""
 USER = "user"
 """The verifier's name where ``reward.path`` is set."""
 
@@ -107,13 +102,7 @@ class RewardPool:
         """Counts of scoring, failed tries included."""
         self._workers: list[Worker] = [LocalWorker(config, self._output) for _ in range(config.workers)]
         self._workers += [RemoteWorker(config, address, key) for address in addresses(config.hosts)]
-        self._idle: asyncio.Queue[Worker | None] = asyncio.Queue()
-        """None for good when every worker has been given up, or the pool is closed."""
-        self._freed_at = time.monotonic()
-        """Time at which a worker was last put there or taken from there."""
-        self._left = len(self._workers)
-        self._why = ""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._queue = WorkerQueue(len(self._workers), config.timeout_s)
         self._quarantine: set[bytes] = set()
 
     async def __aenter__(self) -> Self:
@@ -123,7 +112,7 @@ class RewardPool:
             await self.close()
             raise ConfigError(str(error)) from error
         for worker in self._workers:
-            self._put_back(worker)
+            self._queue.give_back(worker)
         return self
 
     async def __aexit__(
@@ -138,10 +127,7 @@ class RewardPool:
 
     async def close(self) -> None:
         """End every worker, busy or not. Who waits for one gets no verdict."""
-        self._give_up("the pool of reward processes is closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._queue.close("the pool of reward processes is closed")
         await asyncio.gather(*(worker.kill() for worker in self._workers))
         if self._output is not None:
             self._output.close()
@@ -214,17 +200,19 @@ class RewardPool:
     async def _try(self, request: dict[str, Any], before: Verdict) -> Verdict:
         """Make one try on the next free worker; counts and times are added to those of the tries ``before``."""
         asked = time.monotonic()
-        worker = await self._free_worker()
+        worker = await self._queue.take()
         began, limit = time.monotonic(), START_TIMEOUT_S
         died = False
         if worker is None:
-            return before._replace(tries=before.tries + 1, message=f"no reward process comes up any more: {self._why}")
+            return before._replace(
+                tries=before.tries + 1, message=f"no reward process comes up any more: {self._queue.reason}"
+            )
         try:
             await worker.prepare(request["data_source"])
             began, limit = time.monotonic(), self._config.timeout_s
             found = _of_reply(await worker.score(request))
         except WorkerUnfit as error:
-            self._why = str(error)
+            self._queue.reason = str(error)
             return before._replace(waited_s=before.waited_s + time.monotonic() - asked)
         except TimeoutError:
             died = True
@@ -235,10 +223,7 @@ class RewardPool:
         except WorkerError as error:
             found = Verdict(_NONE, str(error))
         finally:
-            if worker.up:
-                self._put_back(worker)
-            else:  # brought up again before anybody waits for it
-                self._revive(worker)
+            self._queue.give_back(worker)
         ended = time.monotonic()
         return found._replace(
             verifier=before.verifier,
@@ -247,69 +232,6 @@ class RewardPool:
             tries=before.tries + 1,
             kills=before.kills + died,
         )
-
-    async def _free_worker(self) -> Worker | None:
-        """The next free one that runs; None when all have been given up. What died while it was idle is nobody's
-        fault."""
-        while True:
-            worker = await self._next()
-            if worker is None:
-                self._idle.put_nowait(None)
-                return None
-            if worker.up:
-                return worker
-            self._revive(worker)
-
-    async def _next(self) -> Worker | None:
-        """The next of those that are idle, None where none has become idle for so long that none will."""
-        limit_s = STUCK_S + self._config.timeout_s
-        while True:
-            try:
-                async with asyncio.timeout_at(
-                    asyncio.get_running_loop().time() + self._freed_at + limit_s - time.monotonic()
-                ):
-                    worker = await self._idle.get()
-                self._freed_at = time.monotonic()
-                return worker
-            except TimeoutError:
-                if time.monotonic() - self._freed_at >= limit_s:
-                    self._give_up(f"none has become free for {limit_s:.0f} s")
-
-    def _put_back(self, worker: Worker) -> None:
-        self._freed_at = time.monotonic()
-        self._idle.put_nowait(worker)
-
-    def _give_up(self, why: str) -> None:
-        """No further answer waits for a worker."""
-        self._why = why
-        self._idle.put_nowait(None)
-
-    def _revive(self, worker: Worker) -> None:
-        self._keep(self._bring_up(worker))
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _bring_up(self, worker: Worker) -> None:
-        try:
-            for delay_s in REVIVE_DELAYS_S:
-                await asyncio.sleep(delay_s)
-                try:
-                    await worker.ready()
-                    self._put_back(worker)
-                    return
-                except (WorkerError, ConfigError, TimeoutError, OSError) as error:
-                    self._why = str(error) or type(error).__name__
-                    log.warning("a reward process does not come up: %s", self._why)
-        except Exception:
-            self._why = "an unexpected error, which is in the log"
-            log.exception("a reward process does not come up")
-        self._left -= 1
-        log.error("a reward process is given up; %d are left", self._left)
-        if not self._left:
-            self._give_up(self._why)
 
 
 _NONE = Reward(math.nan, "error")

@@ -33,11 +33,11 @@ _SOCKET = len("/megarl-01234567/01234567-0123-0123-0123-0123456789ab")
 
 
 def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
-    """A new folder for what one engine keeps in temporary files, and the environment that says so: vLLM leaves its
-    sockets behind.
+    """Make a folder for one engine's temporary files; returns it and the environment variables for it. vLLM does not
+    remove its sockets.
 
-    It names its run, whose next start removes it (``remove_stale_folders``) when the supervisor and its reaper were
-    killed.
+    A file in it names the run, whose next start removes it (``remove_stale_folders``) when the supervisor and its
+    reaper were killed.
     """
     shared = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_folder_root())
@@ -81,7 +81,7 @@ def remove_stale_folders(run_dir: Path) -> list[Path]:
 
 
 def _used(folder: Path) -> bool:
-    """A process has it as its temporary folder, an engine's workers and what they have started among them."""
+    """Return True if a process has it as its temporary folder: an engine's workers, or what they have started."""
     variable = b"TMPDIR=" + os.fsencode(folder)
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it ends just now, or is another user's, who cannot use the folder

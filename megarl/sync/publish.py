@@ -6,23 +6,21 @@ key-value store, so that all of them learn how a publication ended.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial, wraps
-from itertools import pairwise
 from traceback import clear_frames
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from megarl import heartbeat
-from megarl.config.schema import Config
-from megarl.errors import WeightsDiffer, WeightSyncError
+from megarl.config.schema import Config, RolloutConfig
+from megarl.errors import WeightSyncError
 from megarl.parallel.grid import megatron_grid
-from megarl.reshard.execute import Digests, Transport, bytes_of, compare, merge, send
+from megarl.reshard.execute import Digests, Transport, bytes_of, send
 from megarl.reshard.layout import Layout
 from megarl.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
 from megarl.reshard.plan import build_plan
@@ -33,32 +31,12 @@ from megarl.sync.fleet import EngineFleet, failures, results
 from megarl.sync.link import Link, LinkAddress, join
 from megarl.sync.messages import RankMessages
 from megarl.sync.probe import PROBE_TOLERANCES, check_probe
+from megarl.sync.publication import Publication, SyncReport
 from megarl.sync.shared import Lender, Places, machine, memory_file
 from megarl.training.written import check_written
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_FAILURE_S = 5.0
-"""Seconds that ranks wait for each other's account of a failure."""
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """Seconds and bytes of a publication; the same on every rank."""
-
-    seconds: float
-    """Seconds from the first request to pause until every engine generates again."""
-    pause_seconds: float
-    transfer_seconds: float
-    digest_seconds: float
-    bytes: int
-    """Sent over the link by all ranks together."""
-    digests: int
-    """Compared."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return the report as metrics under ``sync/``."""
-        return {f"sync/{name}": float(value) for name, value in asdict(self).items()}
 
 
 def _with_timeout(seconds: Callable[[Config], float]) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -108,10 +86,7 @@ class WeightPublisher:
         self._num_trainers = layout.num_ranks
         self._vocab_multiple = vocab_multiple
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        rollout = config.rollout
-        destination = vllm_layout(
-            hf_config, rollout.tp, replicas=rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
-        )
+        destination = _engine_layout(hf_config, config.rollout)
         self._plan = build_plan(layout, destination)
         self._fleet = EngineFleet(addresses, config.sync.timeout_s)
         world_size = layout.num_ranks + destination.num_ranks
@@ -147,9 +122,8 @@ class WeightPublisher:
                 self._fleet.wait_ready(self._config.rollout.start_timeout_s, self._stopping)
                 answers = self._fleet.each(lambda i, engine: engine.workers("megarl_agree", self._init_info(i)))
                 machines = [worker["machine"] for engine in answers for worker in engine]
-                told["places"] = asdict(
-                    Places(machines, [self._lent_by(topic, rank) for rank in range(self._num_trainers)])
-                )
+                posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._num_trainers)]
+                told["places"] = asdict(Places(machines, [[machine(), *self._memory], *posted]))
         else:
             self._messages.post(f"{topic}/{self._rank}", [machine(), *self._memory])
             told = self._messages.received(topic)
@@ -168,13 +142,6 @@ class WeightPublisher:
         self._plan = replace(self._plan, nearness=places.nearness())
         self._link, self._lender = link, Lender(link, places.workers_near(self._rank), self._memory)
         self.transport = self._lender
-
-    def _lent_by(self, topic: str, rank: int) -> tuple[str, int, int]:
-        """Machine and memory file of a trainer rank."""
-        if rank == 0:
-            return machine(), *self._memory
-        where, pid, descriptor = self._messages.posted(f"{topic}/{rank}")
-        return where, pid, descriptor
 
     @_with_timeout(lambda config: config.sync.timeout_s)
     def publish(
@@ -201,11 +168,13 @@ class WeightPublisher:
         if self.transport is None:
             raise WeightSyncError(f"weights {version} cannot be published without a link: call connect() first")
         self._count += 1
-        self._pause: Literal["wait", "abort"] = "abort" if abort else "wait"
         topic = f"publish/{self._address.generation}.{self._count}"
+        publication = Publication(self._fleet, self._messages, self._plan, topic, version)
+        send = partial(self._send, tensors, written)
         try:
-            send = partial(self._send, tensors, written)
-            return self._lead(topic, send, version) if self._rank == 0 else self._follow(topic, send)
+            if self._rank != 0:
+                return publication.follow(send, self._rank)
+            return publication.lead(send, "abort" if abort else "wait", self._bytes)
         except BaseException:
             self._disconnect()
             raise
@@ -242,67 +211,9 @@ class WeightPublisher:
         """Watch the engines, which have this version, on rank 0; none on others."""
         return self._fleet.watch(str(version)) if self._rank == 0 else EngineWatch([], str(version))
 
-    # ---------------------------------------------------------------- one publication
-
-    def _lead(self, topic: str, send: Callable[[], Digests], version: WeightsVersion) -> SyncReport:
-        read_by_all = self._messages.read_by_all()
-        with self._messages.announcing(f"{topic}/end") as told:
-            try:
-                report = self._drive(topic, send, version)
-            except Exception as error:
-                failure = "; ".join(
-                    [f"weights {version} did not reach the engines whole: {error}", *self._others(topic)]
-                )
-                self._fleet.close(failure)
-                raise _kind(error)(failure) from error
-            told.update(asdict(report))
-        self._messages.remove(read_by_all)  # every rank has sent since, and so has received what came before
-        return report
-
-    def _drive(self, topic: str, send: Callable[[], Digests], version: WeightsVersion) -> SyncReport:
-        clock = [time.monotonic()]
-        with self._messages.announcing(f"{topic}/go"):
-            self._fleet.each(lambda i, engine: engine.pause(self._pause))
-            self._fleet.each(lambda i, engine: engine.start())
-        clock.append(time.monotonic())
-        sent = [self._transfer(send, version)]
-        sent += [
-            _decode(self._messages.received(f"{topic}/sent/{rank}")["digests"]) for rank in range(1, self._num_trainers)
-        ]
-        self._fleet.each(lambda i, engine: engine.finish(str(version)))
-        self._fleet.each(lambda i, engine: engine.reset_prefix_cache())
-        clock.append(time.monotonic())
-        count = self._prove(sent)
-        clock.append(time.monotonic())
-        self._fleet.each(lambda i, engine: engine.refuse(None))
-        self._fleet.each(lambda i, engine: engine.resume())
-        paused, transferred, proven = (b - a for a, b in pairwise(clock))
-        return SyncReport(time.monotonic() - clock[0], paused, transferred, proven, self._bytes, count)
-
     @cached_property
     def _bytes(self) -> int:
         return bytes_of(self._plan.destination, self._dtype)
-
-    def _transfer(self, send: Callable[[], Digests], version: WeightsVersion) -> Digests:
-        with self._fleet.calling(lambda i, engine: engine.update({"version": str(version)})) as updating:
-            try:
-                sent = send()
-            except Exception as error:
-                raise _kind(error)("; ".join([str(error), *failures(updating)])) from error
-            results(updating)
-        return sent
-
-    def _follow(self, topic: str, send: Callable[[], Digests]) -> SyncReport:
-        self._messages.received(f"{topic}/go")
-        try:
-            with self._messages.announcing(f"{topic}/sent/{self._rank}") as told:
-                told["digests"] = _encode(send())
-        except Exception as error:
-            try:
-                self._messages.received(f"{topic}/end", _FAILURE_S)  # so that every rank ends with the same words
-            except WeightSyncError as verdict:
-                raise _kind(verdict)(f"{verdict} (here: {error})") from error
-        return SyncReport(**self._messages.received(f"{topic}/end"))
 
     def _send(self, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> Digests:
         assert self.transport is not None
@@ -323,15 +234,6 @@ class WeightPublisher:
             self._link.close()
         self._link = self._lender = self.transport = None
 
-    def _prove(self, sent: Sequence[Digests]) -> int:
-        """Compare what was sent with what every worker computes with; return the number of digests."""
-        got: Digests = {}
-        answers = self._fleet.each(lambda i, engine: engine.workers("megarl_digests"))
-        for rank, answer in enumerate(worker for engine in answers for worker in engine):
-            got |= {(rank, name): int(digest, 16) for name, digest in answer.items()}
-        compare(self._plan, merge(sent), got)
-        return len(got)
-
     def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
         """``megarl.sync.receiver.InitInfo`` for one engine."""
         rollout = self._config.rollout
@@ -349,25 +251,9 @@ class WeightPublisher:
             "fingerprint": self._plan.fingerprint,
         }
 
-    def _others(self, topic: str) -> list[str]:
-        """Errors of other ranks in a transfer that has failed on rank 0."""
-        said = []
-        for rank in range(1, self._num_trainers):
-            try:
-                self._messages.received(f"{topic}/sent/{rank}", _FAILURE_S / self._num_trainers)
-            except WeightSyncError as error:
-                said.append(f"rank {rank}: {error}")
-        return said
 
-
-def _kind(error: Exception) -> type[WeightSyncError]:
-    """The type of an error that tells of ``error``."""
-    return WeightsDiffer if isinstance(error, WeightsDiffer) else WeightSyncError
-
-
-def _encode(digests: Digests) -> list[tuple[int, str, int]]:
-    return [(rank, tensor, digest) for (rank, tensor), digest in digests.items()]
-
-
-def _decode(digests: Sequence[tuple[int, str, int]]) -> Digests:
-    return {(rank, tensor): digest for rank, tensor, digest in digests}
+def _engine_layout(hf_config: Mapping[str, Any], rollout: RolloutConfig) -> Layout:
+    """Layout of all engines' workers."""
+    return vllm_layout(
+        hf_config, rollout.tp, replicas=rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
+    )

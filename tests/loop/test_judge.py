@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from megarl.config.rewards import JudgeConfig
 from megarl.errors import ConfigError
-from megarl.rewards.judge import KEY_VARIABLE, Judge, check_judge
+from megarl.rewards.judge import Judge, check_judge
+from megarl.rewards.judge_server import KEY_VARIABLE
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import EOS, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote

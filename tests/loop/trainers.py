@@ -25,7 +25,8 @@ from megarl.reshard.execute import Arrival, Transport, Work
 from megarl.reshard.layouts import Layout, megatron_layout
 from megarl.rollout.client import Sampling
 from megarl.schema import WeightsVersion
-from megarl.sync.publish import SyncReport, WeightPublisher
+from megarl.sync.publication import SyncReport
+from megarl.sync.publish import WeightPublisher
 from megarl.training.written import digest_of
 from tests.loop.engines import RunningEngine, some_prompts
 

@@ -16,6 +16,7 @@ import megarl
 
 PACKAGE = Path(megarl.__file__).parent
 ROOT = PACKAGE.parent
+MAX_LINES = 200
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "matplotlib", "tensorboard")
 
 
@@ -118,31 +119,42 @@ def test_violations_are_seen_wherever_the_import_stands() -> None:
     assert violations("store", source, order) == ["line 1: store imports loop", "line 3: store imports loop"]
 
 
-def classes(sources: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(class, module) of every class of ``sources``, also of private ones and those inside functions."""
+def classes(sources: dict[str, str]) -> Iterator[tuple[str, str, int]]:
+    """(class, module, lines) of every class of ``sources``, also of private ones and those inside functions."""
     for module, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
-                yield node.name, module
+                yield node.name, module, (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def shared_names(sources: dict[str, str]) -> dict[str, list[str]]:
     """Class names that stand more than once -> the modules that have one."""
     found: dict[str, list[str]] = {}
-    for name, module in classes(sources):
+    for name, module, _ in classes(sources):
         found.setdefault(name, []).append(module)
     return {name: where for name, where in found.items() if len(where) > 1}
 
 
+def all_sources() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text() for path in PACKAGE.rglob("*.py")}
+
+
 def test_no_two_classes_have_one_name() -> None:
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in PACKAGE.rglob("*.py")}
-    assert ("Reward", "megarl/schema.py") in classes(sources)
-    assert not shared_names(sources)
+    assert not shared_names(all_sources())
 
 
 def test_a_second_class_of_a_name_is_seen_wherever_it_stands() -> None:
     sources = {"p/a.py": "class _Fault: pass\nclass Fault: pass\n", "p/b.py": "def f():\n    class _Fault: pass\n"}
     assert shared_names(sources) == {"_Fault": ["p/a.py", "p/b.py"]}
+
+
+def test_lines_of_a_class_are_counted() -> None:
+    assert list(classes({"p.py": "x = 1\nclass A:\n    y = 2\n\n    z = 3\n"})) == [("A", "p.py", 4)]
+
+
+def test_no_class_is_too_large() -> None:
+    large = {name: (module, lines) for name, module, lines in classes(all_sources()) if lines >= MAX_LINES}
+    assert not large
 
 
 @pytest.mark.parametrize(

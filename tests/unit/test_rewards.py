@@ -431,9 +431,9 @@ def test_who_waits_for_a_worker_is_told_when_the_pool_closes_or_gets_stuck(
 
     async def stuck() -> Verdict:
         async with asyncio.timeout(60), RewardPool(replace(config, timeout_s=0.2)) as pool:
-            await pool._idle.get()  # its worker is lost to a fault of the pool
+            await pool._queue.take()  # its worker is lost to a fault of the pool
             return await pool.score(TASK, "12")
 
-    monkeypatch.setattr(rewards.pool, "STUCK_S", 0.1)
+    monkeypatch.setattr(rewards.worker_queue, "STUCK_S", 0.1)
     verdict = asyncio.run(stuck())
     assert verdict.reward.status == "error" and "none has become free" in str(verdict.message)

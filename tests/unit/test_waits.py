@@ -58,7 +58,7 @@ LIMITED = {
     "rewards/host.RewardHost._refusal: reader.readline": "asyncio.wait_for, process.CONNECT_S",
     "rewards/judge_cache.JudgementCache.close: self._thread.shutdown": "one statement of SQLite, whose locks have a "
     "timeout",
-    "rewards/pool.RewardPool._next: self._idle.get": "asyncio.timeout_at: pool.STUCK_S beyond reward.timeout_s",
+    "rewards/worker_queue.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond reward.timeout_s",
     "rewards/process.RemoteWorker._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
     "rewards/process.Worker._exchange: self._reader.readline": "asyncio.wait_for, the verifier's timeout",
     "rewards/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
