@@ -6,12 +6,15 @@ then: ``recover_directory`` puts it back.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megarl import heartbeat
+from megarl.errors import CheckpointError
 
 _OLD = ".old"
 
@@ -115,3 +118,14 @@ def _remove(path: Path) -> None:
 def without_surrogates(text: str) -> str:
     """Replace surrogate characters by ``?``: UTF-8, and so files, databases and pipes, cannot hold them."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises CheckpointError for anything else."""
+    try:
+        value = json.loads(path.read_text()) if path.is_file() else {}
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds {type(value).__name__}")
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); copy the checkpoint again") from error
+    return value

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.tasksets.template import read_json
+from megarl.durable import read_json
 
 CLASSIFIER = "ForSequenceClassification"
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 from megarl import algorithms
 from megarl.config import Config
 from megarl.jobs import ProcessKind
+from megarl.launch.engine_process import engine_process
 from megarl.launch.node import Spec
 from megarl.launch.placement import Placement
-from megarl.rollout.engine import UNTIL_PUBLISHED, engine_process
+from megarl.rollout.engine import UNTIL_PUBLISHED
 from megarl.store import VARIABLE
 
 Placed = tuple[int, Spec]

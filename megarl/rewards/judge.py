@@ -24,7 +24,7 @@ from megarl.rewards.judge_server import KEY_VARIABLE, JudgeServer, RequestFailed
 from megarl.rewards.math_extract import after_thinking
 
 ROLLOUT_MODEL = "policy"
-"""Name under which ``rollout.engine`` serves its model."""
+"""Name under which ``launch.engine_process`` serves its model."""
 
 SECOND_TEMPERATURE = 0.7
 """Least temperature when a reply without a verdict is asked for again: a greedy judge would repeat it."""

@@ -15,6 +15,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from megarl.durable import read_json
 from megarl.errors import CheckpointError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -157,17 +158,6 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(source, list):  # transformers' form for several named templates
         return {entry["name"]: entry["template"] for entry in source}
     return extra | ({DEFAULT: source} if source else {})
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises CheckpointError for anything else."""
-    try:
-        value = json.loads(path.read_text()) if path.is_file() else {}
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds {type(value).__name__}")
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); copy the checkpoint again") from error
-    return value
 
 
 class _Generation(Extension):

@@ -17,11 +17,12 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from megarl.config import Config
+from megarl.durable import read_json
 from megarl.errors import CheckpointError, ConfigError, DataError
 from megarl.schema import Message, Preference, Task
 from megarl.tasksets.files import place_of
 from megarl.tasksets.images import chat_messages
-from megarl.tasksets.template import IDENTIFIERS, ChatTemplate, Messages, read_json, read_template
+from megarl.tasksets.template import IDENTIFIERS, ChatTemplate, Messages, read_template
 
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 """Files of a model that takes more than text."""

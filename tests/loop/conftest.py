@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.config.schema import ModelConfig, RolloutConfig
-from megarl.rollout.engine import engine_process
+from megarl.launch.engine_process import engine_process
 from tests.loop.engines import HOST, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote
 from tests.system.jobs import TINY, Job

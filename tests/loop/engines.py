@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 from megarl.config.job import RunConfig, SyncConfig
 from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.launch import ports
+from megarl.launch.engine_process import engine_process
 from megarl.launch.node import remove
 from megarl.launch.process import Child
 from megarl.machine import group_members
 from megarl.rollout.addresses import JobAddresses
 from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
-from megarl.rollout.engine import engine_process
 from megarl.rollout.frames import Completion
 from megarl.rollout.leftovers import own_folder, shared_memory
 from tests.loop.zygote import Forked, Zygote

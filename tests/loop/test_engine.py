@@ -22,12 +22,12 @@ from transformers import Qwen3ForCausalLM
 from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.errors import EngineError
 from megarl.launch import ports
+from megarl.launch.engine_process import engine_process
 from megarl.launch.process import Child
 from megarl.machine import group_members
 from megarl.rollout.auth import bearer
 from megarl.rollout.client import EngineClient, Prompt, Sampling
 from megarl.rollout.control import EngineControl
-from megarl.rollout.engine import engine_process
 from megarl.rollout.frames import Completion
 from tests.loop.engines import (
     EOS,

@@ -10,9 +10,10 @@ import pytest
 
 from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.errors import ConfigError
+from megarl.launch.engine_process import engine_process
 from megarl.machine import group_members
 from megarl.rollout.addresses import JobAddresses
-from megarl.rollout.engine import engine_process, last_lines
+from megarl.rollout.engine import last_lines
 
 
 def option(argv: list[str], name: str) -> str:
