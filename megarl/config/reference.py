@@ -22,9 +22,10 @@ from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
 HEADER = """# Settings
 
 Written by `megarl config --reference`; do not edit. Set them as overrides (`trainer.steps=20`) or in files of
-`configs/`. `megarl config [overrides]` prints what a job composes to. `null` is "not set". The last column names verl's
-setting.
+`configs/`. `megarl config [overrides]` prints what a job composes to. An entry has the default, the values that a
+setting may have, and verl's name for it. `null` is "not set".
 """
+WIDTH = 120
 
 
 SHARED: dict[type, str] = {OptimizerConfig: "trainer.optimizer", ParallelConfig: "parallel"}
@@ -40,21 +41,20 @@ class Setting(NamedTuple):
 
 
 def reference() -> str:
-    """The page, in Markdown: one table for each group of settings."""
+    """The page, in Markdown: a list for each group of settings."""
     lines = [HEADER]
     kinds = {name: _whole(kind) for name, kind in get_type_hints(Config).items()}
     for group in fields(Config):
-        lines += [
-            f"## {group.name}",
-            "",
-            *_about(kinds[group.name]),
-            "| setting | default | values | meaning | verl |",
-            "|---|---|---|---|---|",
-        ]
+        lines += [f"## {group.name}", "", *_about(kinds[group.name])]
         for row in settings(kinds[group.name], group.name):
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+            facts = "; ".join([row.values, *([f"verl: {row.verl}"] if row.verl else [])])
+            lines += _wrapped(f"- {row.name} = {row.default}: {facts}") + _wrapped(f"  {row.help}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def settings(kind: type, prefix: str) -> Iterator[Setting]:
@@ -84,7 +84,7 @@ def _whole(kind: type) -> type:
 def _about(kind: type) -> list[str]:
     """The class's own docstring (a dataclass without one has its signature there)."""
     text = kind.__doc__ or ""
-    return [] if text.startswith(f"{kind.__name__}(") else [" ".join(text.split()), ""]
+    return [] if text.startswith(f"{kind.__name__}(") else [*textwrap.wrap(" ".join(text.split()), WIDTH), ""]
 
 
 def _helps(kind: type) -> dict[str, str]:
