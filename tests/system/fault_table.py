@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class Row:
     happened: str
     seconds: float
     attempts: int
-    """How many attempts it took beyond the one that was hurt."""
+    """Attempts beyond the one that was hurt."""
 
 
 COUNTS = re.compile(r"checkpoint/failed$|reward/\w+/(kills|retries)$")
@@ -184,10 +185,11 @@ def compared_without_store(hurt: Path, whole: Path) -> tuple[str, list[str]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = ["| fault | moment | what happened | seconds | attempts |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row.fault} | {row.moment} | {row.happened} | {row.seconds:.1f} | {row.attempts or ''} |" for row in rows
-    ]
+    lines = []
+    for row in rows:
+        attempts = f", {row.attempts} attempt{'s' if row.attempts > 1 else ''}" if row.attempts else ""
+        text = f"- **{row.fault}**, {row.moment}: {row.happened}; {row.seconds:.1f} s{attempts}"
+        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
