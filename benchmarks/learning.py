@@ -26,6 +26,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -341,10 +342,10 @@ def table(
     """Markdown. A result has ``before`` and ``after``, or ``same`` (a control), or ``pending`` or ``failed`` with a
     reason."""
     lines = [
-        "| algorithm | beyond the preset | held-out, before → after | mean change | learning rate 0 | minutes a run |",
-        "|---|---|---|---|---|---|",
+        "| algorithm | held-out, before → after | mean change | learning rate 0 | minutes a run |",
+        "|---|---|---|---|---|",
     ]
-    reasons = []
+    reasons, beyond = [], []
     for name in names:
         row = ROWS[name]
         runs = [results.get((name, seed, False), {}) for seed in range(1, row.seeds + 1)]
@@ -354,12 +355,14 @@ def table(
         seconds = [r["seconds"] for r in done if "seconds" in r]
         minutes = f"{statistics.mean(seconds) / 60:.1f}" if seconds else ""
         what = f" {row.measure}" if row.measure != HELD_OUT else ""
-        settings = ", ".join(f"`{s.removeprefix('algorithm.')}`" for s in row.settings) or "–"
+        if row.settings:
+            settings = ", ".join(f"`{s.removeprefix('algorithm.')}`" for s in row.settings)
+            beyond += textwrap.wrap(f"- `{name}`: {settings}", 120, subsequent_indent="  ", break_long_words=False)
         lines.append(
-            f"| `{name}` | {settings} | {'; '.join(map(_outcome, runs))}{what} | {change} | {_still(control)} | "
-            f"{minutes} |"
+            f"| `{name}` | {'; '.join(map(_outcome, runs))}{what} | {change} | {_still(control)} | {minutes} |"
         )
         reasons += [f"- `{name}`: {r[kind]}" for r in [*runs, control] for kind in ("pending", "failed") if kind in r]
+    lines += ["", "Settings beyond the preset:", "", *beyond]
     lines += [
         "",
         f"Start: {start['accuracy']:.1%} of the held-out tasks." if "accuracy" in start else "Start: not measured yet.",

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -27,9 +28,10 @@ def measured() -> str:
     command = shlex.join(
         ["python", str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name, *sys.argv[1:]]
     )
-    return (
+    text = (
         f"Measured by `{command}` at commit {commit or 'unknown'}, {date}: {machine()}; load {load:.1f} at the start."
     )
+    return "\n".join(textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False))
 
 
 def _git(*arguments: str) -> str:

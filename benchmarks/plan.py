@@ -15,6 +15,7 @@ import json
 import resource
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from megarl.reshard.plan import ReshardPlan, build_plan
 
 BF16 = 2
 GB = 1e9
-LINKS = {"NDR InfiniBand, 50 GB/s a GPU": 50e9, "NVLink 4, 450 GB/s a GPU": 450e9}
+LINKS = {"NDR (50 GB/s)": 50e9, "NVLink 4 (450 GB/s)": 450e9}
 """Data-sheet limit of one GPU in one direction."""
 
 
@@ -161,8 +162,8 @@ def in_a_process(what: str, rank: int = 0) -> dict[str, float]:
 def measured() -> list[str]:
     ranks = LARGEST.grid.world_size
     parts: list[tuple[str, str, int]] = [
-        ("the whole plan: every tensor of every rank checked, every move of every rank listed", "everything", 0),
-        ("as a job is checked before it starts: nothing missing, nothing twice, the bytes of every link", "bytes", 0),
+        ("the whole plan: every tensor checked, every move of every rank listed", "everything", 0),
+        ("the check before a job starts: nothing missing or twice, bytes of every link", "bytes", 0),
     ]
     parts += [
         (f"one engine rank's own part (rank {rank})", "to", rank) for rank in (0, LARGEST.tp * LARGEST.replicas - 1)
@@ -190,18 +191,23 @@ def measured() -> list[str]:
 
 
 def computed() -> list[str]:
-    header = " | ".join(f"seconds at least, {name}" for name in LINKS)
     lines = [
         "### What a sync moves, bf16 (computed from the plans, not measured)",
         "",
-        "Seconds: lower bounds. The busiest rank's bytes at its link's data-sheet limit, which no transfer reaches, "
-        "and nothing else",
-        "in the way; for gather-then-broadcast a pipelined broadcast of the whole model after a gather that costs "
-        "nothing.",
+        "Seconds are lower bounds: the busiest rank's bytes at its link's data-sheet limit, which no transfer reaches,",
+        "and nothing else in the way. Gathering first: a pipelined broadcast of the whole model after a gather that",
+        "costs nothing. Ranks' bytes are the most that one has; of trainer ranks also the mean. Links: InfiniBand NDR and NVLink, a GPU.",
         "",
-        "| model | trainer → engines | way | all bytes | a trainer rank sends at most (mean) | an engine rank gets at "
-        f"most | {header} |",
-        "|---|---|---|---:|---:|---:|" + "---:|" * len(LINKS),
+    ]
+    for job in JOBS:
+        experts = f"/EP{job.tp}" if job.expert_parallel else ""
+        where = f"{job.grid.world_size} trainer ranks ({job.grid}) to {job.replicas} engines of TP{job.tp}{experts}"
+        lines += textwrap.wrap(f"- {job.name}: {where}", 120, subsequent_indent="  ")
+    header = " | ".join(f"s, {name}" for name in LINKS)
+    lines += [
+        "",
+        f"| model | way | all bytes | of a trainer rank | of an engine rank | {header} |",
+        "|---|---|---:|---:|---:|" + "---:|" * len(LINKS),
     ]
     for job in JOBS:
         links = job.plan().bytes_per_link(BF16)
@@ -212,18 +218,16 @@ def computed() -> list[str]:
         trainers, engines = job.grid.world_size, job.tp * job.replicas
         total, most = sum(links.values()), max(max(sent.values()), max(got.values()))
         model = BF16 * sum(map(prod, architecture(job.config).tensors(job.config).values()))
-        experts = f"/EP{job.tp}" if job.expert_parallel else ""
-        where = f"{trainers} ({job.grid}) → {job.replicas} × TP{job.tp}{experts}"
         times = " | ".join(f"{most / speed:.3f}" for speed in LINKS.values())
         mean = total / trainers / GB
         lines.append(
-            f"| {job.name} | {where} | slice to slice | {total / GB:,.0f} GB | {max(sent.values()) / GB:.2f} GB "
+            f"| {job.name} | slice to slice | {total / GB:,.0f} GB | {max(sent.values()) / GB:.2f} GB "
             f"({mean:.2f}) | "
             f"{max(got.values()) / GB:.2f} GB | {times} |"
         )
         times = " | ".join(f"{model / speed:.3f}" for speed in LINKS.values())
         lines.append(
-            f"| | | gather, then broadcast | {(engines + 1) * model / GB:,.0f} GB | {model / GB:,.1f} GB (a root) | "
+            f"| | gather, then broadcast | {(engines + 1) * model / GB:,.0f} GB | {model / GB:,.1f} GB (a root) | "
             f"{model / GB:,.1f} GB | {times} |"
         )
     return lines

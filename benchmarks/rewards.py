@@ -105,8 +105,8 @@ LONG = Workload(
 def overlap(steps: int, folder: Path, work: Workload) -> list[str]:
     """A table of medians over the steps after the first two."""
     lines = [
-        f"| a verdict takes | generation alone | scoring alone, {WORKERS} workers | rollout, wall | / the longer one | "
-        "scored while generating |",
+        f"| a verdict takes | generation alone | scoring alone, {WORKERS} workers | rollout | / the longer "
+        "| overlapped |",
         "|---|---|---|---|---|---|",
     ]
     alone = 0.0

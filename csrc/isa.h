@@ -14,7 +14,8 @@ struct MegarlKernels {
   uint64_t (*digest_line)(const void* data, int itemsize, int64_t count, int64_t stride, uint64_t index, uint64_t step);
   void (*gae_piece)(const real* rewards, const real* values, int64_t count, real next_value, double behind,
                     double gamma, double lam, real* advantages, real* returns);
-  double (*gae_total)(const real* rewards, const real* values, int64_t count, real next_value, double gamma, double lam);
+  double (*gae_total)(const real* rewards, const real* values, int64_t count, real next_value, double gamma,
+                      double lam);
 };
 
 namespace megarl {

@@ -30,7 +30,8 @@ struct MegarlLogits {
 enum MegarlImportance : int { MEGARL_TOKEN = 0, MEGARL_SEQUENCE_MEAN = 1, MEGARL_SEQUENCE_PRODUCT = 2 };
 enum MegarlObjective : int { MEGARL_PPO_CLIP = 0, MEGARL_CISPO = 1 };
 enum MegarlAggregation : int { MEGARL_WEIGHT_ONE = 0, MEGARL_WEIGHT_MEAN = 1 };
-constexpr int MEGARL_POLICY_SUMS = 8;  // per row: {pg, kl, entropy, tokens, clipped, clipped by dual clip, old - logp, ratio}
+// Per row: {pg, kl, entropy, tokens, clipped, clipped by dual clip, old - logp, ratio}.
+constexpr int MEGARL_POLICY_SUMS = 8;
 struct MegarlPolicy {
   int importance, objective, kl, aggregation;  // kl: 0 none, 1..3 the estimators k1..k3
   double clip_low, clip_high, dual_clip;       // dual_clip <= 0: none

@@ -1,4 +1,5 @@
-// Splits [0, count) into contiguous parts over OpenMP threads. Parts never share a result, so the split changes no bits.
+// Splits [0, count) into contiguous parts over OpenMP threads. Parts never share a result, so the split changes no
+// bits.
 // torch brings libgomp.so.1 along; linked by that name, torch's threads are ours too and do not fight for the cores.
 #pragma once
 #include <algorithm>

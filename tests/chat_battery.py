@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -245,31 +246,31 @@ def outcomes(name: str) -> dict[str, str]:
 
 
 HEAD = """# Chat templates
-Written by `python -m tests.chat_battery docs/chat_templates.md`; a test fails when the page differs. Each cell renders
-a conversation with a published template in megarl and in transformers' `apply_chat_template`, and compares texts and
-token ids; where the last message is an answer, also the ids of prompt and answer together, up to the end token. The
-texts are in `tests/data/chat_templates`, with source and licence. Rules for rows:
+Written by `python -m tests.chat_battery docs/chat_templates.md`; a test fails when the page differs. Conversations
+are rendered with published templates in megarl and in transformers' `apply_chat_template`; texts and token ids are
+compared. Where the last message is an answer, the ids of prompt and answer together are compared too, up to the end
+token. The texts are in `tests/data/chat_templates`, with source and licence. Rules for rows:
 [offline.md](offline.md#messages-and-templates).
 
-| cell | meaning |
-|---|---|
-| equal | the same text and the same ids |
-| refused | the template refuses the conversation, in both |
-| unseen | refused by megarl: the template does not look at a field, which transformers drops silently |
-| dropped | refused by megarl: the template looks at a part of the answer and leaves it out |
-| other prompt | refused by megarl: the template renders another prompt before the answer than for sampling |
+Each entry: template, end of an answer, outcomes.
+
+- equal: the same text and the same ids
+- refused: the template refuses the conversation, in both
+- unseen: refused by megarl: the template does not look at a field, which transformers drops silently
+- dropped: refused by megarl: the template looks at a part of the answer and leaves it out
+- other prompt: refused by megarl: the template renders another prompt before the answer than for sampling
 
 """
 
 
 def table(results: Mapping[str, Mapping[str, str]]) -> str:
     """The page."""
-    lines = ["| template | end of an answer | " + " | ".join(CASES) + " |", "|---" * (len(CASES) + 2) + "|"]
+    lines = []
     for name, cells in results.items():
-        end = TEMPLATES[name].end.replace("|", "\\|")
-        lines.append(
-            f"| {TEMPLATES[name].models} (`{name}`) | `{end}` | " + " | ".join(cells[case] for case in CASES) + " |"
-        )
+        outcomes = {cell: ", ".join(f"*{case}*" for case in CASES if cells[case] == cell) for cell in cells.values()}
+        found = "; ".join(f"{cell}: {cases}" for cell, cases in sorted(outcomes.items()))
+        text = f"- **{TEMPLATES[name].models}** (`{name}`), answers end with `{TEMPLATES[name].end}`. {found}."
+        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return HEAD + "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ def unlisted(names: set[str]) -> set[str]:
     ``<source>`` any text."""
     listed = []
     for line in PAGE.read_text().splitlines():
-        for name in re.findall(r"`([^`]+/[^`]+|step)`", line.split(" | ")[0] if line.startswith("| ") else line):
+        for name in re.findall(r"`([^`]+/[^`]+|step)`", line.split(": ")[0] if line.startswith("- ") else line):
             head, _, tail = name.replace("\\|", "|").rpartition("/")
             ends = "|".join(map(re.escape, tail.split("|"))) if "<" not in tail else re.escape(tail)
             pattern = f"{re.escape(head)}/({ends})" if head else ends

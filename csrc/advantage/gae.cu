@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads, 4) gae_sequences(Gae x) {
 }
 
 // Tiles of sequence i have the slots from cu[i] / MEGARL_GAE_TILE + i on, its last tile first: at least as many as it
-// has tiles, without a pass over cu that adds up tiles. Slots of other sequences are not among them as long as cu rises.
+// has tiles, without a pass over cu that adds up tiles. Slots of other sequences are not among them as long as cu
+// rises.
 __device__ int64_t first_slot(const Gae& x, int64_t i) { return sequence(x, i).begin / MEGARL_GAE_TILE + i; }
 
 struct Place {

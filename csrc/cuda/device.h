@@ -7,7 +7,8 @@
 #include "megarl.h"
 
 #ifdef MEGARL_EMULATED
-#define MEGARL_LAUNCH(kernel, grid, block, stream, ...) ((void)(stream), emulated::launch(grid, block, [&] { kernel(__VA_ARGS__); }))
+#define MEGARL_LAUNCH(kernel, grid, block, stream, ...) \
+  ((void)(stream), emulated::launch(grid, block, [&] { kernel(__VA_ARGS__); }))
 #else
 #define MEGARL_LAUNCH(kernel, grid, block, stream, ...) \
   kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)

@@ -56,7 +56,8 @@ MEGARL_BOTH inline bool policy_needs_shared(const MegarlPolicy& how) {
   return how.importance != MEGARL_TOKEN || how.aggregation == MEGARL_WEIGHT_MEAN;
 }
 
-// 0 * infinity is 0: a ratio that overflowed counts for nothing where it was clipped away, or the advantage or is_weight is 0.
+// 0 * infinity is 0: a ratio that overflowed counts for nothing where it was clipped away, or the advantage or
+// is_weight is 0.
 MEGARL_BOTH inline double policy_product(double factor, double ratio) {
   return factor == 0.0 && !(ratio != ratio) ? 0.0 : factor * ratio;
 }
@@ -80,7 +81,8 @@ MEGARL_BOTH inline PolicyTerm policy_term(const MegarlPolicy& how, const PolicyT
     const bool above = term.ratio > upper, below = term.ratio < lower;
     const double plain = policy_product(-a, term.ratio);
     const double bounded = above ? -a * upper : below ? -a * lower : plain;
-    const double take = bounded > plain ? 0.0 : bounded == plain ? 0.5 : 1.0;  // gradient that goes to the unbounded side
+    // Gradient that goes to the unbounded side
+    const double take = bounded > plain ? 0.0 : bounded == plain ? 0.5 : 1.0;
     term.clipped = bounded > plain;
     term.loss = term.clipped ? bounded : plain;
     term.by_ratio = -a * (take + (above || below ? 0.0 : 1.0 - take));

@@ -399,8 +399,8 @@ Models: 4 layers, 200 tokens (no multiple of the padded vocabulary). EP2 stands 
 
 {summary}
 
-| model | grid | micro-batches | recompute | loss | norm | gradient | worst parameter | next losses |
-|---|---|---|---|---|---|---|---|---|
+| model | grid | micro-batches, recompute | loss | norm | gradient | worst parameter | next losses |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -411,8 +411,10 @@ def table(found: dict[Cell, Errors]) -> str:
         f"{worst_cell.model})."
     )
     lines = [
-        f"| {c.model} | {c.grid} | {c.layout} | {c.recompute} | {e.loss:.1e} | {e.norm:.1e} | {e.gradient:.1e} "
-        f"| `{e.parameter}` | {e.later:.1e} |"
+        f"| {c.model.replace(', balanced', ', bal.')} | {c.grid} "
+        f"| {c.layout}{'' if c.recompute == 'none' else f'; {c.recompute}'} | {e.loss:.1e} "
+        f"| {e.norm:.1e} | {e.gradient:.1e} "
+        f"| `{e.parameter.removeprefix('model.').removeprefix('layers.').removesuffix('.weight')}` | {e.later:.1e} |"
         for c, e in found.items()
     ]
     return HEADER.format(tolerance=TOLERANCE, summary=summary) + "\n".join(lines) + "\n"
