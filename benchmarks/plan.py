@@ -163,7 +163,7 @@ def measured() -> list[str]:
     ranks = LARGEST.grid.world_size
     parts: list[tuple[str, str, int]] = [
         ("the whole plan: every tensor checked, every move of every rank listed", "everything", 0),
-        ("the check before a job starts: nothing missing or twice, bytes of every link", "bytes", 0),
+        ("the check before a start: none missing or twice, bytes of links", "bytes", 0),
     ]
     parts += [
         (f"one engine rank's own part (rank {rank})", "to", rank) for rank in (0, LARGEST.tp * LARGEST.replicas - 1)
@@ -196,7 +196,7 @@ def computed() -> list[str]:
         "",
         "Seconds are lower bounds: the busiest rank's bytes at its link's data-sheet limit, which no transfer reaches,",
         "and nothing else in the way. Gathering first: a pipelined broadcast of the whole model after a gather that",
-        "costs nothing. Ranks' bytes are the most that one has; of trainer ranks also the mean. Links: InfiniBand NDR and NVLink, a GPU.",
+        "costs nothing. Ranks' bytes are the most that one has; of trainer ranks also the mean. Links: of one GPU.",
         "",
     ]
     for job in JOBS:
