@@ -138,9 +138,9 @@ class Turn:
     """float32 [T] of a model's turn: log-prob of each token under the distribution that the engine sampled from
     (temperature applied)."""
     spans: tuple[WeightsSpan, ...] = ()
-    """Of a model's turn."""
+    """Weights of a model's turn."""
     finish_reason: FinishReason | None = None
-    """Of a model's turn."""
+    """Reason why a model's turn ended."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -25,7 +25,7 @@ class StepBatch:
     outcomes: list[Outcome]
     """Trajectories of the step, without their tokens."""
     rows: list[Outcome]
-    """Of each sampled sequence, the trajectory that it is of."""
+    """Trajectory of each sampled sequence."""
     sequences: Sequences
     """Samples of the trajectories, which ``rows`` tell of, then demonstrations."""
     updates: list[list[list[int]]]

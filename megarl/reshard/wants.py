@@ -36,7 +36,7 @@ class RankWants(NamedTuple):
 
 
 Kind = tuple[tuple[Owners, int], ...]
-"""What a rank holds of a layout: ranks of one kind hold the same."""
+"""Parts of a layout that a rank holds: ranks of one kind hold the same."""
 
 
 class Wants:

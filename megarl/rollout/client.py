@@ -18,7 +18,7 @@ from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Stre
 HEARTBEAT_S = 5.0
 """Longest time between two frames of an engine; less where ``timeout_s`` is short."""
 MAX_ERROR_BYTES = 2**16
-"""Of the body that comes with an error's status; the rest is cut."""
+"""Most bytes of an error's body that are read."""
 LEFT_OUT_S = 5.0
 """Seconds for which an engine that failed gets no request while others live: one that is dead has the fewest unfinished
 samples of all."""

@@ -36,7 +36,7 @@ class SampleRequest:
 
     group: str
     index: int
-    """Of the trajectory in its group; ``GREEDY`` for the greedy one."""
+    """Index of the trajectory in its group; ``GREEDY`` for the greedy one."""
     group_size: int
     token_ids: np.ndarray
     images: tuple[bytes, ...]
@@ -46,7 +46,8 @@ class SampleRequest:
 
     @property
     def seed(self) -> int | None:
-        """Of the first turn: the group's seed and the index, as an engine draws the n samples of one prompt."""
+        """The group's seed and the index in the first turn, as an engine draws the n samples of one prompt; a seed of
+        its own in later ones."""
         if self.group_seed is None or self.index == GREEDY:
             return None
         if self.turn == 0:

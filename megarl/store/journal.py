@@ -1,4 +1,4 @@
-"""What a run records: metrics of steps, events, and what state the job is in."""
+"""Records of a run: metrics of steps, events, the state of the job."""
 
 from __future__ import annotations
 
