@@ -108,7 +108,7 @@ def _remove(path: Path) -> None:
         if not path.is_dir() or path.is_symlink():
             path.unlink()
             return
-        # The newest last: what tells a finished folder from others was written last, and is there as long as anything
+        # The newest last: what marks a finished folder was written last, and is there as long as anything
         # is.
         for entry in sorted(path.iterdir(), key=lambda entry: entry.lstat().st_mtime_ns):
             _remove(entry)

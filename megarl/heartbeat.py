@@ -102,11 +102,11 @@ class _Own:
         self.phase = START.encode()
 
     def beat(self) -> None:
-        if threading.get_ident() != self.thread:  # what other threads do says nothing of the one that others wait for
+        if threading.get_ident() != self.thread:  # other threads are no measure of the one that others wait for
             return
         self.count += 1
         body = _RECORD.pack(self.thread, self.count, self.work, self.step, self.timeout_s, self.phase)
-        # The record before this one stays whole meanwhile; a sum tells a reader which of the two is.
+        # The record before this one stays whole meanwhile; a checksum shows a reader which of the two is.
         start = self.count % 2 * _SLOT
         self.map[start : start + len(body) + _CHECK.size] = body + _CHECK.pack(zlib.crc32(body))
 
@@ -208,7 +208,7 @@ def timeout(seconds: float) -> Iterator[None]:
 
 
 async def beat_periodically(describe: Callable[[], str] = lambda: "serving", period_s: float = 1.0) -> None:
-    """Marks for an event loop until cancelled, with a phase that says what it is at."""
+    """Marks for an event loop until cancelled, with a phase that names its work."""
     while True:
         set_phase(describe())
         await asyncio.sleep(period_s)

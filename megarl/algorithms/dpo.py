@@ -2,8 +2,8 @@
 
 h = [Σ_t(logp − ref) of the chosen answer] − [the same of the rejected one]
 sigmoid: −(1 − ε)·log σ(β·h) − ε·log σ(−β·h), ε = ``label_smoothing`` (cDPO; 0: DPO)
-ipo: (h − 1/(2β))², with sums over the answer as the paper writes it (TRL averages over tokens, as the authors told it)
-The loss is the mean over pairs, so ``aggregation`` says nothing. float64 inside.
+ipo: (h − 1/(2β))², with sums over the answer as the paper writes it (TRL averages over tokens, as the authors advised)
+The loss is the mean over pairs, so ``aggregation`` has no effect. float64 inside.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An algorithm: one value made of pure functions. The trainer computes what ``needs`` lists, nothing else.
 
-Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) says which sequence each belongs
+Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) maps each to its sequence
 to, so padded and packed batches look the same. N sequences of a step. K parts of a loss with a global denominator each.
 """
 

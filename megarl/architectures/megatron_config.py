@@ -176,7 +176,8 @@ def _latent_attention(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict
 
 
 def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
-    """Megatron scales the softmax by (0.1 * mscale_all_dim * ln(factor) + 1)**2 even without yarn: factor 1 says no."""
+    """Megatron scales the softmax by (0.1 * mscale_all_dim * ln(factor) + 1)**2 even without yarn: factor 1 turns that
+    off."""
     rope = _rope(name, hf_config)
     kind, base = rope["rope_type"], {"rotary_base": rope["rope_theta"]}
     if kind == "default":

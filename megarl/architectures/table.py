@@ -203,7 +203,7 @@ class Architecture:
     sigmoid_router: bool = False
     """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
     norms_topk: bool = False
-    """The chosen experts' probabilities are always divided by their sum; else as ``norm_topk_prob`` says."""
+    """The chosen experts' probabilities are always divided by their sum; else by ``norm_topk_prob``."""
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Fields of :class:`ModelSizes` read from a config.json key that is not the usual one (``COMMON_KEYS``)."""

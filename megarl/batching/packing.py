@@ -100,7 +100,7 @@ def deal(lengths: Sequence[Sequence[int]], micro_batching: MicroBatching) -> lis
 
 
 def _deal_rows(lengths: Sequence[Sequence[int]], micro_batching: MicroBatching) -> list[list[Chunk]]:
-    """Units in turn to the ranks, and as many rows at a time as the settings say."""
+    """Units in turn to the ranks, and as many rows at a time as the settings allow."""
     each = max((len(unit) for unit in lengths), default=1)
     units = max(1, micro_batching.rows // each)
     per_rank = -(-len(lengths) // micro_batching.dp)

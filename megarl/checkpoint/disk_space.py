@@ -1,4 +1,4 @@
-"""Room on the disk for a checkpoint: how much is free, what may go to make more, and how a full disk is told from other
+"""Room on the disk for a checkpoint: how much is free, what may go to make more, and how a full disk differs from other
 faults."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RESERVE = "reserve"
 
 
 def is_full(error: BaseException) -> bool:
-    """Return True if it says that a disk or a quota is full."""
+    """Return True if the error means a full disk or quota."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return True
     return any(word in str(error) for word in _WORDS)
@@ -46,7 +46,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except JobError:
-        raise  # it says so itself
+        raise  # its text is enough
     except (OSError, RuntimeError, SafetensorError) as error:
         if is_full(error):
             raise DiskFullError(f"{path} cannot be written ({error}); make room there") from error
@@ -59,7 +59,7 @@ def free_space(folder: Path, needed: int, keep: int, *, refuse: bool) -> None:
     """Before a checkpoint of ``needed`` bytes: where that many are not free, the finished ones go that would go once it
     counts, but never the last.
 
-    ``refuse``: raise DiskFullError where they are still not free; otherwise say so and leave it to the disk, since a
+    ``refuse``: raise DiskFullError where they are still not free; otherwise warn and leave it to the disk, since a
         quota or a
     reserve may make the number wrong either way.
     """

@@ -80,7 +80,7 @@ class DistFiles:
 
     Args:
         path: The directory with ``.metadata``.
-        stored: What is in it; None: as its metadata says.
+        stored: What is in it; None: by its metadata.
 
     Raises CheckpointError for a missing, unreadable or foreign metadata file, and for a data file that is missing or
     cut short.

@@ -1,4 +1,4 @@
-"""Writes Megatron-Core's dist_checkpointing format piece by piece; ``dist.py`` says what it consists of."""
+"""Writes Megatron-Core's dist_checkpointing format piece by piece; ``dist.py`` describes its parts."""
 
 from __future__ import annotations
 

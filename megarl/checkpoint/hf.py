@@ -56,7 +56,7 @@ def load_into(
     """Fill a rank's local tensors from an HF checkpoint, reading only the slices it holds; casts to their dtypes,
     zeroes padding.
 
-    ``tensors``: local name -> tensor, shaped as the layout says. FP8 weights arrive dequantised. ``score``: where the
+    ``tensors``: local name -> tensor, shaped as in the layout. FP8 weights arrive dequantised. ``score``: where the
         score head of
     a layout that has one comes from: "zeros" makes a new one and takes everything else from a language model (or
     another score model), whose output weight is not looked at. Raises CheckpointError naming the tensors that are

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which of them count, what their manifests say, whether their files are as they were written.
+"""Folders of checkpoints: which of them count, what their manifests list, whether their files are as they were written.
 
 Layout (verl's): ``<dir>/global_step_<i>/{actor/, critic/, …, rng_<rank>.json, state.json}`` and
 ``<dir>/latest_checkpointed_iteration.txt``. A checkpoint is written under another name,
@@ -186,7 +186,7 @@ def complete(
 def fault_of_files(
     checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False
 ) -> str | None:
-    """The first file that is not as the manifest says, and how; None where all are. A manifest without files is a
+    """The first file that differs from the manifest, and how; None where all are. A manifest without files is a
     fault.
 
     Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files'

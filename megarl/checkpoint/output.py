@@ -116,7 +116,7 @@ class OutputDirectory:
         self.keep([])
 
     def _remove_files(self) -> None:
-        """Remove all but the lock; the journal, which tells that the files are a conversion's, is the last."""
+        """Remove all but the lock; the journal, which marks the files as a conversion's, is the last."""
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
             if entry.name != LOCK:
                 _remove(entry)

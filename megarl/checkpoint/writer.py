@@ -110,7 +110,7 @@ class Writer:
         """Let the child do ``work(tensors, *rest)`` with the tensors as they are now, on the CPU; all but them is
         pickled.
 
-        ``work`` must touch no GPU and no process group. Where the child cannot begin, the task says so.
+        ``work`` must touch no GPU and no process group. Where the child cannot begin, the task raises it.
         """
         assert not self._busy, "the one before it has not been asked for its result"
         places, start = [], 0

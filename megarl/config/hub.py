@@ -88,7 +88,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _paths(resolved: Path) -> dict[str, str]:
-    """Model paths of a run's last start; none where its settings cannot be read, of which others tell."""
+    """Model paths of a run's last start; none where its settings cannot be read; others report that."""
     try:
         settings = json.loads(resolved.read_text())
         return {

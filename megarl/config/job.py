@@ -38,7 +38,7 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Several machines (docs/cluster.md). Which they are is the launcher's to say: Slurm, torchrun."""
+    """Several machines (docs/cluster.md). The launcher, Slurm or torchrun, chooses them."""
 
     connect_timeout_s: Seconds = 300.0
     """Seconds for which the head waits for the other nodes, and they for it."""

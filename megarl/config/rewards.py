@@ -85,7 +85,7 @@ class LengthConfig:
 
 @dataclass(frozen=True)
 class RepetitionConfig:
-    """The share of an answer's n-grams of words that it said before, as a number from -1 to 0 (Open-R1)."""
+    """The share of an answer's n-grams of words that occur earlier in it, as a number from -1 to 0 (Open-R1)."""
 
     weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""

@@ -1,4 +1,4 @@
-"""The supervisor of a node that is not the head: connects to it, starts what it is told to, and ends everything when it
+"""The supervisor of a node that is not the head: connects to it, starts what it is sent, and ends everything when it
 is gone."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOST_GRACE_S = 5.0
 
 
 def serve(allocation: Allocation, config: Config, key: str) -> int:
-    """Until the head says that the job has ended; 0 then, however it ended: that is the head's to say.
+    """Run until the head reports the end of the job; return 0 then, however it ended: the head reports that.
 
     Raises:
         JobError: the head cannot be reached, knows another key, or is lost.
@@ -120,7 +120,7 @@ class _Agent:
                         child.signal(int(message["number"]))
                 case "note":
                     self._node.note(message["name"])
-                case "stop" | "accounts":  # takes seconds, in which the head may have more to say
+                case "stop" | "accounts":  # takes seconds, in which the head may send more
                     threading.Thread(target=self._answer, args=(message,), daemon=True).start()
                 case "start" | "ports" | "run_dir":
                     self._answer(message)  # here: what a thread starts would end with that thread (PR_SET_PDEATHSIG)

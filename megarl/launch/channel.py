@@ -82,7 +82,7 @@ def greet(connection: socket.socket, key: str, *, serving: bool, silence_s: floa
     """Both sides answer the other's random challenge with an HMAC of it, so the key itself is never sent.
 
     Raises:
-        ChannelClosed: the other side does not know the key, or says nothing in time.
+        ChannelClosed: the other side does not know the key, or sends nothing in time.
     """
     channel = Channel(connection, GREETING_S)
     try:

@@ -53,7 +53,7 @@ class Facts:
     devices: list[dict[str, str]] = field(default_factory=list)
     """Properties of each GPU (``devices.gpus``)."""
     fabric: dict[str, str] = field(default_factory=dict)
-    """Port of the fabric -> its state and rate, as ``devices.fabric`` says."""
+    """Port of the fabric -> its state and rate, from ``devices.fabric``."""
 
 
 def interface_of(address: str) -> str:

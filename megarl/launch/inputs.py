@@ -132,7 +132,7 @@ def verifiable(config: Config, split: str, rows: list[Task]) -> list[Task]:
 
 
 def without_choices(config: Config, rows: Rows) -> Rows:
-    """The tasks that are trained on, where ``taskset.multiple_choice=drop`` leaves some out; says how many.
+    """The tasks that are trained on, where ``taskset.multiple_choice=drop`` leaves some out; logs how many.
 
     Raises:
         DataError: none is left.

@@ -69,7 +69,7 @@ def run(config: Config) -> int:
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin again", run_dir)
         else:
             _run_attempts(config, tasks, allocation, gathering, lock, server, key, last)
-        # A rank that was told to end, by whomever, ends in order: only the run itself says whether it is finished.
+        # A rank that was asked to end, by whomever, ends in order: only the run itself shows whether it is finished.
         finished = is_finished(config, run_dir)
         if finished:  # its report too, which may not have been written when it ended
             from megarl.report.html import summary, write_report
@@ -159,7 +159,7 @@ def _counted(config: Config, stop_request: StopRequest, last: int | None = None)
 def _fitted(
     config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]
 ) -> tuple[Fit, list[Node]]:
-    """The job as large as the nodes that are left can have it, and those that it uses; says what is not as it was asked
+    """The job as large as the nodes that are left can have it, and those that it uses; logs what is not as it was asked
     for.
 
     Raises as ``fit``.

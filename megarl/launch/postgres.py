@@ -520,7 +520,7 @@ def _give(folder: Path, uid: int) -> None:
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             os.chown(os.path.join(parent, name), uid, -1, follow_symlinks=False)
-    os.chown(folder, uid, -1)  # last: it says that all is done
+    os.chown(folder, uid, -1)  # last: it marks that all is done
 
 
 def _tail(text: str) -> str:

@@ -24,7 +24,7 @@ ANSWER_S = 600.0
 
 
 class Probe:
-    """Asks until ``alive`` says that there is nobody to ask any more.
+    """Ask until ``alive`` returns False.
 
     Args:
         url: "" for the part of an engine that is no server: only its processes' states are looked at.
@@ -51,7 +51,7 @@ class Probe:
                     self.count += 1
             except (
                 OSError
-            ) as error:  # no descriptor is free, say: without this thread the engine would count as stalled
+            ) as error:  # for instance no descriptor is free: without this thread the engine would count as stalled
                 log.warning("the engine at %s cannot be looked at: %s", self._url or "another node's server", error)
             time.sleep(EVERY_S)
 

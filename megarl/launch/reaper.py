@@ -83,7 +83,7 @@ class Reaper:
 
     def _send(self, do: str, group: int, folder: Path | None) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it has died: the next one is told everything
+        with suppress(OSError, ValueError):  # it has died: the next one is sent everything
             self._process.stdin.write(f"{do} {group} {folder or ''}\n".encode())
 
     def add(self, group: int, folder: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Nodes that are elsewhere, as the head sees them: their supervisors connect, and are told what to start."""
+"""Nodes that are elsewhere, as the head sees them: their supervisors connect, and are sent what to start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.5
 """Seconds between two looks at a request to stop, while nodes are awaited."""
 LATE_S = 20.0
-"""Seconds that a head that ends early waits for the other supervisors, to tell them."""
+"""Seconds that a head that ends early waits for the other supervisors, to inform them."""
 END_S = 10.0
 """Seconds that the head waits for the other supervisors to be gone."""
 ACCOUNTS_S = 10.0
@@ -43,7 +43,7 @@ STARTED_S = 60.0
 
 
 class RemoteProcess:
-    """A process on another node; what it does is told by that node."""
+    """A process on another node; that node reports on it."""
 
     def __init__(self, spec: Spec, node: RemoteNode) -> None:
         self.name = spec.name
@@ -132,7 +132,7 @@ class RemoteNode:
                         if (process := self._processes.get(name)) is not None:
                             process.showed(heartbeat)
                 case "stop":
-                    self.stop_request.count = max(1, self.stop_request.count)  # all nodes are told by the same stop
+                    self.stop_request.count = max(1, self.stop_request.count)  # all nodes get the same stop
                 case "answer":
                     self._replies[message["to"]] = message
             self._received.notify_all()
@@ -143,7 +143,7 @@ class RemoteNode:
             time.sleep(self._channel.silence_s / 4)
 
     def send(self, **message: Any) -> None:
-        """Says it if the node can hear it; ``fault`` tells whether it could."""
+        """Send it if the node is reachable; ``fault`` has the reason where it was not."""
         with suppress(ChannelClosed):
             self._channel.send(**message)
 
@@ -204,7 +204,7 @@ class RemoteNode:
         return self._fault
 
     def end(self) -> None:
-        """Its supervisor ends, with status 0: only the head's says how the job ended, and srun takes the largest of
+        """Its supervisor ends, with status 0: only the head's shows how the job ended, and srun takes the largest of
         all."""
         self.send(do="end")
         with self._received:
@@ -260,7 +260,7 @@ class Gathering:
         while True:
             try:
                 connection, where = self._door.accept()
-            except OSError as error:  # no descriptor is free, say, or the peer has gone
+            except OSError as error:  # for instance no descriptor is free, or the peer has gone
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
                 log.warning("a connection to %s:%d failed: %s", self._allocation.head, self._allocation.port, error)

@@ -36,8 +36,8 @@ class Replacements:
     """Replaces what has died of ``started``, in place, at most ``left`` times.
 
     Not a trainer rank, nothing on a lost node, and nothing whose successor would fail alike: an engine or a reward host
-    that ended by itself before it ever listened, an explorer that said why it cannot go on (status 1). Those stay dead,
-    for ``watch`` to tell.
+    that ended by itself before it ever listened, an explorer that logged why it cannot go on (status 1). Those stay
+    dead, for ``watch`` to report.
     """
 
     def __init__(self, started: list[Started], left: int) -> None:
@@ -140,7 +140,7 @@ class Replacements:
 
 
 def _listens(address: str) -> bool | None:
-    """None when that cannot be told: a machine that is busy answers late."""
+    """None when that is unknown: a machine that is busy answers late."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
@@ -160,7 +160,7 @@ def _until_free(name: str, address: str) -> None:
     deadline = time.monotonic() + FREE_S
     while address and (listens := _listens(address)) is not False:
         if time.monotonic() > deadline:
-            if listens is None:  # that cannot be told: the successor itself will find out
+            if listens is None:  # unknown: the successor itself will find out
                 return
             raise JobError(
                 f"{name} cannot be started again: somebody else listens at {address}, {FREE_S:g} s after it was ended"
@@ -182,7 +182,7 @@ def ending(process: Process) -> str:
 
 
 def _by_signal(process: Process) -> bool:
-    """128 and the signal's number are what processes say that end in order when one comes."""
+    """128 plus the signal's number is the status of processes that end in order when one comes."""
     status = process.poll()
     return status is not None and (status < 0 or status > 128)
 

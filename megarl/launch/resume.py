@@ -166,7 +166,7 @@ def _name_latest(checkpoint: Path) -> None:
 
 
 def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str | None:
-    """Reason why a checkpoint cannot be loaded, as far as its files tell."""
+    """Reason why a checkpoint cannot be loaded, as far as its files show."""
     if not (checkpoint / MANIFEST).is_file():
         return f"{checkpoint / MANIFEST} is missing"
     models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}

@@ -64,7 +64,7 @@ class Account(NamedTuple):
     kernel: str
     """Kernel function in which it waits (``/proc/<pid>/wchan``); "" where it is unknown."""
     thread: int
-    """Its main thread; 0 of one that does not say."""
+    """Its main thread; 0 where it is unknown."""
     stacks: str
     """"" when it did not answer."""
 
@@ -225,7 +225,7 @@ def table(rows: Sequence[ProcessSnapshot]) -> str:
 
 
 def verdict(rows: Sequence[ProcessSnapshot]) -> str:
-    """Whom the others wait for, as far as the stacks say: a sentence."""
+    """A sentence that names whom the others wait for, as far as the stacks show."""
     stopped = [row for row in rows if row.account.state == STOPPED]
     if stopped:
         return f"likely: {_names(stopped)} to blame: stopped by a signal"

@@ -1,4 +1,4 @@
-"""Images and vision-language models in a training job: refused, each in a line that says what does work."""
+"""Images and vision-language models in a training job: refused, each in a line that names what does work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices that a job does not move although all its processes live; says who is where, and ends whom the others wait
+"""Notices that a job does not move although all its processes live; reports who is where, and ends whom the others wait
 for."""
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Watchdog:
                     return f"stacks of all processes: {path}"
                 except FileExistsError:
                     raise
-                except OSError as error:  # a full disk, say
+                except OSError as error:  # for instance a full disk
                     return f"stacks of all processes cannot be written to {path} ({error})"
         return "stacks are in none of a thousand files"
 

@@ -27,7 +27,7 @@ class StepBatch:
     rows: list[Outcome]
     """Trajectory of each sampled sequence."""
     sequences: Sequences
-    """Samples of the trajectories, which ``rows`` tell of, then demonstrations."""
+    """Samples of the trajectories, in the order of ``rows``, then demonstrations."""
     updates: list[list[list[int]]]
     """Units that each optimizer update trains on: numbers of sequences that go through the model together."""
 

@@ -52,7 +52,7 @@ EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
 
 STOPPED = 128 + signal.SIGTERM
-"""Exit status of an explorer that was told to stop before the job was closed."""
+"""Exit status of an explorer that was asked to stop before the job was closed."""
 
 
 class Scorer(Protocol):

@@ -63,7 +63,7 @@ class UpdateFilter:
 
         Raises:
             RollBack: the setting demands it.
-            NonRetryableError: the setting says stop, or ``max_bad_steps`` steps in a row were bad.
+            NonRetryableError: the setting is ``stop``, or ``max_bad_steps`` steps in a row were bad.
         """
         config = self._config
         losses = [total for name, (total, _) in sums.items() if name.endswith("/loss")]

@@ -42,7 +42,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
         **latent: int,
     ) -> None:
-        """``latent`` are MLA's k_channels and v_channels, which the tensors say themselves."""
+        """``latent`` are MLA's k_channels and v_channels, which the tensors' shapes give."""
         super().__init__(config=config)
         assert attention_type == "self" and attn_mask_type == AttnMaskType.causal, "only causal self-attention"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no dropout"

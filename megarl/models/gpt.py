@@ -33,7 +33,7 @@ def build_chunks(
     On the last chunk of the last stage ``forward(tokens, position_ids, None)`` with tokens int64 [B, S] returns
     vocabulary-parallel logits [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and
     entropy. With ``head="score"`` it returns float32 [B, S, 1], equal on all tensor-parallel ranks
-    (``models.value_head``). ``packed_seq_params`` says that the sequences of a chunk lie one after the other (B = 1).
+    (``models.value_head``). ``packed_seq_params``: the sequences of a chunk lie one after the other (B = 1).
     Under context parallelism S counts this rank's share (see ``batching.zigzag``); the position ids are not looked at.
     """
     from megatron.core import parallel_state
@@ -123,7 +123,7 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
 
 
 def _mark_experts(stage: torch.nn.Module) -> None:
-    """Experts are reduced over their own data-parallel group also at ep=1, where Megatron forgets to say so.
+    """Experts are reduced over their own data-parallel group also at ep=1, where Megatron does not set that.
 
     Without the mark their gradients are wrong when experts are cut differently from the rest (etp != tp), and a
     checkpoint of the distributed optimizer does not load into another ep.

@@ -199,7 +199,8 @@ class _LogProb(torch.autograd.Function):
             return gradient(logits, *arguments), None, None, None, None
         out = logits.detach()
         gradient_(out, *arguments)
-        # Whoever still needs the logits (a second backward, say) gets autograd's error instead of wrong numbers.
+        # Whoever still needs the logits (for instance a second backward) gets autograd's error instead of wrong
+        # numbers.
         torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None
 

@@ -37,7 +37,7 @@ class Check(NamedTuple):
 
 
 def examine(host: str) -> tuple[str, bool]:
-    """Text for a person, and whether a job can run here (False when any line says ``fail``).
+    """Text for a person, and whether a job can run here (False when any line has ``fail``).
 
     Args:
         host: Address on which ports are tried.

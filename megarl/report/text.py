@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Without control characters: what a model says must not steer a terminal or break a page."""
+    """Without control characters: what a model writes must not steer a terminal or break a page."""
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 

@@ -64,7 +64,7 @@ def copy_weights(
 
     Args:
         source, destination: Layouts of both models over the ranks of ``group`` (None: the default group).
-        source_tensors, destination_tensors: Local name -> tensor on this rank, shaped as the layouts say.
+        source_tensors, destination_tensors: Local name -> tensor on this rank, shaped as in the layouts.
         bucket_bytes: Most bytes of one message.
         left_out: Logical tensors that need not be in both models. Those that are in one only stay out of it, and are
             reported.
@@ -134,7 +134,7 @@ def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Te
 
 
 def _compare(plan: ReshardPlan, sent: Digests, found: Digests, group: dist.ProcessGroup | None) -> int:
-    """Number of digests; rank 0 compares them and tells the others."""
+    """Number of digests; rank 0 compares them and sends the result to the others."""
     is_first = dist.get_rank(group) == 0
     answers: list[tuple[Digests, Digests] | None] | None = [None] * dist.get_world_size(group) if is_first else None
     dist.gather_object((sent, found), answers, group=group, group_dst=0)

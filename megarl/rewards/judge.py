@@ -46,7 +46,7 @@ class Judge:
         engine_timeout_s: How long one of these engines is waited for that is being replaced.
 
     Raises:
-        ConfigError: a setting is missing or wrong; on entering: the cache cannot be opened, or the server does not tell
+        ConfigError: a setting is missing or wrong; on entering: the cache cannot be opened, or the server does not name
             its model.
     """
 

@@ -24,7 +24,7 @@ class JudgementCache:
     """Key -> verdict, with the judge's replies for who wants to read them (``SELECT result, replies FROM judgements``).
 
     Each write is one transaction, of SQLite's ordinary journal. Reads and writes happen in a thread of its own, so that
-    an event loop does not wait for the disk. A file that fails later is told and done without: a judgement is worth
+    an event loop does not wait for the disk. A file that fails later is logged and done without: a judgement is worth
     more than its copy.
 
     Raises ConfigError when the file cannot be opened.

@@ -77,7 +77,7 @@ class JudgeServer:
             await self._session.close()
 
     async def models(self) -> list[str]:
-        """Names that the server has, at least one. Raises ConfigError when it tells none."""
+        """Names that the server has, at least one. Raises ConfigError when it has none."""
         try:
             names = await self.request(
                 "GET", "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]]

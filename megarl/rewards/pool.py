@@ -136,7 +136,7 @@ class RewardPool:
         """Score one answer. Never raises for what the reward function does: that is the verdict's status.
 
         An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
-        ``reward.max_kills`` say.
+        ``reward.max_kills`` allow.
 
         Args:
             opened: The prompt ended inside a thought (``shape.opens_thinking``).

@@ -108,7 +108,7 @@ def scorer_for(data_source: str, config: RewardConfig | None = None) -> Scorer:
 
 
 def check_row(data_source: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> None:
-    """Raises DataError for a row that no answer can be judged by, as far as reading it tells. Cheap: nothing is run or
+    """Raises DataError for a row that no answer can be judged by, as far as reading it shows. Cheap: nothing is run or
     solved."""
     family, rest = route(data_source, config.routes)
     if family in ROW_CHECKS:

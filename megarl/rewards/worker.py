@@ -85,7 +85,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def serve(requests: IO[str], replies: IO[str]) -> None:
-    """Answer requests until their end. The first one holds the settings; its reply says whether the function could be
+    """Answer requests until their end. The first one holds the settings; its reply states whether the function could be
     loaded."""
     try:
         function = Function(from_dict(RewardConfig, _read(requests.readline(), "config")["config"]))

@@ -20,7 +20,7 @@ _POLL_S = 0.1
 _REPORT_S = 5.0
 """Seconds from a worker's timeout until its reason arrives."""
 FAILURE = "failure"
-"""Key of a worker's answer that says what went wrong there."""
+"""Key of a worker's reply that has what went wrong there."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class EngineControl:
         """Calls a method of ``megarl.sync.receiver.WorkerExtension`` on every worker, in rank order.
 
         Raises:
-            EngineError: what any worker says that went wrong.
+            EngineError: any worker's failure.
         """
         answer = self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})
         if not isinstance(answer, dict) or not isinstance(answers := answer.get("results"), list):
@@ -150,7 +150,7 @@ class EngineControl:
             raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
 
     def health(self, timeout_s: float) -> None:
-        """Returns when the server says that it is well."""
+        """Return when the server reports that it is well."""
         self._call("GET", "/health", timeout_s=timeout_s)
 
     def _healthy(self) -> bool:

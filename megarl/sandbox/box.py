@@ -65,7 +65,7 @@ class Outer:
             inside.close()
             if reader is not None:
                 os.close(reader)
-        with contextlib.suppress(OSError):  # if it has died, `last_words` says how
+        with contextlib.suppress(OSError):  # if it has died, `last_words` has the reason
             self.link.sendall(host.code + marshal.dumps(host.filter, MARSHAL))
 
     def last_words(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Limit = Literal["wall", "cpu", "memory", "output", "processes", "file"]
-"""The limit that was exceeded. ``processes`` and ``file`` are told from the program's own last words, the others are
+"""The limit that was exceeded. ``processes`` and ``file`` are read in the program's own last output, the others are
 seen."""
 
 MIB = 2**20

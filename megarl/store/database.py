@@ -1,6 +1,6 @@
 """Databases for ``store.url``: SQLite in WAL mode, or PostgreSQL through psycopg.
 
-A URL is either the database's own, or says where that is found, so that no password is ever written down:
+A URL is either the database's own, or names where that is found, so that no password is ever written down:
 ``env://NAME`` is in the environment variable NAME; ``job://postgres`` is a server of the job's own
 (``launch/postgres.py``), whose URL the supervisor puts into ``MEGARL_STORE_URL``.
 """
@@ -84,7 +84,7 @@ def shown(url: str) -> str:
 
 
 def reason(error: SQLAlchemyError) -> str:
-    """The first line of what the driver says, without the rest of a row that it quotes."""
+    """The first line of the driver's message, without the rest of a row that it quotes."""
     text = str(getattr(error, "orig", None) or error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
 

@@ -47,7 +47,7 @@ def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | Non
     except DBAPIError as error:
         if getattr(error.orig, "sqlite_errorname", "") == "SQLITE_INTERRUPT":
             raise JobError(f"asked to stop while {path} was checked for damage") from error
-        return reason(error) if is_damage(error) else None  # the store itself waits for a lock, and tells of the rest
+        return reason(error) if is_damage(error) else None  # the store itself waits for a lock, and reports the rest
     finally:
         engine.dispose()
 
@@ -149,7 +149,7 @@ def _copy(path: Path, new: Path, stopping: Callable[[], bool]) -> None:
     """All rows of ``path`` that are as they were written, but of no rollout a part."""
     database = Transactions(f"sqlite:///{new}", None, 0.0)
     old = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)
-    old.text_factory = lambda text: text.decode(errors="replace")  # a checksum tells of it
+    old.text_factory = lambda text: text.decode(errors="replace")  # a checksum shows it
     old.row_factory = sqlite3.Row
     try:
         for table in METADATA.sorted_tables:

@@ -5,8 +5,9 @@ transaction; the trainer reads what is done. A claim carries a token, and only t
 finish it: whatever happens to explorers, a group's trajectories are written once.
 
 Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
-(``transactions.py``); each says why a repetition does no harm. SQLite runs in WAL mode with ``synchronous=NORMAL``:
-killing any process loses no committed transaction. A power cut may lose those since the last ``sync``, which comes
+(``transactions.py``); each docstring explains why a repetition does no harm. SQLite runs in WAL mode with
+``synchronous=NORMAL``: killing any process loses no committed transaction. A power cut may lose those since the last
+    ``sync``, which comes
 before every checkpoint's manifest. WAL needs a local file system.
 """
 

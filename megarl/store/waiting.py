@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 WARN_S = 10.0
-"""After this much silence a line in the log says what is waited for."""
+"""After this much silence a line in the log names what is waited for."""
 
 
 class Unanswered(psycopg.OperationalError):

@@ -45,7 +45,7 @@ class SliceWriter:
     Args:
         model: The worker's model.
         model_config: vLLM's.
-        tensors: Local tensor name -> what the layout says of it; an update writes every element, padding included.
+        tensors: Local tensor name -> its part of the layout; an update writes every element, padding included.
     """
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, tensors: Mapping[str, LocalTensor]) -> None:

@@ -139,7 +139,7 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         found = (pq.read_schema(path).metadata or {}).get(RECIPE)
         value = json.loads(found) if found else None
     except (pa.ArrowInvalid, OSError, ValueError):
-        return None  # who reads its rows says what is wrong with it
+        return None  # who reads its rows reports what is wrong with it
     return value if isinstance(value, dict) else None
 
 

@@ -88,7 +88,7 @@ class FrozenModel:
         return self.tensors
 
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
-        """Weights of an HF checkpoint; ``score`` says where a score head comes from (``checkpoint.hf.load_into``)."""
+        """Weights of an HF checkpoint; ``score``: the source of a score head (``checkpoint.hf.load_into``)."""
         hf.load_into(path, self.layout, dist.get_rank(), self.tensors, score=score)
         self.weights_changed()
 

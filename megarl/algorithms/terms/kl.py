@@ -25,7 +25,7 @@ def estimates(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> tor
 
 
 def mean(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor, estimator: str) -> float:
-    """KL per token over ``mask`` (all [T]), what :func:`adapted` is told; 0 for no token."""
+    """KL per token over ``mask`` (all [T]), the measure that :func:`adapted` takes; 0 for no token."""
     kept = doubles(mask, lambda own, reference: estimates(own, reference, estimator), logp, ref_logp)
     return float(kept.mean()) if kept.numel() else 0.0
 

@@ -1,4 +1,4 @@
-"""Process 1 of a sandbox: starts each test in a process of its own, watches its limits, and says how it ended.
+"""Process 1 of a sandbox: starts each test in a process of its own, watches its limits, and reports how it ended.
 
 Not to be killed from inside (it is the namespace's init), not to be read (not dumpable); its link to the outside is no
 descriptor of any other process. It ends when that link does, and everything in the sandbox with it. A zygote has

@@ -3,7 +3,7 @@
 bwrap has shut this process off from the host; its Python is started and has imported what most programs import. For
 each request it forks a process into new user, pid, mount, IPC and network namespaces with an empty /tmp and /dev/shm,
 which gives up all capabilities, takes the seccomp filter and becomes the launcher. That costs a few ms instead of the
-20 of another bwrap and Python. When it is told to, it kills all of that and says when the last process is gone. From
+20 of another bwrap and Python. On request it kills all of that and reports when the last process is gone. From
 inside a sandbox nothing of this process can be named: not its pid, its files, its descriptors. It knows no program, no
 test and no result: those go over the descriptor that came with the request.
 
