@@ -86,7 +86,7 @@ def test_the_table(tmp_path: Path) -> None:
         ("reward_model", 1, False): {"before": 0.5, "after": 0.96, "seconds": 60.0},
     }
     table = learning.table(["mix", "ppo", "reward_model"], START, results)
-    assert "| `mix` | – | 17.8% → 87.8%; 17.8% → 77.8%; failed | +65.0 points | same weights | 2.0 |" in table
+    assert "| `mix` | 17.8% → 87.8%; 17.8% → 77.8%; failed | +65.0 points | same weights | 2.0 |" in table
     assert "**weights moved**" in table and "50.0% → 96.0% preferred" in table and "Start: 17.8%" in table
     assert "- `mix`: the engine is gone (exit status 1; x.log)" in table
 

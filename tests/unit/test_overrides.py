@@ -87,7 +87,7 @@ def test_names_of_verl_are_translated(override: str, ours: str) -> None:
 
 
 def test_every_translation_is_a_setting_and_no_setting_is_translated() -> None:
-    config = to_dict(compose(["experiment=quickstart"]))
+    config = to_dict(compose(["experiment=quickstart", "algorithm.name=mine.py"]))  # has settings of all
 
     def has(name: str) -> bool:
         tree = config

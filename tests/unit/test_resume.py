@@ -234,8 +234,8 @@ def test_a_run_that_goes_on_names_what_changed(
 
 
 MANY = [
-    f"algorithm.{name}=0.5"
-    for name in ("clip_low", "clip_high", "gamma", "lam", "tau", "beta", "mu", "expert_ratio", "entropy_coef")
+    *(f"algorithm.{name}=0.5" for name in ("clip_low", "clip_high", "entropy_coef", "kl.coef", "kl.target")),
+    *(f"trainer.optimizer.{name}=0.5" for name in ("beta1", "beta2", "weight_decay", "clip_grad")),
 ]
 
 

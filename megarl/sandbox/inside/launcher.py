@@ -153,7 +153,7 @@ def work(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any]) -> No
     if job["kind"] == "check":
         values = module("values", ready)
         checks = {name: job[name] for name in ("tests", "setup", "entry", "asked", "library")}
-        verdict = module("checker", ready).check(**checks, times=job["times"], link=LINK)
+        verdict = module("checker", ready).check(**checks, times=job["times"], channel=LINK)
         os.write(VALUE, values.dumps(verdict).encode())
     elif job["kind"] == "answer":
         module("values", ready)
