@@ -61,21 +61,21 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     import torch
     import torch.distributed as dist
 
-    from megarl import algorithms
-    from megarl.batching import MicroBatching, of_demonstrations
-    from megarl.checkpoint import state, writer
-    from megarl.config.algorithms import AlgorithmConfig
-    from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-    from megarl.loop.batch import updates_of
-    from megarl.parallel import groups
-    from megarl.training import objectives
-    from megarl.training.model import FrozenModel, TrainedModel
-    from megarl.training.schedule import Head
+    from megarl.core.config.algorithms import AlgorithmConfig
+    from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+    from megarl.learn import algorithms
+    from megarl.learn.batching import MicroBatching, of_demonstrations
+    from megarl.learn.parallel import groups
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import FrozenModel, TrainedModel
+    from megarl.learn.training.schedule import Head
+    from megarl.run.loop.batch import updates_of
+    from megarl.weights.checkpoint.training import state, writer
 
     writer.of_process()  # as a job does, before there are models
     parallel = ParallelConfig(tp=2)
     groups.initialize(parallel, seed=1)
-    from megarl.checkpoint import hf
+    from megarl.weights.checkpoint.formats import hf
 
     hf_config, micro_batching, head = hf.read_hf_config(Path(model)), MicroBatching(dp=1, max_tokens=8192), Head(128)
     settings = ModelConfig(path=model)
@@ -150,7 +150,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     checkpoint = state.latest(Path(folder))
     assert checkpoint is not None
     if rank == 0:
-        from megarl.checkpoint.manifest import Fingerprint, fault_of_files
+        from megarl.weights.checkpoint.training.manifest import Fingerprint, fault_of_files
 
         files = [path for path in checkpoint.rglob("*.distcp")]
         found["bytes"] = sum(path.stat().st_size for path in files)

@@ -21,10 +21,10 @@ from pathlib import Path
 import page
 import torch
 
-from megarl.checkpoint.hf_files import INDEX, header_bytes
-from megarl.checkpoint.output import MANIFEST
-from megarl.checkpoint.slices import as_bytes
-from megarl.reshard.layouts import hf_layout
+from megarl.weights.checkpoint.formats.hf_files import INDEX, header_bytes
+from megarl.weights.checkpoint.formats.output import MANIFEST
+from megarl.weights.checkpoint.formats.slices import as_bytes
+from megarl.weights.reshard.layouts import hf_layout
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

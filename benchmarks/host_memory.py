@@ -93,8 +93,8 @@ def model_of(kind: str, config: Any) -> Any:
     """An actor, critic or reference without layers."""
     import torch
 
-    from megarl.training.model import TrainedModel, micro_batching_for
-    from megarl.training.schedule import Head
+    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.schedule import Head
 
     class Chunk(torch.nn.Module):
         def __init__(self) -> None:
@@ -133,7 +133,7 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
     """A rollout whose answers have ``tokens`` tokens each."""
     import numpy as np
 
-    from megarl.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+    from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 
     version, random = WeightsVersion(1, 1), np.random.default_rng(0)
     tasks = [
@@ -162,12 +162,12 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
 
 def trainer_of(config: Any, store: Any) -> Any:
     """An online trainer, of which the step is real."""
-    from megarl import algorithms
-    from megarl.loop import rollouts
-    from megarl.loop.context import RunContext
-    from megarl.loop.learner import Learner
-    from megarl.loop.online import OnlineTrainer
-    from megarl.loop.reading import NodeReader, RolloutReader
+    from megarl.learn import algorithms
+    from megarl.run.loop import rollouts
+    from megarl.run.loop.context import RunContext
+    from megarl.run.loop.learner import Learner
+    from megarl.run.loop.online import OnlineTrainer
+    from megarl.run.loop.reading import NodeReader, RolloutReader
 
     trainer: Any = OnlineTrainer.__new__(OnlineTrainer)
     trainer.config, trainer.algorithm, trainer.timeline = config, algorithms.get(config.algorithm.name), Timeline()
@@ -195,11 +195,11 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     import megatron.core.pipeline_parallel as pipeline
     import torch
 
-    from megarl.config.algorithms import AnyAlgorithmConfig, KLConfig
-    from megarl.config.schema import Config, ParallelConfig, TrainerConfig
-    from megarl.loop.state import TrainState
-    from megarl.parallel import groups
-    from megarl.store import Store
+    from megarl.core.config.algorithms import AnyAlgorithmConfig, KLConfig
+    from megarl.core.config.schema import Config, ParallelConfig, TrainerConfig
+    from megarl.explore.store import Store
+    from megarl.learn.parallel import groups
+    from megarl.run.loop.state import TrainState
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.set_num_threads(1)

@@ -428,7 +428,7 @@ def _one_rank() -> None:
     """Megatron's cross entropies ask for a tensor-parallel group."""
     from megatron.core import parallel_state
 
-    from megarl.parallel import cpu
+    from megarl.learn.parallel import cpu
 
     cpu.install()
     torch.distributed.init_process_group(

@@ -153,9 +153,9 @@ def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
 
 def pending(cell: Cell) -> str | None:
     """Why a cell cannot run with this version of megarl, or None: its settings compose and its algorithm is there."""
-    from megarl import algorithms
-    from megarl.config import compose
-    from megarl.errors import ConfigError
+    from megarl.core.config import compose
+    from megarl.core.errors import ConfigError
+    from megarl.learn import algorithms
 
     try:
         algorithms.get(compose([*cell.overrides, "run.dir=-"]).algorithm.name)
@@ -256,8 +256,8 @@ def accuracy(runs: Path, model_dir: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from megarl.rewards import compute_score
-    from megarl.tasksets import ChatTokenizer, read_rows
+    from megarl.explore.rewards import compute_score
+    from megarl.explore.tasksets import ChatTokenizer, read_rows
 
     rows = read_rows(runs / "start" / "data" / "eval.parquet")
     tokenizer = ChatTokenizer.open(model_dir)
@@ -290,8 +290,8 @@ def by_length(prompts: Sequence[Any]) -> Iterator[list[tuple[int, Any]]]:
 
 def pair_accuracies(folder: Path) -> dict[str, float]:
     """Before and after, as an offline run records them for held-out pairs."""
-    from megarl.config import load_resolved
-    from megarl.store import Store
+    from megarl.core.config import load_resolved
+    from megarl.explore.store import Store
 
     store = Store(load_resolved(folder / "resolved.json").store.url)
     events = {event["data"]["rollout_id"]: event["data"] for event in store.events("evaluation")}
@@ -470,7 +470,7 @@ def main() -> None:
 
 
 def _steps(cell: Cell) -> int:
-    from megarl.config import compose
+    from megarl.core.config import compose
 
     return compose([*cell.overrides, "run.dir=-"]).trainer.steps
 

@@ -22,11 +22,11 @@ import numpy as np
 import page
 import torch
 
-from megarl import algorithms
-from megarl.batching import Sequences
-from megarl.batching.packing import MicroBatching, deal
-from megarl.config.algorithms import AlgorithmConfig
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.learn import algorithms
+from megarl.learn.batching import Sequences
+from megarl.learn.batching.packing import MicroBatching, deal
 
 VOCAB = 512
 
@@ -56,10 +56,10 @@ def fill() -> list[str]:
 
 
 def actor(path: Path, longest: int) -> Any:
-    from megarl.checkpoint import hf
-    from megarl.parallel import groups
-    from megarl.training.model import TrainedModel, micro_batching_for
-    from megarl.training.schedule import Head
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    from megarl.batching import micro_batches
-    from megarl.training import objectives
+    from megarl.learn.batching import micro_batches
+    from megarl.learn.training import objectives
 
     lengths = lengths_of(arguments.sequences, arguments.median, arguments.longest)
     total = sum(lengths)

@@ -24,9 +24,9 @@ from typing import Any
 
 import page
 
-from megarl.architectures import architecture
-from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
-from megarl.reshard.plan import ReshardPlan, build_plan
+from megarl.weights.architectures import architecture
+from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
 BF16 = 2
 GB = 1e9

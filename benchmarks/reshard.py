@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.architectures import architecture
-from megarl.reshard import boxes, execute
-from megarl.reshard.execute import receive, send
-from megarl.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
-from megarl.reshard.plan import ReshardPlan, build_plan
-from megarl.reshard.transport import GroupTransport
-from megarl.sync.shared import Borrower, Lender, memory_file
+from megarl.run.sync.shared import Borrower, Lender, memory_file
+from megarl.weights.architectures import architecture
+from megarl.weights.reshard import boxes, execute
+from megarl.weights.reshard.execute import receive, send
+from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
+from megarl.weights.reshard.transport import GroupTransport
 
 GRID = MegatronGrid(tp=2, pp=2)
 ENGINE_TP = 2

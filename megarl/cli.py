@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megarl.checkpoint.command import add_arguments
+from megarl.weights.checkpoint.convert.command import add_arguments
 
 DESCRIPTION = """Reinforcement learning for language models on Megatron-Core and vLLM.
 
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     with 130."""
     arguments = _parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    from megarl.launch.interrupt import INTERRUPT
+    from megarl.run.launch.supervise.interrupt import INTERRUPT
 
     with INTERRUPT:
         try:
@@ -165,7 +165,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from megarl.errors import InputError, JobError
+    from megarl.core.errors import InputError, JobError
 
     try:
         return COMMANDS[arguments.command](arguments)
@@ -184,8 +184,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from megarl.config import compose
-    from megarl.errors import ConfigError
+    from megarl.core.config import compose
+    from megarl.core.errors import ConfigError
 
     if (arguments.nodes is not None or arguments.gpus_per_node is not None) and (
         arguments.multirun or not arguments.check
@@ -201,14 +201,14 @@ def _train(arguments: argparse.Namespace) -> int:
     config = compose(
         arguments.overrides, own=arguments.config_dir
     )  # before the imports that take seconds: a mistyped key is told at once
-    from megarl.launch.checks import check
-    from megarl.launch.job import run
+    from megarl.run.launch.checks.job import check
+    from megarl.run.launch.job import run
 
     if arguments.check:
-        from megarl.launch import devices
-        from megarl.launch.dry_run import no_bytecode
-        from megarl.launch.fit import planned
-        from megarl.launch.placement import NodeInfo
+        from megarl.run.launch.nodes import devices
+        from megarl.run.launch.nodes.fit import planned
+        from megarl.run.launch.nodes.placement import NodeInfo
+        from megarl.run.launch.run_dir.dry_run import no_bytecode
 
         nodes = 1 if arguments.nodes is None else arguments.nodes
         if nodes < 1:
@@ -223,7 +223,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from megarl.launch.sweep import combinations, run_sweep
+    from megarl.run.launch.sweep import combinations, run_sweep
 
     if arguments.count:
         sys.stdout.write(f"{len(combinations(arguments.overrides, own=arguments.config_dir))}\n")
@@ -232,15 +232,15 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    from megarl.config import compose
-    from megarl.launch.prepare import prepare_data
+    from megarl.core.config import compose
+    from megarl.run.launch.run_dir.prepare import prepare_data
 
     prepare_data(compose(arguments.overrides, own=arguments.config_dir), verbose=True)
     return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megarl.report.doctor import examine
+    from megarl.run.report.doctor import examine
 
     text, healthy = examine(arguments.host)
     sys.stdout.write(text)
@@ -251,10 +251,10 @@ def _report(arguments: argparse.Namespace) -> int:
     import secrets
     from pathlib import Path
 
-    from megarl.config import load_resolved
-    from megarl.launch.postgres import job_store, live_url
-    from megarl.report.html import write_report
-    from megarl.store import OWN_SERVER, VARIABLE
+    from megarl.core.config import load_resolved
+    from megarl.explore.store import OWN_SERVER, VARIABLE
+    from megarl.run.launch.postgres import job_store, live_url
+    from megarl.run.report.html import write_report
 
     run_dir = Path(arguments.run_dir)
     resolved = run_dir / "resolved.json"
@@ -271,20 +271,20 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from megarl.checkpoint.command import run
+    from megarl.weights.checkpoint.convert.command import run
 
     return run(arguments)
 
 
 def _sandbox(arguments: argparse.Namespace) -> int:
-    from megarl.errors import SandboxError
+    from megarl.core.errors import SandboxError
 
     try:
         if arguments.action == "serve":
-            from megarl.sandbox.service import serve
+            from megarl.explore.sandbox.service import serve
 
             return serve(arguments.host, arguments.port, arguments.workers, arguments.queue, arguments.python)
-        from megarl.sandbox.client import open_sandbox
+        from megarl.explore.sandbox.client import open_sandbox
 
         sys.stdout.write(f"programs are isolated: {open_sandbox(arguments.url, arguments.python).describe()}\n")
         return 0
@@ -297,9 +297,9 @@ def _rewards(arguments: argparse.Namespace) -> int:
     import asyncio
     from pathlib import Path
 
-    from megarl.errors import ConfigError
-    from megarl.rewards.host import serve
-    from megarl.rewards.output import PrintedOutput
+    from megarl.core.errors import ConfigError
+    from megarl.explore.rewards.pool.host import serve
+    from megarl.explore.rewards.pool.output import PrintedOutput
 
     key = os.environ.get("MEGARL_JOB_KEY", "")
 
@@ -326,8 +326,8 @@ def _rewards(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> int:
     import json
 
-    from megarl.config import compose, to_dict
-    from megarl.config.reference import reference
+    from megarl.core.config import compose, to_dict
+    from megarl.core.config.reference import reference
 
     if arguments.reference:
         sys.stdout.write(reference())

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from megarl.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.store import Claim, Store
-from megarl.store.database import open_engine
-from megarl.store.tables import METADATA
+from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.explore.store import Claim, Store
+from megarl.explore.store.database import open_engine
+from megarl.explore.store.tables import METADATA
 from tests.trajectories import one_turn
 
 VERSION = WeightsVersion(0, 3)

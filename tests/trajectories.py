@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.schema import FinishReason, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import FinishReason, Turn, WeightsSpan, WeightsVersion
 
 VERSION = WeightsVersion(0, 1)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.config.schema import ModelConfig, RolloutConfig
-from megarl.launch.engine_process import engine_process
+from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.run.launch.supervise.engine_process import engine_process
 from tests.loop.engines import HOST, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote
 from tests.system.jobs import TINY, Job

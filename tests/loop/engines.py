@@ -16,18 +16,18 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from megarl.config.job import RunConfig, SyncConfig
-from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
-from megarl.launch import ports
-from megarl.launch.engine_process import engine_process
-from megarl.launch.node import remove
-from megarl.launch.process import Child
-from megarl.machine import group_members
-from megarl.rollout.addresses import JobAddresses
-from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.control import EngineControl
-from megarl.rollout.frames import Completion
-from megarl.rollout.leftovers import own_folder, shared_memory
+from megarl.core.config.job import RunConfig, SyncConfig
+from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.core.machine import group_members
+from megarl.explore.rollout.addresses import JobAddresses
+from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
+from megarl.explore.rollout.control import EngineControl
+from megarl.explore.rollout.frames import Completion
+from megarl.explore.rollout.leftovers import own_folder, shared_memory
+from megarl.run.launch.nodes import ports
+from megarl.run.launch.nodes.node import remove
+from megarl.run.launch.supervise.engine_process import engine_process
+from megarl.run.launch.supervise.process import Child
 from tests.loop.zygote import Forked, Zygote
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way

@@ -10,9 +10,9 @@ from contextlib import aclosing, contextmanager
 import numpy as np
 from aiohttp import web
 
-from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.frames import Completion, StreamHeartbeat, VersionSpan, encode
-from megarl.tasksets import ChatTokenizer
+from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
+from megarl.explore.rollout.frames import Completion, StreamHeartbeat, VersionSpan, encode
+from megarl.explore.tasksets import ChatTokenizer
 
 KEY = "key of the job"
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint.manifest import fault_of_files
-from megarl.config import compose
-from megarl.store import Store
+from megarl.core.config import compose
+from megarl.explore.store import Store
+from megarl.weights.checkpoint.training.manifest import fault_of_files
 from tests import disks
 from tests.parallel.grid import run_grid
 from tests.system.jobs import last_of_each
@@ -28,7 +28,7 @@ from tests.system.jobs import last_of_each
 ALGORITHM = """
 import dataclasses, os
 from pathlib import Path
-from megarl.algorithms.sft import SFT
+from megarl.learn.algorithms.sft import SFT
 
 CALLS = 0
 AT, RANK = int(os.environ.get("SPOILED", "0")), "1"
@@ -91,8 +91,8 @@ def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attem
     """One trainer rank's whole life; what it raised."""
     os.environ.update(environment, MEGARL_ATTEMPT=str(attempt))
     from megarl import ops
-    from megarl.errors import JobError
-    from megarl.loop.offline import OfflineTrainer
+    from megarl.core.errors import JobError
+    from megarl.run.loop.offline import OfflineTrainer
 
     config = compose(settings)
     ops.use(config.trainer.kernels)
@@ -107,7 +107,7 @@ def run_ranks(rank: int, settings: list[str], environment: dict[str, str], attem
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows, algorithm and model of all jobs."""
-    from megarl.launch.prepare import prepare_model
+    from megarl.run.launch.run_dir.prepare import prepare_model
 
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "spoiled.py").write_text(ALGORITHM)

@@ -19,16 +19,16 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megarl.config.schema import ModelConfig, RolloutConfig
-from megarl.errors import EngineError
-from megarl.launch import ports
-from megarl.launch.engine_process import engine_process
-from megarl.launch.process import Child
-from megarl.machine import group_members
-from megarl.rollout.auth import bearer
-from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.control import EngineControl
-from megarl.rollout.frames import Completion
+from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.core.errors import EngineError
+from megarl.core.machine import group_members
+from megarl.explore.rollout.auth import bearer
+from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
+from megarl.explore.rollout.control import EngineControl
+from megarl.explore.rollout.frames import Completion
+from megarl.run.launch.nodes import ports
+from megarl.run.launch.supervise.engine_process import engine_process
+from megarl.run.launch.supervise.process import Child
 from tests.loop.engines import (
     EOS,
     HOST,

@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl import heartbeat
-from megarl.config import Config, save_resolved
-from megarl.config.job import RunConfig, StoreConfig, SyncConfig
-from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
-from megarl.errors import EngineError, RequestRefused
-from megarl.loop.explorer import Explorer
-from megarl.loop.rollout_clock import RolloutClock
-from megarl.rewards import Verdict
-from megarl.rollout.client import Prompt, Sampling
-from megarl.rollout.frames import Completion, VersionSpan, encode
-from megarl.schema import GREEDY, Reward, Task, WeightsVersion
-from megarl.store import Store
-from megarl.tasksets import ChatTokenizer
-from megarl.workflows import RolloutModel
+from megarl.core import heartbeat
+from megarl.core.config import Config, save_resolved
+from megarl.core.config.job import RunConfig, StoreConfig, SyncConfig
+from megarl.core.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
+from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
+from megarl.explore.rewards import Verdict
+from megarl.explore.rollout.client import Prompt, Sampling
+from megarl.explore.rollout.frames import Completion, VersionSpan, encode
+from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.workflows import RolloutModel
+from megarl.run.loop.explorer import Explorer
+from megarl.run.loop.rollout_clock import RolloutClock
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
 
 VERSION = WeightsVersion(2, 7)
@@ -37,7 +37,7 @@ VERSION = WeightsVersion(2, 7)
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megarl.models.from_scratch import create
+    from megarl.learn.models.from_scratch import create
 
     path = tmp_path_factory.mktemp("models") / "model"
     small = FromScratchConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
@@ -320,7 +320,7 @@ def process(
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
     )
     save_resolved(config, tmp_path / "resolved.json")
-    command = [sys.executable, "-m", "megarl.loop", "explorer", "--config", str(tmp_path / "resolved.json")]
+    command = [sys.executable, "-m", "megarl.run.loop", "explorer", "--config", str(tmp_path / "resolved.json")]
     variables = {**os.environ, "MEGARL_ENGINES": engines, "MEGARL_JOB_KEY": KEY, "MEGARL_ATTEMPT": "1", **env}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, pass_fds=descriptors) as explorer:
         try:
@@ -496,5 +496,5 @@ def test_a_wrong_key_is_named(tmp_path: Path, model_path: Path, store: Store, to
 
 def test_the_process_imports_neither_torch_nor_vllm() -> None:
     heavy = {"torch", "transformers", "vllm", "megatron"}
-    code = f"import sys, megarl.loop.explorer; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, megarl.run.loop.explorer; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from megarl.checkpoint.convert import Settings, convert_megatron_to_hf
-from megarl.checkpoint.state import LATEST, latest, read_state
-from megarl.rewards import compute_score
-from megarl.rewards.verdict import to_verdict
-from megarl.schema import Task, Trajectory
-from megarl.store import Store
-from megarl.tasksets import ChatTokenizer, encode_rows, read_rows
+from megarl.core.schema import Task, Trajectory
+from megarl.explore.rewards import compute_score
+from megarl.explore.rewards.verdict import to_verdict
+from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer, encode_rows, read_rows
+from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
+from megarl.weights.checkpoint.training.state import LATEST, latest, read_state
 from tests.loop.engines import transformers_logp
 from tests.metrics_page import unlisted
 from tests.system.jobs import Job, last_of_each

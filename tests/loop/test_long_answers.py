@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.config.schema import FromScratchConfig
-from megarl.models.from_scratch import create
-from megarl.schema import Task
-from megarl.store import Store
-from megarl.tasksets import write_rows
+from megarl.core.config.schema import FromScratchConfig
+from megarl.core.schema import Task
+from megarl.explore.store import Store
+from megarl.explore.tasksets import write_rows
+from megarl.learn.models.from_scratch import create
 from tests.system.jobs import Job
 
 TOKENS = 24_500

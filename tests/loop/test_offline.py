@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from megarl.checkpoint.state import latest, read_state
-from megarl.config.algorithms import PreferenceConfig
-from megarl.report.data import load
+from megarl.core.config.algorithms import PreferenceConfig
+from megarl.run.report.data import load
+from megarl.weights.checkpoint.training.state import latest, read_state
 from tests.loop.engines import transformers_logp
 from tests.metrics_page import unlisted
 from tests.system.jobs import Job

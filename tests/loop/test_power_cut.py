@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.config import compose, save_resolved
-from megarl.launch import ports
-from megarl.store import Store
+from megarl.core.config import compose, save_resolved
+from megarl.explore.store import Store
+from megarl.run.launch.nodes import ports
 from tests.loop import test_bad_updates as jobs
 from tests.power_cut import ForgetfulDisk
 
@@ -18,8 +18,8 @@ folder = jobs.folder
 RANK = """
 import os, shutil, sys
 from pathlib import Path
-from megarl.checkpoint import save
-from megarl.loop.trainer import main
+from megarl.weights.checkpoint.training import save
+from megarl.run.loop.trainer import main
 
 complete, kept = save.complete, Path(os.environ["SYNCED"])
 

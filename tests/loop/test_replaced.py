@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.store import Store
+from megarl.explore.store import Store
 from tests.loop.conftest import WHOLE
 from tests.system.jobs import START_S, Job
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(3 * START_S)
 ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
 SCORER = """
 import time
-from megarl.rewards import compute_score as score
+from megarl.explore.rewards import compute_score as score
 def compute_score(*args, **more):
     time.sleep(0.02)  # a rollout lasts long enough to be broken in its middle
     return score(*args, **more)

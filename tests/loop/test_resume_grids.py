@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import ParallelConfig
+from megarl.core.config.schema import ParallelConfig
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3
 from tests.parallel.test_megatron_on_cpu import make_actor, parts, sft_steps, weights_digest
@@ -33,7 +33,7 @@ def random_numbers() -> list[list[float]]:
 def save_beside_training(rank: int, model: str, folder: str) -> dict[str, Any]:
     """Runs in each rank: a snapshot after two steps, three more steps before it counts, and the same steps again from
     it."""
-    from megarl.checkpoint import state
+    from megarl.weights.checkpoint.training import state
 
     actor = make_actor(model, SAVING)
     sft_steps(actor, range(STEP))
@@ -57,7 +57,7 @@ def resume(rank: int, model: str, folder: str) -> dict[str, tuple[Any, bool]]:
     """Runs in each rank: the next steps from the checkpoint on every other grid, one after the other."""
     from megatron.core import parallel_state
 
-    from megarl.checkpoint import state
+    from megarl.weights.checkpoint.training import state
 
     found = {}
     for name, parallel in LOADING.items():
@@ -97,7 +97,7 @@ def test_the_snapshot_is_of_its_moment(saved: tuple[Path, list[dict[str, Any]]])
 
 
 def test_the_manifest_knows_every_file(saved: tuple[Path, list[dict[str, Any]]]) -> None:
-    from megarl.checkpoint import manifest
+    from megarl.weights.checkpoint.training import manifest
 
     checkpoint = saved[0] / "global_step_2"
     listed = manifest.read_manifest(checkpoint)["files"]
@@ -132,8 +132,8 @@ def failures(rank: int, model: str, folder: str) -> dict[str, str]:
     import resource
     import signal
 
-    from megarl.checkpoint import state, writer
-    from megarl.errors import FencedError, JobError
+    from megarl.core.errors import FencedError, JobError
+    from megarl.weights.checkpoint.training import state, writer
 
     root, actor = Path(folder), make_actor(model, ParallelConfig())
     state.save(root, 1, parts(actor), {"phase": "rl"}, keep=2)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.manifest import latest, read_manifest
+from megarl.weights.checkpoint.training.manifest import latest, read_manifest
 from tests.system.jobs import Job
 
 pytestmark = pytest.mark.timeout(900)  # four starts before the first test

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoint.state import latest, read_state
-from megarl.schema import GREEDY
-from megarl.store import Store
+from megarl.core.schema import GREEDY
+from megarl.explore.store import Store
+from megarl.weights.checkpoint.training.state import latest, read_state
 from tests.metrics_page import unlisted
 from tests.system.jobs import START_S, TINY, Job
 

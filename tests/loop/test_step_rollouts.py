@@ -13,23 +13,23 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megarl import algorithms
-from megarl.config.algorithms import AlgorithmConfig
-from megarl.config.job import StoreConfig
-from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
-from megarl.loop.context import RunContext
-from megarl.loop.evaluation import Evaluation
-from megarl.loop.explorer import Explorer
-from megarl.loop.reading import NodeReader, RolloutReader
-from megarl.loop.reporter import Reporter
-from megarl.loop.rollouts import Rollouts
-from megarl.loop.state import TrainState
-from megarl.loop.waiting import RolloutWaiter
-from megarl.rewards import Verdict
-from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.watch import EngineWatch
-from megarl.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.store import Store
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.config.job import StoreConfig
+from megarl.core.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
+from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.explore.rewards import Verdict
+from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
+from megarl.explore.rollout.watch import EngineWatch
+from megarl.explore.store import Store
+from megarl.learn import algorithms
+from megarl.run.loop.context import RunContext
+from megarl.run.loop.evaluation import Evaluation
+from megarl.run.loop.explorer import Explorer
+from megarl.run.loop.reading import NodeReader, RolloutReader
+from megarl.run.loop.reporter import Reporter
+from megarl.run.loop.rollouts import Rollouts
+from megarl.run.loop.state import TrainState
+from megarl.run.loop.waiting import RolloutWaiter
 from tests.loop.engines import KEY, VOCAB, RunningEngine
 
 MAX_TOKENS = 6

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megarl.config.schema import ParallelConfig, RolloutConfig
-from megarl.errors import EngineError, WeightsDiffer, WeightSyncError
-from megarl.rollout.client import Prompt, Sampling
-from megarl.rollout.engine import UNTIL_PUBLISHED
-from megarl.schema import WeightsVersion
-from megarl.sync.probe import check_probe
+from megarl.core.config.schema import ParallelConfig, RolloutConfig
+from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
+from megarl.core.schema import WeightsVersion
+from megarl.explore.rollout.client import Prompt, Sampling
+from megarl.explore.rollout.engine import UNTIL_PUBLISHED
+from megarl.run.sync.probe import check_probe
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, tiny_engine, transformers_logp, worst_difference
 from tests.loop.trainers import Breaking, Flipping, Losing, Ranks, ranks_of, refusing, versions
 from tests.loop.zygote import Zygote

@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megarl.config.job import RunConfig, SyncConfig
-from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
-from megarl.errors import EngineError, WeightSyncError
-from megarl.rollout.client import Sampling
+from megarl.core.config.job import RunConfig, SyncConfig
+from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.core.errors import EngineError, WeightSyncError
+from megarl.explore.rollout.client import Sampling
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
 from tests.loop.trainers import Breaking, Ranks, ranks_of, refusing, versions

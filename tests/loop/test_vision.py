@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from megarl.config import Config
-from megarl.config.rewards import RewardConfig
-from megarl.config.schema import ModelConfig, RolloutConfig
-from megarl.errors import DataError, EngineError
-from megarl.loop.explorer import Explorer
-from megarl.rewards import RewardPool
-from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.schema import Task, WeightsVersion
-from megarl.store import Store
-from megarl.tasksets import ChatTokenizer, chat_messages
-from megarl.tasksets.processor import Processor, check_image_prompts
+from megarl.core.config import Config
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.core.errors import DataError, EngineError
+from megarl.core.schema import Task, WeightsVersion
+from megarl.explore.rewards import RewardPool
+from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
+from megarl.explore.store import Store
+from megarl.explore.tasksets import ChatTokenizer, chat_messages
+from megarl.explore.tasksets.processor import Processor, check_image_prompts
+from megarl.run.loop.explorer import Explorer
 from tests.loop.engines import KEY, RunningEngine
 from tests.loop.vision_models import IMAGE, IMAGE_TOKENS, picture, save_tiny_idefics3, transformers_logp
 from tests.loop.zygote import Zygote

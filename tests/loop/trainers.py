@@ -16,18 +16,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from megarl.checkpoint.hf import read_hf_config
-from megarl.config.schema import Config
-from megarl.errors import EngineError, WeightSyncError
-from megarl.parallel.grid import megatron_grid
-from megarl.reshard import boxes
-from megarl.reshard.execute import Arrival, Transport, Work
-from megarl.reshard.layouts import Layout, megatron_layout
-from megarl.rollout.client import Sampling
-from megarl.schema import WeightsVersion
-from megarl.sync.publication import SyncReport
-from megarl.sync.publish import WeightPublisher
-from megarl.training.written import digest_of
+from megarl.core.config.schema import Config
+from megarl.core.errors import EngineError, WeightSyncError
+from megarl.core.schema import WeightsVersion
+from megarl.explore.rollout.client import Sampling
+from megarl.learn.parallel.grid import megatron_grid
+from megarl.learn.training.written import digest_of
+from megarl.run.sync.publication import SyncReport
+from megarl.run.sync.publish import WeightPublisher
+from megarl.weights.checkpoint.formats.hf import read_hf_config
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.execute import Arrival, Transport, Work
+from megarl.weights.reshard.layouts import Layout, megatron_layout
 from tests.loop.engines import RunningEngine, some_prompts
 
 T = TypeVar("T")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megarl.batching import Sequences
+    from megarl.learn.batching import Sequences
 
 
 def sequences_of(
     tokens: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor | None = None, **fields: torch.Tensor
 ) -> Sequences:
     """Rows [N, S] without their padding; all of them whole where no ``lengths`` are given."""
-    from megarl.batching import Sequences
+    from megarl.learn.batching import Sequences
 
     lengths = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
     real = torch.arange(tokens.shape[1]) < lengths[:, None]

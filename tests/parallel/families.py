@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.architectures import ARCHITECTURES
-from megarl.architectures.table import Stage
+from megarl.weights.architectures import ARCHITECTURES
+from megarl.weights.architectures.table import Stage
 
 VOCAB = 200
 """No multiple of the padded vocabulary's divisor."""

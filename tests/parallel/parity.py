@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from megarl.config.algorithms import AlgorithmConfig, KLConfig
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
+from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save as save_family
 from tests.parallel.grid import run_grid
@@ -274,8 +274,8 @@ def whole_gradients(chunks: Iterable[Any], names: Iterable[dict[str, Any]]) -> d
 
 def gradient_errors(rank: int, hf_config: Any, layout: Any, found: Any, expected: Any) -> tuple[float, str]:
     """The worst of this rank's parts of all HF tensors, relative to the tensor's largest entry, and its HF name."""
-    from megarl.reshard.layouts import hf_layout
-    from megarl.reshard.plan import build_plan
+    from megarl.weights.reshard.layouts import hf_layout
+    from megarl.weights.reshard.plan import build_plan
 
     worst, where = 0.0, ""
     for m in build_plan(hf_layout(hf_config), layout).moves:
@@ -296,16 +296,16 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl import algorithms
-    from megarl.checkpoint import hf
-    from megarl.metrics import mean_of_sums
-    from megarl.models.gpt import unwrap
-    from megarl.parallel import groups
-    from megarl.parallel.grid import megatron_grid
-    from megarl.reshard.layouts import megatron_layout
-    from megarl.training import objectives
-    from megarl.training.model import TrainedModel, micro_batching_for
-    from megarl.training.schedule import Head
+    from megarl.core.metrics import mean_of_sums
+    from megarl.learn import algorithms
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.parallel import groups
+    from megarl.learn.parallel.grid import megatron_grid
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import megatron_layout
 
     found = {}
     for grid in dict.fromkeys(cell.grid for cell in cells):

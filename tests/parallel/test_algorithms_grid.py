@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms import LossInput
-from megarl.config.algorithms import (
+from megarl.core.config.algorithms import (
     AlgorithmConfig,
     KLConfig,
     MirrorDescentConfig,
@@ -22,7 +21,8 @@ from megarl.config.algorithms import (
     OPMDConfig,
     PreferenceConfig,
 )
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.learn.algorithms import LossInput
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
@@ -56,15 +56,15 @@ def update(
     """Runs in each rank: metrics and gradient norm of every algorithm, learning rate 0."""
     import torch.distributed as dist
 
-    from megarl import algorithms
-    from megarl.batching import MicroBatching
-    from megarl.checkpoint import hf
-    from megarl.metrics import mean_of_sums
-    from megarl.parallel import groups
-    from megarl.reshard.layouts import MegatronGrid, megatron_layout
-    from megarl.training import objectives
-    from megarl.training.model import TrainedModel
-    from megarl.training.schedule import Head
+    from megarl.core.metrics import mean_of_sums
+    from megarl.learn import algorithms
+    from megarl.learn.batching import MicroBatching
+    from megarl.learn.parallel import groups
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import TrainedModel
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout
 
     groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.core.config.schema import ModelConfig, ParallelConfig
 from tests.parallel.families import VOCAB, hf_model
 from tests.parallel.grid import run_grid
 
@@ -152,8 +152,8 @@ def backward(chunks: Any, parallel: ParallelConfig, batches: list[Batch], length
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megarl.models.gpt import unwrap
-    from megarl.models.head import Request, requesting
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.models.head import Request, requesting
 
     def step(iterator: Any, model: Any) -> Any:
         batch = next(iterator)
@@ -204,11 +204,11 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> dict[Case, tuple[floa
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl.checkpoint import hf
-    from megarl.models.gpt import build_chunks, named_tensors, unwrap
-    from megarl.parallel import groups
-    from megarl.parallel.grid import megatron_grid
-    from megarl.reshard.layouts import megatron_layout
+    from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
+    from megarl.learn.parallel import groups
+    from megarl.learn.parallel.grid import megatron_grid
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import megatron_layout
 
     found = {}
     for grid in dict.fromkeys(case.grid for case in cases):
@@ -305,8 +305,8 @@ def neighbours(rank: int, path: str) -> list[bool]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megarl.models.attention import CoreAttention
-    from megarl.parallel import groups
+    from megarl.learn.models.attention import CoreAttention
+    from megarl.learn.parallel import groups
     from tests.parallel.test_families import build_and_load
 
     groups.initialize(ParallelConfig(), seed=1)
@@ -350,8 +350,8 @@ def attention_alone(rank: int) -> list[float]:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megarl.models.attention import CoreAttention
-    from megarl.parallel import groups
+    from megarl.learn.models.attention import CoreAttention
+    from megarl.learn.parallel import groups
 
     groups.initialize(ParallelConfig(cp=2), seed=1)
     config = TransformerConfig(
@@ -390,9 +390,9 @@ def test_the_attention_alone_under_context_parallelism() -> None:
 
 def passes(rank: int, path: str) -> dict[str, tuple[int, int]]:
     """model.recompute -> how often attention and the linear after it run per layer in one forward and backward."""
-    from megarl.checkpoint import hf
-    from megarl.models.gpt import build_chunks
-    from megarl.parallel import groups
+    from megarl.learn.models.gpt import build_chunks
+    from megarl.learn.parallel import groups
+    from megarl.weights.checkpoint.formats import hf
 
     groups.initialize(ParallelConfig(), seed=1)
     found = {}

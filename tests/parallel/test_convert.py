@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.checkpoint.hf import read_hf_config
-from megarl.reshard.layouts import MegatronGrid, hf_layout
+from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
+from megarl.weights.checkpoint.formats.hf import read_hf_config
+from megarl.weights.reshard.layouts import MegatronGrid, hf_layout
 from tests.parallel.families import FAMILIES, MOE, save
 from tests.parallel.grid import run_grid
 from tests.parallel.test_families import ALL_GRIDS, build_and_load
@@ -37,7 +37,7 @@ CUTS = {
 def sharded(chunks: Any) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from megarl.models.gpt import unwrap
+    from megarl.learn.models.gpt import unwrap
 
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     return {f"model{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
@@ -49,8 +49,8 @@ def load_on_grids(rank: int, folder: str, cases: list[tuple[str, str, str]]) -> 
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megarl.models.gpt import unwrap
-    from megarl.parallel import groups
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.parallel import groups
 
     wrong = []
     for grid in dict.fromkeys(grid for _, grid, _ in cases):
@@ -76,7 +76,7 @@ def save_on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> None:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
 
     for family, grid in cases:
         groups.initialize(ALL_GRIDS[grid], seed=1)
@@ -139,9 +139,9 @@ def load_value_head(rank: int, hf: str, meg: str) -> torch.Tensor | None:
     """Runs in each rank: a critic's score head on the last stage."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megarl.config.schema import ModelConfig
-    from megarl.models.gpt import build_chunks, unwrap
-    from megarl.parallel import groups
+    from megarl.core.config.schema import ModelConfig
+    from megarl.learn.models.gpt import build_chunks, unwrap
+    from megarl.learn.parallel import groups
 
     parallel = ALL_GRIDS["tp2pp2"]
     groups.initialize(parallel, seed=1)
@@ -172,13 +172,13 @@ def load_mtp(rank: int, hf: str, meg: str) -> list[str]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    from megarl.architectures import architecture, megatron_config
-    from megarl.checkpoint.hf import load_into
-    from megarl.config.schema import ModelConfig
-    from megarl.models import gpt, specs
-    from megarl.parallel import groups
-    from megarl.parallel.grid import megatron_grid
-    from megarl.reshard.layouts import megatron_layout
+    from megarl.core.config.schema import ModelConfig
+    from megarl.learn.models import gpt, specs
+    from megarl.learn.parallel import groups
+    from megarl.learn.parallel.grid import megatron_grid
+    from megarl.weights.architectures import architecture, megatron_config
+    from megarl.weights.checkpoint.formats.hf import load_into
+    from megarl.weights.reshard.layouts import megatron_layout
 
     parallel = ALL_GRIDS["pp2"]
     groups.initialize(parallel, seed=1)

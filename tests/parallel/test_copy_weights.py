@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ParallelConfig
-from megarl.errors import PlanError, WeightSyncError
-from megarl.reshard.copy import HEADS, CopyReport, copy_weights
-from megarl.reshard.transport import GroupTransport
+from megarl.core.config.schema import ParallelConfig
+from megarl.core.errors import PlanError, WeightSyncError
+from megarl.weights.reshard.copy import HEADS, CopyReport, copy_weights
+from megarl.weights.reshard.transport import GroupTransport
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3
@@ -61,7 +61,7 @@ LEFT_OUT = {
 
 
 def join_world() -> None:
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
 
     groups.initialize(DP2, seed=1)
 
@@ -70,9 +70,9 @@ def local_tensors(
     path: Path, side: Side, rank: int, fill: float | None = None, cast: str | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """(layout, this rank's tensors): from the checkpoint (as ``cast`` knows its numbers), or all ``fill``."""
-    from megarl.checkpoint import hf
-    from megarl.parallel.grid import megatron_grid
-    from megarl.reshard.layouts import megatron_layout
+    from megarl.learn.parallel.grid import megatron_grid
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import megatron_layout
 
     layout = megatron_layout(hf.read_hf_config(path), megatron_grid(side.parallel), head=side.head)
     own = {row.local: layout.dtype_of(row.parts[0]) for row, _ in layout.rows_of(rank)}
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(folder: Path) -
 def critic_of_actor(rank: int, folder: str) -> tuple[float, float, list[str]]:
     """A critic whose weights come from the actor's memory, and one whose weights come from the actor's files, learn
     alike."""
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
     from tests.parallel.trainee import Trainee
 
     path = Path(folder) / "qwen3"

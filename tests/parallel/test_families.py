@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.core.config.schema import ModelConfig, ParallelConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import FAMILIES, MOE, VOCAB, hf_model, save
 from tests.parallel.grid import run_grid
@@ -59,10 +59,10 @@ GRADIENT_TOLERANCE = 1e-5
 
 def build_and_load(path: Path, parallel: ParallelConfig, rank: int, dtype: str = "float32") -> tuple[Any, Any, Any]:
     """(model chunks, their tensors by layout name, layout) of this rank, filled from the HF checkpoint."""
-    from megarl.checkpoint import hf
-    from megarl.models.gpt import build_chunks, named_tensors
-    from megarl.parallel.grid import megatron_grid
-    from megarl.reshard.layouts import megatron_layout
+    from megarl.learn.models.gpt import build_chunks, named_tensors
+    from megarl.learn.parallel.grid import megatron_grid
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import megatron_layout
 
     hf_config = hf.read_hf_config(path)
     chunks = build_chunks(hf_config, ModelConfig(path=str(path), dtype=dtype), parallel)  # type: ignore[arg-type]
@@ -115,9 +115,9 @@ def backward(stage: Any, tokens: torch.Tensor, rows: torch.Tensor) -> dict[str, 
     """Local name -> gradient of the mean cross-entropy of the next token over the rows of all data-parallel ranks."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megarl.batching import MicroBatching, micro_batches
-    from megarl.models.gpt import named_tensors, unwrap
-    from megarl.training.schedule import Head, run
+    from megarl.learn.batching import MicroBatching, micro_batches
+    from megarl.learn.models.gpt import named_tensors, unwrap
+    from megarl.learn.training.schedule import Head, run
 
     config: Any = unwrap(stage).config
     model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), stage)
@@ -143,10 +143,10 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl.checkpoint import hf
-    from megarl.parallel import groups
-    from megarl.reshard.layouts import hf_layout
-    from megarl.reshard.plan import build_plan
+    from megarl.learn.parallel import groups
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import hf_layout
+    from megarl.weights.reshard.plan import build_plan
 
     found: dict[tuple[str, str], float | None] = {}
     for grid in dict.fromkeys(grid for _, grid in cases):
@@ -249,7 +249,7 @@ def test_gradients_equal_transformers(folder: Path, differences: Any, family: st
 def without_point(rank: int, path: str, parallel: ParallelConfig, point: str) -> None:
     from megatron.core import parallel_state
 
-    from megarl.parallel import cpu, groups
+    from megarl.learn.parallel import cpu, groups
 
     cpu.POINTS = tuple(p for p in cpu.POINTS if p.__name__ != point)
     groups.initialize(parallel, seed=1)
@@ -273,7 +273,7 @@ def test_each_point_for_experts_is_needed(folder: Path, point: str) -> None:
 
 
 def router_bias(rank: int, path: str) -> dict[str, torch.Tensor]:
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
 
     groups.initialize(ParallelConfig(), seed=1)
     _, tensors, _ = build_and_load(Path(path), ParallelConfig(), rank, "bfloat16")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.errors import ConfigError
-from megarl.models.specs import check_implementation
+from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.core.errors import ConfigError
+from megarl.learn.models.specs import check_implementation
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 
@@ -63,7 +63,7 @@ def test_transformer_engine_without_cuda() -> None:
 
 OPTIMIZERS = """
 import sys
-from megarl.parallel import cpu
+from megarl.learn.parallel import cpu
 cpu.install()
 import megatron.core.optimizer as optimizer
 from megatron.core.optimizer import distrib_optimizer as distributed
@@ -98,7 +98,7 @@ def test_a_fused_adam_that_is_installed_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(HAVE_TE, reason="TransformerEngine is installed")
 def test_without_one_ours_takes_its_place() -> None:
-    assert optimizers() == "megarl.parallel.cpu.FusedLayoutAdamW False True"
+    assert optimizers() == "megarl.learn.parallel.cpu.FusedLayoutAdamW False True"
 
 
 def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
@@ -106,12 +106,12 @@ def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[
     them."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megarl.checkpoint import hf
-    from megarl.models.gpt import build_chunks, named_tensors, unwrap
-    from megarl.parallel import groups
-    from megarl.parallel.grid import megatron_grid
-    from megarl.reshard.layouts import hf_layout, megatron_layout
-    from megarl.reshard.plan import build_plan
+    from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
+    from megarl.learn.parallel import groups
+    from megarl.learn.parallel.grid import megatron_grid
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import hf_layout, megatron_layout
+    from megarl.weights.reshard.plan import build_plan
 
     groups.initialize(NCCL, seed=1)
     hf_config = hf.read_hf_config(Path(path))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ParallelConfig
+from megarl.core.config.schema import ParallelConfig
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3
@@ -41,7 +41,7 @@ def result(trainee: Any, seed: int) -> dict[str, Any]:
 
 
 def alone(rank: int, path: str, parallel: ParallelConfig, role: str) -> list[dict[str, Any]]:
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
     from tests.parallel.trainee import Trainee
 
     groups.initialize(parallel, seed=1)
@@ -51,7 +51,7 @@ def alone(rank: int, path: str, parallel: ParallelConfig, role: str) -> list[dic
 
 def together(rank: int, path: str, grids: tuple[ParallelConfig, ...]) -> list[list[dict[str, Any]]]:
     """The first is the actor on the grid that ``initialize`` made; critics on the others take turns with it."""
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
     from tests.parallel.trainee import Trainee
 
     assert groups.initialize(grids[0], seed=1) == groups.position()
@@ -99,7 +99,7 @@ def nesting(rank: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random as tracker
 
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
 
     first = groups.initialize(TP2, seed=1)
 
@@ -153,7 +153,7 @@ def unmade(rank: int) -> tuple[str, bool]:
     """A grid that cannot be made leaves the one before it in place."""
     from megatron.core import parallel_state
 
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
 
     groups.initialize(TP2, seed=1)
     try:

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megarl import ops
-from megarl.config.algorithms import AlgorithmConfig, KLConfig
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.core.config.algorithms import AlgorithmConfig, KLConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from tests.parallel import families
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
@@ -103,7 +103,7 @@ def logits_first(model: Any, sequences: Any, batches: list[Any], loss_function: 
 
 def two_micro_batches() -> tuple[Any, list[Any], torch.Tensor, torch.Tensor]:
     """Sequences, their micro-batches, weights of each log-prob and entropy."""
-    from megarl.batching import MicroBatching, micro_batches
+    from megarl.learn.batching import MicroBatching, micro_batches
 
     g = torch.Generator().manual_seed(4)
     tokens = torch.randint(0, VOCAB, (2 * ROWS, LENGTH), generator=g)
@@ -122,9 +122,9 @@ def three_ways(
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megarl.models.gpt import unwrap
-    from megarl.parallel import groups
-    from megarl.training.schedule import Head, run
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.schedule import Head, run
     from tests.unit.test_ops_linear import allocations
 
     found: dict[tuple[str, str, str], dict[str, Found]] = {}
@@ -255,9 +255,9 @@ def float32_heads(rank: int, folder: str, grids: list[str]) -> list[list[tuple[A
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megarl.models.gpt import unwrap
-    from megarl.parallel import groups
-    from megarl.training.schedule import Head, run
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.schedule import Head, run
 
     sequences, batches, on_logp, _ = two_micro_batches()
     found = []
@@ -325,8 +325,8 @@ def test_a_float32_head_of_a_bfloat16_model_is_exact(folder: str, world: int) ->
 
 def interleaved(rank: int, folder: str) -> list[torch.Tensor]:
     """Runs in each rank: [logits first, asked] answers of two micro-batches through two chunks a stage."""
-    from megarl.parallel import groups
-    from megarl.training.schedule import Head, run
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.schedule import Head, run
 
     parallel = ParallelConfig(pp=2, vpp=2)
     groups.initialize(parallel, seed=1)
@@ -361,8 +361,8 @@ def test_only_the_last_chunk_answers_in_an_interleaved_schedule(folder: str) -> 
 
 
 def refused(rank: int, folder: str) -> str:
-    from megarl.parallel import groups
-    from megarl.training.schedule import Head, run
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.schedule import Head, run
 
     groups.initialize(ParallelConfig(), seed=1)
     (stage,), _, _ = build_and_load(Path(folder) / "untied", ParallelConfig(), rank)
@@ -389,7 +389,7 @@ WAYS: dict[str, tuple[Any, int | None]] = {
 def train(rank: int, path: str, parallel: ParallelConfig) -> dict[str, dict[str, list[float]]]:
     """Runs in each rank, in each way: loss and gradient norm of 20 supervised steps, and of 20 GRPO steps on one
     batch."""
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
 
     groups.initialize(parallel, seed=1)
     return {way: train_in(rank, path, parallel, *how) for way, how in WAYS.items()}
@@ -398,14 +398,14 @@ def train(rank: int, path: str, parallel: ParallelConfig) -> dict[str, dict[str,
 def train_in(
     rank: int, path: str, parallel: ParallelConfig, kernels: Any, logits_bytes: int | None
 ) -> dict[str, list[float]]:
-    from megarl import algorithms
-    from megarl.batching import MicroBatching
-    from megarl.checkpoint import hf
-    from megarl.parallel.grid import megatron_grid
-    from megarl.reshard.layouts import megatron_layout
-    from megarl.training import objectives
-    from megarl.training.model import TrainedModel
-    from megarl.training.schedule import Head
+    from megarl.learn import algorithms
+    from megarl.learn.batching import MicroBatching
+    from megarl.learn.parallel.grid import megatron_grid
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import TrainedModel
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import megatron_layout
 
     ops.use(kernels)
     hf_config = hf.read_hf_config(Path(path))

@@ -1,4 +1,4 @@
-"""Megatron-Core trains on CPU with ``megarl.parallel.cpu``, and each of its points is needed."""
+"""Megatron-Core trains on CPU with ``megarl.learn.parallel.cpu``, and each of its points is needed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 
 
 def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> Any:
-    from megarl.batching import MicroBatching
-    from megarl.checkpoint import hf
-    from megarl.parallel import groups
-    from megarl.reshard.layouts import MegatronGrid, megatron_layout
-    from megarl.training.model import TrainedModel
-    from megarl.training.schedule import Head
+    from megarl.learn.batching import MicroBatching
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.model import TrainedModel
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout
 
     position = groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
@@ -36,9 +36,9 @@ def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> A
 
 def sft_steps(actor: Any, steps: range, lr: float = 1e-2) -> list[tuple[float, float]]:
     """(this rank's part of the loss, gradient norm) of some supervised steps on seeded rows."""
-    from megarl import algorithms
-    from megarl.config.algorithms import AlgorithmConfig
-    from megarl.training import objectives
+    from megarl.core.config.algorithms import AlgorithmConfig
+    from megarl.learn import algorithms
+    from megarl.learn.training import objectives
 
     out = []
     for step in steps:
@@ -53,7 +53,7 @@ def sft_steps(actor: Any, steps: range, lr: float = 1e-2) -> list[tuple[float, f
 
 
 def train(rank: int, path: str, parallel: ParallelConfig, dtype: str, without: str | None) -> list[tuple[float, float]]:
-    from megarl.parallel import cpu
+    from megarl.learn.parallel import cpu
 
     cpu.POINTS = tuple(p for p in cpu.POINTS if p.__name__ != without)
     actor = make_actor(path, parallel, dtype)
@@ -91,7 +91,7 @@ def test_each_point_is_needed(model: str, point: str) -> None:
 
 
 def save_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str) -> tuple[Any, str]:
-    from megarl.checkpoint import state
+    from megarl.weights.checkpoint.training import state
 
     actor = make_actor(path, parallel)
     sft_steps(actor, range(2))
@@ -100,7 +100,7 @@ def save_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str) 
 
 
 def resume_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str) -> tuple[Any, str]:
-    from megarl.checkpoint import state
+    from megarl.weights.checkpoint.training import state
 
     actor = make_actor(path, parallel)
     found = state.latest(Path(folder))
@@ -110,7 +110,7 @@ def resume_and_go_on(rank: int, path: str, parallel: ParallelConfig, folder: str
 
 
 def parts(actor: Any) -> Any:
-    from megarl.checkpoint.state import CheckpointedModel
+    from megarl.weights.checkpoint.training.state import CheckpointedModel
 
     return {"actor": CheckpointedModel(actor.chunks, actor.optimizer.inner)}
 
@@ -131,7 +131,7 @@ def test_resume_is_bitwise(model: str, grid: str, tmp_path: Path) -> None:
 
 
 def save_untrained(rank: int, path: str, folder: str) -> str:
-    from megarl.checkpoint import state
+    from megarl.weights.checkpoint.training import state
 
     actor = make_actor(path, ParallelConfig())
     state.save(Path(folder), 0, parts(actor), {"phase": "rl"}, keep=1)
@@ -139,7 +139,7 @@ def save_untrained(rank: int, path: str, folder: str) -> str:
 
 
 def load_untrained(rank: int, path: str, folder: str) -> str:
-    from megarl.checkpoint import state
+    from megarl.weights.checkpoint.training import state
 
     actor = make_actor(path, ParallelConfig())
     for tensor in actor.tensors.values():
@@ -175,13 +175,13 @@ def restart(rank: int, path: str, parallel: ParallelConfig) -> list[Any]:
 
 
 def inner_groups(actor: Any) -> list[dict[str, Any]]:
-    from megarl.checkpoint.state import inner_optimizers
+    from megarl.weights.checkpoint.training.state import inner_optimizers
 
     return [group for inner in inner_optimizers(actor.optimizer.inner) for group in inner.param_groups]
 
 
 def new_optimizer(actor: Any, config: OptimizerConfig) -> Any:
-    from megarl.training.optimizer import Optimizer
+    from megarl.learn.training.optimizer import Optimizer
 
     return Optimizer(actor.chunks, config, "float32")
 
@@ -197,7 +197,7 @@ def listening(rank: int) -> list[str]:
     """Local addresses on which this process listens."""
     import psutil
 
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
 
     groups.initialize(ParallelConfig(dp=2), seed=1)
     return [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]

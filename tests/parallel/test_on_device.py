@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar
 import pytest
 import torch
 
-from megarl import algorithms
-from megarl.batching import Sequences
-from megarl.training.objectives import Kept, Objective
+from megarl.learn import algorithms
+from megarl.learn.batching import Sequences
+from megarl.learn.training.objectives import Kept, Objective
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 
@@ -59,11 +59,11 @@ def forward(rank: int, path: str, head: Literal["log-probs", "scores"]) -> list[
     """Where each micro-batch's answers are, and their shape: a forward pass through Megatron's schedule."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megarl.checkpoint import hf
-    from megarl.config.schema import ModelConfig, ParallelConfig, TrainerConfig
-    from megarl.parallel import groups
-    from megarl.training.model import FrozenModel, micro_batching_for
-    from megarl.training.schedule import Head, run
+    from megarl.core.config.schema import ModelConfig, ParallelConfig, TrainerConfig
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.model import FrozenModel, micro_batching_for
+    from megarl.learn.training.schedule import Head, run
+    from megarl.weights.checkpoint.formats import hf
 
     prepare()
     parallel = ParallelConfig()
@@ -113,10 +113,10 @@ def losses(rank: int) -> dict[str, set[str]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from megarl.algorithms import Loss
-    from megarl.config import compose
-    from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
-    from megarl.training import objectives
+    from megarl.core.config import compose
+    from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
+    from megarl.learn.algorithms import Loss
+    from megarl.learn.training import objectives
 
     prepare()
     found: dict[str, set[str]] = {}

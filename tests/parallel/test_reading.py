@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import FencedError, JobError, StoreDamagedError
-from megarl.store import Store
+from megarl.core.errors import FencedError, JobError, StoreDamagedError
+from megarl.explore.store import Store
 from tests.parallel.grid import run_grid
 from tests.stores import make_task, make_trajectory, request
 
@@ -37,7 +37,7 @@ def joined(rank: int, nodes: list[str]) -> Any:
     """This rank's reader, in a world of gloo whose ranks lie on these nodes."""
     import torch.distributed as dist
 
-    from megarl.loop.reading import NodeReader
+    from megarl.run.loop.reading import NodeReader
 
     os.environ["MEGARL_NODE"] = nodes[rank]
     dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=len(nodes))
@@ -57,8 +57,8 @@ def plain(trajectory: Any) -> Any:
 def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, float], int, bool]:
     """(trajectories, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within
     groups)."""
-    from megarl.loop.reading import RolloutReader
-    from megarl.store import rollouts as rows
+    from megarl.explore.store import rollouts as rows
+    from megarl.run.loop.reading import RolloutReader
 
     reader, store = joined(rank, nodes), Store(url)
     store.spans = lambda rollout_id: [range(0, 5), range(5, 6), range(6, GROUPS)]  # type: ignore[method-assign]

@@ -14,9 +14,9 @@ BUCKET = 1 << 20
 
 
 def test_near_copies_send() -> None:
-    from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
-    from megarl.reshard.plan import build_plan
-    from megarl.sync.shared import Places
+    from megarl.run.sync.shared import Places
+    from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+    from megarl.weights.reshard.plan import build_plan
 
     source, destination = megatron_layout(CONFIG, MegatronGrid(dp=2)), vllm_layout(CONFIG, 1, replicas=2)
     lenders = [("east", 0, 0), ("west", 0, 0)]
@@ -36,11 +36,11 @@ def transfer(rank: int) -> dict[str, int]:
     how."""
     import torch.distributed as dist
 
-    from megarl.reshard.execute import receive, send
-    from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
-    from megarl.reshard.plan import build_plan
-    from megarl.reshard.transport import GroupTransport
-    from megarl.sync.shared import Borrower, Lender, Places, memory_file
+    from megarl.run.sync.shared import Borrower, Lender, Places, memory_file
+    from megarl.weights.reshard.execute import receive, send
+    from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+    from megarl.weights.reshard.plan import build_plan
+    from megarl.weights.reshard.transport import GroupTransport
 
     counts = {"socket": 0}
     peers = 2 if rank < 2 else 0

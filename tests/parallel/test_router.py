@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.algorithms import AlgorithmConfig
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
@@ -26,13 +26,14 @@ RATE = 0.25
 
 def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[str, torch.Tensor]]:
     """Runs in each rank: what all weights are after each of some events."""
-    from megarl import algorithms
-    from megarl.batching import MicroBatching
-    from megarl.checkpoint import hf, state
-    from megarl.parallel import groups
-    from megarl.training import objectives
-    from megarl.training.model import TrainedModel
-    from megarl.training.schedule import Head
+    from megarl.learn import algorithms
+    from megarl.learn.batching import MicroBatching
+    from megarl.learn.parallel import groups
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import TrainedModel
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.checkpoint.training import state
 
     groups.initialize(GRID, seed=1)
     settings = ModelConfig(path=path, router=RouterConfig(bias_update_rate=RATE))

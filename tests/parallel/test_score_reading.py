@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.core.config.schema import ModelConfig, ParallelConfig
 from tests.parallel.families import VOCAB
 from tests.parallel.grid import run_grid
 from tests.parallel.test_value_head import MODELS, TOLERANCE, hf_classifier
@@ -32,11 +32,11 @@ def answers() -> list[torch.Tensor]:
 
 def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     """(model, pad) -> megarl's scores [N]."""
-    from megarl.batching import MicroBatching, Sequences
-    from megarl.checkpoint import hf
-    from megarl.checkpoint.score_pad import score_pad
-    from megarl.parallel import groups
-    from megarl.training.model import FrozenModel
+    from megarl.learn.batching import MicroBatching, Sequences
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.model import FrozenModel
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.checkpoint.formats.score_pad import score_pad
 
     tokens = torch.cat(answers())
     sequences = Sequences(tokens, torch.tensor(LENGTHS), torch.zeros(len(tokens), dtype=torch.bool))

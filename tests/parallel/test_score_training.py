@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.core.config.schema import ModelConfig, ParallelConfig
 from tests.parallel.families import VOCAB
 from tests.parallel.grid import run_grid
 from tests.parallel.test_value_head import TOLERANCE, hf_classifier
@@ -43,14 +43,14 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megarl.batching import MicroBatching, Sequences
-    from megarl.checkpoint import hf
-    from megarl.models.gpt import unwrap
-    from megarl.parallel import groups
-    from megarl.reshard.layouts import hf_layout
-    from megarl.reshard.plan import build_plan
-    from megarl.training.model import FrozenModel
-    from megarl.training.schedule import run
+    from megarl.learn.batching import MicroBatching, Sequences
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.model import FrozenModel
+    from megarl.learn.training.schedule import run
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import hf_layout
+    from megarl.weights.reshard.plan import build_plan
 
     tokens, lengths, weights = flat()
     sequences = Sequences(tokens, lengths, torch.zeros(len(tokens), dtype=torch.bool))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, UpdateFilterConfig
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, UpdateFilterConfig
 from tests.parallel.batches import sequences_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
@@ -27,7 +27,7 @@ ACTOR, CRITIC = ParallelConfig(tp=2, dp=2), ParallelConfig(pp=2, dp=2)
 
 def bits(model: Any) -> dict[str, torch.Tensor]:
     """Everything that an update changes on this rank: weights, masters, moments, counts of steps."""
-    from megarl.checkpoint.save import inner_optimizers, start_moments
+    from megarl.weights.checkpoint.training.save import inner_optimizers, start_moments
 
     start_moments(model.optimizer.inner)
     found = {f"weight {name}": tensor.clone() for name, tensor in model.tensors.items()}
@@ -50,17 +50,18 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     """Runs in each rank: a good update of actor and critic, a bad one, a good one; and the good ones alone."""
-    from megarl import algorithms
-    from megarl.batching import MicroBatching
-    from megarl.checkpoint import hf, state
-    from megarl.config.algorithms import AlgorithmConfig
-    from megarl.errors import JobError
-    from megarl.loop.state import TrainState
-    from megarl.loop.updates import RollBack, UpdateFilter
-    from megarl.parallel import groups
-    from megarl.training import objectives
-    from megarl.training.model import TrainedModel
-    from megarl.training.objectives import Objective
+    from megarl.core.config.algorithms import AlgorithmConfig
+    from megarl.core.errors import JobError
+    from megarl.learn import algorithms
+    from megarl.learn.batching import MicroBatching
+    from megarl.learn.parallel import groups
+    from megarl.learn.training import objectives
+    from megarl.learn.training.model import TrainedModel
+    from megarl.learn.training.objectives import Objective
+    from megarl.run.loop.state import TrainState
+    from megarl.run.loop.updates import RollBack, UpdateFilter
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.checkpoint.training import state
 
     actor = make_actor(path, ACTOR)
     micro_batching = MicroBatching(dp=CRITIC.dp, rows=2)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.core.config.schema import ModelConfig, ParallelConfig
 from tests.parallel.families import FAMILIES, MOE, VOCAB
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3
@@ -69,10 +69,10 @@ def hf_classifier(model: str) -> Any:
 
 def build(path: Path, parallel: ParallelConfig, rank: int, dtype: str = "float32") -> tuple[Any, Any, Any]:
     """(stage, its tensors, layout) of this rank, filled from the checkpoint."""
-    from megarl.checkpoint import hf
-    from megarl.models.gpt import build_chunks, named_tensors
-    from megarl.parallel.grid import megatron_grid
-    from megarl.reshard.layouts import megatron_layout
+    from megarl.learn.models.gpt import build_chunks, named_tensors
+    from megarl.learn.parallel.grid import megatron_grid
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import megatron_layout
 
     hf_config = hf.read_hf_config(path)
     (stage,) = build_chunks(hf_config, ModelConfig(path=str(path), dtype=dtype), parallel, "score")  # type: ignore[arg-type]
@@ -123,11 +123,11 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megarl.checkpoint import hf
-    from megarl.models.gpt import unwrap
-    from megarl.parallel import groups
-    from megarl.reshard.layouts import hf_layout
-    from megarl.reshard.plan import build_plan
+    from megarl.learn.models.gpt import unwrap
+    from megarl.learn.parallel import groups
+    from megarl.weights.checkpoint.formats import hf
+    from megarl.weights.reshard.layouts import hf_layout
+    from megarl.weights.reshard.plan import build_plan
 
     found: dict[tuple[str, str], float | None] = {}
     for grid in dict.fromkeys(grid for _, grid in cases):
@@ -222,7 +222,7 @@ CONTINUED = {
 
 
 def parts(model: Any) -> dict[str, Any]:
-    from megarl.checkpoint.state import CheckpointedModel
+    from megarl.weights.checkpoint.training.state import CheckpointedModel
 
     return {"critic": CheckpointedModel([model.stage], model.optimizer)}
 
@@ -233,8 +233,8 @@ def save_and_continue(rank: int, folder: str, dtype: str) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl.checkpoint import state
-    from megarl.parallel import groups
+    from megarl.learn.parallel import groups
+    from megarl.weights.checkpoint.training import state
     from tests.parallel.trainee import Trainee
 
     root = Path(folder)
@@ -277,9 +277,9 @@ def test_training_goes_on_from_a_checkpoint_on_any_grid(tmp_path: Path, dtype: s
 
 def load_a_language_model(rank: int, folder: str) -> tuple[str, bool]:
     """Runs alone: what loading an actor's checkpoint into a critic says, and whether the head is as it was."""
-    from megarl.checkpoint import state
-    from megarl.errors import CheckpointError
-    from megarl.parallel import groups
+    from megarl.core.errors import CheckpointError
+    from megarl.learn.parallel import groups
+    from megarl.weights.checkpoint.training import state
     from tests.parallel.trainee import Trainee
 
     root = Path(folder)

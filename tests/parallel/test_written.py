@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import OptimizerConfig, ParallelConfig, TrainerConfig
-from megarl.errors import WeightsDiffer
+from megarl.core.config.schema import OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.core.errors import WeightsDiffer
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
@@ -38,11 +38,11 @@ Fault = Callable[[Any], None]
 
 
 def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
-    from megarl.checkpoint import hf
-    from megarl.config.schema import ModelConfig
-    from megarl.parallel import groups
-    from megarl.training.model import TrainedModel, micro_batching_for
-    from megarl.training.schedule import Head
+    from megarl.core.config.schema import ModelConfig
+    from megarl.learn.parallel import groups
+    from megarl.learn.training.model import TrainedModel, micro_batching_for
+    from megarl.learn.training.schedule import Head
+    from megarl.weights.checkpoint.formats import hf
 
     model, parallel, dtype = case
     groups.initialize(parallel, seed=1)
@@ -59,7 +59,7 @@ def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
 
 def difference(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> str:
     """What the comparison of ``tensors`` (those of the model) with what was written reports; every rank calls it."""
-    from megarl.training.written import check_written
+    from megarl.learn.training.written import check_written
 
     try:
         if tensors is None:
@@ -169,7 +169,7 @@ def resumed(rank: int, folder: str, cases: list[tuple[Any, str]]) -> list[list[s
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl.checkpoint import state
+    from megarl.weights.checkpoint.training import state
 
     found = []
     for number, ((model, parallel, dtype), other) in enumerate(cases):

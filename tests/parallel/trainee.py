@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.architectures import Head
-from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.weights.architectures import Head
 from tests.parallel.models import VOCAB
 
 ROWS, LENGTH = 8, 16
@@ -25,10 +25,10 @@ class Trainee:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megarl.checkpoint import hf
-        from megarl.models.gpt import build_chunks, unwrap
-        from megarl.parallel.grid import megatron_grid
-        from megarl.reshard.layouts import hf_layout, megatron_layout
+        from megarl.learn.models.gpt import build_chunks, unwrap
+        from megarl.learn.parallel.grid import megatron_grid
+        from megarl.weights.checkpoint.formats import hf
+        from megarl.weights.reshard.layouts import hf_layout, megatron_layout
 
         self.path, self.parallel, self.head, self.rank = path, parallel, head, dist.get_rank()
         hf_config = hf.read_hf_config(path)
@@ -51,7 +51,7 @@ class Trainee:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Asked for again: DDP moves parameters into its buffer."""
-        from megarl.models.gpt import named_tensors
+        from megarl.learn.models.gpt import named_tensors
 
         return named_tensors(self.stage)
 
@@ -61,9 +61,9 @@ class Trainee:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from megarl.checkpoint.state import inner_optimizers
-        from megarl.models.gpt import unwrap
-        from megarl.models.head import Request, requesting
+        from megarl.learn.models.gpt import unwrap
+        from megarl.learn.models.head import Request, requesting
+        from megarl.weights.checkpoint.training.state import inner_optimizers
 
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(2, VOCAB, (ROWS, LENGTH), generator=generator)
@@ -109,7 +109,7 @@ class Trainee:
 
     def export(self, target: Path) -> None:
         """Its weights as an HF checkpoint; every rank calls it."""
-        from megarl.checkpoint import hf
-        from megarl.reshard.plan import build_plan
+        from megarl.weights.checkpoint.formats import hf
+        from megarl.weights.reshard.plan import build_plan
 
         hf.export_hf(build_plan(self.layout, self.whole), self.rank, self.tensors, self.path, target)

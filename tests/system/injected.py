@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint.manifest import MANIFEST, finished, latest
-from megarl.machine import group_members
+from megarl.core.machine import group_members
+from megarl.weights.checkpoint.training.manifest import MANIFEST, finished, latest
 from tests.system.jobs import Job
 from tests.system.soak import kill
 
@@ -143,7 +143,7 @@ def reward_workers(injured: Injured) -> str:
     pids = [
         pid
         for pid, command in injured.job.processes().items()
-        if "megarl.rewards.worker" in command or "multiprocessing" in command
+        if "megarl.explore.rewards.pool.worker" in command or "multiprocessing" in command
     ]
     explorer = injured.job.pid_of("explorer")
     children = [pid for pid in pids if _parent(pid) == explorer] or [
@@ -323,7 +323,7 @@ def saved(injured: Injured, text: str) -> str:
 
 
 def supervisor_and_reaper_killed(injured: Injured) -> str:
-    reapers = [pid for pid in injured.pids if b"megarl.launch.reaper" in _command(Path(f"/proc/{pid}"))]
+    reapers = [pid for pid in injured.pids if b"megarl.run.launch.supervise.reaper" in _command(Path(f"/proc/{pid}"))]
     for pid in (*reapers, injured.job.pid):
         os.kill(pid, signal.SIGKILL)
     injured.job.wait(10)

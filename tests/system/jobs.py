@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.rollout.leftovers import shared_memory
+from megarl.explore.rollout.leftovers import shared_memory
 
 TINY = (
     "experiment=quickstart",
@@ -120,9 +120,9 @@ class Job:
         """The process of a role: ``engine``, ``explorer`` or ``trainer <rank>``."""
         kind, _, rank = role.partition(" ")
         words = {
-            "engine": "megarl.rollout.server",
-            "explorer": "megarl.loop explorer",
-            "trainer": "megarl.loop trainer",
+            "engine": "megarl.explore.rollout.server",
+            "explorer": "megarl.run.loop explorer",
+            "trainer": "megarl.run.loop trainer",
         }[kind]
         for pid, command in self.processes().items():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

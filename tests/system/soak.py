@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.checkpoint.manifest import read_manifest
-from megarl.store import Store
+from megarl.explore.store import Store
+from megarl.weights.checkpoint.training.manifest import read_manifest
 from tests.system.jobs import TINY, Job
 
 KILLS, STEPS, EVERY = 3, 10, 2

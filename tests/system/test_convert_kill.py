@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.checkpoint.hf_files import header_bytes
-from megarl.checkpoint.output import MANIFEST
-from megarl.reshard.layouts import hf_layout
+from megarl.weights.checkpoint.formats.hf_files import header_bytes
+from megarl.weights.checkpoint.formats.output import MANIFEST
+from megarl.weights.reshard.layouts import hf_layout
 
 CONFIG = {
     "model_type": "llama",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.state import latest, read_state
+from megarl.weights.checkpoint.training.state import latest, read_state
 from tests.system.jobs import START_S, TINY, Job
 
 BOUND_S = 30.0

@@ -23,14 +23,14 @@ import pytest
 from sqlalchemy import inspect, update
 from sqlalchemy.engine import make_url
 
-from megarl.errors import ConfigError, FencedError, JobError
-from megarl.launch.postgres import Server
-from megarl.store import VARIABLE, Store, check_url, database
-from megarl.store.checksums import sealed
-from megarl.store.claims import finish as finish_in
-from megarl.store.codec import trajectory_to_row
-from megarl.store.database import open_engine
-from megarl.store.tables import JOB, STEPS
+from megarl.core.errors import ConfigError, FencedError, JobError
+from megarl.explore.store import VARIABLE, Store, check_url, database
+from megarl.explore.store.checksums import sealed
+from megarl.explore.store.claims import finish as finish_in
+from megarl.explore.store.codec import trajectory_to_row
+from megarl.explore.store.database import open_engine
+from megarl.explore.store.tables import JOB, STEPS
+from megarl.run.launch.postgres import Server
 from tests.stores import finish, make_task, make_trajectory, request, rows
 from tests.unit.test_store_outage import child, go, shows_that_it_waits
 
@@ -57,7 +57,7 @@ def password_of(server: Server) -> str:
 GROUPS = 600
 WORKER = f"""
 import logging, sys
-from megarl.store import Store
+from megarl.explore.store import Store
 from tests.stores import finish
 logging.basicConfig(level=logging.INFO)
 store, worker = Store("env://MEGARL_STORE_URL", attempt=1, outage_s=200), sys.argv[1]

@@ -15,18 +15,18 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from megarl.cli import main
-from megarl.config import compose, to_dict
-from megarl.errors import ConfigError
-from megarl.launch import postgres
-from megarl.launch.postgres import Server, find_server, job_store, live_url
-from megarl.store import OWN_SERVER, VARIABLE, Store, check_url
+from megarl.core.config import compose, to_dict
+from megarl.core.errors import ConfigError
+from megarl.explore.store import OWN_SERVER, VARIABLE, Store, check_url
+from megarl.run.launch import postgres
+from megarl.run.launch.postgres import Server, find_server, job_store, live_url
 
 pytestmark = pytest.mark.postgres
 
 CHILD = """
 import sys, time
 from pathlib import Path
-from megarl.launch.postgres import Server
+from megarl.run.launch.postgres import Server
 server = Server(Path(sys.argv[1]), "another key", host="127.0.0.2", settings={"fsync": "off"})
 server.start()
 print(server.pid, server.url, flush=True)

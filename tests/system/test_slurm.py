@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import pytest
 
-from megarl.checkpoint.manifest import current_attempt
-from megarl.errors import ConfigError
-from megarl.launch.postgres import job_store, live_url
-from megarl.loop.rollouts import tasks_of_step
-from megarl.store import OWN_SERVER, Store
+from megarl.core.errors import ConfigError
+from megarl.explore.store import OWN_SERVER, Store
+from megarl.run.launch.postgres import job_store, live_url
+from megarl.run.loop.rollouts import tasks_of_step
+from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.system.jobs import TINY, last_of_each
 from tests.system.slurm_cluster import NODES, SlurmCluster, missing
 from tests.system.soak import NOT_COMPARED

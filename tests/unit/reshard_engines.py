@@ -92,7 +92,7 @@ def small_model(family: str, **changes: Any) -> Config:
 
 
 def megatron() -> Iterator[Line]:
-    from megarl.parallel import cpu
+    from megarl.learn.parallel import cpu
 
     cpu.install()
     dense = [
@@ -140,8 +140,8 @@ def megatron_chunks(c: Config, grid: Grid, rank: int) -> Iterator[dict[str, Any]
     from torch import distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megarl.config.schema import ModelConfig
-    from megarl.models.specs import block_spec
+    from megarl.core.config.schema import ModelConfig
+    from megarl.learn.models.specs import block_spec
 
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())
     parallel_state.initialize_model_parallel(
@@ -222,9 +222,9 @@ def megatron_expected(c: Config, grid: Grid, rank: int) -> dict[str, Any]:
 def checkpoint() -> Iterator[Line]:
     """The oracle's values under Megatron's own account of them: all ranks hold what ``megatron_rank`` says and give
     their ``sharded_state_dict``; what its tensors add up to must be megarl's layout of a checkpoint, filled from HF."""
-    from megarl.parallel import cpu
-    from megarl.reshard.layouts import dist_layout, hf_layout
-    from megarl.reshard.plan import build_plan
+    from megarl.learn.parallel import cpu
+    from megarl.weights.reshard.layouts import dist_layout, hf_layout
+    from megarl.weights.reshard.plan import build_plan
     from tests.unit.test_reshard_families import carry_out
 
     cpu.install()

@@ -305,7 +305,7 @@ def megatron_gqa(c: Config, hf: Tensors, p: str, tp: int, t: int) -> Tensors:
 
 def megatron_mla(c: Config, hf: Tensors, p: str, tp: int, t: int, te: bool) -> Tensors:
     """Both down projections are whole on every rank: "duplicated" in TransformerEngine's spec, and so in
-    ``models/specs.py``, because the gradients of Megatron's own local spec, which cuts them, are wrong."""
+    ``learn/models/specs.py``, because the gradients of Megatron's own local spec, which cuts them, are wrong."""
     out = {
         "linear_kv_down_proj.weight": hf[p + "kv_a_proj_with_mqa.weight"],
         "linear_kv_up_proj.layer_norm_weight" if te else "kv_layernorm.weight": hf[p + "kv_a_layernorm.weight"],

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl import _C, algorithms
-from megarl.algorithms import LossInput, types
-from megarl.config.algorithms import (
+from megarl import _C
+from megarl.core.config.algorithms import (
     AlgorithmConfig,
     KLConfig,
     MirrorDescentConfig,
@@ -22,10 +21,12 @@ from megarl.config.algorithms import (
     ReinforcePPConfig,
     ReMaxConfig,
 )
-from megarl.errors import ConfigError
-from megarl.experience.groups import group_stats
+from megarl.core.errors import ConfigError
+from megarl.core.schema import GroupStats
+from megarl.explore.experience.groups import group_stats
+from megarl.learn import algorithms
+from megarl.learn.algorithms import LossInput, types
 from megarl.ops import native
-from megarl.schema import GroupStats
 from tests.native import backends
 
 FIELDS = ("logp", "entropy", "old_logp", "ref_logp", "advantages", "engine_logp")

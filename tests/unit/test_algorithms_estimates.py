@@ -14,14 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl import algorithms
-from megarl.algorithms import StepInput
-from megarl.algorithms.terms import kl, value
-from megarl.algorithms.terms.token_rewards import whitened
-from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, settings_of
-from megarl.errors import ConfigError
-from megarl.experience.groups import group_stats
-from megarl.schema import GroupStats
+from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, settings_of
+from megarl.core.errors import ConfigError
+from megarl.core.schema import GroupStats
+from megarl.explore.experience.groups import group_stats
+from megarl.learn import algorithms
+from megarl.learn.algorithms import StepInput
+from megarl.learn.algorithms.terms import kl, value
+from megarl.learn.algorithms.terms.token_rewards import whitened
 from tests.native import backends
 
 NAMES = ("ppo", "reinforce_pp", "remax")

@@ -13,9 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl import algorithms
-from megarl.algorithms import LossInput, mix, reward_model
-from megarl.config.algorithms import (
+from megarl.core.config.algorithms import (
     AlgorithmConfig,
     AnyAlgorithmConfig,
     KLConfig,
@@ -25,9 +23,11 @@ from megarl.config.algorithms import (
     PreferenceConfig,
     settings_of,
 )
-from megarl.errors import ConfigError
-from megarl.experience.groups import is_zero_variance
-from megarl.rewards.shape import overlong_penalty
+from megarl.core.errors import ConfigError
+from megarl.explore.experience.groups import is_zero_variance
+from megarl.explore.rewards.shape import overlong_penalty
+from megarl.learn import algorithms
+from megarl.learn.algorithms import LossInput, mix, reward_model
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, grpo_token, make_batch, oracle, sft_token
 

@@ -18,10 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl import algorithms
-from megarl.algorithms import LossInput
-from megarl.config import compose, config_dir
-from megarl.config.algorithms import (
+from megarl.core.config import compose, config_dir
+from megarl.core.config.algorithms import (
     AlgorithmConfig,
     AnyAlgorithmConfig,
     KLConfig,
@@ -29,8 +27,10 @@ from megarl.config.algorithms import (
     OPMDConfig,
     settings_of,
 )
-from megarl.errors import ConfigError
-from megarl.experience.groups import group_stats
+from megarl.core.errors import ConfigError
+from megarl.explore.experience.groups import group_stats
+from megarl.learn import algorithms
+from megarl.learn.algorithms import LossInput
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, OF_THEIR_OWN, gradient, make_batch, one_token, take
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from megarl.architectures import ARCHITECTURES, architecture
-from megarl.architectures.complete import complete
-from megarl.architectures.megatron_config import gpt_kwargs, transformer_kwargs
-from megarl.architectures.table import Op, Stage
-from megarl.checkpoint.hf_source import read_config_json, read_hf_config
-from megarl.errors import ArchitectureError
+from megarl.core.errors import ArchitectureError
+from megarl.weights.architectures import ARCHITECTURES, architecture
+from megarl.weights.architectures.complete import complete
+from megarl.weights.architectures.megatron_config import gpt_kwargs, transformer_kwargs
+from megarl.weights.architectures.table import Op, Stage
+from megarl.weights.checkpoint.formats.hf_source import read_config_json, read_hf_config
 from tests.parallel.families import FAMILIES
 from tests.unit.reshard_oracle import qwen3_config
 

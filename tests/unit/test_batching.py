@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations, of_samples
-from megarl.batching.packing import best_fit, deal, spread
-from megarl.schema import TrainingSample
+from megarl.core.schema import TrainingSample
+from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations, of_samples
+from megarl.learn.batching.packing import best_fit, deal, spread
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

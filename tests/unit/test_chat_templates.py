@@ -15,12 +15,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from megarl.errors import DataError
-from megarl.schema import Task
-from megarl.store.checksums import sealed
-from megarl.store.codec import task_from_row, task_to_row
-from megarl.store.tables import TASKS
-from megarl.tasksets import (
+from megarl.core.errors import DataError
+from megarl.core.schema import Task
+from megarl.explore.store.checksums import sealed
+from megarl.explore.store.codec import task_from_row, task_to_row
+from megarl.explore.store.tables import TASKS
+from megarl.explore.tasksets import (
     ChatTokenizer,
     encode_demonstrations,
     encode_preferences,
@@ -28,7 +28,7 @@ from megarl.tasksets import (
     read_preferences,
     read_rows,
 )
-from megarl.tasksets.template import ChatTemplate
+from megarl.explore.tasksets.template import ChatTemplate
 from tests.chat_battery import (
     ANSWER,
     CALL,

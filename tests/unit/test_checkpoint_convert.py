@@ -14,11 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint import stream
-from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf, reshard_checkpoint
-from megarl.checkpoint.output import MANIFEST
 from megarl.ops import slice_digest_reference
-from megarl.reshard.layouts import MegatronGrid
+from megarl.weights.checkpoint.convert import stream
+from megarl.weights.checkpoint.convert.convert import (
+    Settings,
+    convert_hf_to_megatron,
+    convert_megatron_to_hf,
+    reshard_checkpoint,
+)
+from megarl.weights.checkpoint.formats.output import MANIFEST
+from megarl.weights.reshard.layouts import MegatronGrid
 from tests.unit.reshard_cases import FAMILIES, FamilyCase, Grid, family_cases, qwen3_config
 from tests.unit.reshard_oracle import Config, Tensors, assert_same, numbered_hf, random_hf
 

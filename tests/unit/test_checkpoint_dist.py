@@ -20,13 +20,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.checkpoint.dist import Chunk, DistFiles, FileSlice, Stored
-from megarl.checkpoint.dist_write import write_chunk
-from megarl.checkpoint.slices import BoxIndex, OpenFiles, as_bytes
-from megarl.errors import CheckpointError
-from megarl.reshard import boxes
-from megarl.reshard.layouts import MegatronGrid
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
+from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, FileSlice, Stored
+from megarl.weights.checkpoint.formats.dist_write import write_chunk
+from megarl.weights.checkpoint.formats.slices import BoxIndex, OpenFiles, as_bytes
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.layouts import MegatronGrid
 from tests.unit.reshard_cases import Config, Grid, qwen3_config
 from tests.unit.reshard_oracle import Tensors, assert_same, megatron_ranks, numbered_hf
 from tests.unit.test_checkpoint_convert import QUIET, deepseek, read_hf, write_hf

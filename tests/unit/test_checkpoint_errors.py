@@ -13,11 +13,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf, reshard_checkpoint
-from megarl.checkpoint.inspect import inspect_checkpoint, render
 from megarl.cli import main
-from megarl.errors import CheckpointError
-from megarl.reshard.layouts import MegatronGrid
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.convert.convert import (
+    Settings,
+    convert_hf_to_megatron,
+    convert_megatron_to_hf,
+    reshard_checkpoint,
+)
+from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint, render
+from megarl.weights.reshard.layouts import MegatronGrid
 from tests.unit.reshard_cases import Config, qwen3_config
 from tests.unit.reshard_oracle import Tensors, random_hf
 from tests.unit.test_checkpoint_convert import FP8, QUIET, deepseek, digests, quantised, write_hf

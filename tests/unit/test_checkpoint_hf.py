@@ -13,12 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint import hf
-from megarl.checkpoint.hf_source import read_config_json
-from megarl.errors import CheckpointError
-from megarl.reshard.execute import HEADER
-from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
-from megarl.reshard.plan import build_plan
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.formats import hf
+from megarl.weights.checkpoint.formats.hf_source import read_config_json
+from megarl.weights.reshard.execute import HEADER
+from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
+from megarl.weights.reshard.plan import build_plan
 from tests.unit.reshard_oracle import (
     Case,
     Config,

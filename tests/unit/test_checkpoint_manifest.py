@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.checkpoint.inspect import inspect_checkpoint, render
-from megarl.checkpoint.output import MANIFEST
-from megarl.checkpoint.verify import check_digests
 from megarl.cli import main
-from megarl.errors import CheckpointError
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
+from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint, render
+from megarl.weights.checkpoint.convert.verify import check_digests
+from megarl.weights.checkpoint.formats.output import MANIFEST
 from tests.unit.reshard_cases import qwen3_config
 from tests.unit.reshard_oracle import numbered_hf, random_hf
 from tests.unit.test_checkpoint_convert import QUIET, write_hf

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint import convert, targets
-from megarl.checkpoint.convert import ConversionSummary, Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.checkpoint.output import MANIFEST
-from megarl.errors import CheckpointError
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.convert import convert, targets
+from megarl.weights.checkpoint.convert.convert import (
+    ConversionSummary,
+    Settings,
+    convert_hf_to_megatron,
+    convert_megatron_to_hf,
+)
+from megarl.weights.checkpoint.formats.output import MANIFEST
 from tests.unit.reshard_cases import qwen3_config
 from tests.unit.reshard_oracle import random_hf
 from tests.unit.test_checkpoint_convert import write_hf

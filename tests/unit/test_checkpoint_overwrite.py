@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import convert
-from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf, reshard_checkpoint
-from megarl.checkpoint.output import MANIFEST, Finished, OutputDirectory
-from megarl.checkpoint.overwrite import check_apart, check_export_target, check_target
-from megarl.errors import CheckpointError
-from megarl.reshard.layouts import MegatronGrid
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.convert import convert
+from megarl.weights.checkpoint.convert.convert import (
+    Settings,
+    convert_hf_to_megatron,
+    convert_megatron_to_hf,
+    reshard_checkpoint,
+)
+from megarl.weights.checkpoint.formats.output import MANIFEST, Finished, OutputDirectory
+from megarl.weights.checkpoint.formats.overwrite import check_apart, check_export_target, check_target
+from megarl.weights.reshard.layouts import MegatronGrid
 from tests.unit.reshard_cases import qwen3_config
 from tests.unit.reshard_oracle import random_hf
 from tests.unit.test_checkpoint_convert import QUIET, write_hf

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.checkpoint import manifest, state
-from megarl.errors import CheckpointError
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.training import manifest, state
 from tests.kills import every_kill
 from tests.parallel.grid import run_grid
 

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.checkpoint import writer
-from megarl.checkpoint.writer import Writer, of_process
+from megarl.weights.checkpoint.training import writer
+from megarl.weights.checkpoint.training.writer import Writer, of_process
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import COMMANDS, _parse, _run, _train, build_parser
-from megarl.errors import ConfigError, DataError, NonRetryableError, SandboxError
+from megarl.core.errors import ConfigError, DataError, NonRetryableError, SandboxError
 
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "triton")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -89,7 +89,7 @@ def test_a_users_mistake_is_one_line_and_status_2() -> None:
 
 
 class _OfAnotherModule(ConfigError):
-    """A ConfigError that is not defined in ``megarl.errors``."""
+    """A ConfigError that is not defined in ``megarl.core.errors``."""
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megarl import algorithms
-from megarl.architectures import Head, architecture
-from megarl.architectures.complete import complete
-from megarl.config import Config, compose, config_dir
-from megarl.config.schema import ParallelConfig, RolloutConfig
-from megarl.errors import ConfigError
-from megarl.launch.placement import NodeInfo, place
-from megarl.parallel.grid import check_parallel, megatron_grid, role_grids
-from megarl.reshard.boxes import volume
-from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
-from megarl.reshard.plan import build_plan
+from megarl.core.config import Config, compose, config_dir
+from megarl.core.config.schema import ParallelConfig, RolloutConfig
+from megarl.core.errors import ConfigError
+from megarl.learn import algorithms
+from megarl.learn.parallel.grid import check_parallel, megatron_grid, role_grids
+from megarl.run.launch.nodes.placement import NodeInfo, place
+from megarl.weights.architectures import Head, architecture
+from megarl.weights.architectures.complete import complete
+from megarl.weights.reshard.boxes import volume
+from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
+from megarl.weights.reshard.plan import build_plan
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "experiments.md").read_text()
 MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cases" / "hf_configs.json").read_text())
@@ -117,7 +117,7 @@ def choices() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("chosen", choices(), ids=" ".join)
 def test_every_choice_composes_with_the_quickstart(chosen: list[str]) -> None:
-    from megarl.launch.setting_checks import check_algorithm
+    from megarl.run.launch.checks.settings import check_algorithm
 
     config = compose(["experiment=quickstart", *chosen])
     check_parallel(config.parallel)
@@ -169,7 +169,7 @@ def static_bytes(layout: Layout, grid: ParallelConfig, rank: int, *, learns: boo
 
 
 def memory_of(config: Config) -> Memory:
-    from megarl.launch.role_checks import roles_of
+    from megarl.run.launch.checks.roles import roles_of
 
     algorithm = algorithms.get(config.algorithm.name)
     roles = roles_of(config, algorithm)
@@ -370,7 +370,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    from megarl.models.from_scratch import _save_tokenizer, train_tokenizer
+    from megarl.learn.models.from_scratch import _save_tokenizer, train_tokenizer
 
     texts = [text for rows in PUBLISHED.values() for row in rows for text in map(str, row.values())] + [DOCS]
     _save_tokenizer(train_tokenizer(texts, 400), folder, 65536)
@@ -395,7 +395,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
 @pytest.fixture
 def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """There, on a machine with as much memory as the job's nodes have."""
-    from megarl.launch import setting_checks
+    from megarl.run.launch.checks import settings as setting_checks
 
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(setting_checks, "available_memory", lambda: 2**50)
@@ -404,7 +404,7 @@ def in_workplace(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", [name for name in NODES if name not in LARGE])
 def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) -> None:
-    from megarl.launch.checks import check
+    from megarl.run.launch.checks.job import check
 
     with pytest.raises(ConfigError, match="parallel.backend=nccl needs GPUs, but this torch"):
         check(compose([f"experiment={name}"]))
@@ -415,9 +415,9 @@ def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) 
 def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from
     them."""
-    from megarl.checkpoint.hf_source import check_hf, open_hf
-    from megarl.launch import model_checks
-    from megarl.launch.setting_checks import check_settings
+    from megarl.run.launch.checks import model as model_checks
+    from megarl.run.launch.checks.settings import check_settings
+    from megarl.weights.checkpoint.formats.hf_source import check_hf, open_hf
 
     config = compose([f"experiment={name}", *CPU])
     hf = hf_config(config.model.path)
@@ -457,7 +457,7 @@ def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     ],
 )  # fmt: skip
 def test_bad_combinations_are_refused_by_megarl(in_workplace: Path, name: str, override: str, words: str) -> None:
-    from megarl.launch.checks import check
+    from megarl.run.launch.checks.job import check
 
     wide = ["parallel.dp=12"] if "ep=48" in override else []  # else the ranks are too few, which is said first
     with pytest.raises(ConfigError) as raised:

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint import manifest
-from megarl.checkpoint.disk_space import free_space, writing
-from megarl.config import compose
-from megarl.errors import DiskFullError, JobError
-from megarl.launch.interrupt import StopRequest
-from megarl.launch.job import _counted
-from megarl.metrics import MetricWriter, Timeline
-from megarl.store import Store
+from megarl.core.config import compose
+from megarl.core.errors import DiskFullError, JobError
+from megarl.core.metrics import MetricWriter, Timeline
+from megarl.explore.store import Store
+from megarl.run.launch.job import _counted
+from megarl.run.launch.supervise.interrupt import StopRequest
+from megarl.weights.checkpoint.training import manifest
+from megarl.weights.checkpoint.training.disk_space import free_space, writing
 from tests import disks
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3
@@ -183,8 +183,8 @@ def saves(rank: int, model: str, folder: str) -> list[str]:
     """Runs in each rank: a checkpoint, the disk filled, one in the background and one at once; what the others said."""
     import torch.distributed as dist
 
-    from megarl.checkpoint import state
-    from megarl.config.schema import ParallelConfig
+    from megarl.core.config.schema import ParallelConfig
+    from megarl.weights.checkpoint.training import state
     from tests.parallel.test_megatron_on_cpu import make_actor, parts
 
     root, actor = Path(folder), make_actor(model, ParallelConfig(dp=2))
@@ -229,8 +229,8 @@ def saves_full_on_rank_0(rank: int, model: str, folder: str) -> list[str]:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
 
-    from megarl.checkpoint import disk_space, state
-    from megarl.config.schema import ParallelConfig
+    from megarl.core.config.schema import ParallelConfig
+    from megarl.weights.checkpoint.training import disk_space, state
     from tests.parallel.test_megatron_on_cpu import make_actor, parts
 
     root, actor = Path(folder), make_actor(model, ParallelConfig(dp=2))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megarl import machine
-from megarl.report import doctor
+from megarl.core import machine
+from megarl.run.report import doctor
 
 
 def _states(checks: Any) -> dict[str, tuple[str, str, str]]:
@@ -43,7 +43,7 @@ def test_this_machine() -> None:
 
 def test_heavy_packages_are_not_imported() -> None:
     code = (
-        "import sys; from megarl.report.doctor import examine; examine('127.0.0.1')\n"
+        "import sys; from megarl.run.report.doctor import examine; examine('127.0.0.1')\n"
         "print([m for m in ('vllm', 'transformer_engine', 'megatron', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -15,11 +15,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from megarl.cli import main
-from megarl.config import load_resolved, save_resolved
-from megarl.errors import ConfigError, DataError
-from megarl.launch.checks import check
-from megarl.launch.prepare import make, prepare_data, with_prompt_limit
-from megarl.tasksets import ChatTokenizer, encode_rows, read_rows, write_rows
+from megarl.core.config import load_resolved, save_resolved
+from megarl.core.errors import ConfigError, DataError
+from megarl.explore.tasksets import ChatTokenizer, encode_rows, read_rows, write_rows
+from megarl.run.launch.checks.job import check
+from megarl.run.launch.run_dir.prepare import make, prepare_data, with_prompt_limit
 from tests.unit.small_job import SMALL, config_of, refused
 
 
@@ -72,7 +72,7 @@ def test_a_sweep_leaves_nothing(tmp_path: Path) -> None:
 
 def test_files_of_ones_own_get_no_bytecode_beside_them(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0\n")
-    (tmp_path / "own.py").write_text("from megarl.algorithms.grpo import GRPO as ALGORITHM\n")
+    (tmp_path / "own.py").write_text("from megarl.learn.algorithms.grpo import GRPO as ALGORITHM\n")
     assert (
         main(
             [

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl import durable
-from megarl.checkpoint.output import MANIFEST, OutputDirectory
-from megarl.checkpoint.overwrite import check_target
-from megarl.tasksets import read_rows, write_rows
+from megarl.core import durable
+from megarl.explore.tasksets import read_rows, write_rows
+from megarl.weights.checkpoint.formats.output import MANIFEST, OutputDirectory
+from megarl.weights.checkpoint.formats.overwrite import check_target
 from tests.kills import every_kill
 from tests.stores import make_task
 

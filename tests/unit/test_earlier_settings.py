@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import Config
-from megarl.config.algorithms import PPOConfig
-from megarl.config.earlier import RENAMED, upgraded
-from megarl.config.load import load_resolved, save_resolved, to_dict
-from megarl.errors import ConfigError
+from megarl.core.config import Config
+from megarl.core.config.algorithms import PPOConfig
+from megarl.core.config.earlier import RENAMED, upgraded
+from megarl.core.config.load import load_resolved, save_resolved, to_dict
+from megarl.core.errors import ConfigError
 
 
 @pytest.mark.parametrize("old", RENAMED)

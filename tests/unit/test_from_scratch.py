@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.architectures import architecture
-from megarl.config.schema import FromScratchConfig
-from megarl.errors import CheckpointError, ConfigError, DataError
-from megarl.models.from_scratch import ALPHABET, MODELS, SPECIAL_TOKENS, create, train_tokenizer
-from megarl.schema import Task
-from megarl.tasksets import ChatTokenizer, check_prompts
+from megarl.core.config.schema import FromScratchConfig
+from megarl.core.errors import CheckpointError, ConfigError, DataError
+from megarl.core.schema import Task
+from megarl.explore.tasksets import ChatTokenizer, check_prompts
+from megarl.learn.models.from_scratch import ALPHABET, MODELS, SPECIAL_TOKENS, create, train_tokenizer
+from megarl.weights.architectures import architecture
 
 SMALL = FromScratchConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
                           num_key_value_heads=1, head_dim=8)  # fmt: skip

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
-from megarl.experience.held_out import pass_at, right_answers, sampled_metrics, sizes, standard_error
-from megarl.loop.context import RunContext
-from megarl.loop.evaluation import Evaluation
-from megarl.loop.reporter import Reporter
-from megarl.loop.state import TrainState
-from megarl.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.store import Store
+from megarl.core.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
+from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.explore.experience.held_out import pass_at, right_answers, sampled_metrics, sizes, standard_error
+from megarl.explore.store import Store
+from megarl.run.loop.context import RunContext
+from megarl.run.loop.evaluation import Evaluation
+from megarl.run.loop.reporter import Reporter
+from megarl.run.loop.state import TrainState
 from tests.trajectories import one_turn
 
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from megarl.config import Config
-from megarl.errors import CheckpointError, ConfigError, DataError
-from megarl.launch.vision_checks import check_images
-from megarl.schema import Task, WeightsVersion
-from megarl.store import Store
-from megarl.tasksets import chat_messages, images, read_preferences, read_rows, write_rows
-from megarl.tasksets.processor import Processor
+from megarl.core.config import Config
+from megarl.core.errors import CheckpointError, ConfigError, DataError
+from megarl.core.schema import Task, WeightsVersion
+from megarl.explore.store import Store
+from megarl.explore.tasksets import chat_messages, images, read_preferences, read_rows, write_rows
+from megarl.explore.tasksets.processor import Processor
+from megarl.run.launch.checks.vision import check_images
 
 
 def picture(color: str = "red", kind: str = "PNG", size: tuple[int, int] = (6, 4)) -> bytes:

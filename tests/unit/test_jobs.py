@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl import algorithms
-from megarl.config import compose
-from megarl.jobs import JOBS, Mode, ProcessKind, kind_of, unit_of
-from megarl.launch.placement import NodeInfo, place
-from megarl.launch.specs import Addresses, specs
+from megarl.core.config import compose
+from megarl.core.jobs import JOBS, Mode, ProcessKind, kind_of, unit_of
+from megarl.learn import algorithms
+from megarl.run.launch.nodes.placement import NodeInfo, place
+from megarl.run.launch.supervise.specs import Addresses, specs
 
 
 @pytest.mark.parametrize("kind", ProcessKind)

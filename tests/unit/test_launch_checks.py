@@ -14,16 +14,18 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megarl import algorithms, ops
-from megarl.checkpoint.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.checkpoint.hf import read_hf_config
-from megarl.config import Config, compose, config_dir
-from megarl.config.schema import ParallelConfig
-from megarl.errors import ArchitectureError, CheckpointError, ConfigError
-from megarl.jobs import JOBS
-from megarl.launch import checks, setting_checks
-from megarl.launch.model_checks import check_router
-from megarl.launch.prepare import MODEL_RECIPE
+from megarl import ops
+from megarl.core.config import Config, compose, config_dir
+from megarl.core.config.schema import ParallelConfig
+from megarl.core.errors import ArchitectureError, CheckpointError, ConfigError
+from megarl.core.jobs import JOBS
+from megarl.learn import algorithms
+from megarl.run.launch.checks import job as checks
+from megarl.run.launch.checks import settings as setting_checks
+from megarl.run.launch.checks.model import check_router
+from megarl.run.launch.run_dir.prepare import MODEL_RECIPE
+from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
+from megarl.weights.checkpoint.formats.hf import read_hf_config
 from tests.parallel.families import save
 from tests.unit.small_job import config_of, refused
 
@@ -173,7 +175,7 @@ def test_every_algorithm_passes(prepared: Path, tmp_path: Path, name: str) -> No
 
 
 OWN = """
-from megarl.algorithms import Algorithm, Loss, terms
+from megarl.learn.algorithms import Algorithm, Loss, terms
 def advantage(reward, stats, config):
     return reward - stats.mean
 def loss(batch, config):
@@ -218,7 +220,7 @@ def test_algorithm_of_ones_own(prepared: Path, tmp_path: Path) -> None:
         (
             "advantage=advantage",
             "advantage=None, estimate=lambda step, c: 0",
-            ["estimate must give a megarl.algorithms.Estimate"],
+            ["estimate must give a megarl.learn.algorithms.Estimate"],
         ),
         ('{"actor"}', '{"actor", "critic"}', ["a critic learns returns", "estimate"]),
         ("reward - stats.mean", "float('nan')", ["two finite numbers"]),

@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.errors import ConfigError, DataError
-from megarl.launch import checks
-from megarl.schema import Task
-from megarl.tasksets import read_rows, write_rows
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Task
+from megarl.explore.tasksets import read_rows, write_rows
+from megarl.run.launch.checks import job as checks
 from tests.unit.small_job import config_of, refused
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megarl.architectures.complete import complete
-from megarl.errors import ConfigError
-from megarl.launch.model_checks import check_engine
+from megarl.core.errors import ConfigError
+from megarl.run.launch.checks.model import check_engine
+from megarl.weights.architectures.complete import complete
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -70,8 +70,8 @@ def test_what_it_does_not_is_refused_with_the_mend(config: dict[str, Any], words
 
 def test_latent_attention_is_seen_though_config_json_leaves_its_width_out(tmp_path: Path) -> None:
     """The engine's options are made from the file: the width of DeepSeek's latent is transformers' own default."""
-    from megarl.config.schema import RolloutConfig
-    from megarl.launch.engine_process import _cpu_options
+    from megarl.core.config.schema import RolloutConfig
+    from megarl.run.launch.supervise.engine_process import _cpu_options
 
     for left_out in ("nothing", "kv_lora_rank"):
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LATENT.items() if k != left_out}))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import Config
-from megarl.errors import ConfigError, DataError
-from megarl.launch import checks
-from megarl.tasksets import read_rows, write_rows
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError, DataError
+from megarl.explore.tasksets import read_rows, write_rows
+from megarl.run.launch.checks import job as checks
 from tests.unit.small_job import config_of, refused
 
 ALGORITHM = """
-from megarl.algorithms import Algorithm, Loss, terms
+from megarl.learn.algorithms import Algorithm, Loss, terms
 def count(mask, row, num_rows, config, expert):
     return terms.denominator(mask, row, num_rows, config)
 def loss(batch, config):

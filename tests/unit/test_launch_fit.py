@@ -12,14 +12,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megarl.config import Config
-from megarl.config.algorithms import PreferenceConfig
-from megarl.config.schema import ParallelConfig
-from megarl.errors import ConfigError, JobError
-from megarl.launch.changes import Change
-from megarl.launch.fit import fit, planned, reductions
-from megarl.launch.placement import NodeInfo, place
-from megarl.parallel.grid import check_parallel, check_roles, role_grids
+from megarl.core.config import Config
+from megarl.core.config.algorithms import PreferenceConfig
+from megarl.core.config.schema import ParallelConfig
+from megarl.core.errors import ConfigError, JobError
+from megarl.learn.parallel.grid import check_parallel, check_roles, role_grids
+from megarl.run.launch.nodes.fit import fit, planned, reductions
+from megarl.run.launch.nodes.placement import NodeInfo, place
+from megarl.run.launch.run_dir.changes import Change
 from tests.unit.small_job import config_of
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import JobError
-from megarl.launch import ports
-from megarl.launch import reaper as reapers
-from megarl.launch.node import LocalNode, Spec, stop
-from megarl.launch.process import Child
-from megarl.launch.reaper import Reaper, end
-from megarl.launch.run_dir import own_run_dir
-from megarl.machine import group_members
-from megarl.rollout.leftovers import own_folder, remove_stale_folders
+from megarl.core.errors import JobError
+from megarl.core.machine import group_members
+from megarl.explore.rollout.leftovers import own_folder, remove_stale_folders
+from megarl.run.launch.nodes import ports
+from megarl.run.launch.nodes.node import LocalNode, Spec, stop
+from megarl.run.launch.run_dir.owner import own_run_dir
+from megarl.run.launch.supervise import reaper as reapers
+from megarl.run.launch.supervise.process import Child
+from megarl.run.launch.supervise.reaper import Reaper, end
 from tests.unit.test_launch import child, read_or_empty
 
 
@@ -71,8 +71,8 @@ def test_guard_kills_what_does_not_end(tmp_path: Path) -> None:
 SUPERVISOR = """
 import logging, sys, time
 from pathlib import Path
-from megarl.launch.reaper import Reaper
-from megarl.launch.node import LocalNode, Spec
+from megarl.run.launch.supervise.reaper import Reaper
+from megarl.run.launch.nodes.node import LocalNode, Spec
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 code = (
     "import os, signal, time; signal.signal(15, signal.SIG_IGN); open(os.environ['TMPDIR'] + '/left', 'w'); "
@@ -171,7 +171,7 @@ def test_the_folders_of_a_killed_start_are_removed_by_the_next(tmp_path: Path, m
     shared = Path(tempfile.mkdtemp())
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
     code = (
-        "import sys; from pathlib import Path; from megarl.rollout.leftovers import own_folder\n"
+        "import sys; from pathlib import Path; from megarl.explore.rollout.leftovers import own_folder\n"
         "for run in sys.argv[1:]: print(own_folder(Path(run))[0])"
     )
     runs = [str(tmp_path / "run")] * 2 + [str(tmp_path / "other")]

@@ -20,22 +20,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.engine import make_url
 
-from megarl.checkpoint.manifest import current_attempt
-from megarl.config import Config
-from megarl.errors import ConfigError, FencedError, JobError
-from megarl.launch import agent, devices, health, remote
-from megarl.launch.allocation import Allocation, find
-from megarl.launch.channel import Channel, ChannelClosed, greet
-from megarl.launch.interrupt import StopRequest
-from megarl.launch.job import _healthy
-from megarl.launch.node import LocalNode, Spec, Started
-from megarl.launch.placement import NodeInfo, place, table
-from megarl.launch.postgres import _url
-from megarl.launch.reaper import Reaper
-from megarl.launch.remote import Gathering, RemoteNode, RemoteProcess
-from megarl.launch.run_dir import next_attempt
-from megarl.launch.supervisor import watch
-from megarl.store import VARIABLE
+from megarl.core.config import Config
+from megarl.core.errors import ConfigError, FencedError, JobError
+from megarl.explore.store import VARIABLE
+from megarl.run.launch.job import _healthy
+from megarl.run.launch.nodes import agent, devices, health, remote
+from megarl.run.launch.nodes.allocation import Allocation, find
+from megarl.run.launch.nodes.channel import Channel, ChannelClosed, greet
+from megarl.run.launch.nodes.node import LocalNode, Spec, Started
+from megarl.run.launch.nodes.placement import NodeInfo, place, table
+from megarl.run.launch.nodes.remote import Gathering, RemoteNode, RemoteProcess
+from megarl.run.launch.postgres import _url
+from megarl.run.launch.run_dir.owner import next_attempt
+from megarl.run.launch.supervise.interrupt import StopRequest
+from megarl.run.launch.supervise.reaper import Reaper
+from megarl.run.launch.supervise.supervisor import watch
+from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.unit.small_job import config_of
 
 KEY = "a secret of enough characters"
@@ -323,8 +323,9 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
     config = config_of(tmp_path)
     allocation = Allocation(0, 2, "127.0.0.1", port, "n0")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.launch import agent\n"
-        "from megarl.launch.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
+        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.run.launch.nodes import "
+        "agent\n"
+        "from megarl.run.launch.nodes.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
         f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), "
         f"'cluster.stall_s=2'), {KEY!r}))"
     )
@@ -431,7 +432,7 @@ def test_a_rank_of_another_node_that_is_stopped_is_named(joined: Any) -> None:
     """Its node tells that it does not move, and its stacks; those of one that sleeps are told too."""
     node, here, folder = joined
     code = (
-        "import time\nfrom megarl import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
+        "import time\nfrom megarl.core import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
         "time.sleep(600)\n"
     )
     stopped, asleep = (node.start(spec(f"trainer rank {i}", code, folder)) for i in range(2))

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.config import Config
-from megarl.errors import CheckpointError, ConfigError, DataError
-from megarl.launch import checks
-from megarl.schema import Preference, Task
-from megarl.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows
+from megarl.core.config import Config
+from megarl.core.errors import CheckpointError, ConfigError, DataError
+from megarl.core.schema import Preference, Task
+from megarl.explore.tasksets import ChatTokenizer, encode_preferences, read_preferences, read_rows
+from megarl.run.launch.checks import job as checks
 from tests.unit.small_job import config_of, refused
 
 KINDS = ("sft", "dpo", "reward_model")

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import JobError
-from megarl.launch import ports, replace
-from megarl.launch.interrupt import StopRequest
-from megarl.launch.node import LocalNode, Spec, Started
-from megarl.launch.process import Child
-from megarl.launch.reaper import Reaper
-from megarl.launch.supervisor import watch
-from megarl.machine import group_members
+from megarl.core.errors import JobError
+from megarl.core.machine import group_members
+from megarl.run.launch.nodes import ports
+from megarl.run.launch.nodes.node import LocalNode, Spec, Started
+from megarl.run.launch.supervise import replace
+from megarl.run.launch.supervise.interrupt import StopRequest
+from megarl.run.launch.supervise.process import Child
+from megarl.run.launch.supervise.reaper import Reaper
+from megarl.run.launch.supervise.supervisor import watch
 from tests.unit.small_job import config_of
 from tests.unit.test_launch_nodes import two_nodes
 

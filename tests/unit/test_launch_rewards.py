@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import ConfigError, DataError
-from megarl.launch import checks
-from megarl.sandbox import client, host, proven
-from megarl.tasksets import read_rows
+from megarl.core.errors import ConfigError, DataError
+from megarl.explore.sandbox import client, host, proven
+from megarl.explore.tasksets import read_rows
+from megarl.run.launch.checks import job as checks
 from tests.unit.small_job import config_of, refused
 from tests.unit.test_launch_data import rewritten
 

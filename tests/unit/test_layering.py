@@ -20,21 +20,32 @@ MAX_LINES = 200
 HEAVY = ("torch", "vllm", "megatron", "transformers", "transformer_engine", "apex", "matplotlib", "tensorboard")
 
 
+LAYERS = ("core", "weights", "learn", "explore", "run")
+"""Folders of packages."""
+APART = {("learn", "explore"), ("explore", "learn"), ("explore", "weights")}
+"""(layer, layer that it never imports, though that stands above it)"""
+
+
 def packages_in_order() -> list[str]:
     """Packages as the table of ARCHITECTURE.md names them: from top to bottom, within a row from left to right."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
     table = text.split("## Packages")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")][2:]
-    names = [name for cell in cells for name in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
+    names = [name for cell in cells for name in re.findall(r"`((?:\w+/)?\w+)(?:/|\.py)`", cell)]
     return [name for name in names if name != "csrc"]
 
 
+def package_of(parts: tuple[str, ...]) -> str:
+    """Package of a module within megarl; that of a layer's own ``__init__`` is the layer."""
+    return "/".join(parts[: 2 if parts[0] in LAYERS else 1])
+
+
 def modules() -> dict[str, list[Path]]:
-    """Package -> its Python files; ``__init__`` and ``__main__`` of the package are no packages."""
+    """Package -> its Python files; ``__init__`` and ``__main__`` of megarl and of layers are no packages."""
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if not package.startswith("__"):
+        package = package_of(path.relative_to(PACKAGE).with_suffix("").parts)
+        if not package.rpartition("/")[2].startswith("__"):
             found.setdefault(package, []).append(path)
     return found
 
@@ -51,11 +62,13 @@ def imported_packages(source: str) -> Iterator[tuple[str, int]]:
         for name in names:
             package, _, rest = name.partition(".")
             if package == "megarl" and rest:
-                yield rest.partition(".")[0], node.lineno
+                yield package_of(tuple(rest.split("."))), node.lineno
 
 
 def violations(package: str, source: str, order: list[str]) -> list[str]:
     above = set(order[: order.index(package)]) | {package, "_C"}
+    layer = package.partition("/")[0]
+    above -= {other for other in above if (layer, other.partition("/")[0]) in APART}
     found = dict.fromkeys((other, line) for other, line in imported_packages(source) if other not in above)
     return [f"line {line}: {package} imports {other}" for other, line in found]
 
@@ -97,7 +110,7 @@ def test_no_module_imports_itself_through_others() -> None:
         for path in PACKAGE.rglob("*.py")
     }
     graph = import_graph({name: path.read_text() for name, path in files.items()})
-    assert graph["megarl.loop.trainer"] >= {"megarl.loop.online", "megarl.errors"}
+    assert graph["megarl.run.loop.trainer"] >= {"megarl.run.loop.online", "megarl.core.errors"}
     TopologicalSorter(graph).prepare()  # CycleError names the circle
 
 
@@ -112,11 +125,16 @@ def test_a_circle_is_seen_wherever_the_import_stands() -> None:
 
 
 def test_violations_are_seen_wherever_the_import_stands() -> None:
-    order = ["errors", "store", "loop"]
+    order = ["core/errors", "learn/models", "explore/store", "run/loop"]
     source = (
-        "from megarl import loop\ndef f():\n    import megarl.loop.trainer\n    from megarl.errors import JobError\n"
+        "from megarl.run import loop\ndef f():\n    import megarl.run.loop.trainer\n"
+        "    from megarl.core.errors import JobError\n    from megarl.learn.models import head\n"
     )
-    assert violations("store", source, order) == ["line 1: store imports loop", "line 3: store imports loop"]
+    assert violations("explore/store", source, order) == [
+        "line 1: explore/store imports run/loop",
+        "line 3: explore/store imports run/loop",
+        "line 5: explore/store imports learn/models",
+    ]
 
 
 def classes(sources: dict[str, str]) -> Iterator[tuple[str, str, int]]:
@@ -158,7 +176,7 @@ def test_no_class_is_too_large() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", [package for package in packages_in_order() if package != "sync"]
+    "package", [package for package in packages_in_order() if package != "run/sync"]
 )  # sync holds the plugin
 def test_only_the_engines_side_names_vllm(package: str) -> None:
     """The trainer's and the explorer's processes never import vLLM: it costs 13 s and takes over the process."""
@@ -167,7 +185,7 @@ def test_only_the_engines_side_names_vllm(package: str) -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             allowed = (
-                path.name in ("endpoint.py", "part.py", "server.py") and package == "rollout"
+                path.name in ("endpoint.py", "part.py", "server.py") and package == "explore/rollout"
             )  # what runs inside vLLM's processes
             assert allowed or not any(name.split(".")[0] == "vllm" for name in names), f"{path}:{node.lineno}"
 
@@ -185,31 +203,33 @@ def imported_by(*modules: str) -> set[str]:
 
 
 def test_importing_is_light() -> None:
-    light = imported_by("megarl", "megarl.cli", "megarl.config", "megarl.schema", "megarl.launch.process")
+    light = imported_by(
+        "megarl", "megarl.cli", "megarl.core.config", "megarl.core.schema", "megarl.run.launch.supervise.process"
+    )
     assert not light & set(HEAVY)
 
 
 def test_explorer_workers_and_report_run_without_torch() -> None:
     """Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""
     imported = imported_by(
-        "megarl.loop.explorer",
-        "megarl.rollout.client",
-        "megarl.rollout.control",
-        "megarl.rewards.worker",
-        "megarl.report.html",
+        "megarl.run.loop.explorer",
+        "megarl.explore.rollout.client",
+        "megarl.explore.rollout.control",
+        "megarl.explore.rewards.pool.worker",
+        "megarl.run.report.html",
     )
     assert not imported & {"torch", "vllm", "megatron", "transformers"}
 
 
 NEITHER = (
-    "megarl.reshard.plan",
-    "megarl.reshard.execute",
-    "megarl.architectures",
-    "megarl.rollout.client",
-    "megarl.checkpoint.hf",
+    "megarl.weights.reshard.plan",
+    "megarl.weights.reshard.execute",
+    "megarl.weights.architectures",
+    "megarl.explore.rollout.client",
+    "megarl.weights.checkpoint.formats.hf",
     "megarl.ops",
-    "megarl.algorithms",
-    "megarl.launch.job",
+    "megarl.learn.algorithms",
+    "megarl.run.launch.job",
 )
 
 
@@ -218,4 +238,6 @@ def test_layers_below_the_models_need_neither_megatron_nor_vllm() -> None:
 
 
 def test_trainer_needs_no_vllm() -> None:
-    run_python("import megarl.loop.trainer, megarl.sync.publish", blocked=("vllm", "transformer_engine", "apex"))
+    run_python(
+        "import megarl.run.loop.trainer, megarl.run.sync.publish", blocked=("vllm", "transformer_engine", "apex")
+    )

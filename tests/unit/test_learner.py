@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from megarl import algorithms
-from megarl.batching import Sequences, micro_batches
-from megarl.batching.packing import MicroBatching
-from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
-from megarl.config.schema import Config, CriticConfig, ParallelConfig, RolloutConfig, TrainerConfig
-from megarl.experience.groups import group_stats
-from megarl.loop.batch import StepBatch, filter_overlong, make_batch
-from megarl.loop.context import RunContext
-from megarl.loop.learner import Learner, kl_coef, step_input
-from megarl.loop.reporter import Reporter
-from megarl.loop.state import TrainState
-from megarl.schema import FinishReason, Reward, Trajectory
-from megarl.training import objectives
-from megarl.training.objectives import Kept
+from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
+from megarl.core.config.schema import Config, CriticConfig, ParallelConfig, RolloutConfig, TrainerConfig
+from megarl.core.schema import FinishReason, Reward, Trajectory
+from megarl.explore.experience.groups import group_stats
+from megarl.learn import algorithms
+from megarl.learn.batching import Sequences, micro_batches
+from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.training import objectives
+from megarl.learn.training.objectives import Kept
+from megarl.run.loop.batch import StepBatch, filter_overlong, make_batch
+from megarl.run.loop.context import RunContext
+from megarl.run.loop.learner import Learner, kl_coef, step_input
+from megarl.run.loop.reporter import Reporter
+from megarl.run.loop.state import TrainState
 from tests.trajectories import one_turn
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from benchmarks import learning
-from megarl import algorithms
-from megarl.config import compose, config_dir
+from megarl.core.config import compose, config_dir
+from megarl.learn import algorithms
 
 START = {"accuracy": 0.178, "seconds": 60.0, "commit": "abc"}
 

@@ -8,10 +8,10 @@ import shlex
 
 import pytest
 
-from megarl.config import compose, to_dict
-from megarl.config.hints import VERL
-from megarl.errors import ConfigError
-from megarl.launch.sweep import combinations
+from megarl.core.config import compose, to_dict
+from megarl.core.config.hints import VERL
+from megarl.core.errors import ConfigError
+from megarl.run.launch.sweep import combinations
 
 
 @pytest.mark.parametrize(

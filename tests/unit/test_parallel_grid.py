@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from megarl.architectures import architecture
-from megarl.config.schema import Config, CriticConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
-from megarl.errors import ConfigError
-from megarl.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
-from megarl.reshard.grid import MegatronGrid
+from megarl.core.config.schema import Config, CriticConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
+from megarl.core.errors import ConfigError
+from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
+from megarl.weights.architectures import architecture
+from megarl.weights.reshard.grid import MegatronGrid
 from tests.unit.reshard_oracle import qwen3_config
 
 MOE = qwen3_config(

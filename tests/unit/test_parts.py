@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.algorithms.terms import kl, parts
-from megarl.algorithms.terms.token_rewards import VARIANCE_EPSILON, whitened
-from megarl.algorithms.terms.value import explained_variance
-from megarl.batching import Sequences
-from megarl.loop.batch import mismatch
+from megarl.learn.algorithms.terms import kl, parts
+from megarl.learn.algorithms.terms.token_rewards import VARIANCE_EPSILON, whitened
+from megarl.learn.algorithms.terms.value import explained_variance
+from megarl.learn.batching import Sequences
+from megarl.run.loop.batch import mismatch
 
 LENGTHS = torch.tensor([300_001, 7, 1, 250_000, 40_003])
 """Several parts, none of which ends with a sequence."""

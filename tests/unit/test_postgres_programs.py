@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.errors import JobError
-from megarl.launch import postgres
-from megarl.launch.postgres import Identity, Server
+from megarl.core.errors import JobError
+from megarl.run.launch import postgres
+from megarl.run.launch.postgres import Identity, Server
 
 PROGRAM = """#!/bin/sh
 seen={seen}/$(basename $0)
@@ -29,7 +29,7 @@ HANG = "sleep 1000 & wait"
 START = """
 import sys
 from pathlib import Path
-from megarl.launch import postgres
+from megarl.run.launch import postgres
 postgres._identity = lambda folder: postgres.Identity("me", 0, {})
 postgres.Server(Path(sys.argv[1]), "key").start()
 """

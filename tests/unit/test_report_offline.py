@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import save_resolved
-from megarl.report.data import load
-from megarl.report.html import summary, write_report
-from megarl.store import Store
+from megarl.core.config import save_resolved
+from megarl.explore.store import Store
+from megarl.run.report.data import load
+from megarl.run.report.html import summary, write_report
 from tests.unit.test_report import Page, make_config
 
 

@@ -11,11 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import ConfigError, PlanError, WeightSyncError
-from megarl.reshard import boxes
-from megarl.reshard.execute import HEADER, Digests, buckets_of, compare, digests_of, exchange, merge, receive, send
-from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
-from megarl.reshard.plan import RankPair, ReshardPlan, build_plan
+from megarl.core.errors import ConfigError, PlanError, WeightSyncError
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.execute import (
+    HEADER,
+    Digests,
+    buckets_of,
+    compare,
+    digests_of,
+    exchange,
+    merge,
+    receive,
+    send,
+)
+from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
+from megarl.weights.reshard.plan import RankPair, ReshardPlan, build_plan
 from tests.unit.reshard_network import TIMEOUT_S
 from tests.unit.reshard_oracle import (
     Case,

@@ -14,11 +14,21 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard import boxes
-from megarl.reshard.execute import HEADER, buckets_of, bytes_of, compare, digests_of, exchange, merge, receive, send
-from megarl.reshard.layout import Layout
-from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
-from megarl.reshard.plan import ReshardPlan, build_plan
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.execute import (
+    HEADER,
+    buckets_of,
+    bytes_of,
+    compare,
+    digests_of,
+    exchange,
+    merge,
+    receive,
+    send,
+)
+from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, vllm_layout
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
 from tests.unit.reshard_cases import FAMILIES, Engine, FamilyCase, Grid, Side, family_cases, qwen3_config
 from tests.unit.reshard_oracle import (
     Network,

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import ConfigError, PlanError
-from megarl.reshard import boxes
-from megarl.reshard.execute import buckets_of, bytes_of
-from megarl.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
-from megarl.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
-from megarl.reshard.plan import ReshardPlan, build_plan
+from megarl.core.errors import ConfigError, PlanError
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.execute import buckets_of, bytes_of
+from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
+from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
 from tests.unit.reshard_engines import model
 from tests.unit.reshard_oracle import Case, cases, configs, qwen3_config
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megarl.checkpoint.manifest import LATEST, fingerprints, write_manifest
-from megarl.config import save_resolved
-from megarl.config.load import check_setting
-from megarl.durable import write_text
-from megarl.errors import ConfigError
-from megarl.launch import job
-from megarl.launch.changes import FREE, changes, listed
-from megarl.launch.prepare import prepare_data, prepare_model
-from megarl.launch.resume import check_settings_of_run, is_finished
-from megarl.metrics import MetricWriter
-from megarl.schema import WeightsVersion
-from megarl.store import Store
-from megarl.tasksets import read_rows, write_rows
+from megarl.core.config import save_resolved
+from megarl.core.config.load import check_setting
+from megarl.core.durable import write_text
+from megarl.core.errors import ConfigError
+from megarl.core.metrics import MetricWriter
+from megarl.core.schema import WeightsVersion
+from megarl.explore.store import Store
+from megarl.explore.tasksets import read_rows, write_rows
+from megarl.run.launch import job
+from megarl.run.launch.run_dir.changes import FREE, changes, listed
+from megarl.run.launch.run_dir.prepare import prepare_data, prepare_model
+from megarl.run.launch.run_dir.resume import check_settings_of_run, is_finished
+from megarl.weights.checkpoint.training.manifest import LATEST, fingerprints, write_manifest
 from tests.unit.small_job import config_of
 
 

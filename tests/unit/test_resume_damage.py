@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.checkpoint.manifest import (
+from megarl.core.errors import CheckpointError, ConfigError, JobError
+from megarl.explore.store import Store
+from megarl.run.launch import job
+from megarl.run.launch.run_dir.resume import check_store_of_run, set_aside_damaged
+from megarl.run.launch.run_dir.store_repair import rebuild_damaged_store
+from megarl.weights.checkpoint.training.manifest import (
     LATEST,
     current_attempt,
     fingerprints,
@@ -19,11 +24,6 @@ from megarl.checkpoint.manifest import (
     read_state,
     write_manifest,
 )
-from megarl.errors import CheckpointError, ConfigError, JobError
-from megarl.launch import job
-from megarl.launch.resume import check_store_of_run, set_aside_damaged
-from megarl.launch.store_repair import rebuild_damaged_store
-from megarl.store import Store
 from tests.unit.small_job import config_of
 from tests.unit.test_resume import finished_checkpoint, list_files
 

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.rewards import LengthConfig, RewardConfig
-from megarl.experience import (
+from megarl.core.config.rewards import LengthConfig, RewardConfig
+from megarl.core.schema import GREEDY, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.experience import (
     add_model_scores,
     by_group,
     part_metrics,
@@ -25,8 +26,7 @@ from megarl.experience import (
     verify,
     with_group_stats,
 )
-from megarl.experience.pipeline import check_trajectory
-from megarl.schema import GREEDY, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.experience.pipeline import check_trajectory
 from tests.trajectories import VERSION, one_turn
 
 VOCAB = 16

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl import rewards
-from megarl.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
-from megarl.errors import ConfigError, DataError
-from megarl.rewards import RewardPool, Verdict, compute_score
-from megarl.rewards.host import RewardHost
-from megarl.rewards.verdict import to_verdict
-from megarl.schema import Reward, Task
+from megarl.core.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Reward, Task
+from megarl.explore import rewards
+from megarl.explore.rewards import RewardPool, Verdict, compute_score
+from megarl.explore.rewards.pool.host import RewardHost
+from megarl.explore.rewards.verdict import to_verdict
 
 TASK = Task("t/0", "reasoning_gym/chain_sum", ({"role": "user", "content": "9 + 3 ="},), "math", {"ground_truth": "12"})
 
@@ -227,9 +227,9 @@ def test_a_killed_explorer_takes_looping_workers_with_it(user_config: RewardConf
     code = f"""
 import asyncio
 import json
-from megarl import rewards
-from megarl.config.rewards import RewardConfig
-from megarl.rewards import RewardPool
+from megarl.explore import rewards
+from megarl.core.config.rewards import RewardConfig
+from megarl.explore.rewards import RewardPool
 from tests.unit.test_rewards import TASK
 async def main():
     async with RewardPool(RewardConfig(path={user_config.path!r}, timeout_s=60)) as pool:
@@ -409,7 +409,8 @@ def test_a_file_that_cannot_be_used_stops_the_job_at_once(tmp_path: Path, source
 
 def test_the_workers_imports_are_light() -> None:
     code = (
-        "import sys, megarl.rewards.worker; sys.exit(bool({'torch', 'sqlalchemy', 'reasoning_gym'} & set(sys.modules)))"
+        "import sys, megarl.explore.rewards.pool.worker; sys.exit(bool({'torch', 'sqlalchemy', 'reasoning_gym'} & "
+        "set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0
 

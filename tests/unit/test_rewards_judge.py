@@ -19,11 +19,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.config.rewards import JudgeConfig, RewardConfig
-from megarl.errors import ConfigError
-from megarl.rewards import compute_score, judge, judge_server
-from megarl.rewards.judge import Judge, check_judge
-from megarl.rewards.judge_cache import JudgementCache
+from megarl.core.config.rewards import JudgeConfig, RewardConfig
+from megarl.core.errors import ConfigError
+from megarl.explore.rewards import compute_score
+from megarl.explore.rewards.judge import judge
+from megarl.explore.rewards.judge import server as judge_server
+from megarl.explore.rewards.judge.cache import JudgementCache
+from megarl.explore.rewards.judge.judge import Judge, check_judge
 
 KEY = "sk-secret-of-this-test"
 QUESTION = "What is 3 + 4?"
@@ -352,7 +354,7 @@ def test_neither_errors_nor_partial_votes_are_cached(tmp_path: Path) -> None:
 
 WRITER = """
 import asyncio, sys
-from megarl.rewards.judge_cache import JudgementCache
+from megarl.explore.rewards.judge.cache import JudgementCache
 cache = JudgementCache(sys.argv[1])
 async def main():
     for i in range(int(sys.argv[3])):

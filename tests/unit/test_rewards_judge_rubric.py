@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.errors import ConfigError
-from megarl.rewards.judge_rubric import NO_REFERENCE, RUBRIC, Vote, fill, read_rubric, read_vote, reference_text, tally
+from megarl.core.errors import ConfigError
+from megarl.explore.rewards.judge.rubric import (
+    NO_REFERENCE,
+    RUBRIC,
+    Vote,
+    fill,
+    read_rubric,
+    read_vote,
+    reference_text,
+    tally,
+)
 
 FOR, AGAINST = Vote(1.0, False), Vote(0.0, False)
 

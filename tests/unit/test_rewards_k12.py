@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import DataError
-from megarl.rewards import compute_score
-from megarl.rewards.k12 import TYPES, check_row, is_multiple_choice, question_type, score
-from megarl.rewards.k12_read import letters, options_of, split_blanks
-from megarl.rewards.k12_truth import truth
-from megarl.rewards.measures import asks_for_unit
-from megarl.rewards.numerals import with_digits
+from megarl.core.errors import DataError
+from megarl.explore.rewards import compute_score
+from megarl.explore.rewards.answer.measures import asks_for_unit
+from megarl.explore.rewards.answer.numerals import with_digits
+from megarl.explore.rewards.school.read import letters, options_of, split_blanks
+from megarl.explore.rewards.school.truth import truth
+from megarl.explore.rewards.school.verifier import TYPES, check_row, is_multiple_choice, question_type, score
 
 TABLE = Path(__file__).parent / "cases" / "k12.tsv"
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.errors import DataError
-from megarl.rewards import compute_score
-from megarl.rewards.math_algebra import tractable
-from megarl.rewards.math_compare import equal
-from megarl.rewards.math_extract import extract, last_box
-from megarl.rewards.math_verifier import check_row, golds_of, score
-from megarl.rewards.normalize import clean, quantity
+from megarl.core.errors import DataError
+from megarl.explore.rewards import compute_score
+from megarl.explore.rewards.answer.extract import extract, last_box
+from megarl.explore.rewards.answer.normalize import clean, quantity
+from megarl.explore.rewards.math.algebra import tractable
+from megarl.explore.rewards.math.compare import equal
+from megarl.explore.rewards.math.verifier import check_row, golds_of, score
 
 TABLE = Path(__file__).parent / "cases" / "math.tsv"
 
@@ -154,7 +154,7 @@ def test_hostile_answers_are_wrong_and_quick(name: str) -> None:
 
 
 def test_a_long_computation_ends_as_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.rewards import math_verifier
+    from megarl.explore.rewards.math import verifier as math_verifier
 
     def endless(gold: str, pred: str, question: str = "") -> bool:
         while True:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from megarl.config.rewards import RewardConfig
-from megarl.loop import waiting
-from megarl.loop.waiting import EventLines
-from megarl.rewards import RewardPool, Verdict, output
-from megarl.rewards.tally import EVENT, EVERY_S, LONG_S, Tally
-from megarl.store import Store
+from megarl.core.config.rewards import RewardConfig
+from megarl.explore.rewards import RewardPool, Verdict
+from megarl.explore.rewards.pool import output
+from megarl.explore.rewards.pool.tally import EVENT, EVERY_S, LONG_S, Tally
+from megarl.explore.store import Store
+from megarl.run.loop import waiting
+from megarl.run.loop.waiting import EventLines
 from tests.unit.test_rewards import TASK
 
 

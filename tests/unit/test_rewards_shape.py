@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.rewards import FormatConfig, LanguageConfig, RepetitionConfig, RewardConfig
-from megarl.rewards.shape import (
+from megarl.core.config.rewards import FormatConfig, LanguageConfig, RepetitionConfig, RewardConfig
+from megarl.explore.rewards.shape import (
     format_reward,
     k15_length_rewards,
     language_consistency,

@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl import rewards
-from megarl.config.rewards import RewardConfig
-from megarl.errors import ConfigError
-from megarl.rewards import RewardPool, Verdict
-from megarl.rewards.host import RewardHost
-from megarl.schema import Reward
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.errors import ConfigError
+from megarl.core.schema import Reward
+from megarl.explore import rewards
+from megarl.explore.rewards import RewardPool, Verdict
+from megarl.explore.rewards.pool.host import RewardHost
 from tests.unit.test_rewards import KEY, TASK, run_pool
 
 FLAKY = """
@@ -150,7 +150,7 @@ def worker_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it ends just now: a zombie is one of them to psutil
-            if "megarl.rewards.worker" in " ".join(process.cmdline()):
+            if "megarl.explore.rewards.pool.worker" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.algorithms import AlgorithmConfig
-from megarl.errors import ArchitectureError, CheckpointError, ConfigError
-from megarl.launch import checks
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.errors import ArchitectureError, CheckpointError, ConfigError
+from megarl.run.launch.checks import job as checks
 from tests.unit.small_job import config_of, refused
 
 
@@ -109,8 +109,8 @@ def test_a_grid_of_a_role_that_is_not_there_does_not_matter(prepared: Path, capl
 
 
 def test_what_has_a_reference() -> None:
-    from megarl import algorithms
-    from megarl.launch.role_checks import roles_of
+    from megarl.learn import algorithms
+    from megarl.run.launch.checks.roles import roles_of
 
     config = config_of(Path("run"))
     assert roles_of(config, algorithms.get("ppo")) == ["reference", "critic"]

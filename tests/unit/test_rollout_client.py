@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.errors import EngineError, RequestRefused
-from megarl.rollout.client import EngineClient, Prompt, Sampling
-from megarl.rollout.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode
+from megarl.core.errors import EngineError, RequestRefused
+from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
+from megarl.explore.rollout.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

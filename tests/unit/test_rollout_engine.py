@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema import ModelConfig, RolloutConfig
-from megarl.errors import ConfigError
-from megarl.launch.engine_process import engine_process
-from megarl.machine import group_members
-from megarl.rollout.addresses import JobAddresses
-from megarl.rollout.engine import last_lines
+from megarl.core.config.schema import ModelConfig, RolloutConfig
+from megarl.core.errors import ConfigError
+from megarl.core.machine import group_members
+from megarl.explore.rollout.addresses import JobAddresses
+from megarl.explore.rollout.engine import last_lines
+from megarl.run.launch.supervise.engine_process import engine_process
 
 
 def option(argv: list[str], name: str) -> str:

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.frames import Completion, Decoder, Failure, FrameError, Record, StreamHeartbeat, VersionSpan, encode
+from megarl.explore.rollout.frames import (
+    Completion,
+    Decoder,
+    Failure,
+    FrameError,
+    Record,
+    StreamHeartbeat,
+    VersionSpan,
+    encode,
+)
 
 COUNT = st.integers(0, 2**31 - 1)
 IDS = st.lists(COUNT, max_size=40).map(lambda ids: np.array(ids, dtype=np.int32))

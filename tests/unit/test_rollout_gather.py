@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.errors import EngineError, RequestRefused
-from megarl.rollout.client import Prompt, Sampling
-from megarl.rollout.frames import Completion
-from megarl.rollout.gather import Gatherer, SampleRequest
-from megarl.schema import GREEDY
+from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.schema import GREEDY
+from megarl.explore.rollout.client import Prompt, Sampling
+from megarl.explore.rollout.frames import Completion
+from megarl.explore.rollout.gather import Gatherer, SampleRequest
 
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
 

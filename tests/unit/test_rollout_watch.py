@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import EngineError
-from megarl.launch import probe as probes
-from megarl.launch.probe import Probe
-from megarl.rollout.control import EngineControl
-from megarl.rollout.watch import EngineWatch
+from megarl.core.errors import EngineError
+from megarl.explore.rollout.control import EngineControl
+from megarl.explore.rollout.watch import EngineWatch
+from megarl.run.launch.supervise import probe as probes
+from megarl.run.launch.supervise.probe import Probe
 
 STATE: dict[str, Any] = {"version": "1.4", "paused": False, "refusing": None, "process": "a"}
 

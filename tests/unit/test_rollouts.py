@@ -18,21 +18,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from megarl import algorithms
-from megarl.config.algorithms import AlgorithmConfig
-from megarl.config.rewards import RewardConfig
-from megarl.config.schema import Config, TrainerConfig
-from megarl.errors import DataError, JobError
-from megarl.loop import data, rollouts, waiting
-from megarl.loop.context import RunContext
-from megarl.loop.reading import NodeReader, RolloutReader
-from megarl.loop.reporter import Reporter
-from megarl.loop.state import TrainState
-from megarl.loop.waiting import RolloutWaiter
-from megarl.rollout.watch import EngineWatch
-from megarl.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
-from megarl.store import Claim, Store
-from megarl.tasksets import ChatTokenizer, write_rows
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.config.schema import Config, TrainerConfig
+from megarl.core.errors import DataError, JobError
+from megarl.core.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
+from megarl.explore.rollout.watch import EngineWatch
+from megarl.explore.store import Claim, Store
+from megarl.explore.tasksets import ChatTokenizer, write_rows
+from megarl.learn import algorithms
+from megarl.run.loop import data, rollouts, waiting
+from megarl.run.loop.context import RunContext
+from megarl.run.loop.reading import NodeReader, RolloutReader
+from megarl.run.loop.reporter import Reporter
+from megarl.run.loop.state import TrainState
+from megarl.run.loop.waiting import RolloutWaiter
 from tests.trajectories import one_turn
 
 

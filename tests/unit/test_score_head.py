@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from megarl.architectures import ARCHITECTURES, architecture
-from megarl.checkpoint import hf
-from megarl.checkpoint.score_pad import score_pad
-from megarl.errors import ArchitectureError, CheckpointError
-from megarl.reshard.layouts import MegatronGrid, dist_layout, hf_layout, megatron_layout
-from megarl.reshard.plan import build_plan
-from megarl.schema import Reward, Trajectory
+from megarl.core.errors import ArchitectureError, CheckpointError
+from megarl.core.schema import Reward, Trajectory
+from megarl.weights.architectures import ARCHITECTURES, architecture
+from megarl.weights.checkpoint.formats import hf
+from megarl.weights.checkpoint.formats.score_pad import score_pad
+from megarl.weights.reshard.layouts import MegatronGrid, dist_layout, hf_layout, megatron_layout
+from megarl.weights.reshard.plan import build_plan
 from tests.parallel.families import FAMILIES
 from tests.trajectories import one_turn
 from tests.unit.reshard_oracle import (
@@ -277,7 +277,7 @@ def test_a_score_model_keeps_its_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pad", [None, 0, END])
 def test_training_and_scoring_read_the_same_token(pad: int | None) -> None:
     """A reward model's batch, and the scores that a run takes from it."""
-    from megarl.loop import learner, offline
+    from megarl.run.loop import learner, offline
 
     config = classifier_config(pad_token_id=pad)
     rows = offline.Rows(tuple(((np.array(ids[:1]), np.array(ids[1:])),) for ids in ANSWERS), (0.0,) * 3)

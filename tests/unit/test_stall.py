@@ -13,27 +13,29 @@ from pathlib import Path
 
 import pytest
 
-from megarl import heartbeat
-from megarl.errors import JobError
-from megarl.launch import ports, stacks
-from megarl.launch.node import LocalNode, Spec, Started
-from megarl.launch.process import Child
-from megarl.launch.reaper import Reaper
-from megarl.launch.stacks import Account, ProcessSnapshot
-from megarl.launch.watchdog import Watchdog
-from megarl.rollout.control import EngineControl
+from megarl.core import heartbeat
+from megarl.core.errors import JobError
+from megarl.explore.rollout.control import EngineControl
+from megarl.run.launch.nodes import ports
+from megarl.run.launch.nodes.node import LocalNode, Spec, Started
+from megarl.run.launch.supervise import stacks
+from megarl.run.launch.supervise.process import Child
+from megarl.run.launch.supervise.reaper import Reaper
+from megarl.run.launch.supervise.stacks import Account, ProcessSnapshot
+from megarl.run.launch.supervise.watchdog import Watchdog
 from tests.unit.small_job import config_of
 
 MARKING = (
-    "import time\nfrom megarl import heartbeat\nheartbeat.begin()\n"
+    "import time\nfrom megarl.core import heartbeat\nheartbeat.begin()\n"
     "with heartbeat.phase({phase!r}, 6):\n    while True:\n        heartbeat.beat()\n        time.sleep(0.02)\n"
 )
 SILENT = (
-    "import time\nfrom megarl import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
+    "import time\nfrom megarl.core import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
     "time.sleep(600)\n"
 )
 TICKING = (
-    "import asyncio\nfrom megarl import heartbeat\nheartbeat.begin()\nasyncio.run(heartbeat.beat_periodically(lambda: "
+    "import asyncio\nfrom megarl.core import "
+    "heartbeat\nheartbeat.begin()\nasyncio.run(heartbeat.beat_periodically(lambda: "
     "'3 samples being "
     "generated', 0.02))\n"
 )
@@ -87,7 +89,7 @@ def watched(
 def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
     """While they are written at full speed."""
     code = (
-        "from megarl import heartbeat\nheartbeat.begin()\n"
+        "from megarl.core import heartbeat\nheartbeat.begin()\n"
         "for i in range(100_000):\n    with heartbeat.phase(f'phase {i}' * (1 + i % 7), i):\n        pass\n"
     )
     child = Child("c", [sys.executable, "-c", code], {}, tmp_path / "c.log")
@@ -107,7 +109,7 @@ def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
 
 def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Path) -> None:
     code = (
-        "import os, sys, threading\nfrom megarl import heartbeat\nheartbeat.begin()\nheartbeat.set_phase('between "
+        "import os, sys, threading\nfrom megarl.core import heartbeat\nheartbeat.begin()\nheartbeat.set_phase('between "
         "steps')\n"
         "def stop(): print('at', flush=True); sys.stdin.readline()\n"
         "with heartbeat.phase('step', 1):\n    with heartbeat.phase('update'), heartbeat.timeout(77):\n        {}\n    "
@@ -124,7 +126,7 @@ def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Pa
 
 def test_marks_of_forks_and_threads_do_not_count(node: LocalNode, tmp_path: Path) -> None:
     code = (
-        "import os, threading, time\nfrom megarl import heartbeat\nheartbeat.begin()\n"
+        "import os, threading, time\nfrom megarl.core import heartbeat\nheartbeat.begin()\n"
         "def many():\n    for _ in range(100):\n        heartbeat.beat()\n"
         "thread = threading.Thread(target=many); thread.start(); thread.join()\n"
         "pid = os.fork()\nmany() if pid == 0 else os.waitpid(pid, 0)\n"
@@ -150,7 +152,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from megarl import heartbeat
+from megarl.core import heartbeat
 
 def late(folder):
     while not (folder / 'go').exists():

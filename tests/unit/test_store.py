@@ -21,13 +21,13 @@ import sqlalchemy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import compose
-from megarl.errors import ConfigError, DataError, FencedError, JobError
-from megarl.launch.postgres import without_password
-from megarl.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.store import OWN_SERVER, Store, check_url, database
-from megarl.store.codec import trajectory_from_row, trajectory_to_row
-from megarl.store.database import shown
+from megarl.core.config import compose
+from megarl.core.errors import ConfigError, DataError, FencedError, JobError
+from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.store import OWN_SERVER, Store, check_url, database
+from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
+from megarl.explore.store.database import shown
+from megarl.run.launch.postgres import without_password
 from tests.stores import VERSION, WRITES, finish, make_task, make_trajectory, request, rows
 from tests.trajectories import one_turn
 
@@ -442,7 +442,7 @@ def test_a_password_is_never_written_down(monkeypatch: pytest.MonkeyPatch, url: 
 
 WORKER = """
 import sys
-from megarl.store import Store
+from megarl.explore.store import Store
 from tests.stores import finish
 store, worker = Store(sys.argv[1]), sys.argv[2]
 claims = store.claim_groups(worker, 2)
@@ -474,7 +474,7 @@ def test_two_processes_never_claim_the_same_group(store: Store, url: str) -> Non
 
 
 def test_processes_open_a_new_store_together(url: str) -> None:
-    code = "import sys; from megarl.store import Store; Store(sys.argv[1]).open_job()"
+    code = "import sys; from megarl.explore.store import Store; Store(sys.argv[1]).open_job()"
     command = [sys.executable, "-c", code, url]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=60)[1] for process in processes] == ["", "", ""]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from megarl.errors import ConfigError, JobError, StoreDamagedError
-from megarl.store import Store, database, repair
-from megarl.store.database import open_engine
+from megarl.core.errors import ConfigError, JobError, StoreDamagedError
+from megarl.explore.store import Store, database, repair
+from megarl.explore.store.database import open_engine
 from tests.power_cut import ForgetfulDisk
 from tests.stores import finish, make_task, request, rows
 
@@ -262,7 +262,7 @@ def test_a_store_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 WRITER = """
 import os, signal, sys
-from megarl.store import Store
+from megarl.explore.store import Store
 store = Store(sys.argv[1])
 store.begin_attempt(1)
 other = Store(sys.argv[1], attempt=1)
@@ -310,7 +310,7 @@ def test_a_look_at_a_store_changes_nothing(tmp_path: Path, killed: bool) -> None
     """With a log, which a killed job leaves, SQLite may write the log's index again."""
     url = filled(tmp_path / "store.db")
     if killed:
-        code = f"import os\nfrom megarl.store import Store\nStore({url!r}).close_job()\nos._exit(9)"
+        code = f"import os\nfrom megarl.explore.store import Store\nStore({url!r}).close_job()\nos._exit(9)"
         assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert ("store.db-wal" in files) == killed

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from megarl.schema import GREEDY, WeightsSpan, WeightsVersion
-from megarl.store import Store, repair
-from megarl.store.checksums import sealed
-from megarl.store.codec import dumps
-from megarl.store.tables import TRAJECTORIES
+from megarl.core.schema import GREEDY, WeightsSpan, WeightsVersion
+from megarl.explore.store import Store, repair
+from megarl.explore.store.checksums import sealed
+from megarl.explore.store.codec import dumps
+from megarl.explore.store.tables import TRAJECTORIES
 from tests.stores import VERSION, finish, make_task, request
 
 NUM_GROUPS = 6
@@ -46,7 +46,7 @@ def as_schema_3(path: Path) -> None:
         )
     store.execute("update job set value = '3' where key = 'schema'")
     key = store.execute("select * from job where key = 'schema'").fetchone()
-    from megarl.store.tables import JOB
+    from megarl.explore.store.tables import JOB
 
     store.execute("update job set checksum = ? where key = 'schema'", (sealed(JOB, dict(key))["checksum"],))
     store.commit()

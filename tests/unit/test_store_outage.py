@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl import heartbeat
-from megarl.store import Store
+from megarl.core import heartbeat
+from megarl.explore.store import Store
 
 CHILD = """
 import sys
-from megarl import heartbeat
-from megarl.store import Store
+from megarl.core import heartbeat
+from megarl.explore.store import Store
 heartbeat.begin()
 store = Store(sys.argv[1], outage_s=300) if sys.argv[2] == "early" else None
 print("ready", flush=True)

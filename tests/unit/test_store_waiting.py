@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.store import waiting
+from megarl.explore.store import waiting
 
 
 def statement() -> Generator[Any, Any, None]:

@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.cli import main
-from megarl.config import Config, compose
-from megarl.errors import ConfigError, JobError
-from megarl.launch import checks, job, resume
-from megarl.launch.sweep import _expanded, _slug, combinations
+from megarl.core.config import Config, compose
+from megarl.core.errors import ConfigError, JobError
+from megarl.run.launch import job
+from megarl.run.launch.checks import job as checks
+from megarl.run.launch.run_dir import resume
+from megarl.run.launch.sweep import _expanded, _slug, combinations
 from tests.unit.small_job import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
-from megarl.errors import EngineError, WeightSyncError
-from megarl.launch import ports
-from megarl.parallel.grid import megatron_grid
-from megarl.reshard.layouts import megatron_layout
-from megarl.rollout.addresses import JobAddresses
-from megarl.rollout.control import EngineControl
-from megarl.sync.publish import WeightPublisher
+from megarl.core.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.core.errors import EngineError, WeightSyncError
+from megarl.explore.rollout.addresses import JobAddresses
+from megarl.explore.rollout.control import EngineControl
+from megarl.learn.parallel.grid import megatron_grid
+from megarl.run.launch.nodes import ports
+from megarl.run.sync.publish import WeightPublisher
+from megarl.weights.reshard.layouts import megatron_layout
 from tests.unit.reshard_cases import qwen3_config
 
 HOST = "127.0.0.1"

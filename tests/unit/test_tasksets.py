@@ -15,11 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from megarl.errors import ConfigError, DataError
-from megarl.rewards import compute_score
-from megarl.schema import Task
-from megarl.tasksets import generate, read_rows, write_rows
-from megarl.tasksets.generate import SPLITS
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Task
+from megarl.explore.rewards import compute_score
+from megarl.explore.tasksets import generate, read_rows, write_rows
+from megarl.explore.tasksets.generate import SPLITS
 from tests.unit.small_rows import write
 
 SIZES = {"train": 300, "eval": 100, "warm_start": 250, "expert": 80}

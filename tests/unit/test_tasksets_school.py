@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import compose, config_dir
-from megarl.errors import ConfigError, DataError
-from megarl.launch.prepare import prepare_data
-from megarl.rewards import compute_score
-from megarl.schema import Preference, Task
-from megarl.tasksets import generate, read_preferences, read_recipe, read_rows
+from megarl.core.config import compose, config_dir
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Preference, Task
+from megarl.explore.rewards import compute_score
+from megarl.explore.tasksets import generate, read_preferences, read_recipe, read_rows
+from megarl.run.launch.run_dir.prepare import prepare_data
 
 PRESETS = sorted(path.stem for path in (config_dir() / "taskset").glob("*.yaml"))
 SIZES = {"train": 300, "eval": 100, "warm_start": 300}
@@ -321,7 +321,7 @@ def test_a_taskset_that_is_not_there() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_preset_has_room_for_its_rows(folder: Path, name: str) -> None:
     """Prompts and answers fit ``rollout``'s limits, and the tokenizer knows each of their characters."""
-    from megarl.models.from_scratch import UNK, train_tokenizer
+    from megarl.learn.models.from_scratch import UNK, train_tokenizer
 
     config: Any = compose([f"taskset={name}"])
     model, rollout = config.model.from_scratch, config.rollout

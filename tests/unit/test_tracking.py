@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from megarl import tracking
-from megarl.config import compose
-from megarl.errors import ConfigError
-from megarl.metrics import MetricWriter
-from megarl.tracking import RunInfo, ThreadedTracker, check_trackers, open_trackers
+from megarl.core.config import compose
+from megarl.core.errors import ConfigError
+from megarl.core.metrics import MetricWriter
+from megarl.run import tracking
+from megarl.run.tracking import RunInfo, ThreadedTracker, check_trackers, open_trackers
 
 STEPS = [
     (0, {"val/eval-before": 0.25}),

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl import algorithms
-from megarl.config.algorithms import AlgorithmConfig, PreferenceConfig
-from megarl.errors import NonRetryableError
-from megarl.experience.groups import group_stats
-from megarl.loop.batch import make_batch
-from megarl.loop.learner import step_input
-from megarl.schema import Outcome, Reward, Trajectory, Turn
+from megarl.core.config.algorithms import AlgorithmConfig, PreferenceConfig
+from megarl.core.errors import NonRetryableError
+from megarl.core.schema import Outcome, Reward, Trajectory, Turn
+from megarl.explore.experience.groups import group_stats
+from megarl.learn import algorithms
+from megarl.run.loop.batch import make_batch
+from megarl.run.loop.learner import step_input
 from tests.trajectories import one_turn
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.config.schema import UpdateFilterConfig
-from megarl.errors import JobError
-from megarl.loop.data import data_seed, tasks_of_step
-from megarl.loop.state import TrainState
-from megarl.loop.updates import RollBack, UpdateFilter
+from megarl.core.config.schema import UpdateFilterConfig
+from megarl.core.errors import JobError
+from megarl.run.loop.data import data_seed, tasks_of_step
+from megarl.run.loop.state import TrainState
+from megarl.run.loop.updates import RollBack, UpdateFilter
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megarl.algorithms import user as algorithms
-from megarl.errors import ConfigError
-from megarl.rewards.worker import load_function
-from megarl.tasksets import user as tasksets
+from megarl.core.errors import ConfigError
+from megarl.explore.rewards.pool.worker import load_function
+from megarl.explore.tasksets import user as tasksets
+from megarl.learn.algorithms import user as algorithms
 
 LOADERS: dict[str, Callable[[str], Any]] = {
     "taskset.generate": tasksets.load,
@@ -24,8 +24,8 @@ NAMES = {"taskset.generate": "GENERATOR", "algorithm.name": "ALGORITHM", "reward
 FILE = """\
 from __future__ import annotations
 from dataclasses import dataclass, replace
-from megarl.algorithms.grpo import GRPO
-from megarl.tasksets import Generator
+from megarl.learn.algorithms.grpo import GRPO
+from megarl.explore.tasksets import Generator
 
 @dataclass
 class Settings:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.errors import WeightsDiffer, WeightSyncError
-from megarl.loop.context import RunContext
-from megarl.loop.weights import Stopped, WeightSync
-from megarl.schema import WeightsVersion
+from megarl.core.errors import WeightsDiffer, WeightSyncError
+from megarl.core.schema import WeightsVersion
+from megarl.run.loop.context import RunContext
+from megarl.run.loop.weights import Stopped, WeightSync
 
 
 class Syncs:

@@ -1,7 +1,0 @@
-"""Samples and demonstrations to equal numbers of equally shaped micro-batches on every data-parallel rank."""
-
-from megarl.batching.micro import MicroBatch, micro_batches
-from megarl.batching.packing import MicroBatching
-from megarl.batching.sequences import Sequences, joined, of_demonstrations, of_samples
-
-__all__ = ["MicroBatching", "MicroBatch", "Sequences", "joined", "micro_batches", "of_demonstrations", "of_samples"]

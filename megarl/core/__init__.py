@@ -1,0 +1,1 @@
+"""What every other package may use: settings, nouns, errors, metrics, heartbeats."""

@@ -1,0 +1,85 @@
+"""Settings of the job around the training: its directory and ports, its machines, its database, how weights reach the
+engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from megarl.core.config.bounds import Bound, NonNegative, Positive, Seconds
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    bucket_bytes: Annotated[int, Bound(4096)] = 8388608  # smaller ones cost a message for every few numbers
+    """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
+    shared_memory: bool = True
+    """Send through shared memory to engine workers on a trainer rank's own machine; False sends everything over
+    sockets."""
+    timeout_s: Seconds = 120.0
+    """Longest wait for the other side within a sync."""
+    probe_tokens: Annotated[int, Bound(2, 2**20)] = 16
+    """Length of the probe text whose log-probs are compared on both sides after every sync."""
+    probe_tolerance: Positive | None = None
+    """Largest log-prob difference that the probe text may show; None takes 1e-3 for float32 and 0.05 for bfloat16."""
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    url: str = "sqlite:///${run.dir}/store.db"
+    """A file on this machine, postgresql://USER@HOST/DATABASE, ``env://NAME`` (the URL is in that environment
+    variable), or
+    ``job://postgres``: a server of the job's own. Without a password; docs/store.md."""
+    poll_s: Annotated[float, Bound(0, 60, above=True)] = 0.02
+    """Pause between two looks into the database while waiting."""
+    outage_s: Annotated[float, Bound(0, 86400)] = 300.0
+    """Seconds for which each process waits for a database that does not answer, before the job ends."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Several machines (docs/cluster.md). The launcher, Slurm or torchrun, chooses them."""
+
+    connect_timeout_s: Seconds = 300.0
+    """Seconds for which the head waits for the other nodes, and they for it."""
+    heartbeat_s: Annotated[float, Bound(1, 3600)] = 30.0
+    """Silence after which a node counts as lost."""
+    stall_s: Annotated[float, Bound(1, 86400)] = 300.0
+    """Seconds for which trainer ranks, the explorer or an engine may show no progress. Then the job reports where each
+    process is, and ends the one that the others wait for. A process that starts has ``rollout.start_timeout_s``."""
+    restarts: Annotated[int, Bound(0, 1000)] = 0
+    """Number of times that a job starts again from its newest checkpoint, in the same allocation, after a process or a
+    node has died."""
+    replacements: Annotated[int, Bound(0, 1000)] = 3
+    """Number of dead engines, explorers and reward hosts that are started again in an attempt while the trainer waits;
+    0 for
+    none: their death ends the attempt."""
+    spare_nodes: Annotated[int, Bound(0, 1000)] = 0
+    """Nodes of the allocation that stand by: one takes the place of a node that is lost, or not well at the start."""
+    shrink: bool = True
+    """Go on with fewer data-parallel ranks and engines where nodes are missing and no spare is left. False keeps the
+    size, with more ranks on each node that is left; where they do not spread evenly the job ends."""
+    exclude_unhealthy: bool = False
+    """Go on without nodes that differ or lack something, if the rest are enough."""
+    max_clock_skew_s: Seconds = 5.0
+    """Largest difference between two nodes' clocks at the start."""
+    min_free_disk_bytes: NonNegative = 1073741824
+    """Free disk for temporary files, on every node."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "run"
+    """Name of the run, and of its directory."""
+    dir: str = "runs/${run.name}"
+    """Directory of the run: checkpoints, store, logs, report."""
+    host: str = "127.0.0.1"
+    """Address that engines and trainer ranks of one machine listen on."""
+    port: Annotated[int, Bound(1024, 65535)] | None = None
+    """First of the job's ports (engines, rendezvous); None lets the machine choose free ones."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Settings, or groups of them such as trainer.optimizer, that change the training and may differ from the run's
+    last start (docs/checkpoints.md)."""
+    shutdown_grace_s: Seconds = 20.0
+    """Seconds from a request to stop until all is ended, checkpoint or not: as long as a step and its checkpoint take.
+    The scripts of slurm/ set 150; their signal comes 180 s before the time limit."""

@@ -1,0 +1,17 @@
+"""Lengths that follow from settings of the rollouts."""
+
+from __future__ import annotations
+
+from megarl.core.config.schema import RolloutConfig
+
+
+def prompt_tokens(rollout: RolloutConfig) -> int:
+    """Most tokens of a prompt: as set, or as the rows had them when the job was checked
+    (``run/launch/run_dir/prepare.py``)."""
+    assert rollout.max_prompt_tokens is not None, "filled in before launch, see run/launch/run_dir/prepare.py"
+    return rollout.max_prompt_tokens
+
+
+def context_tokens(rollout: RolloutConfig) -> int:
+    """Most tokens of a prompt and its response together."""
+    return prompt_tokens(rollout) + rollout.max_response_tokens

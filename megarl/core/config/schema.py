@@ -1,0 +1,405 @@
+"""Every setting of megarl, once; those of rewards are in ``rewards.py``, those of the job around the training in
+``job.py``. YAML files under ``configs/`` only set values of these frozen dataclasses.
+
+Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docstring is its help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.config.bounds import (
+    Bound,
+    Coefficient,
+    Count,
+    NonNegative,
+    Ranks,
+    RewardWeight,
+    Seconds,
+    Seed,
+    Temperature,
+    Threads,
+    UnitInterval,
+)
+from megarl.core.config.job import ClusterConfig, RunConfig, StoreConfig, SyncConfig
+from megarl.core.config.rewards import RewardConfig
+
+
+@dataclass(frozen=True)
+class FromScratchConfig:
+    """A randomly initialised HF checkpoint, written to ``model.path`` when that does not exist."""
+
+    model_type: str = "qwen3"
+    """A family of megarl's (docs/adding_a_model.md)."""
+    vocab_size: Count = 128
+    """Tokens of the tokenizer that is made with it."""
+    hidden_size: Count = 128
+    """Width of the residual stream."""
+    intermediate_size: Count = 384
+    """Width of the MLP."""
+    num_hidden_layers: Count = 4
+    """Layers."""
+    num_attention_heads: Count = 4
+    """Query heads."""
+    num_key_value_heads: Count = 2
+    """Key and value heads; fewer than query heads is grouped-query attention."""
+    head_dim: Count = 32
+    """Width of one head."""
+    max_position_embeddings: Count = 256
+    """Longest sequence in tokens."""
+    tie_word_embeddings: bool = False
+    """True if the LM head shares its weights with the embedding."""
+    initializer_range: Annotated[float, Bound(0, 10, above=True)] = 0.05
+    """Standard deviation of the initial weights."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Balance of the experts of trained models (docs/algorithms.md); all 0 leaves routers to the loss alone."""
+
+    aux_loss_coef: Coefficient = 0.0
+    """Coefficient of the balance loss of each sequence (DeepSeek-V3), as a mean over an update's sequences; added for
+    every layer."""
+    z_loss_coef: Coefficient = 0.0
+    """Coefficient of the mean over an update's tokens of the squared logsumexp of the router's logits (ST-MoE); added
+    for every layer."""
+    bias_update_rate: Coefficient = 0.0
+    """Step by which an update moves the bias of each expert towards an even load; for models whose routers have biases
+    (DeepSeek-V3)."""
+
+    @property
+    def is_used(self) -> bool:
+        """True if a setting differs from 0."""
+        return bool(self.aux_loss_coef or self.z_loss_coef or self.bias_update_rate)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "???"
+    """HF checkpoint directory (config.json, safetensors, tokenizer)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type of trainer and engine; masters and optimizer state are float32 in either case."""
+    head_dtype: Literal["float32"] | None = None
+    """Compute type of the LM head in trainer and engine; null takes ``dtype``. float32 with bfloat16 weights: log-probs
+    of both sides are closer, logits take twice the bytes."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Megatron-Core's own layers, or TransformerEngine's (needs a GPU)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again in the backward pass instead of kept: none, those of attention, whole
+    layers."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """Balance of experts."""
+    from_scratch: FromScratchConfig | None = None
+    """A new model instead of a published one; null expects a checkpoint at ``model.path``."""
+
+
+@dataclass(frozen=True)
+class GridSizes:
+    """Ranks of Megatron's grid in each direction, and which layers its stages have."""
+
+    tp: Ranks = 1
+    """Tensor-parallel ranks: each has a slice of every layer."""
+    pp: Ranks = 1
+    """Pipeline stages: each has some of the layers."""
+    dp: Ranks = 1
+    """Data-parallel ranks: each trains sequences of its own."""
+    cp: Ranks = 1
+    """Context parallel: ranks that share each sequence, every one a part of its tokens."""
+    ep: Ranks = 1
+    """Ranks that the experts of a layer are dealt to; etp * ep divides the ranks of a stage."""
+    etp: Ranks | None = None
+    """Tensor parallel size of an expert; None takes ``tp`` when ``ep`` is 1, and 1 otherwise."""
+    vpp: Count = 1
+    """Model chunks of a pipeline stage (interleaved schedule); above 1 only with ``pp`` above 1."""
+    first_stage_layers: Count | None = None
+    """Layers of the first pipeline stage where it has another number than the rest."""
+    last_stage_layers: Count | None = None
+    """Layers of the last pipeline stage where it has another number than the rest."""
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the grid."""
+        return self.stage_size * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel size of the experts."""
+        if self.etp is not None:
+            return self.etp
+        return self.tp if self.ep == 1 else 1
+
+
+@dataclass(frozen=True)
+class ParallelConfig(GridSizes):
+    """A model's grid; world size = tp * cp * dp * pp. Experts lie otherwise on the same ranks of a stage."""
+
+    sequence_parallel: bool = False
+    """Share norms and dropout along the sequence among the ``tp`` ranks (Megatron's sequence parallelism): less
+    activation memory."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """gloo: everything on CPUs. nccl: every trainer rank and engine worker on a GPU of its own (never run on hardware:
+    docs/hardware.md)."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: UnitInterval = 1e-6  # 0 is a control experiment
+    """Peak learning rate."""
+    min_lr: UnitInterval | None = None
+    """End of the decay; None keeps ``lr``."""
+    warmup_steps: NonNegative = 0
+    """Trainer steps, all updates of which have one learning rate; the actor's begin after ``critic.warmup_steps``."""
+    decay_steps: Count | None = None
+    """Trainer step, counted from the start, at which a linear decay ends at ``min_lr``; null keeps ``lr``."""
+    weight_decay: Annotated[float, Bound(0, 100)] = 0.01
+    """AdamW's decoupled weight decay; norms and biases have none."""
+    beta1: Annotated[float, Bound(0, 1, below=True)] = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: Annotated[float, Bound(0, 1, below=True)] = 0.95
+    """Decay of AdamW's second moment; verl and torch have 0.999."""
+    eps: Annotated[float, Bound(0, 1, above=True)] = 1e-8
+    """AdamW's epsilon."""
+    clip_grad: Coefficient = 1.0
+    """Largest gradient norm of an update; 0 does not clip."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps before reinforcement learning, through the same trainer."""
+
+    steps: NonNegative = 0
+    """Supervised steps; 0 for none."""
+    batch_size: Count = 128
+    """Rows of a step."""
+    checkpoint_interval: Count = 100
+    """Steps between two checkpoints; those of the warm start are removed once a later one counts."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer of the warm start alone; its moments are forgotten afterwards."""
+
+
+@dataclass(frozen=True)
+class UpdateFilterConfig:
+    """Treatment of harmful optimizer updates of actor or critic (docs/algorithms.md)."""
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
+    """Treatment of an update whose loss or gradient norm is NaN or infinite: the job ends; the update is left out; or
+    the run goes back to its newest checkpoint and on with other tasks."""
+    spike_factor: Annotated[float, Bound(1, above=True)] | None = None
+    """A norm above so many times the median of the last ``spike_window`` updates of that model is a spike; None looks
+    for none."""
+    spike_window: Annotated[int, Bound(2, 10**6)] = 50
+    """Updates over which the median is taken."""
+    on_spike: Literal["stop", "skip", "rollback"] = "skip"
+    """Treatment of an update with a spike."""
+    max_bad_steps: Count = 5
+    """The job ends at so many steps in a row with such an update."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    steps: Count = 100
+    """Reinforcement-learning steps: one rollout each. (Offline: steps on rows of a file.)"""
+    tasks_per_step: Count = 64
+    """Tasks of a rollout. (Offline: rows of a step.)"""
+    updates_per_step: Count = 1
+    """Optimizer updates that share one rollout (verl's mini-batches)."""
+    ppo_epochs: Count = 1
+    """Passes over a rollout, each of the same ``updates_per_step`` updates in the same order."""
+    packing: bool = True
+    """Sequences one after the other in chunks of at most ``max_tokens_per_micro_batch``; False pads each to the
+    longest."""
+    max_tokens_per_micro_batch: Count = 8192
+    """Tokens per forward and backward pass on one data-parallel rank (the ranks of ``parallel.cp`` share them)."""
+    micro_batch_size: Count = 128
+    """Without packing: rows per forward and backward pass on one data-parallel rank."""
+    checkpoint_interval: Count = 20
+    """Steps between two checkpoints; the last step always has one."""
+    keep_checkpoints: Count = 2
+    """Finished checkpoints that are kept, the newest first."""
+    async_checkpoint: bool = True
+    """Training goes on while a forked process of each rank writes a checkpoint; it counts when all have written. What
+    ends a job is written at once."""
+    verify_checkpoints: bool = True
+    """Compare every byte of a checkpoint with its manifest's digests before a job resumes from it, or starts from a
+    converted model; False compares sizes alone."""
+    max_failed_checkpoints: Count = 3
+    """A checkpoint between two steps for which the disk has no room is left out, with a warning; the job ends at so
+    many in a row."""
+    eval_interval: NonNegative = 0
+    """Held-out accuracy (offline: loss) every N steps; 0 means before and after only."""
+    seed: Seed = 1
+    """Seed of task order, of sampling and of torch's generators."""
+    num_threads: Threads = 1
+    """CPU threads of one trainer rank."""
+    logits_bytes: Count | None = None
+    """Most bytes of logits on one rank. None keeps a micro-batch's whole; when they are more than this they are
+    computed in chunks of rows that fit, and once more in the backward pass."""
+    kernels: Literal["megarl", "torch"] = "megarl"
+    """Kernels for log-probs, advantages and losses: megarl's, or their plain-torch twins (slower, larger, for
+    comparison)."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
+    """Trackers that get metrics beside ``metrics.jsonl`` and the report (docs/sweeps.md); keys and addresses are in the
+    environment."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and learning-rate schedule of the actor."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Supervised steps before the first rollout."""
+    update_filter: UpdateFilterConfig = field(default_factory=UpdateFilterConfig)
+    """Treatment of harmful updates."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Rollout engines: ``replicas`` servers of tp * pp workers each."""
+
+    tp: Ranks = 1
+    """Tensor-parallel workers of an engine."""
+    pp: Ranks = 1
+    """Pipeline stages of an engine."""
+    expert_parallel: bool = False
+    """Whole experts on each of an engine's ``tp`` ranks, instead of a share of every expert."""
+    replicas: Annotated[int, Bound(1, 1024)] = 1
+    """Engines."""
+    nodes: Ranks = 1
+    """Nodes that each engine spans; its tp * pp workers spread evenly over them."""
+    max_prompt_tokens: Count | None = None
+    """None takes the longest prompt of ``taskset.train`` and ``taskset.eval``, and in a run that has begun the one of
+    its start."""
+    max_response_tokens: Count = 64
+    """Longest answer; longer ones are cut and have finish reason ``length``."""
+    temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy answers of a group would all be equal
+    """Temperature of sampling, and of the log-probs on both sides."""
+    max_num_seqs: Count = 512
+    """Most sequences that an engine computes at once (vLLM's)."""
+    block_size: Annotated[int, Bound(32, 1024, multiple=32)] = 32  # vLLM's CPU attention takes no other
+    """Tokens of a block of the KV cache (vLLM's)."""
+    kv_cache_bytes: Annotated[int, Bound(2**20)] = 268435456
+    """KV cache of one engine worker."""
+    num_threads: Threads = 1
+    """CPU threads of one engine worker."""
+    start_timeout_s: Seconds = 300.0
+    """Longest start of an engine until it serves."""
+    request_timeout_s: Seconds = 300.0
+    """Longest time in which an engine that has samples to compute generates no token, weight updates left out; no limit
+    of an answer."""
+    concurrent_groups: Count = 64
+    """Groups the explorer keeps in flight."""
+    workflow: str = "single_turn"
+    """Workflow that makes a trajectory of a task: ``single_turn`` is one response to the prompt."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Answers to the held-out tasks; ``trainer.eval_interval`` sets how often. One greedy answer by default."""
+
+    samples: Count = 1
+    """Answers to each task; more than one need a temperature, and give avg@k and pass@k with standard errors."""
+    temperature: Temperature = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Bound(0, 1, above=True)] = 1.0
+    """Sample from the fewest tokens whose probabilities add up to this; 1 keeps all."""
+    top_k: NonNegative = 0
+    """Sample from so many of the likeliest tokens; 0 keeps all."""
+
+
+@dataclass(frozen=True)
+class TasksetConfig:
+    train: str = "???"
+    """Parquet or jsonl file of verl rows; of demonstrations or preferences where the algorithm learns offline
+    (docs/offline.md)."""
+    eval: str = "???"
+    """Held-out rows of the same kind."""
+    warm_start: str | None = None
+    """Parquet or jsonl file of rows with a ``response``."""
+    expert: str | None = None
+    """Parquet or jsonl file of rows with a ``response``: the expert rows of mix."""
+    generate: str | None = None
+    """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file
+    (docs/own_experiments.md)."""
+    seed: Seed = 7
+    """Seed of generated rows."""
+    train_size: Count = 20000
+    """Generated training rows."""
+    eval_size: Count = 500
+    """Generated held-out rows."""
+    warm_start_size: Count = 20000
+    """Generated demonstrations for the warm start."""
+    expert_size: Count = 2000
+    """Generated expert rows."""
+    options: dict[str, int] = field(default_factory=dict)
+    """Options of the generator, e.g. the digits of its numbers."""
+    unverifiable: Literal["refuse", "drop"] = "refuse"
+    """Treatment of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused
+    with the first of them, or they are left out and counted."""
+    multiple_choice: Literal["keep", "drop"] = "keep"
+    """True if tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops
+    them)."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the model's chat template for every row, e.g. {enable_thinking: false}; a row's own go before them."""
+    date: str | None = None
+    """Day (YYYY-MM-DD) that chat templates with ``strftime_now`` write into prompts; None takes that of the run's first
+    start."""
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    refresh: Literal["never", "every_iteration"] | Count = "never"
+    """Moments at which the reference takes the actor's weights: never, at the start of every step, or of every N-th."""
+    parallel: ParallelConfig | None = None
+    """Its own grid on the same ranks; None takes the actor's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Its compute type; null takes the model's."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    path: str | None = None
+    """HF sequence-classification checkpoint with one label (``reward_model.path`` too); None starts from the actor,
+    with a head of zeros."""
+    parallel: ParallelConfig | None = None
+    """Its own grid on the same ranks; None takes the actor's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Its compute type; null takes the model's."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """AdamW and learning-rate schedule of the critic."""
+    warmup_steps: NonNegative = 0
+    """Steps at the start in which the critic learns alone."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    path: str | None = None
+    """HF sequence-classification checkpoint with one label; its score of each answer is added to the reward. None for
+    none."""
+    parallel: ParallelConfig | None = None
+    """Its own grid on the same ranks; None takes the actor's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Its compute type; null takes the model's."""
+    coef: RewardWeight = 1.0
+    """Factor of its score in the reward."""
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    taskset: TasksetConfig = field(default_factory=TasksetConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)

@@ -1,0 +1,241 @@
+"""Metrics under verl's names, and where they go: TensorBoard, a jsonl file, other trackers, one console line; phases of
+a process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.core import heartbeat
+from megarl.core.durable import write_text
+
+log = logging.getLogger(__name__)
+
+Sums = Mapping[str, tuple[float, float]]
+"""Metric name -> (sum, count): what ranks and micro-batches can add up. Under ``max:name`` the first number is a
+maximum."""
+
+
+def mean_of_sums(parts: Iterable[Sums]) -> dict[str, float]:
+    """Means (or maxima) over everything that the parts counted; a metric that nobody counted is left out."""
+    totals: dict[str, tuple[float, float]] = {}
+    maxima: dict[str, float] = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            if name.startswith("max:"):
+                name = name.removeprefix("max:")
+                maxima[name] = max(total, maxima.get(name, total))
+            else:
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + total, before[1] + count)
+    return {name: total / count for name, (total, count) in totals.items() if count} | maxima
+
+
+def spread(name: str, values: Iterable[float]) -> dict[str, float]:
+    """``name/mean``, ``name/max``, ``name/min`` of some values; {} for none."""
+    known = list(values)
+    if not known:
+        return {}
+    return {f"{name}/mean": sum(known) / len(known), f"{name}/max": max(known), f"{name}/min": min(known)}
+
+
+class Tracker(Protocol):
+    """Destination of metrics outside the run directory (``tracking.py``)."""
+
+    def write(self, step: int, metrics: Mapping[str, float], warm_start: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricWriter:
+    """Writes a step's metrics to ``metrics.jsonl`` (one record a line, appended), to TensorBoard and to ``trackers``.
+
+    What an earlier attempt wrote after the step that a job resumes from is dropped. The warm start counts its own steps
+    (``sft/...``): in TensorBoard it is a run of its own, since what is dropped there is dropped by step alone.
+
+    Args:
+        warm_start_step: The last step of the warm start that counts.
+        step: The last step of reinforcement learning that counts; -1 for none.
+        trackers: Closed with the writer. They raise nothing and return at once. Most keep what an earlier attempt
+            wrote.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        warm_start_step: int = 0,
+        step: int = -1,
+        tensorboard: bool = True,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
+        self._run_dir, self._tensorboard = run_dir, tensorboard
+        self._trackers = tuple(trackers)
+        self._open(warm_start_step, step)
+
+    def _open(self, warm_start_step: int, step: int) -> None:
+        self._boards: dict[bool, Any] = {}
+        if self._tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self._run_dir / "tensorboard"
+            self._boards[False] = SummaryWriter(str(folder), purge_step=step + 1)
+            self._boards[True] = SummaryWriter(str(folder / "warm_start"), purge_step=warm_start_step + 1)
+        path = self._run_dir / "metrics.jsonl"
+        if path.is_file():
+            kept = [line for line in path.read_text().splitlines() if _counts(line, warm_start_step, step)]
+            write_text(path, "".join(f"{line}\n" for line in kept))
+        self._lines = Lines(path)
+
+    def rewind(self, warm_start_step: int, step: int) -> None:
+        """Drop what was written after these steps, as at the start of a job. Trackers keep it."""
+        self._close()
+        self._open(warm_start_step, step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A full disk costs the records that it has no room for, and TensorBoard the rest of this start of the job."""
+        warm_start = _is_warm_start(metrics)
+        board = self._boards.get(warm_start)
+        if board is not None:
+            try:
+                for name, value in metrics.items():
+                    board.add_scalar(name, value, step)
+                board.flush()
+            except OSError as error:  # its thread has ended with it
+                self._boards = {}
+                log.warning("TensorBoard is left out from here on: %s; training goes on", error)
+        for tracker in self._trackers:
+            tracker.write(step, metrics, warm_start)
+        self._lines.append({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Close files and trackers."""
+        self._close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _close(self) -> None:
+        for board in self._boards.values():
+            with suppress(OSError):
+                board.close()
+        self._lines.close()
+
+
+class Lines:
+    """A file of JSON records, one a line, appended to. On a full disk a record is left out as a whole, with a warning
+    at the first of them; what comes when there is room again is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO = path.open("ab", buffering=0)  # a buffer would bring what had no room again and again
+        self._full = False
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append one record as a line."""
+        line = (json.dumps(record) + "\n").encode()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(before)
+            if not self._full:
+                log.warning(
+                    "%s cannot be written: %s; records are left out until it can, training goes on", self._path, error
+                )
+            self._full = True
+        else:
+            self._full = False
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _is_warm_start(names: Iterable[str]) -> bool:
+    return any(name.startswith("sft/") for name in names)
+
+
+def _counts(line: str, warm_start_step: int, step: int) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False  # half a line, of a process that was killed
+    return bool(record["step"] <= (warm_start_step if _is_warm_start(record) else step))
+
+
+class Timeline:
+    """Timeline of one process: phases with wall-clock start and end (unix seconds), for the report.
+
+    Shown to the supervisor while it lasts (``heartbeat``), and written to ``<folder>/<process>.jsonl``, one phase a
+    line; ``seconds`` sums the phases since ``reset``.
+    """
+
+    def __init__(self, folder: Path, process: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = Lines(folder / f"{process}.jsonl")
+        self.seconds: dict[str, float] = {}
+
+    def reset(self) -> None:
+        """Forget the seconds of the step before."""
+        self.seconds = {}
+
+    @contextmanager
+    def phase(self, name: str, **labels: Any) -> Iterator[None]:
+        """Measure a phase: a context manager."""
+        start = time.time()
+        clock = time.perf_counter()
+        try:
+            with heartbeat.phase(name, labels.get("step")):
+                yield
+        finally:
+            self.add(name, start, time.perf_counter() - clock, **labels)
+
+    def add(self, name: str, start: float, seconds: float, **labels: Any) -> None:
+        """Enter a phase that was measured elsewhere."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._lines.append({"phase": name, "start": round(start, 4), "seconds": round(seconds, 4), **labels})
+
+
+CONSOLE = (
+    ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("acc", "training/accuracy", "{:.1%}"),
+    ("len", "response_length/mean", "{:.1f}"),
+    ("kl", "actor/kl_loss", "{:.4f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("clip", "actor/pg_clipfrac", "{:.3f}"),
+    ("|g|", "actor/grad_norm", "{:.2f}"),
+    ("Δlogp", "training/rollout_logp_diff_max", "{:.1e}"),
+    ("rollout", "timing_s/rollout", "{:.1f}s"),
+    ("infer", "timing_s/inference", "{:.1f}s"),
+    ("update", "timing_s/update", "{:.1f}s"),
+    ("sync", "timing_s/sync", "{:.1f}s"),
+)
+
+
+OFFLINE_CONSOLE = (
+    ("loss", "actor/loss", "{:.4f}"),
+    ("chosen preferred", "rewards/accuracies", "{:.1%}"),
+    ("margin", "rewards/margins", "{:.3f}"),
+    ("|g|", "actor/grad_norm", "{:.2f}"),
+    ("infer", "timing_s/inference", "{:.1f}s"),
+    ("update", "timing_s/update", "{:.1f}s"),
+)
+
+
+def console_line(
+    step: int, steps: int, metrics: Mapping[str, float], columns: Iterable[tuple[str, str, str]] = CONSOLE
+) -> str:
+    """One line a step for a person: (label, metric, form) of those ``columns`` that there are."""
+    shown = [f"{label} {form.format(metrics[name])}" for label, name, form in columns if name in metrics]
+    return f"step {step}/{steps} | " + " | ".join(shown)

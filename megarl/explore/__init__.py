@@ -1,0 +1,1 @@
+"""Tasks, rollouts, rewards and the store. Never imports torch, nor ``learn``."""

@@ -1,0 +1,66 @@
+"""Checks of a trajectory before anything is trained on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megarl.core.schema import Trajectory, Turn
+
+LARGEST_LOGP = 1e-3
+"""Above 0 by rounding alone."""
+
+
+def check_trajectory(trajectory: Trajectory, vocab_size: int) -> str | None:
+    """Reason why a trajectory cannot be trained on, or None: every turn is whole and follows an earlier one, and the
+    model wrote at least one, though not the first."""
+    turns = trajectory.turns
+    if not any(turn.author == "model" for turn in turns):
+        return "no turn is the model's"
+    for i, turn in enumerate(turns):
+        reason = _order_fault(turn, i) or _token_fault(turn, vocab_size)
+        if turn.author == "model":
+            reason = reason or _logp_fault(turn) or _span_fault(turn)
+        elif turn.logp is not None or turn.spans:
+            reason = reason or "it has log-probs or versions, which are a model's"
+        if reason is not None:
+            return f"turn {i} ({turn.author}): {reason}"
+    return None
+
+
+def _order_fault(turn: Turn, i: int) -> str | None:
+    if not -1 <= turn.follows < i:
+        return f"it follows turn {turn.follows}, which is not an earlier one"
+    if turn.author == "model" and turn.follows < 0:
+        return "nothing comes before it that could predict its first token"
+    return None
+
+
+def _token_fault(turn: Turn, vocab_size: int) -> str | None:
+    ids = turn.token_ids
+    if len(ids) == 0:
+        return "it has no tokens"
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        return f"it has ids {ids.min()}..{ids.max()}, the vocabulary has {vocab_size}"
+    return None
+
+
+def _logp_fault(turn: Turn) -> str | None:
+    logp = turn.logp
+    if logp is None or len(logp) != len(turn):
+        return f"it has {0 if logp is None else len(logp)} log-probs for {len(turn)} tokens"
+    if not np.isfinite(logp).all() or logp.max() > LARGEST_LOGP:
+        token = int(np.argmax(~np.isfinite(logp) | (logp > LARGEST_LOGP)))
+        return f"{logp[token]} at token {token} is not a log-probability"
+    return None if turn.finish_reason is not None else "it has no finish reason"
+
+
+def _span_fault(turn: Turn) -> str | None:
+    end, version = 0, None
+    for span in turn.spans:
+        where = f"span {span.start}..{span.end}"
+        if span.start != end or span.end <= span.start:
+            return f"{where} does not follow on token {end}"
+        if version is not None and span.version < version:
+            return f"{where} has weights {span.version}, older than {version} of the span before it"
+        end, version = span.end, span.version
+    return None if end == len(turn) else f"spans cover {end} of {len(turn)} tokens"

@@ -1,0 +1,260 @@
+"""Rewards of a rollout, from the verdicts of single answers to the statistics of whole groups. Pure functions.
+
+In this order, each stage once:
+
+1. a verifier's verdict and the weights of form, repetition and language (``rewards.verdict.weighed``, as each answer
+  ends);
+2. ``verify``: groups checked, missing verdicts settled, length rewards added, groups kept or dropped with a reason;
+3. ``split_by_accuracy``: dynamic sampling;
+4. ``shuffle_rewards``: a control experiment;
+5. ``add_model_scores``: the reward model;
+6. ``with_group_stats``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from megarl.core.config.rewards import LengthConfig, RewardConfig
+from megarl.core.schema import Outcome, Trajectory
+from megarl.explore.experience.checks import check_trajectory
+from megarl.explore.experience.groups import group_stats, is_zero_variance
+from megarl.explore.rewards.shape import k15_length_rewards, overlong_penalty
+from megarl.explore.rewards.verdict import NO_VERDICT
+
+T = TypeVar("T", Trajectory, Outcome)
+MESSAGES = 5
+LARGEST_SCORE = 1e30
+"""Bound of a verdict's score: advantages are float32, whose largest number is 3.4e38."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Counts of a rollout's groups, kept and dropped. A group is dropped whole: the others' statistics stay what they
+    are."""
+
+    groups: int
+    dropped: dict[str, int]
+    """Reason -> number of groups."""
+    statuses: dict[str, int]
+    """Verdict status -> number of samples, before anything is dropped. Greedy answers are not counted."""
+    messages: tuple[str, ...]
+    """Reasons: the first few different texts, each with its first group and how many groups more it befell."""
+
+    @property
+    def kept(self) -> int:
+        """Number of groups that were kept."""
+        return self.groups - sum(self.dropped.values())
+
+    def __add__(self, other: Report) -> Report:
+        """Add the counts of two rollouts."""
+        return Report(
+            self.groups + other.groups,
+            dict(Counter(self.dropped) + Counter(other.dropped)),
+            dict(Counter(self.statuses) + Counter(other.statuses)),
+            (*self.messages, *other.messages)[:MESSAGES],
+        )
+
+
+class Verified(NamedTuple):
+    trajectories: list[Trajectory]
+    """Whole groups, in the order given."""
+    report: Report
+
+
+def verify(
+    trajectories: Sequence[Trajectory],
+    config: RewardConfig,
+    *,
+    vocab_size: int,
+    max_response_tokens: int | None = None,
+    greedy: bool = False,
+    step: int = 0,
+) -> Verified:
+    """Check every group, settle missing verdicts by ``reward.on_error``, and shape the scores.
+
+    A group with an invalid trajectory, a missing member or (``drop``) a missing verdict is left out and counted. A
+    greedy answer is checked, settled and shaped like a member.
+
+    Args:
+        max_response_tokens: ``rollout.max_response_tokens``, for ``reward.overlong_buffer`` alone.
+        greedy: A group needs its greedy answer to be whole.
+        step: Counted from 0, for ``reward.length.warmup_steps`` alone.
+    """
+    dropped: Counter[str] = Counter()
+    faults: dict[str, list[str]] = {}
+    kept: list[Trajectory] = []
+    groups = by_group(trajectories)
+    for group in groups:
+        fault = _group_fault(group, config, vocab_size, greedy)
+        if fault is None:
+            settled = [shaped(_settled(e), config, max_response_tokens) for e in group]
+            kept += length_rewarded(settled, config.length, step)
+        else:
+            dropped[fault.reason] += 1
+            faults.setdefault(fault.message, []).append(fault.where)
+    statuses: Counter[str] = Counter(trajectory.reward.status for trajectory in trajectories)
+    messages = tuple(_counted(message, where) for message, where in list(faults.items())[:MESSAGES])
+    return Verified(kept, Report(len(groups), dict(dropped), dict(statuses), messages))
+
+
+def by_group(trajectories: Sequence[T]) -> list[list[T]]:
+    """Trajectories, or their outcomes, by group id; groups in the order of their first member."""
+    groups: dict[str, list[T]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    return list(groups.values())
+
+
+def shaped(trajectory: Trajectory, config: RewardConfig, max_response_tokens: int | None) -> Trajectory:
+    """Add DAPO's penalty for its length to the score, and under ``overlong`` in its parts; the status stays what it is.
+
+    What has no verdict keeps the 0 of ``on_error=zero``.
+    """
+    if config.overlong_buffer is None:
+        return trajectory
+    assert max_response_tokens is not None, "reward.overlong_buffer counts back from rollout.max_response_tokens"
+    length = trajectory.response_length
+    penalty = overlong_penalty(length, max_response_tokens, config.overlong_buffer, config.overlong_penalty)
+    greedy = None if trajectory.greedy is None else shaped(trajectory.greedy, config, max_response_tokens)
+    return dataclasses.replace(_with_part(trajectory, "overlong", penalty, 1.0), greedy=greedy)
+
+
+def length_rewarded(group: Sequence[Trajectory], config: LengthConfig, step: int) -> list[Trajectory]:
+    """Add k1.5's reward for being short among the members of one whole group, under ``length`` in their parts; from
+    ``warmup_steps`` on. A greedy answer is left as it is: it is no member. So is what has no verdict, and it is
+    compared with nobody."""
+    if not config.weight or step < config.warmup_steps:
+        return list(group)
+    judged = [e for e in group if e.reward.status not in NO_VERDICT]
+    rewards = iter(k15_length_rewards([e.response_length for e in judged], [e.reward.status == "ok" for e in judged]))
+    return [
+        e if e.reward.status in NO_VERDICT else _with_part(e, "length", next(rewards), config.weight) for e in group
+    ]
+
+
+def _with_part(trajectory: Trajectory, name: str, value: float, weight: float) -> Trajectory:
+    reward = trajectory.reward
+    if reward.status in NO_VERDICT:
+        return trajectory
+    reward = dataclasses.replace(reward, score=reward.score + weight * value, parts={**reward.parts, name: value})
+    return dataclasses.replace(trajectory, reward=reward)
+
+
+def split_by_accuracy(groups: Sequence[list[Trajectory]]) -> tuple[list[list[Trajectory]], dict[str, int]]:
+    """Dynamic sampling: the groups with right and wrong answers, and how many are ``all_right`` or ``all_wrong``.
+
+    Decided by the verdicts' statuses: scores vary by shaping too.
+    """
+    kept: list[list[Trajectory]] = []
+    counts = {"all_right": 0, "all_wrong": 0}
+    for group in groups:
+        if is_zero_variance([trajectory.reward.status for trajectory in group]):
+            counts["all_right" if group[0].reward.status == "ok" else "all_wrong"] += 1
+        else:
+            kept.append(group)
+    return kept, counts
+
+
+def shuffle_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
+    """A control experiment: all rewards of a rollout permuted, so that they are independent of the responses.
+
+    Groups come back in the order of their first member.
+    """
+    order = np.random.default_rng(seed).permutation(len(trajectories))
+    pairs = zip(trajectories, order, strict=True)
+    shuffled = [dataclasses.replace(trajectory, reward=trajectories[i].reward) for trajectory, i in pairs]
+    return [trajectory for group in by_group(shuffled) for trajectory in group]
+
+
+def add_model_scores(trajectories: Sequence[Trajectory], scores: Sequence[float], coef: float) -> list[Trajectory]:
+    """Add ``coef`` times a reward model's score of the whole answer to each reward, and the score under ``model`` to
+    its parts."""
+    return [
+        dataclasses.replace(
+            e,
+            reward=dataclasses.replace(
+                e.reward, score=e.reward.score + coef * score, parts={**e.reward.parts, "model": score}
+            ),
+        )
+        for e, score in zip(trajectories, scores, strict=True)
+    ]
+
+
+def with_group_stats(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Attach to each trajectory the statistics of its group's scores. Groups come back in the order of their first
+    member."""
+    return [
+        dataclasses.replace(trajectory, group_stats=stats)
+        for group in by_group(trajectories)
+        for stats in [group_stats([trajectory.reward.score for trajectory in group])]
+        for trajectory in group
+    ]
+
+
+class _Fault(NamedTuple):
+    reason: str
+    where: str
+    message: str
+
+
+def _counted(message: str, where: Sequence[str]) -> str:
+    return f"{where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {message}"
+
+
+def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: int, greedy: bool) -> _Fault | None:
+    first = group[0]
+    indices = sorted(trajectory.index for trajectory in group)
+    if indices != list(range(first.group_size)) or any(not _same_group(first, trajectory) for trajectory in group):
+        return _Fault(
+            "incomplete", f"group {first.group_id}", f"its size is {first.group_size}, its members are {indices}"
+        )
+    baseline = first.greedy
+    if greedy and any(trajectory.greedy is None for trajectory in group):
+        return _Fault("incomplete", f"group {first.group_id}", "its greedy answer is missing")
+    answers = [(str(trajectory.index), trajectory) for trajectory in group]
+    answers += [("greedy", baseline)] if baseline is not None else []
+    for name, trajectory in answers:
+        reason = check_trajectory(trajectory, vocab_size) or _check_score(trajectory)
+        if reason is not None:
+            return _Fault("invalid", f"group {first.group_id}[{name}]", reason)
+    for name, trajectory in answers:
+        status = trajectory.reward.status
+        if status in NO_VERDICT and config.on_error == "drop":
+            return _Fault(f"reward_{status}", f"group {first.group_id}[{name}]", _why(trajectory.metadata))
+    return None
+
+
+def _same_group(first: Trajectory, other: Trajectory) -> bool:
+    return (
+        other.group_size == first.group_size
+        and other.task_id == first.task_id
+        and np.array_equal(other.prompt.token_ids, first.prompt.token_ids)
+    )
+
+
+def _settled(trajectory: Trajectory) -> Trajectory:
+    """Under ``on_error=zero``: the score becomes 0, the status keeps saying why."""
+    if trajectory.greedy is not None:
+        trajectory = dataclasses.replace(trajectory, greedy=_settled(trajectory.greedy))
+    if trajectory.reward.status not in NO_VERDICT:
+        return trajectory
+    return dataclasses.replace(trajectory, reward=dataclasses.replace(trajectory.reward, score=0.0))
+
+
+def _check_score(trajectory: Trajectory) -> str | None:
+    """A verdict whose score is not finite, or overflows in the advantages, would spoil those of its whole group."""
+    score = trajectory.reward.score
+    if trajectory.reward.status in NO_VERDICT or abs(score) <= LARGEST_SCORE:
+        return None
+    return f"its reward is {score}" + (f", beyond ±{LARGEST_SCORE:g}" if math.isfinite(score) else "")
+
+
+def _why(metadata: dict[str, Any]) -> str:
+    return str(metadata.get("reward_message", "no verdict"))

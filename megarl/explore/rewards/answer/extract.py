@@ -1,0 +1,214 @@
+"""Place of the answer in a response: a box, an ``<answer>`` tag, a ``####`` line, an "answer is", the last line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megarl.explore.rewards.answer.stated import stated
+from megarl.explore.rewards.answer.units import NUMERALS
+
+MAX_RESPONSE = 200_000
+"""Characters from the end of a response that are looked at; a final answer is at the end."""
+
+MAX_NESTED_BOXES = 5
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
+_HEDGED = re.compile(
+    rf"[\s$]*(?:or\b|或|\\text\s*\{{\s*or\s*\}})\s*(?:[$\\\d(+-]|(?:maybe|perhaps|possibly|{'|'.join(NUMERALS)})\b)",
+    re.IGNORECASE,
+)
+"""After ``\\boxed 5``, which nothing but white space ends."""
+_TAG = re.compile(r"<answer>", re.IGNORECASE)
+_TAG_END = re.compile(r"</answer>", re.IGNORECASE)
+_HASHES = re.compile(r"####[ \t]*([^\n]*)")
+_PHRASE = re.compile(
+    r"(?:\b(?:final\s+)?answers?\b\s*(?:(?:\*\*)?\s*[:：]\s*(?:\*\*)?|\s+(?:is|are|would\s+be|will\s+be)\b\s*:?|\s*=)"
+    r"|(?:正确|最终|最后)?的?(?:答案|结果)\s*(?:应该|应)?\s*(?:选择|选|[是为]|[:：])+\s*)"
+    r"\s*(?:\*\*)?",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\n|[。！!?？](?!\d)|\.(?=\s+[A-Z一-鿿]|\s*$)")
+_REASON = re.compile(
+    r"\s*,?\s*\b(?:because|since|which\s+is|so\s+that|I\s+hope)\b.*|[，,]\s*(?:因为|所以|因此).*",
+    re.IGNORECASE | re.DOTALL,
+)
+_INLINE = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[(.+?)\\\]", re.DOTALL)
+_TAIL = re.compile(r"(?:\s*(?:I hope (?:it|this) is correct\.?|<\|[a-z_]+\|>\w*))+\s*$")
+_LAST_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])(?=.)")
+_LETTERS = re.compile(r"\W*(?:[A-H]\b\W*){2,}")
+_ADVERB = re.compile(r"^(?:therefore|thus|hence|simply|just|clearly|then|now)\b[,\s]*", re.IGNORECASE)
+_ONE_NUMBER = re.compile(
+    r"[^\d\\]*?(?P<number>[$€£¥]?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|\s?%)?)(?![A-Za-z0-9_/^*+=-])[^\d\\]*"
+)
+_UNSURE = re.compile(
+    r"\b(?:or|not|no|least|most|than|between|maybe|possibly|either|"
+    r"cannot|can't|about|around|could|might|perhaps|probably)\b|n't\b|或|不|没|至少|至多|可能|[a-zA-Z]-\d",
+    re.IGNORECASE,
+)
+_LEAD = re.compile(
+    r"^(?:(?:so|thus|hence|therefore|then|finally|and)\b|(?:所以|因此|故|综上|答)[，,：:]?)[\s,，:：]*(?:we\s+(?:get|have)\s+)?",
+    re.IGNORECASE,
+)
+_SAID = re.compile(
+    r"(?:^|.*[^\w])(?:is|are|equals|was|get|be)\s*:?\s+(?P<en>.+)$|^.*?[是为等于]+[:：]?\s*(?P<zh>[^是为]+)$",
+    re.IGNORECASE,
+)
+
+
+_DENIED_QUESTION = re.compile(
+    r"[?？]\s*(?:不(?:是|对)?的?|错(?:误|了|的)?|否|并非如此|no(?:pe)?|wrong|incorrect|not\s+quite)\s*(?:[,，.。;；:：!！]\s*|$)",
+    re.IGNORECASE,
+)
+_AFFIRMED_QUESTION = re.compile(
+    r"吗?\s*[?？]\s*(?:是的?|对的?|没错|正确|yes|right|correct)\s*[.。!！]*\s*$", re.IGNORECASE
+)
+
+
+def after_thinking(text: str) -> str:
+    """Text after the last ``</think>``, up to a further thought; nothing when one was opened and none was closed."""
+    _, closed, tail = text.rpartition("</think>")
+    answer, opened, _ = tail.partition("<think>")
+    return "" if opened and not closed else answer[-MAX_RESPONSE:]
+
+
+def boxes(text: str) -> Iterator[tuple[int, str]]:
+    """(end, content) of every outermost box in order. A box that is not closed has content ''."""
+    at = 0
+    while match := _BOX.search(text, at):
+        start = match.end()
+        if start < len(text) and text[start] == "{":
+            end = _closing_brace(text, start)
+            yield (end + 1, text[start + 1 : end]) if end >= 0 else (len(text), "")
+            at = end + 1 if end >= 0 else len(text)
+        else:  # \boxed 5
+            bare = re.compile(r"[^\s$\\{}.,]+").match(text, start)
+            at = max(start, bare.end()) if bare else start
+            yield at, bare.group() if bare and not _HEDGED.match(text, at) else ""
+
+
+def _closing_brace(text: str, start: int) -> int:
+    """Index of the brace that closes the one at ``start``, or -1. ``\\{`` and ``\\}`` are characters, not braces."""
+    depth = 0
+    for brace in re.compile(r"(?<!\\)(?:\\\\)*([{}])").finditer(text, start):
+        depth += 1 if brace.group(1) == "{" else -1
+        if depth == 0:
+            return brace.start(1)
+    return -1
+
+
+def last_box(text: str) -> str | None:
+    """Content of the last box (of the innermost, when boxes are nested), or None without any."""
+    answer = None
+    for _ in range(MAX_NESTED_BOXES):
+        found = [content for _, content in boxes(text)]
+        if not found:
+            break
+        answer = text = found[-1]
+    return answer
+
+
+def last_tag(text: str) -> tuple[int, str] | None:
+    """(end, content) of the last ``<answer>…</answer>``; an unclosed last one has content ''."""
+    opens = list(_TAG.finditer(text))
+    if not opens:
+        return None
+    start = opens[-1].end()
+    end = _TAG_END.search(text, start)
+    return (end.end(), text[start : end.start()]) if end else (len(text), "")
+
+
+def extract(response: str, answer_format: str = "any") -> str:
+    """The final answer of a response, or '' when it gives none.
+
+    ``answer_format``: ``any``, ``box`` (only a box counts) or ``hashes`` (only GSM8K's ``#### answer``). Of boxes,
+    ``<answer>`` tags and ``####`` lines the one that ends last counts, be it empty; without any of them the last
+    "answer is" / "答案是", or else the last line.
+    """
+    text = after_thinking(response)
+    found: list[tuple[int, str]] = []
+    if answer_format in ("any", "box") and (all_boxes := list(boxes(text))):
+        end, content = all_boxes[-1]
+        inner = last_box(content)
+        found.append((end, content if inner is None else inner))
+    if answer_format in ("any", "hashes"):
+        found.extend((match.end(), match.group(1)) for match in list(_HASHES.finditer(text))[-1:])
+    if answer_format == "any" and (tag := last_tag(text)):
+        inner = last_box(tag[1])
+        found.append((tag[0], _loose(tag[1]) if inner is None else inner))
+    if found:
+        return max(found, key=lambda item: item[0])[1].strip()
+    return _loose(text) if answer_format == "any" else ""
+
+
+def unmarked(response: str) -> str:
+    """A response that has no box, tag, ``####`` or "answer is": all of it; '' for one that has."""
+    text = after_thinking(response).strip()
+    marked = _BOX.search(text) or _TAG.search(text) or _HASHES.search(text) or _PHRASE.search(text)
+    return "" if marked else text[-4000:]
+
+
+def _loose(text: str) -> str:
+    """The answer of a text without box or tag: after the last "answer is", or else of the last sentence."""
+    text = _TAIL.sub("", re.sub(r"[^\S\n]+", " ", text[-4000:].strip())).strip()
+    text = _AFFIRMED_QUESTION.sub("", text)
+    if denied := list(_DENIED_QUESTION.finditer(text)):  # "Is the answer B? No, it is C."
+        text = text[denied[-1].end() :]
+    phrase = _after_phrase(text)
+    if phrase is not None:
+        return phrase
+    if text.endswith(("$$", r"\]")) and (displays := list(_DISPLAY.finditer(text))) and displays[-1].end() == len(text):
+        return next(filter(None, displays[-1].groups())).strip()
+    return _of_sentence(_LAST_SENTENCE.split(text.rsplit("\n", 1)[-1])[-1])
+
+
+def _after_phrase(text: str) -> str | None:
+    """Text after "answer is" in the last sentence that has it; after its first, if the sentence says it twice."""
+    matches = list(_PHRASE.finditer(text))
+    if not matches:
+        return None
+    first = last = len(matches) - 1
+    while first > 0 and not _SENTENCE_END.search(text, matches[first - 1].end(), matches[first].start()):
+        first -= 1  # "the answer is 3 or the answer is 4" is one answer, and a wrong one
+    if not _UNSURE.search(text[matches[first].end() : matches[last].start()]):
+        first = last  # "Final Answer: The final answer is 5" says it once
+    rest = _ADVERB.sub("", text[matches[first].end() :].lstrip())
+    if display := _DISPLAY.match(rest):
+        return next(filter(None, display.groups())).strip()
+    stop = _SENTENCE_END.search(rest)
+    if stop and _LETTERS.fullmatch(rest):  # "The answer is B. A C D"
+        stop = None
+    answer = _REASON.sub("", rest[: stop.start()] if stop else rest).strip().strip("*").strip()
+    return _of_sentence(answer) if re.search(r"[a-zA-Z]{2,}\s.*\b(?:is|are|equals)\b", answer) else answer
+
+
+def _states(line: str, formula: str) -> bool:
+    """Return True if a line states its one formula."""
+    before, _, after = _INLINE.sub("\0", line).partition("\0")
+    return not _UNSURE.search(f"{before} {after}") and stated(before, after, equation="=" in formula)
+
+
+def _of_sentence(line: str) -> str:
+    """A sentence's only formula or number, or what it says that something "is". Nothing is picked out of an "or" or
+    "not"."""
+    line = _LEAD.sub("", line.strip().strip("*").strip()).rstrip(".。 ")
+    formulas = [next(filter(None, match.groups())) for match in _INLINE.finditer(line)]
+    outside = _INLINE.sub(" ", line)
+    if len(line) > 500:
+        return line
+    if len(formulas) == 1 and not re.search(r"\d", outside) and _states(line, formulas[0]):
+        return formulas[0].strip()
+    number = _ONE_NUMBER.fullmatch(line)
+    if (
+        number
+        and not formulas
+        and not _UNSURE.search(line)
+        and stated(line[: number.start("number")], line[number.end("number") :])
+    ):
+        return number["number"]
+    said = _SAID.match(line)
+    group = said and ("en" if said["en"] else "zh")
+    if said and group and not _UNSURE.search(line[: said.start(group)]):
+        return said[group].strip()
+    return line

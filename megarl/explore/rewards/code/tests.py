@@ -1,0 +1,220 @@
+"""The tests of a code row, in the formats that public data sets have them.
+
+| format | where |
+|---|---|
+| ``{"inputs": [...], "outputs": [...]}``: stdin and stdout; with ``"fn_name"`` arguments and returned value | APPS,
+TACO, CodeContests, verl's prime rows | | ``{"input_output": ...}``, the same in JSON | APPS as it is published |
+| ``[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}]``, ``func_name`` in ``extra_info["metadata"]``
+| LiveCodeBench | | ``[{"input": ..., "output": ..., "type": "stdin_stdout" or "function_call", "fn_name"?}]`` |
+PrimeIntellect, DeepCoder | | ``{"test_list": [...], "test_setup_code": ..., "test_imports": [...]}``, or a list of
+assertions | MBPP | | ``{"test": ..., "entry_point": ..., "prompt": ...}`` | HumanEval |
+| ``{"assert_case": [...]}`` | verl's prime rows |
+
+What is not in the ground truth is looked for in ``extra_info``. Strings may be JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.core.errors import DataError
+from megarl.explore.rewards.code.inplace import looked_at_in_place
+from megarl.explore.sandbox.interface import Call, Checks, Test
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Inputs for the sandbox, and what is expected, which never goes there."""
+
+    tests: tuple[Test, ...]
+    expected: tuple[Any, ...]
+    """The text of stdout, or the returned value of a call, as JSON has it."""
+
+
+@dataclass(frozen=True)
+class Asserts:
+    checks: Checks
+    prompt: str = ""
+    """Text that HumanEval's completions continue; empty where it is no Python."""
+
+
+def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases | Asserts:
+    """Raises DataError, naming the field, for a row without usable tests: none, or such as do not parse or look at
+    arguments."""
+    info = extra_info or {}
+    truth = _json(ground_truth)
+    if isinstance(truth, str) and "assert" in truth and "test" not in info:
+        truth = {"test_list": [truth]}
+    if isinstance(truth, str) and "assert" in truth:
+        truth = {"test": truth}
+    if isinstance(truth, list):
+        truth = {"test_list": truth} if truth and all(isinstance(item, str) for item in truth) else {"cases": truth}
+    if not isinstance(truth, dict):
+        raise DataError(
+            f"ground_truth of a code row: {str(ground_truth)[:80]!r} is no tests; known formats: "
+            "megarl/explore/rewards/code/tests.py"
+        )
+    if "input_output" in truth:
+        inner = _json(truth["input_output"])
+        if not isinstance(inner, dict):
+            raise DataError(f"input_output of a code row: {str(inner)[:80]!r} is no dict, nor one in JSON")
+        truth = {**truth, **inner}
+    fields = {**info, **truth}
+    for known, read in READERS.items():
+        if known in fields and fields[known] is not None and (known in truth or not set(READERS) & set(truth)):
+            return _usable(read(fields))
+    raise DataError(
+        f"ground_truth of a code row has the fields {sorted(map(str, truth))}; expected one of {', '.join(READERS)}"
+    )
+
+
+def check_row(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> None:
+    """Check a job's rows before it starts: raises DataError where every answer would be an ``error``. Only reads;
+    nothing is run."""
+    parse(ground_truth, extra_info)
+
+
+def _usable(row: Cases | Asserts) -> Cases | Asserts:
+    if isinstance(row, Cases):
+        return row
+    try:
+        name = looked_at_in_place(row.checks)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise DataError(f"tests of a code row: the tests do not parse: {error}") from error
+    if name is not None:
+        raise DataError(
+            f"tests of a code row: pass {name!r} to the program and look at it afterwards; what a function does to its "
+            "arguments is not seen "
+            "here, so a right answer could be wrong. Have the tests look at what is returned, or leave the row out"
+        )
+    return row
+
+
+def _apps(fields: dict[str, Any]) -> Cases:
+    inputs, outputs, name = fields["inputs"], fields.get("outputs"), fields.get("fn_name")
+    if not inputs and fields.get("assert_case"):
+        raise _NotThis
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+        raise DataError("inputs and outputs of a code row: must be lists of the same length, at least one")
+    if not name:
+        return Cases(tuple(Test(_text(item)) for item in inputs), tuple(_text(item) for item in outputs))
+    calls = [Test(call=Call(name, _arguments(item))) for item in inputs]
+    returned = [_json(out) if isinstance(item, str) else out for item, out in zip(inputs, outputs, strict=True)]
+    return Cases(tuple(calls), tuple(returned))
+
+
+def _livecodebench(fields: dict[str, Any]) -> Cases:
+    metadata = _json(fields.get("metadata")) or {}
+    cases: list[Any] = []
+    for key in ("cases", "public_test_cases", "private_test_cases"):
+        found = _json(fields.get(key) or [])
+        if isinstance(found, str):
+            raise DataError(
+                f"{key} of a code row: is packed (zlib and pickle); unpack it when the rows are made, pickles are not "
+                "read here"
+            )
+        cases += found
+    if not cases or not all(isinstance(case, dict) and {"input", "output"} <= set(case) for case in cases):
+        raise DataError("tests of a code row: must be a list of {input, output, testtype}, at least one")
+    tests, expected = [], []
+    for case in cases:
+        if (case.get("testtype") or case.get("type") or "stdin") in ("stdin", "stdin_stdout"):
+            tests.append(Test(_text(case["input"])))
+            expected.append(_text(case["output"]))
+            continue
+        name = (
+            case.get("fn_name")
+            or (case.get("metadata") or {}).get("func_name")
+            or metadata.get("func_name")
+            or fields.get("fn_name")
+        )
+        if not name:
+            raise DataError("a functional test of a code row: no func_name in extra_info['metadata']")
+        tests.append(Test(call=Call(name, _arguments(case["input"]))))
+        expected.append(_json(case["output"]))
+    return Cases(tuple(tests), tuple(expected))
+
+
+def _mbpp(fields: dict[str, Any]) -> Asserts:
+    tests = _json(fields.get("test_list") or fields.get("assert_case"))
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+        raise DataError("test_list of a code row: must be a list of assertions, at least one")
+    imports = _json(fields.get("test_imports") or [])
+    setup = "\n".join([*imports, fields.get("test_setup_code") or ""])
+    return Asserts(Checks(tuple(tests), setup, fields.get("entry_point")))
+
+
+def _humaneval(fields: dict[str, Any]) -> Asserts:
+    entry, test = fields.get("entry_point"), fields["test"]
+    if not isinstance(entry, str) or not isinstance(test, str):
+        raise DataError("a code row with 'test': needs entry_point too, both text")
+    prompt = fields.get("prompt")
+    prompt = prompt if isinstance(prompt, str) and _is_python(prompt) else ""
+    setup = f"{prompt}\n{test}" if "def check(" in test else prompt
+    tests = ("check(candidate)",) if "def check(" in test else (test,)
+    return Asserts(Checks(tests, setup, entry), prompt)
+
+
+class _NotThis(Exception):
+    """Another format's fields are filled."""
+
+
+def _apps_or_asserts(fields: dict[str, Any]) -> Cases | Asserts:
+    try:
+        return _apps(fields)
+    except _NotThis:
+        return _mbpp(fields)
+
+
+READERS = {
+    "inputs": _apps_or_asserts,
+    "cases": _livecodebench,
+    "public_test_cases": _livecodebench,
+    "private_test_cases": _livecodebench,
+    "test_list": _mbpp,
+    "assert_case": _mbpp,
+    "test": _humaneval,
+}
+"""The field that tells a format -> its reader."""
+
+
+def _json(value: Any) -> Any:
+    """Parse a string, if it is JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _text(value: Any) -> str:
+    """Text, or its lines in a list (some of APPS' rows)."""
+    if isinstance(value, list):
+        return "\n".join(map(_text, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _arguments(value: Any) -> tuple[Any, ...]:
+    """A list of arguments, or lines with one each in JSON. A dict with whole numbers as keys has numbers as keys, as in
+    APPS."""
+    items: Iterable[Any] = value if isinstance(value, list) else map(_json, _text(value).split("\n"))
+    return tuple(_number_keys(item) for item in items)
+
+
+def _number_keys(value: Any) -> Any:
+    if isinstance(value, dict) and value and all(key.lstrip("-").isdecimal() for key in value):
+        return {int(key): item for key, item in value.items()}
+    return value
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""Judgements already made: one SQLite file, which several processes may share and any of them may be killed over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sqlite3
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megarl.core.durable import without_surrogates
+from megarl.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+BUSY_S = 60.0
+"""Timeout of writers that take turns; each needs milliseconds."""
+
+
+class JudgementCache:
+    """Key -> verdict, with the judge's replies for who wants to read them (``SELECT result, replies FROM judgements``).
+
+    Each write is one transaction, of SQLite's ordinary journal. Reads and writes happen in a thread of its own, so that
+    an event loop does not wait for the disk. A file that fails later is logged and done without: a judgement is worth
+    more than its copy.
+
+    Raises ConfigError when the file cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+            with self._connection:
+                self._connection.execute(
+                    "CREATE TABLE IF NOT EXISTS judgements (key TEXT PRIMARY KEY, result TEXT NOT NULL, replies TEXT "
+                    "NOT NULL) WITHOUT ROWID"
+                )
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(
+                f"reward.judge.cache={path}: cannot be opened ({error}); remove the file, or choose another path or "
+                "null"
+            ) from error
+        self._thread = ThreadPoolExecutor(1, "judge-cache")
+
+    async def get(self, key: str) -> dict[str, Any] | None:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._get, key)
+
+    async def put(self, key: str, result: dict[str, Any], replies: Sequence[str]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._put, key, result, list(replies))
+
+    def _get(self, key: str) -> dict[str, Any] | None:
+        try:
+            row = self._connection.execute("SELECT result FROM judgements WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            log.warning("reward.judge.cache=%s cannot be read: %s", self._path, error)
+            return None
+        return None if row is None else json.loads(row[0])
+
+    def _put(self, key: str, result: dict[str, Any], replies: list[str]) -> None:
+        row = (key, json.dumps(result), without_surrogates(json.dumps(replies, ensure_ascii=False)))
+        try:
+            with self._connection:
+                self._connection.execute("INSERT OR REPLACE INTO judgements VALUES (?, ?, ?)", row)
+        except sqlite3.Error as error:
+            log.warning("reward.judge.cache=%s cannot be written: %s", self._path, error)
+
+    def close(self) -> None:
+        """Finish the writes that are under way, then close."""
+        self._thread.shutdown()
+        self._connection.close()

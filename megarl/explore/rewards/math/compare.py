@@ -1,0 +1,328 @@
+"""Comparison of a predicted answer with the right one: structure first, then atoms as words, numbers, equations,
+expressions."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.explore.rewards.answer import units
+from megarl.explore.rewards.answer.normalize import Quantity, clean, quantity, same_quantity, squash, words
+from megarl.explore.rewards.math import algebra as math_algebra
+from megarl.explore.rewards.math import worked as math_worked
+from megarl.explore.rewards.math.structure import Expression, is_constant, is_name, parse, split
+
+MAX_ANSWER = 2000
+"""Characters of a predicted answer; longer ones are wrong unless they are the gold's own text."""
+
+_TIME = re.compile(r"(\d{1,2}:\d{2})(?::\d{2})?\s*(a\.?m|p\.?m)?\.?", re.IGNORECASE)
+_EQUALS = re.compile(r"(?<![<>!:\\])=|\\equiv(?![a-z])")
+_APPROX = re.compile(r"\\approx(?![a-z])|\\simeq|\\doteq|\\sim(?![a-z])")
+_FUNCTION = re.compile(
+    r"[fghFGHPQTN](?:_\{?\w+\}?)?'*\s*\(.*\)|(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?'*\s*\((?:[A-Za-z],?\s*)+\)|"
+    r"[A-Za-z]\^\{-1\}\s*\([A-Za-z]\)|[A-Z]{1,3}|[A-Za-z]{2,}(?:\s[A-Za-z]+){0,4}"
+)
+_CONDITION = re.compile(
+    r"(?:if|suppose|let|assum\w*|unless|not|never|without|except|exclud\w*|we\s+(?:exclude|reject|discard))\b",
+    re.IGNORECASE,
+)
+_TUPLE_NAME = re.compile(
+    r"[A-Za-z]\w{0,3}(?:\([a-z]\))?|\([A-Za-z_0-9{}, \\]+\)|\\[a-z]+|\\(?:vec|overline|mathbf)\s*\{\w+\}|\\vec \w"
+)
+_CHOICE = re.compile(r"\(?\s*([A-J])\s*\)?\s*(?:[.:)]\s*\S.*|\([^()]*\))?", re.DOTALL)
+
+_LETTERS = re.compile(r"\W*(?:[A-J]{1,4}\b\W*)+")
+"""``A C D`` after a letter and a stop."""
+
+
+def equal(gold: str, pred: str, question: str = "") -> bool:
+    """Return True if ``pred`` is the answer ``gold``. Both as they were written; ``question`` is where an echo is
+    looked for."""
+    if len(pred) > MAX_ANSWER and len(pred) > 2 * len(gold):
+        return False
+    first, second = clean(gold), clean(pred)
+    if not first or not second:
+        return False
+    if squash(first) == squash(second):
+        return True
+    if _echo(second, question):
+        return False
+    if len(second) > MAX_ANSWER:
+        return False
+    return _same(parse(first), parse(second))
+
+
+def _echo(pred: str, question: str) -> bool:
+    """An expression that is copied from the question; a number or a name may well stand in both."""
+    text = squash(pred)
+    if len(text) < 4 or not question or not re.search(r"[+\-*/^=\\!]", text) or quantity(pred) is not None:
+        return False
+    return text in squash(clean(question[-MAX_ANSWER:]))
+
+
+def _same(gold: Expression, pred: Expression) -> bool:
+    if gold.name and pred.name and gold.name != pred.name:
+        return False
+    gold, pred = _right_side(gold), _right_side(pred)
+    if gold.kind == pred.kind == "atom":
+        return same_atom(gold.text, pred.text)
+    if "," in gold.text + pred.text and {gold.kind, pred.kind} == {"atom", "list"}:  # 100,200 may be a list after all
+        gold, pred = _as_list(gold), _as_list(pred)
+    if gold.kind in ("list", "set") and pred.kind in ("list", "set"):
+        return _same_unordered(gold.items, pred.items) or _same_shared_name(gold, pred)
+    if gold.kind == pred.kind == "union":
+        return _same_unordered(gold.items, pred.items) or _algebra(gold.text, pred.text)
+    if gold.kind == pred.kind == "tuple":
+        return gold.brackets == pred.brackets and _same_ordered(gold.items, pred.items)
+    if gold.kind == "tuple" and gold.brackets == "()" and not gold.name and pred.kind == "list":
+        return not pred.solutions and _same_ordered(gold.items, pred.items)
+    if gold.kind == "list" and pred.kind == "tuple" and pred.brackets == "()":  # x=1, y=2 as (1, 2)
+        named = all(item.kind == "atom" and _EQUALS.search(item.text) for item in gold.items)
+        return named and _same_ordered(gold.items, pred.items)
+    if gold.kind == "matrix" and pred.kind == "tuple" and gold.brackets == "matrix":
+        pred = _as_matrix(pred)
+    if gold.kind == pred.kind == "matrix":
+        same_shape = gold.brackets == pred.brackets and len(gold.items) == len(pred.items)
+        return same_shape and all(_same_ordered(g.items, p.items) for g, p in zip(gold.items, pred.items, strict=True))
+    if {gold.kind, pred.kind} == {"atom", "set"}:
+        gold_items, pred_items = (node.items if node.kind == "set" else (node,) for node in (gold, pred))
+        return _same_unordered(gold_items, pred_items)
+    return _algebra(gold.text, pred.text)
+
+
+def _as_matrix(node: Expression) -> Expression:
+    """``[[1,2],[3,4]]``."""
+    rows = node.items
+    nested = node.brackets == "[]" and all(row.kind == "tuple" and row.brackets == "[]" for row in rows)
+    return (
+        Expression("matrix", node.text, tuple(Expression("list", row.text, row.items) for row in rows), "matrix")
+        if nested
+        else node
+    )
+
+
+def _as_list(node: Expression) -> Expression:
+    parts = split(node.text, {","}) or []
+    if node.kind == "list" or any(re.match(r"0\d", part) for part in parts):
+        return node
+    return Expression("list", node.text, tuple(Expression("atom", part) for part in parts))
+
+
+def _same_ordered(gold: tuple[Expression, ...], pred: tuple[Expression, ...]) -> bool:
+    return len(gold) == len(pred) and all(_same(g, p) for g, p in zip(gold, pred, strict=True))
+
+
+def _same_unordered(gold: tuple[Expression, ...], pred: tuple[Expression, ...]) -> bool:
+    """Each gold item once among the predicted ones, none left over."""
+    if len(gold) != len(pred) or len(gold) > 40:
+        return False
+    rest = list(pred)
+    for item in gold:
+        found = next((index for index, other in enumerate(rest) if _same(item, other)), None)
+        if found is None:
+            return False
+        del rest[found]
+    return True
+
+
+def _same_shared_name(gold: Expression, pred: Expression) -> bool:
+    """``x=1,2``: the name stands for every item."""
+    changed = [Expression(node.kind, node.text, _named(node.items)) for node in (gold, pred)]
+    return (
+        changed[0].items != gold.items
+        and _same_unordered(changed[0].items, pred.items)
+        or (changed[1].items != pred.items and _same_unordered(gold.items, changed[1].items))
+    )
+
+
+def _named(items: tuple[Expression, ...]) -> tuple[Expression, ...]:
+    parts = _EQUALS.split(items[0].text) if items and items[0].kind == "atom" else []
+    if len(parts) != 2 or not is_name(parts[0].strip()) or any(_EQUALS.search(item.text) for item in items[1:]):
+        return items
+    return (Expression("atom", parts[1].strip()), *items[1:])
+
+
+def _right_side(node: Expression) -> Expression:
+    """Value that ``(x, y) = (1, 2)`` or ``A = [0, 1]`` defines; any other node as it is."""
+    parts = _outer(node.text, _EQUALS) if node.kind in ("atom", "union") else []
+    if len(parts) != 2 or not _TUPLE_NAME.fullmatch(parts[0]):
+        return node
+    defined = parse(parts[1])
+    return node if defined.kind in ("atom", "list") else defined
+
+
+def _outer(text: str, sign: re.Pattern[str]) -> list[str]:
+    return [part.strip() for part in sign.split(text)]
+
+
+def _algebra(gold: str, pred: str) -> bool:
+    """Sets that are written with operations ("R without 3"); nothing else of unlike kinds is equal."""
+    if not re.search(r"\\(?:setminus|cup|cap|backslash)", gold + pred):
+        return False
+    return math_algebra.same(gold, pred)
+
+
+def same_atom(gold: str, pred: str) -> bool:
+    """Two answers without outer commas, brackets or inequality signs."""
+    if not gold or not pred:
+        return False
+    if squash(gold) == squash(pred):
+        return True
+    if re.fullmatch(r"[A-J]", gold) and (choice := _CHOICE.fullmatch(pred)):
+        rest = pred[choice.end(1) :]
+        return (
+            choice.group(1) == gold and not re.search(r"\b[A-J][.)]|\bor\b", rest[1:]) and not _LETTERS.fullmatch(rest)
+        )
+    if _is_text(gold):
+        return words(gold) == words(pred)
+    if gold_time := _TIME.fullmatch(gold):
+        return _same_time(gold_time, pred)
+    if _EQUALS.search(gold) or _EQUALS.search(pred) or _APPROX.search(pred) or _APPROX.search(gold):
+        return _same_equation(gold, pred)
+    return _same_value(gold, pred)
+
+
+def _is_text(text: str) -> bool:
+    """Words rather than a product of letters."""
+    if re.search(r"[\d=^+*/<>\\|]", text):
+        return False
+    return bool(re.search(r"[A-Za-z]{3,}|[一-鿿]|[A-Za-z]{2,}\s+[A-Za-z]{2,}|^(?:no|No|NO|up|on|in|he|it|we)$", text))
+
+
+def _same_time(gold: re.Match[str], pred: str) -> bool:
+    match = _TIME.fullmatch(pred)
+    if match is None:
+        value, ratio = quantity(gold.group()), quantity(pred)  # 3:30 may be a ratio
+        return bool(value and ratio and value.written and not gold.group(2) and same_quantity(value, ratio))
+    half = [(part.group(2) or "").lower().replace(".", "") for part in (gold, match)]
+    return gold.group(1).lstrip("0") == match.group(1).lstrip("0") and (half[0] == half[1] or not half[0])
+
+
+def _same_equation(gold: str, pred: str) -> bool:
+    """Equations and chains of equals signs. A gold that says ``x = 2`` is not met by ``2x = 4``."""
+    pred = re.sub(r"^\s*(?:\\approx|=)\s*(?![a-z=])", "", pred)
+    exact = _outer(pred, _APPROX)
+    if len(exact) > 1 and not _APPROX.search(gold):  # "\sqrt2 = … \approx 1.414" gives the exact value and a decimal
+        return (
+            all(exact)
+            and any(same_atom(gold, part) for part in (exact[0], exact[-1]))
+            and all(_agree(part, exact[-1]) for part in exact[:-1])
+        )
+    gold_parts, pred_parts = _outer(_APPROX.sub("=", gold), _EQUALS), _outer(_APPROX.sub("=", pred), _EQUALS)
+    if not all(gold_parts) or not all(pred_parts):
+        return False
+    if len(gold_parts) == 1:
+        if len(pred_parts) == 2 and is_name(pred_parts[1]) and not _is_lhs(pred_parts[0]):
+            pred_parts = pred_parts[::-1]  # 5=x
+        chain = pred_parts[1:] if _is_lhs(pred_parts[0]) else pred_parts
+        if not _is_lhs(pred_parts[0]) and not all(is_constant(part) for part in chain):
+            return same_atom(gold, chain[-1]) and _identity(chain)
+        return bool(chain) and same_atom(gold, chain[-1]) and all(_agree(part, chain[-1]) for part in chain[:-1])
+    gold_named, pred_named = _is_lhs(gold_parts[0]), _is_lhs(pred_parts[0])
+    if len(pred_parts) == 1:
+        return gold_named and same_atom(gold_parts[-1], pred_parts[0])
+    if gold_named and pred_named and squash(gold_parts[0]) == squash(pred_parts[0]):
+        return same_atom(gold_parts[-1], pred_parts[-1]) and all(
+            _agree(part, pred_parts[-1], strict=True) for part in pred_parts[1:-1]
+        )
+    if len(gold_parts) != 2 or len(pred_parts) != 2:
+        return False
+    if gold_named and is_constant(gold_parts[1]):
+        turned = is_name(pred_parts[1]) and squash(pred_parts[1]) == squash(gold_parts[0])
+        return turned and same_atom(gold_parts[1], pred_parts[0])
+    if math_algebra.unevaluated(gold, pred):
+        return False
+    return math_algebra.same(gold, pred)
+
+
+def _is_lhs(text: str) -> bool:
+    """Something that an equation may define: a variable, ``f(x)``, ``AB``, "the area"."""
+    if _CONDITION.match(text):
+        return False
+    return (
+        is_name(text)
+        or bool(_FUNCTION.fullmatch(text))
+        or bool(re.fullmatch(r"\\(?:angle|vec|overline|triangle|sin|cos|tan)\s*\{?\s*\w+\s*\}?", text))
+    )
+
+
+def _agree(first: str, last: str, strict: bool = False) -> bool:
+    """Return True if a chain's member is a constant of the same value, so that "3 = 5" hedges nothing. ``strict``:
+    formulas too."""
+    if squash(first) == squash(last):
+        return True
+    number, value = quantity(first), quantity(last)
+    if number and value:
+        return same_quantity(number, value) or _rounded(number, value)
+    if not is_constant(first):
+        formula = strict and not _is_text(first) and not math_algebra.unevaluated("", first)
+        return not formula or math_algebra.same(last, first)  # else only its value is the answer
+    if value and value.places is not None:
+        exact = math_algebra.expression(first) if math_algebra.tractable(first) else None
+        return exact is not None and _close(exact, value)
+    return _same_value(last, first, strict=False)
+
+
+def _rounded(first: Quantity, last: Quantity) -> bool:
+    """A decimal after \\approx may have few digits."""
+    places = [quantity.places for quantity in (first, last) if quantity.places is not None]
+    return bool(places) and abs(first.value - last.value) * 2 * 10 ** min(places) <= 1
+
+
+def _close(exact: object, decimal: Quantity) -> bool:
+    try:
+        return abs(float(exact.doit()) - float(decimal.value)) <= 0.51 * 10.0 ** -(decimal.places or 0)  # type: ignore[attr-defined]
+    except (TypeError, ValueError, AttributeError, ArithmeticError):
+        return False
+
+
+def _identity(chain: list[str]) -> bool:
+    """Return True if ``(x+1)^2 = x^2+2x+1`` holds, so that its last member is its value."""
+    return all(math_algebra.same(part, chain[-1]) for part in chain[:-1])
+
+
+def _same_value(gold: str, pred: str, strict: bool = True) -> bool:
+    """Numbers and expressions with their units. ``strict`` refuses a sum that nobody has worked out."""
+    first, second = quantity(gold), quantity(pred)
+    if first and second:
+        return same_quantity(first, second)
+    if not first and not second:
+        gold, gold_unit = _without_unit(gold)
+        pred, pred_unit = _without_unit(pred)
+        if gold_unit and pred_unit and gold_unit != pred_unit:
+            return False
+        if squash(gold) == squash(pred):
+            return True
+    elif second is None:
+        pred, unit = _without_unit(pred)
+        if first is None or (unit and first.unit and unit != first.unit):
+            return False
+        if strict and not math_worked.stands_for(first, pred):
+            return False
+        return not math_algebra.unevaluated(gold, pred) and math_algebra.same_number(first, pred)
+    else:
+        gold, unit = _without_unit(gold)
+        if unit and second.unit and unit != second.unit:
+            return False
+        return math_algebra.same_number(second, gold)
+    if _is_text(gold) or _is_text(pred) or math_algebra.unevaluated(gold, pred):
+        return False
+    if strict and not math_worked.worked_out(pred) and math_worked.worked_out(gold):
+        return False
+    return math_algebra.same(gold, pred)
+
+
+_TRAILING_UNIT = re.compile(
+    r"(?P<value>.*[\d})!]|.*\\(?:pi|infty))\s+(?P<unit>[A-Za-z一-鿿][A-Za-z一-鿿/^{}\d "
+    r"]*)|(?P<value2>.*[\d})])(?P<unit2>[一-鿿]+)"
+)
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    """An expression and the known unit after it: ``12\\pi cm`` -> (``12\\pi``, ``cm``)."""
+    match = _TRAILING_UNIT.fullmatch(text)
+    if match is None:
+        return text, ""
+    unit = units.unit_of(" " + (match["unit"] or match["unit2"]))
+    if not unit or (unit == "deg" and math_algebra.has_angle(text)):
+        return text, ""
+    return (match["value"] or match["value2"]).strip(), unit

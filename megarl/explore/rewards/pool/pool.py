@@ -1,0 +1,245 @@
+"""Scores answers while others are still being generated: in worker processes of which one may hang or die at any
+time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Reward, Task
+from megarl.explore.rewards.pool.output import PrintedOutput
+from megarl.explore.rewards.pool.process import (
+    START_TIMEOUT_S,
+    LocalWorker,
+    RemoteWorker,
+    Worker,
+    WorkerDied,
+    WorkerError,
+    WorkerUnfit,
+    addresses,
+)
+from megarl.explore.rewards.pool.tally import Tally
+from megarl.explore.rewards.pool.worker_queue import WorkerQueue
+from megarl.explore.rewards.router import JUDGE, route
+from megarl.explore.rewards.shape import as_written
+from megarl.explore.rewards.verdict import NO_VERDICT, weighed
+
+log = logging.getLogger(__name__)
+
+USER = "user"
+"""The verifier's name where ``reward.path`` is set."""
+
+
+class Verdict(NamedTuple):
+    """A reward and, for an error or timeout, what happened. Without a verdict the score is NaN, never a silent 0."""
+
+    reward: Reward
+    message: str | None = None
+    reported: bool = False
+    """The message is what the function itself returned with its status, not a failure of the function."""
+    verifier: str = ""
+    """Its family."""
+    seconds: float = 0.0
+    """Seconds in the verifier, over all tries."""
+    waited_s: float = 0.0
+    """Seconds of waiting for a free worker, over all tries."""
+    tries: int = 1
+    kills: int = 0
+    """Workers that died or hung over it."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Entry of the trajectory beside the reward, for the metrics of each verifier."""
+        return {
+            "verifier": self.verifier,
+            "seconds": round(self.seconds, 5),
+            "waited_s": round(self.waited_s, 5),
+            "tries": self.tries,
+            "kills": self.kills,
+        }
+
+
+class Judging(Protocol):
+    """Part of ``judge.Judge`` that the pool uses."""
+
+    async def score(
+        self,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: dict[str, Any] | None = None,
+        question: str | None = None,
+    ) -> dict[str, Any]: ...
+
+
+class RewardPool:
+    """``reward.workers`` processes here and those of ``reward.hosts``. Use as an async context manager.
+
+    Args:
+        judge: Takes the answers of family ``judge``, which wait rather than compute.
+        key: The job's key, for ``reward.hosts``.
+        output: File for what reward functions print, kept short; without one it goes to stderr.
+
+    Raises ConfigError on entering when ``reward.path`` cannot be used, or a host of ``reward.hosts`` not be reached.
+    """
+
+    def __init__(
+        self, config: RewardConfig, judge: Judging | None = None, key: str = "", output: Path | None = None
+    ) -> None:
+        self._config = config
+        self._judge = judge
+        self._output = None if output is None else PrintedOutput(output)
+        self.tally = Tally()
+        """Counts of scoring, failed tries included."""
+        self._workers: list[Worker] = [LocalWorker(config, self._output) for _ in range(config.workers)]
+        self._workers += [RemoteWorker(config, address, key) for address in addresses(config.hosts)]
+        self._queue = WorkerQueue(len(self._workers), config.timeout_s)
+        self._quarantine: set[bytes] = set()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await asyncio.gather(*(worker.ready() for worker in self._workers))
+        except (ConfigError, WorkerError) as error:
+            await self.close()
+            raise ConfigError(str(error)) from error
+        for worker in self._workers:
+            self._queue.give_back(worker)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run on this machine."""
+        return [w.pid for w in self._workers if isinstance(w, LocalWorker) and w.pid is not None]
+
+    async def close(self) -> None:
+        """End every worker, busy or not. Who waits for one gets no verdict."""
+        await self._queue.close("the pool of reward processes is closed")
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        if self._output is not None:
+            self._output.close()
+
+    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+        """Score one answer. Never raises for what the reward function does: that is the verdict's status.
+
+        An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
+        ``reward.max_kills`` allow.
+
+        Args:
+            opened: The prompt ended inside a thought (``shape.opens_thinking``).
+        """
+        request = {
+            "data_source": task.data_source,
+            "solution_str": text,
+            "ground_truth": task.ground_truth,
+            "extra_info": task.extra_info,
+            "question": task.question,
+            "opened": opened,
+        }
+        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
+        verdict = Verdict(_NONE, verifier=self._verifier(task), tries=0)
+        if verdict.verifier == JUDGE and self._judge is not None:
+            with self.tally.waiting():
+                verdict = await self._judged(self._judge, request, verdict)
+            self.tally.add(verdict.reward.status, verdict.message)
+            return verdict
+        if key in self._quarantine:
+            return verdict._replace(
+                message=f"quarantined: this answer ended {self._config.max_kills} reward processes before"
+            )
+        failures = 0
+        while True:
+            died_before = verdict.kills
+            tried = verdict.tries
+            with self.tally.waiting():
+                verdict = await self._try(request, verdict)
+            if verdict.tries == tried:
+                continue  # that worker has no such verifier: another one's turn
+            self.tally.add(verdict.reward.status, verdict.message)
+            if verdict.reward.status not in NO_VERDICT:
+                return verdict
+            if verdict.kills >= self._config.max_kills:
+                self._quarantine.add(key)
+                return verdict._replace(
+                    message=f"quarantined after {verdict.kills} reward processes: {verdict.message}"
+                )
+            failures += verdict.kills == died_before or verdict.reward.status == "timeout"
+            if failures > self._config.retries:
+                return verdict
+            log.warning("task %s: reward %s: %s; trying again", task.task_id, verdict.reward.status, verdict.message)
+
+    async def _judged(self, judge: Judging, request: dict[str, Any], verdict: Verdict) -> Verdict:
+        """Ask the judge, which has its own limits and tries."""
+        began = time.monotonic()
+        text, question = request["solution_str"], request["question"]
+        answer = as_written(text, request["opened"])
+        result = await judge.score(answer, request["ground_truth"], request["extra_info"], question)
+        found = _of_reply(weighed(result, text, question, request["opened"], self._config))
+        return found._replace(verifier=verdict.verifier, seconds=time.monotonic() - began)
+
+    def _verifier(self, task: Task) -> str:
+        if self._config.path is not None:
+            return USER
+        with contextlib.suppress(DataError):  # the worker says it
+            return route(task.data_source, self._config.routes)[0]
+        return ""
+
+    async def _try(self, request: dict[str, Any], before: Verdict) -> Verdict:
+        """Make one try on the next free worker; counts and times are added to those of the tries ``before``."""
+        asked = time.monotonic()
+        worker = await self._queue.take()
+        began, limit = time.monotonic(), START_TIMEOUT_S
+        died = False
+        if worker is None:
+            return before._replace(
+                tries=before.tries + 1, message=f"no reward process comes up any more: {self._queue.reason}"
+            )
+        try:
+            await worker.prepare(request["data_source"])
+            began, limit = time.monotonic(), self._config.timeout_s
+            found = _of_reply(await worker.score(request))
+        except WorkerUnfit as error:
+            self._queue.reason = str(error)
+            return before._replace(waited_s=before.waited_s + time.monotonic() - asked)
+        except TimeoutError:
+            died = True
+            found = Verdict(Reward(math.nan, "timeout"), f"no verdict within {limit:g} s")
+        except WorkerDied as error:
+            died = True
+            found = Verdict(_NONE, f"{error} while scoring")
+        except WorkerError as error:
+            found = Verdict(_NONE, str(error))
+        finally:
+            self._queue.give_back(worker)
+        ended = time.monotonic()
+        return found._replace(
+            verifier=before.verifier,
+            seconds=before.seconds + ended - began,
+            waited_s=before.waited_s + began - asked,
+            tries=before.tries + 1,
+            kills=before.kills + died,
+        )
+
+
+_NONE = Reward(math.nan, "error")
+
+
+def _of_reply(reply: dict[str, Any]) -> Verdict:
+    status = reply["status"]
+    if status in NO_VERDICT:
+        message = reply.get("reason") or f"the reward function reported {status}"
+        return Verdict(Reward(math.nan, status, reply["parts"]), message, reported=True)
+    return Verdict(Reward(reply["score"], status, reply["parts"]))

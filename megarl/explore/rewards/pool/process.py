@@ -1,0 +1,368 @@
+"""A worker process as its pool sees it, on this machine or another: asked one thing at a time, ended when it does not
+answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.core import proof
+from megarl.core.config.load import to_dict
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.errors import ConfigError
+from megarl.explore.rewards.pool.child import RewardProcess
+from megarl.explore.rewards.pool.output import PrintedOutput
+
+START_TIMEOUT_S = 120.0
+"""Seconds for starting Python and importing a verifier on a loaded machine; the task's own limit is
+``reward.timeout_s``."""
+CONNECT_S = 10.0
+MAX_LINE_BYTES = 2**24
+CALLER, HOST = "reward caller", "reward host"
+"""Sides of a connection to a reward host (``proof.py``)."""
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 60_000}
+VERDICT_FIELDS = {"score", "status", "parts"}
+
+
+class WorkerError(RuntimeError):
+    """The function raised."""
+
+
+class WorkerUnfit(WorkerError):
+    """The worker cannot have a verifier, through no fault of the row: no sandbox where it runs, a package that is
+    missing."""
+
+
+class WorkerDied(WorkerError):
+    """Its process ended before it answered, or the host it runs on cannot be reached."""
+
+
+class Worker:
+    """A process's imports, and the lines to and from it. ``ready`` brings it up again, whatever became of it."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._prepared: set[str] = set()
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def up(self) -> bool:
+        """True if, as far as is known, it can be asked at once."""
+        return self._reader is not None and not self._reader.at_eof() and self._reader.exception() is None
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start the process; the lines from it and to it. Raises WorkerDied."""
+        raise NotImplementedError
+
+    async def _ending(self) -> str:
+        """Remove what is left of the process; return how it ended."""
+        raise NotImplementedError
+
+    async def ready(self) -> None:
+        """A process runs that has loaded ``reward.path`` and every verifier that was used before.
+
+        Raises:
+            ConfigError: ``reward.path`` cannot be used.
+            WorkerDied: the process ended.
+            WorkerUnfit: it cannot have a verifier that was asked for.
+        """
+        if self.up:
+            return
+        await self.kill()
+        prepared, self._prepared = self._prepared, set()
+        self._reader, self._writer = await self._open()
+        path = self._config.path
+        try:
+            await self._ask({"config": to_dict(self._config)}, START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"reward.path={path}: not loaded within {START_TIMEOUT_S:g} s; what it does when it is imported takes "
+                "too long"
+            ) from error
+        except WorkerDied as error:
+            if path is None:
+                raise
+            raise WorkerDied(f"{error} while it loaded reward.path={path}") from error
+        except WorkerError as error:
+            await self.kill()
+            raise ConfigError(str(error)) from error
+        for data_source in prepared:
+            try:
+                await self.prepare(data_source)
+            except WorkerError:
+                self._prepared |= prepared
+                raise
+
+    async def prepare(self, data_source: str) -> None:
+        """Have a verifier imported, so that no task pays for it.
+
+        Raises:
+            WorkerUnfit: that fails here; ``ready`` tries it again.
+            WorkerError: there is no such verifier.
+            WorkerDied, TimeoutError: as for any question.
+        """
+        if data_source in self._prepared:
+            return
+        try:
+            await self._ask({"prepare": data_source}, START_TIMEOUT_S)
+        except WorkerUnfit:
+            await self.kill()
+            self._prepared.add(data_source)
+            raise
+        self._prepared.add(data_source)
+
+    async def score(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The verdict of one answer, within ``reward.timeout_s``. Raises WorkerError, TimeoutError."""
+        reply = await self._ask({"score": request}, self._config.timeout_s)
+        if not reply.keys() >= VERDICT_FIELDS:
+            raise WorkerError(self._named(f"the reward process sent no verdict: {str(reply)[:200]}"))
+        return reply
+
+    async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send one request and return its reply. A worker that does not answer in time, or whose caller gives up, is
+        killed."""
+        assert self._reader is not None and self._writer is not None
+        try:
+            async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
+                line = await self._exchange(json.dumps(request).encode() + b"\n")
+        except (TimeoutError, asyncio.CancelledError):
+            await self.kill()
+            raise
+        except ValueError as error:  # what follows of the line would pass for the next replies
+            await self.kill()
+            raise WorkerError(f"the reward process answered with more than {MAX_LINE_BYTES} bytes") from error
+        if not line.endswith(b"\n"):
+            how = await self._ending()
+            await self.kill()
+            raise WorkerDied(how)
+        try:
+            reply = _parsed(line)
+        except ValueError as error:
+            await self.kill()
+            raise WorkerError(self._named(f"the reward process sent no reply: {error}: {line[:200]!r}")) from error
+        if "error" in reply:
+            raise (WorkerUnfit if "prepare" in request and not reply.get("of_row") else WorkerError)(
+                self._named(reply["error"])
+            )
+        return reply
+
+    def _named(self, message: str) -> str:
+        return message
+
+    async def _exchange(self, request: bytes) -> bytes:
+        assert self._reader is not None and self._writer is not None
+        with contextlib.suppress(OSError):  # it has died; the read below shows it
+            self._writer.write(request)
+            await self._writer.drain()
+        try:
+            return await self._reader.readline()
+        except OSError:  # a connection that keepalive has given up is a TimeoutError, and one of these too
+            return b""
+
+    async def kill(self) -> None:
+        """End it; ``ready`` starts another."""
+        writer, self._reader, self._writer = self._writer, None, None
+        if writer is not None:
+            if not writer.is_closing():
+                writer.transport.abort()  # nothing that it still holds matters, and nobody may be reading
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(CONNECT_S):
+                    await writer.wait_closed()
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A reply. Raises ValueError."""
+    try:
+        reply = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(reply, dict):
+        raise ValueError("not an object")
+    return reply
+
+
+class LocalWorker(Worker):
+    """A process on this machine.
+
+    Args:
+        output: For what the function prints; without one it goes to stderr.
+    """
+
+    def __init__(self, config: RewardConfig, output: PrintedOutput | None = None) -> None:
+        super().__init__(config)
+        self._output = output
+        self._process: RewardProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            self._process = await RewardProcess.start(MAX_LINE_BYTES, self._output)
+        except OSError as error:
+            raise WorkerDied(f"a reward process cannot be started: {error.strerror}") from error
+        return self._process.reader, self._process.writer
+
+    async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            return await super()._ask(request, timeout_s)
+        finally:
+            if self._output is not None:
+                self._output.drain()  # what was printed for a verdict is in the file before the verdict is given
+
+    async def _ending(self) -> str:
+        status = None if self._process is None else await self._process.status()
+        return (
+            "the reward process closed its connection"
+            if status is None
+            else f"the reward process ended with code {status}"
+        )
+
+    async def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()
+        await super().kill()
+
+
+def addresses(hosts: Sequence[str]) -> list[str]:
+    """HOST:PORT of each process that ``reward.hosts`` asks for. Raises ConfigError for what is not HOST:PORT or
+    HOST:PORT*N."""
+    found: list[str] = []
+    for entry in hosts:
+        address, star, count = entry.partition("*")
+        host, _, port = address.rpartition(":")
+        if (
+            not entry.isascii()
+            or not host
+            or not port.isdecimal()
+            or (star and not count.isdecimal())
+            or not 0 < int(port) < 65536
+            or count == "0"
+        ):
+            raise ConfigError(
+                f"reward.hosts: {entry!r} is not HOST:PORT*N (N processes of the `megarl rewards serve` there)"
+            )
+        found += [address] * int(count or 1)
+    return found
+
+
+class RemoteWorker(Worker):
+    """A process of a ``megarl rewards serve``: the connection is its life.
+
+    Args:
+        address: ``HOST:PORT``.
+        key: That of the service.
+    """
+
+    def __init__(self, config: RewardConfig, address: str, key: str) -> None:
+        super().__init__(config)
+        self._address = address
+        self._key = key
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, _, port = self._address.rpartition(":")
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=MAX_LINE_BYTES)
+        except OSError as error:
+            raise self._unreachable(error) from error
+        try:
+            await self._greet(reader, writer)
+        except OSError as error:
+            writer.transport.abort()
+            raise self._unreachable(error) from error
+        except BaseException:
+            writer.transport.abort()
+            raise
+        return reader, writer
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Both sides prove that they know the key. Raises OSError, WorkerDied."""
+        keep_alive(writer)
+        mine = proof.challenge()
+        theirs = str((await self._greeting(reader)).get("challenge"))
+        await send_line(writer, challenge=mine, proof=proof.prove(self._key, theirs, CALLER))
+        if not proof.is_proof((await self._greeting(reader)).get("proof"), self._key, mine, HOST):
+            raise WorkerDied(f"reward.hosts: {self._address} gives no worker: it has another key (MEGARL_JOB_KEY)")
+        await self._greeting(reader)  # its process runs
+
+    async def _greeting(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                line = await reader.readline()
+            answer = _parsed(line) if line.endswith(b"\n") else {"error": "it closed the connection"}
+        except ValueError as error:
+            answer = {"error": f"it is no `megarl rewards serve` ({error})"}
+        if "error" in answer:
+            raise WorkerDied(f"reward.hosts: {self._address} gives no worker: {answer['error']}")
+        return answer
+
+    def _unreachable(self, error: OSError) -> WorkerDied:
+        why = str(error) or "no answer"
+        return WorkerDied(
+            f"reward.hosts: {self._address} cannot be reached ({why}); is `megarl rewards serve` up there?"
+        )
+
+    async def _ending(self) -> str:
+        return f"the reward process at {self._address} ended"
+
+    def _named(self, message: str) -> str:
+        return f"{self._address}: {message}"
+
+
+async def send_line(writer: asyncio.StreamWriter, **message: Any) -> None:
+    """Raises OSError."""
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Make the kernel end a connection whose other machine is gone: after 60 s without a sign of it, sent or asked
+    for."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str]) -> None:
+    """Every host of ``reward.hosts`` gives a worker that can have these verifiers. Raises ConfigError naming the one
+    that does not."""
+    for address in dict.fromkeys(addresses(config.hosts)):
+        worker = RemoteWorker(config, address, key)
+        try:
+            await worker.ready()
+            for data_source in data_sources:
+                await worker.prepare(data_source)
+        except (WorkerError, TimeoutError) as error:
+            raise ConfigError(
+                f"reward.hosts: {str(error) or 'no answer'}; fix that host, or leave {address} out"
+            ) from error
+        finally:
+            await worker.kill()
+
+
+async def await_hosts(hosts: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> None:
+    """Until every host (HOST:PORT*N) accepts connections. Raises ConfigError naming one that does not in time."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    for address in dict.fromkeys(addresses(hosts)):
+        host, _, port = address.rpartition(":")
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                writer.close()
+                break
+            except (OSError, TimeoutError) as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ConfigError(
+                        f"the reward workers of a node at {address} cannot be reached: {str(error) or 'no answer'}"
+                    ) from error
+            await asyncio.sleep(0.2)

@@ -1,0 +1,143 @@
+"""The process that runs a reward function: one JSON line in, one out. ``python -m megarl.explore.rewards.pool.worker
+PARENT SOCKET``.
+
+The first line holds the settings. It may be killed at any time: it holds nothing. Stdout and stderr are the function's
+to print to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import IO, Any
+
+from megarl.core.config.load import from_dict
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.errors import ConfigError, DataError, describe
+from megarl.core.parent import die_with
+from megarl.core.user_file import import_file
+from megarl.explore.rewards.router import Scorer, scorer_for
+from megarl.explore.rewards.shape import as_written
+from megarl.explore.rewards.verdict import weighed, with_question
+
+ADDRESS_SPACE_BYTES = 8 * 2**30
+"""Limit of a process with megarl's own verifiers: an expression that grows without end is an error of one answer, not
+the machine's."""
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """``compute_score`` of a user's file. Raises ConfigError when the file cannot be used."""
+    function = getattr(import_file(path, "reward.path", "compute_score"), "compute_score", None)
+    if not callable(function):
+        raise ConfigError(
+            f"reward.path={path} defines no function "
+            f"compute_score(data_source, solution_str, ground_truth, extra_info=None)"
+        )
+    return function
+
+
+class Function:
+    """Reward function of the settings: a user's function, or megarl's verifiers, each made once."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._user = None if config.path is None else load_function(config.path)
+        if self._user is None:
+            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        self._scorers: dict[str, Scorer] = {}
+        self._loop = asyncio.new_event_loop()
+        """One for all calls, so that an async function may keep its connections."""
+
+    def prepare(self, data_source: str) -> None:
+        if self._user is None and data_source not in self._scorers:
+            self._scorers[data_source] = scorer_for(data_source, self._config)
+
+    def score(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, question: str, opened: bool
+    ) -> dict[str, Any]:
+        """The weighted verdict; see ``verdict.weighed``. The last two are what shape rewards ask for."""
+        if self._user is not None:
+            result = self._user(
+                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+            )
+        else:
+            self.prepare(data_source)
+            result = self._scorers[data_source](
+                as_written(solution_str, opened), ground_truth, with_question(extra_info, question)
+            )
+        if inspect.isawaitable(result):
+            result = self._loop.run_until_complete(_awaited(result))
+        return weighed(result, solution_str, question, opened, self._config)
+
+    def describe(self, error: Exception) -> str:
+        """Describe an error in either; with the line of the user's file where that is his."""
+        return describe(error, self._config.path, self._user)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def serve(requests: IO[str], replies: IO[str]) -> None:
+    """Answer requests until their end. The first one holds the settings; its reply states whether the function could be
+    loaded."""
+    try:
+        function = Function(from_dict(RewardConfig, _read(requests.readline(), "config")["config"]))
+    except (ConfigError, _Malformed) as error:
+        _reply(replies, {"error": str(error)})
+        return
+    _reply(replies, {"ready": True})
+    for line in requests:
+        try:
+            request = _read(line, "prepare", "score")
+            if "prepare" in request:
+                function.prepare(request["prepare"])
+                _reply(replies, {"ready": True})
+            else:
+                _reply(replies, function.score(**request["score"]))
+        except _Malformed as error:
+            _reply(replies, {"error": str(error)})
+        except Exception as error:  # the user's code may raise anything; it becomes this sample's verdict
+            _reply(replies, {"error": function.describe(error), "of_row": isinstance(error, DataError)})
+
+
+class _Malformed(ValueError):
+    """A line that is no request."""
+
+
+def _read(line: str, *kinds: str) -> dict[str, Any]:
+    """A request of one of these kinds. Raises _Malformed."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"not a request of a reward pool: {type(error).__name__}: {error}") from error
+    if not isinstance(request, dict) or not any(kind in request for kind in kinds):
+        raise _Malformed(f"not a request of a reward pool: expected an object with {' or '.join(kinds)}")
+    return request
+
+
+def _reply(replies: IO[str], reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()
+
+
+def main(arguments: list[str]) -> None:
+    die_with(int(arguments[0]), signal.SIGKILL)  # even in the middle of a user's endless loop
+    connection = socket.socket(fileno=int(arguments[1]))
+    connection.set_inheritable(False)  # not for programs that the function starts
+    requests, replies = (
+        connection.makefile("r", encoding="utf-8", errors="replace"),
+        connection.makefile("w", encoding="utf-8"),
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    serve(requests, replies)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,34 @@
+"""reasoning-gym's own scorers (Apache-2.0), one per task family."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megarl.core.errors import DataError
+
+
+@functools.cache
+def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
+    """The scorer of ``reasoning_gym/<family>``: 1.0 for a right answer, partial credit as the family defines it.
+
+    The answer is what stands in the last ``<answer>…</answer>``, or else the whole text, stripped. Families other than
+    arithmetic read ``extra_info``'s question and metadata. Raises DataError for an unknown family.
+    """
+    import reasoning_gym  # 0.7 s: only in the worker that scores
+
+    try:
+        score_answer = reasoning_gym.get_score_answer_fn(family)
+    except ValueError as error:
+        raise DataError(
+            f"data_source 'reasoning_gym/{family}': reasoning-gym has no such family; correct it, or set reward.path"
+        ) from error
+
+    def score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+        info = extra_info or {}
+        entry = {"question": info.get("question"), "answer": ground_truth, "metadata": info.get("metadata") or {}}
+        answer = reasoning_gym.utils.extract_answer(solution_str)
+        return float(score_answer(solution_str.strip() if answer is None else answer, entry))
+
+    return score

@@ -1,0 +1,1 @@
+"""School questions with a short answer."""

@@ -1,0 +1,64 @@
+"""Comparison of two short school answers: words, formulas of chemistry, orders, relations, dates, measures,
+mathematics."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.explore.rewards.answer import chemistry, measures, relations, sequences
+from megarl.explore.rewards.answer.normalize import half_width
+from megarl.explore.rewards.answer.numerals import with_digits
+from megarl.explore.rewards.math.compare import equal
+from megarl.explore.rewards.school import read as k12_read
+
+MAX_PREDICTION = 2000
+_VERSE = re.compile(r"\W*[一-鿿]{4,}(?:[,.;:?!]+[一-鿿]{4,})+\W*")
+_SENTENCE = re.compile(r"\W*(?:[A-Za-z'-]+[,;:—]?\s+){4,}[A-Za-z'-]+[.?!]\W*")
+
+_CELSIUS = re.compile(r"℃|°\s*C|\bCelsius\b|摄氏度|\\circ\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*)?C")
+_DEGREES = re.compile(r"([-+]?\d+(?:\.\d+)?)\s*(?:C|°)")
+_RATIO = re.compile(r"\d+\s*:\s*\d+")
+_RATIO_IN_WORDS = re.compile(r"(\d+)\s*(?:比|to)\s*(\d+)")
+
+
+def _as_asked(gold: str, pred: str) -> str:
+    """A prediction's school way of writing as the ground truth's: ``25 C`` for 25 °C, ``3比4`` for 3:4."""
+    if _CELSIUS.search(gold) and (degrees := _DEGREES.fullmatch(half_width(pred).strip())):
+        return f"{degrees[1]} ℃"
+    if _RATIO.fullmatch(half_width(gold).strip()) and (ratio := _RATIO_IN_WORDS.fullmatch(half_width(pred).strip())):
+        return f"{ratio[1]}:{ratio[2]}"
+    return pred
+
+
+def same_short(gold: str, pred: str, convert: bool = True) -> bool:
+    """The same words, number, date or formula. ``convert``: whether another unit of the same dimension may be right."""
+    if not gold.strip() or not pred.strip() or len(pred) > MAX_PREDICTION:
+        return False
+    if gold.strip() == pred.strip():
+        return True
+    pred = _as_asked(gold, pred)
+    if chemistry.may_be(gold) and (formula := chemistry.chemical(gold)):
+        return chemistry.same(formula, chemistry.read(pred))
+    if (said := k12_read.plain(gold)) == k12_read.plain(pred):
+        return bool(said) and not re.fullmatch(r"[A-Za-z]", gold.strip())
+    if recited(gold):
+        return "/" in pred and said == k12_read.plain(re.sub(r"\s*/+\s*", ",", pred))
+    for compare in (sequences.compare, relations.compare):
+        verdict = compare(gold, pred, same_short)
+        if verdict is not None:
+            return verdict
+    dates = k12_read.date(gold), k12_read.date(pred)
+    if dates[0] and dates[1]:
+        return k12_read.same_date(dates[0], dates[1])
+    clocks = k12_read.clock(gold), k12_read.clock(pred)
+    if clocks[0] and clocks[1]:
+        return clocks[0] == clocks[1]
+    gold, pred = with_digits(relations.formula(gold)), with_digits(relations.formula(pred))
+    measured = measures.same(gold, pred, convert)
+    return equal(gold, pred) if measured is None else measured
+
+
+def recited(text: str) -> bool:
+    """Lines of a text or a whole sentence, whose words stand in their order: no list, no mathematics."""
+    text = half_width(text.replace("、", "\0"))
+    return bool(_VERSE.fullmatch(text) or _SENTENCE.fullmatch(text))

@@ -1,0 +1,314 @@
+"""School questions with a short answer, Chinese or English. What is accepted: docs/rewards_math.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.core.errors import DataError
+from megarl.explore.rewards.answer import measures, sequences
+from megarl.explore.rewards.answer.extract import after_thinking, boxes, extract, unmarked
+from megarl.explore.rewards.answer.normalize import half_width
+from megarl.explore.rewards.math.compare import MAX_ANSWER
+from megarl.explore.rewards.math.verifier import (
+    TIME_LIMIT_S,
+    MathScorer,
+    OutOfTime,
+    _warm,
+    check_listed,
+    listed,
+    time_limit,
+    verdict,
+)
+from megarl.explore.rewards.school import contrast as k12_contrast
+from megarl.explore.rewards.school import options as k12_options
+from megarl.explore.rewards.school import read as k12_read
+from megarl.explore.rewards.school import truth as k12_truth
+from megarl.explore.rewards.school.short import same_short
+
+TYPES = ("choice", "multiple_choice", "blanks", "true_false", "short")
+_FORMULA = re.compile(r"[\d\\=^]|[零一二两三四五六七八九十]|\bhalf\b")
+_PROMPT_OPTION = re.compile(r"(?:^|[\s(（])([A-H])\s*[.．、:：)）]\s*\S")
+_LINE_OPTION = re.compile(r"^[ \t]*[(（]?([A-H])\s*[.．、)）:：][ \t]*\S.*$", re.MULTILINE)
+_INLINE_OPTION = re.compile(r"(?:[(（]\s*([A-H])\s*[)）]|(?<![A-Za-z0-9(（])([A-H])\s*(?:[.．、](?!\d)|\)))\s*(?=\S)")
+_LABEL_DRESS = re.compile(
+    r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*(\(?[A-H][).]?)\s*\}|\$|\\q?quad(?![a-z])|\\[ ,;]"
+)
+
+
+def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> str:
+    """``extra_info.type``, or what the ground truth looks like. Raises DataError for a type that is not one of
+    TYPES."""
+    info = extra_info if isinstance(extra_info, Mapping) else {}
+    ground_truth = listed(ground_truth)
+    given = info.get("type")
+    if given is not None:
+        if given not in TYPES:
+            raise DataError(f"extra_info.type {given!r}: expected one of {', '.join(TYPES)}")
+        return str(given)
+    if isinstance(ground_truth, bool):
+        return "true_false"
+    if isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str):
+        letters = [k12_read.letters(str(item)) for item in ground_truth]
+        texts = (
+            {k12_read.plain(text) for text in k12_read.options_of(info).values()}
+            if k12_read.given_options(info) is not None
+            else set()
+        )
+        if letters and (
+            all(found and len(found) == 1 for found in letters)
+            or all(k12_read.plain(str(item)) in texts for item in ground_truth)
+        ):
+            return "choice" if len(letters) == 1 else "multiple_choice"
+        return "blanks"
+    text = half_width(str(ground_truth)).strip()
+    if k12_truth.exact_truth(text) is not None and not re.fullmatch("[TF]", text):
+        return "true_false"
+    letters_found = k12_read.letters(text) if not re.search(r"[a-z]", text[:2]) else None
+    if letters_found:
+        in_order = list(letters_found) == sorted(letters_found)  # "BA" is rather a line through two points
+        if len(letters_found) == 1 or (in_order and len(letters_found) <= 6):
+            return "choice" if len(letters_found) == 1 else "multiple_choice"
+    if k12_read.given_options(info) is not None:
+        return "choice"
+    return "blanks" if len(k12_read.split_blanks(text)) > 1 else "short"
+
+
+def is_multiple_choice(row: Mapping[str, Any]) -> bool:
+    """Return True if a verl row asks for one or more of given options. For filters: Kimi k1.5 left such items out, R1
+    kept them.
+
+    By ``extra_info.type`` or ``options`` where a row has them, for any data source; otherwise by a ground truth that is
+    a letter, or a prompt that lists options A, B and C. Never raises: a row that says nothing is none.
+    """
+    info = row.get("extra_info")
+    info = info if isinstance(info, Mapping) else {}
+    if info.get("type") in TYPES:
+        return info["type"] in ("choice", "multiple_choice")
+    if k12_read.given_options(info) is not None:
+        return True
+    model = row.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, Mapping) else row.get("ground_truth")
+    prompt = row.get("prompt")
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        prompt = "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, Mapping))
+    school = str(row.get("data_source", "")).startswith(("k12", "vision/choice"))
+    if isinstance(prompt, str) and (
+        _lists_options(prompt) or (school and {"A", "B", "C"} <= set(_PROMPT_OPTION.findall(prompt)))
+    ):
+        return True
+    if not school or truth is None:
+        return False
+    return question_type(truth) in ("choice", "multiple_choice")
+
+
+def _lists_options(prompt: str) -> bool:
+    """Options A, B, C … in order, each on a line of its own, or on one line after the question. The vertices "A: (0,0),
+    B: (1,0)" are none."""
+    text = _LABEL_DRESS.sub(lambda match: f" {match[1] or ''} ", prompt)
+    lines = list(_LINE_OPTION.finditer(text))
+    if _in_order([match[1] for match in lines]):
+        colons = re.search(r"^[ \t]*[A-H]\s*[:：]", text, re.MULTILINE)  # points may stand so, but before the question
+        return not colons or not text[lines[-1].end() :].strip()
+    marks = list(_INLINE_OPTION.finditer(text))
+    starts = [k for k, match in enumerate(marks) if (match[1] or match[2]) == "A"]
+    if not starts:
+        return False
+    marks = marks[starts[-1] :]
+    if not _in_order([match[1] or match[2] for match in marks]):
+        return False
+    before = text[: marks[0].start()].rstrip(" \t")
+    behind_question = bool(marks[0][1]) or not before or before[-1] in "?？.。:：)）_\n"
+    between = [text[first.end() : second.start()].rstrip() for first, second in zip(marks, marks[1:], strict=False)]
+    return behind_question and not any(re.search(r"(?:[,，、]|\band|\bor|和|与)$", part) for part in between)
+
+
+def _in_order(letters: list[str]) -> bool:
+    return len(letters) >= 3 and letters == list("ABCDEFGH"[: len(letters)])
+
+
+def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """1.0 only when all of it is right; ``partial`` says how much is. Error for a row without answer or of unknown
+    type."""
+    info = extra_info if isinstance(extra_info, Mapping) else {}
+    ground_truth = listed(ground_truth)
+    if ground_truth is None or (isinstance(ground_truth, (str, list, tuple)) and not ground_truth):
+        return verdict("error", "", f"ground_truth {ground_truth!r} holds no answer; give a text, a bool or a list")
+    try:
+        kind = question_type(ground_truth, info)
+    except DataError as error:
+        return verdict("error", "", str(error))
+    pred = ""
+    try:
+        with time_limit(TIME_LIMIT_S):
+            pred = extract(solution_str)
+            if len(pred) > MAX_ANSWER:
+                return _judge(pred, 0.0)
+            return _SCORE[kind](solution_str, pred, ground_truth, info)
+    except OutOfTime:
+        return verdict("timeout", pred, f"no verdict within {TIME_LIMIT_S:g} s of CPU time")
+    except RecursionError:
+        return verdict("wrong", pred)
+
+
+def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
+    """Raise DataError for a row that no answer could be right for. Reads texts only: about 0.1 ms, no SymPy."""
+    info = extra_info if isinstance(extra_info, Mapping) else {}
+    check_listed(ground_truth)
+    truth = listed(ground_truth)
+    shown = f"ground_truth {ground_truth!r:.80}"
+    values = list(truth) if isinstance(truth, (list, tuple)) else [truth]
+    leaves = [leaf for value in values for leaf in (value if isinstance(value, (list, tuple)) else [value])]
+    if not leaves or any(not isinstance(leaf, (str, int, float)) or not str(leaf).strip() for leaf in leaves):
+        raise DataError(f"{shown} holds no answer, or an empty one; give a text, a bool or a list of texts")
+    given = k12_read.given_options(info)
+    if given is not None and not isinstance(given, (Mapping, list, tuple)):
+        raise DataError(f"extra_info.options {given!r:.40}: expected a list of texts, or a mapping of letters to texts")
+    kind, options = question_type(truth, info), k12_read.options_of(info)
+    if kind in ("choice", "multiple_choice") and sequences.circled("".join(map(str, values))):
+        return
+    if kind == "true_false" and not isinstance(truth, bool) and k12_truth.truth(str(truth)) is None:
+        raise DataError(f"{shown} is neither true nor false; give a bool, or set extra_info.type to what it is")
+    if kind not in ("choice", "multiple_choice"):
+        return
+    texts = {k12_read.plain(text) for text in options.values()} - {""}
+    for value in map(str, values):
+        letters = k12_read.letters(value)
+        if k12_read.plain(value) in texts or (
+            letters and set(letters) <= set(options or letters) and (kind == "multiple_choice" or len(letters) == 1)
+        ):
+            continue
+        formulas = not letters and all(
+            any(map(_FORMULA.search, of)) for of in ([value], options.values())
+        )  # may be equal: only the scorer can tell
+        if not formulas and (options or kind == "multiple_choice"):
+            among = (
+                f"none of the options {', '.join(options)}"
+                if options
+                else "no letters, and the row has no extra_info.options"
+            )
+            raise DataError(
+                f"{shown} names {among}; fix it, or extra_info.options, or set extra_info.type ({', '.join(TYPES)})"
+            )
+
+
+def _judge(pred: str, partial: float, **parts: float) -> dict[str, Any]:
+    return verdict("ok" if partial == 1.0 else "wrong", pred, parts={"partial": partial} | parts)
+
+
+def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+    """One option, by its letter or its text."""
+    options = k12_read.options_of(info)
+    gold_text = str(truth[0] if isinstance(truth, (list, tuple)) else truth)
+    if circled := sequences.circled(gold_text):
+        return _judge(pred, float(len(circled) == 1 and k12_options.same_circled(circled, pred, options)))
+    gold = k12_options.named(gold_text, options)
+    if not gold or len(gold) != 1:
+        if options:
+            return verdict("error", pred, f"ground_truth {truth!r:.80} is not one of the options {', '.join(options)}")
+        return _judge(pred, float(same_short(gold_text, pred)))
+    found = k12_options.named(pred, options) or k12_contrast.settled(pred) or k12_read.chosen(after_thinking(response))
+    return _judge(pred, float(found == gold))
+
+
+def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Several options in any order. ``partial``: the share that was found, when nothing wrong was."""
+    options = k12_read.options_of(info)
+    values = truth if isinstance(truth, (list, tuple)) else [truth]
+    if circled := sequences.circled("".join(map(str, values))):
+        return _judge(pred, float(k12_options.same_circled(circled, pred, options)))
+    gold: set[str] = set()
+    for value in values:
+        found = k12_options.named(str(value), options)
+        if not found:
+            return verdict(
+                "error",
+                pred,
+                f"ground_truth {truth!r:.80} names no option letters; set extra_info.options or extra_info.type",
+            )
+        gold |= found
+    chosen = (
+        k12_options.named(pred, options, several=True)
+        or k12_contrast.settled(pred)
+        or k12_read.chosen(after_thinking(response))
+        or set()
+    )
+    return _judge(pred, len(chosen & gold) / len(gold) if chosen <= gold else 0.0, selected=float(len(chosen)))
+
+
+def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+    gold = truth if isinstance(truth, bool) else k12_truth.truth(str(truth))
+    if gold is None:
+        return verdict("error", pred, f"ground_truth {truth!r:.80} is neither true nor false")
+    return _judge(pred, float(_judgement(response, pred) is gold))
+
+
+def _judgement(response: str, pred: str) -> bool | None:
+    """Read a judgement from the last line of a response without box or "answer is", or of a first word with its reason;
+    else of the answer."""
+    text = unmarked(response)
+    for part in (text.rsplit("\n", 1)[-1], text) if text else ():
+        said = k12_truth.truth(part)
+        if said is not None:
+            return said
+    return None if text else k12_truth.truth(pred)
+
+
+def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Blank by blank in order (in any with ``extra_info.unordered``). More answers than blanks are all wrong."""
+    golds = list(truth) if isinstance(truth, (list, tuple)) else list(k12_read.split_blanks(str(truth), commas=True))
+    accepted = [[str(item) for item in gold] if isinstance(gold, (list, tuple)) else [str(gold)] for gold in golds]
+    parts = k12_read.split_blanks(pred, len(golds))
+    found = [content for _, content in boxes(after_thinking(response))]
+    if len(parts) != len(golds) and len(found) == len(golds):
+        parts = found
+    right, convert = 0, _units_open(info)
+    if len(parts) <= len(golds):
+        if info.get("unordered"):
+            rest = list(parts)
+            for golds_of_blank in accepted:
+                hit = next((i for i, part in enumerate(rest) if _any_short(golds_of_blank, part, convert)), None)
+                if hit is not None:
+                    right += 1
+                    del rest[hit]
+        else:
+            right = sum(_any_short(gold, part, convert) for gold, part in zip(accepted, parts, strict=False))
+    return _judge("; ".join(parts), right / len(golds), blanks=float(len(golds)), right_blanks=float(right))
+
+
+def _any_short(golds: list[str], pred: str, convert: bool) -> bool:
+    return any(same_short(gold, pred, convert) for gold in golds)
+
+
+def _units_open(info: Mapping[str, Any]) -> bool:
+    """Return True if an answer may be in another unit than the ground truth: the question, if the row has it, names
+    none for it."""
+    question = info.get("question") or info.get("problem")
+    return not (isinstance(question, str) and measures.asks_for_unit(question))
+
+
+def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+    golds = [str(gold) for gold in (truth if isinstance(truth, (list, tuple)) else [truth])]
+    line = k12_read.plain(
+        unmarked(response).rsplit("\n", 1)[-1]
+    )  # "床前明月光，疑是地上霜。" says not that 床前明月光，疑 is 地上霜
+    recited = len(line) > 3 and line in map(k12_read.plain, golds)
+    return _judge(pred, float(recited or _any_short(golds, pred, _units_open(info))))
+
+
+_SCORE = {
+    "choice": _choice,
+    "multiple_choice": _multiple,
+    "true_false": _true_false,
+    "blanks": _blanks,
+    "short": _short,
+}
+
+
+def scorer(rest: str) -> MathScorer:
+    """The scorer of ``k12`` and ``k12/<anything>``. Raises DataError for a name that only begins so."""
+    if rest and rest[0] not in "/_-.":
+        raise DataError(f"data_source 'k12{rest}' has no verifier; call it k12/{rest}, or set reward.path")
+    _warm()
+    return score

@@ -1,0 +1,124 @@
+"""Conversion of a reward function's result to a verdict in plain JSON, and the weighted sum of its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Number
+from typing import Any
+
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.durable import without_surrogates
+from megarl.explore.rewards.shape import shape_parts
+
+STATUSES = ("ok", "wrong", "error", "timeout")
+NO_VERDICT = ("error", "timeout")
+MAX_PARTS = 256
+MAX_NAME = 200
+"""Characters of a part's name; it becomes the name of a metric."""
+MAX_REASON = 2000
+ANSWER = "answer"
+"""The part that holds the verifier's own score where there are others."""
+
+
+def to_verdict(result: Any) -> dict[str, Any]:
+    """``{score, status, parts}`` of a number, or of a dict with ``score``; of an error also its ``reason``, where it
+    gives one.
+
+    A dict's numeric entries, and those of its ``parts``, are kept as parts. ``status`` is the dict's own; or ok / wrong
+    by its ``acc`` (a bool, 0 or 1); or else ok from a score of 1.0 on. Raises TypeError or ValueError for a result that
+    is neither, or not finite, and for more than MAX_PARTS parts or a part whose name is too long or no valid text.
+    """
+    if not isinstance(result, Mapping):
+        score = _number(result, "the result")
+        return {"score": score, "status": "ok" if score >= 1.0 else "wrong", "parts": {}}
+    if "score" not in result:
+        raise ValueError(f"compute_score returned a dict without 'score'; its keys are {sorted(map(str, result))}")
+    score = _number(result["score"], "'score'")
+    more = result.get("parts")
+    entries = {**result, **more} if isinstance(more, Mapping) else dict(result)
+    parts = {
+        str(name): float(value)
+        for name, value in entries.items()
+        if name != "score" and _is_number(value) and math.isfinite(value)
+    }
+    _check_names(parts)
+    status = result.get("status")
+    if status is None:
+        status = "ok" if _right(result.get("acc"), score) else "wrong"
+    if status not in STATUSES:
+        raise ValueError(f"compute_score returned status {status!r}; expected one of {', '.join(STATUSES)}")
+    verdict: dict[str, Any] = {"score": score, "status": status, "parts": parts}
+    reason = result.get("reason") or result.get("message")
+    return (
+        {**verdict, "reason": without_surrogates(str(reason)[:MAX_REASON])}
+        if status in NO_VERDICT and reason
+        else verdict
+    )
+
+
+def with_question(extra_info: Mapping[str, Any] | None, question: str) -> dict[str, Any]:
+    """``extra_info`` with the prompt's last message as ``question``, where it has none: verifiers see by it who only
+    repeats it."""
+    info = dict(extra_info or {})
+    return info if info.get("question") else info | {"question": question}
+
+
+def weighed(result: Any, text: str, question: str, opened: bool, config: RewardConfig) -> dict[str, Any]:
+    """``to_verdict`` of what a verifier returned for ``text``, with the shape rewards of the settings; see
+    ``shape_parts``."""
+    return weigh(to_verdict(result), shape_parts(text, question, config, opened=opened), config)
+
+
+def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardConfig) -> dict[str, Any]:
+    """The verdict with ``reward.weight`` · score + Σ weight · part as its score; the parts hold all of them,
+    unweighted.
+
+    ``shape``: part -> value, for parts with a ``weight`` of their own in the settings. What has no verdict stays as it
+        is.
+    """
+    if verdict["status"] in NO_VERDICT or (not shape and config.weight == 1.0):
+        return verdict
+    score = config.weight * verdict["score"] + sum(
+        getattr(config, name).weight * value for name, value in shape.items()
+    )
+    return {**verdict, "score": score, "parts": {**verdict["parts"], **shape, ANSWER: verdict["score"]}}
+
+
+def _check_names(parts: Mapping[str, float]) -> None:
+    """Raise ValueError for too many parts, and for a name that is too long or cannot be stored as UTF-8."""
+    if len(parts) > MAX_PARTS:
+        raise ValueError(
+            f"compute_score returned {len(parts)} parts; at most {MAX_PARTS} numbers may stand beside 'score'"
+        )
+    for name in parts:
+        if len(name) > MAX_NAME or name != without_surrogates(name):
+            raise ValueError(
+                f"compute_score returned a part named {name!a:.60}; a name is valid Unicode text of at most {MAX_NAME} "
+                "characters"
+            )
+
+
+def _right(acc: Any, score: float) -> bool:
+    if acc is None:
+        return score >= 1.0
+    if acc not in (0, 1):
+        raise ValueError(
+            f"compute_score returned acc {acc!r}; it says whether the answer is right: True, False, 1 or 0"
+        )
+    return bool(acc)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) and not isinstance(value, complex)
+
+
+def _number(value: Any, what: str) -> float:
+    if not _is_number(value):
+        raise TypeError(
+            f"compute_score must return a number or a dict with a number 'score'; "
+            f"{what} is {type(value).__name__} {value!r:.60}"
+        )
+    if not math.isfinite(value):
+        raise ValueError(f"compute_score returned {value}; a score must be finite")
+    return float(value)

@@ -1,0 +1,85 @@
+"""The one whole number that an answer states, in digits or words, whatever is counted."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.explore.rewards.answer.normalize import half_width
+from megarl.explore.rewards.answer.numerals import TENS, with_digits
+from megarl.explore.rewards.answer.stated import stated
+from megarl.explore.rewards.answer.units import NUMERALS
+
+MAX_TEXT = 300
+
+_WORDS = rf"(?:{'|'.join(TENS)}|{'|'.join(sorted(NUMERALS, key=len, reverse=True))}|hundred|thousand|million)"
+_HAN = "零〇一二两三四五六七八九十百千万"
+_GROUPS = re.compile(
+    rf"\b(?:(?:an?|one)\s+)?half\s+(?:a\s+)?dozen\b|\b(?:an?|{_WORDS}|"
+    r"\d+)\s+dozen\b|\b(?:a|one)\s+(?:pair|couple)\b(?:\s+of\b)?|"
+    r"\ba\s+(?:single|hundred|thousand|trio)\b|^single$|^dozen$"
+    rf"|半打|[{_HAN}]打|[一][对双](?![一-鿿]*[对双])|俩|仨",
+    re.IGNORECASE,
+)
+"""Counts of several words: ``two dozen``, ``a pair of``."""
+_LOOSE = re.compile(
+    r"\b(?:dozens?|couples?|hundreds|thousands|trios?|pairs?(?!\s+of\s+(?:\w+\s+)?(?:glasses|"
+    r"sunglasses|goggles|scissors|pants|trousers|jeans|shorts|pliers|tweezers)\b))\b|几|[对双打](?=$|[一-鿿])",
+    re.IGNORECASE,
+)
+"""Rest of another count: ``two pairs``, ``dozens``."""
+_COUNT = re.compile(
+    rf"(?P<digits>(?<![A-Za-z0-9_.,])[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|"
+    rf"\d+)(?:\.\d+)?(?![\d,.]*[\dA-Za-z_])(?P<behind>\s*(?:[%/^*×:=+-]|\\)\s*[\d{{]?|\s*%)?)"
+    rf"|\b(?P<words>(?:(?:minus|negative)\s+)?{_WORDS}(?:(?:\s+and\s+|[\s-]+){_WORDS})*)\b"
+    rf"|(?P<han>负?(?:[{_HAN}]+)(?:点[{_HAN}]+)?)",
+    re.IGNORECASE,
+)
+_NO_COUNT = re.compile(
+    r"\b(?:or|not|least|most|than|between|maybe|possibly|either|"
+    r"cannot|about|around|approximately|roughly|over|under|almost|nearly|some|several)\b"
+    r"|n't\b|或|不是|至少|至多|大约|左右|超过|可能|[~≈<>≤≥±]",
+    re.IGNORECASE,
+)
+_SECOND_COUNT = re.compile(
+    r"(?<!the )(?<!in )(?<!of )(?<!\d)\d+(?:st|nd|rd|th)\b|\b[xX×]\s?\d|"
+    r"\d\s?[xX×](?![\w-])|\b(?=[VX]|I[IVX])X{0,3}(?:IX|IV|V?I{0,3})\b(?!-)"
+)
+"""Numbers that _COUNT passes over beside the one that it finds: ``4th``, ``x4``, ``IV``; not "the 2nd image", not
+"A4"."""
+_NOT_COUNTS = re.compile(
+    r"一共|一起|一张|一幅|[图画][片像中里]*[一二三]|第[零一二三四五六七八九十]+|\b(?:the|this|that|each|no|which|every)\s+one\b|\bone\s+of\b",
+    re.IGNORECASE,
+)
+_NONE = re.compile(
+    r"(?:there\s+(?:is|are)\s+)?(?:none|nothing|no\s+[a-z ]{1,40})\.?|there\s+(?:is|are)(?:n[' "
+    r"]t|\s+not)\s+any(?:\s+[a-z ]{1,40})?|(?:[图画][片像面]?[中里上]?)?没有.{0,12}|无",
+    re.IGNORECASE,
+)
+
+
+def read_count(text: str) -> int | None:
+    """The one whole number that an answer states, in digits or words, whatever is counted; None for none, several, or a
+    guess."""
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 ", half_width(text).strip())
+    text = re.sub(r"[$*`\"'{}]|\\[,;!() ]", " ", text).strip().rstrip(".!").strip()
+    if not text or len(text) > MAX_TEXT:
+        return None
+    if _NONE.fullmatch(text):
+        return 0
+    text = _GROUPS.sub(lambda match: f" {with_digits(re.sub(' +', ' ', match.group())).strip()} ", text)
+    if _NO_COUNT.search(text) or _SECOND_COUNT.search(text) or _LOOSE.search(text):
+        return None
+    text = _NOT_COUNTS.sub(" ", text)
+    found = list(_COUNT.finditer(text))
+    if len(found) != 1 or not stated(text[: found[0].start()], text[found[0].end() :]):
+        return None
+    match = found[0]
+    if match["digits"]:
+        return None if match["behind"] else _whole(match["digits"].replace(",", ""))
+    return _whole(with_digits(" ".join(match.group().split())).strip())
+
+
+def _whole(text: str) -> int | None:
+    """``3`` and ``3.0``, not ``3.5``; None also for numbers beyond any count."""
+    match = re.fullmatch(r"([+-]?\d{1,15})(?:\.0+)?", text)
+    return int(match.group(1)) if match else None

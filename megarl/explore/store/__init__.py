@@ -1,0 +1,7 @@
+"""The SQL store: the only shared truth between explorer and trainer."""
+
+from megarl.explore.store.claims import Claim
+from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
+from megarl.explore.store.store import Store
+
+__all__ = ["OWN_SERVER", "VARIABLE", "Claim", "Store", "check_url", "sqlite_file"]

@@ -1,0 +1,145 @@
+"""Groups handed to workers and back: what ``Store.claim_groups`` and ``Store.finish_group`` do inside their
+transaction."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, insert, or_, select, update
+
+from megarl.core.schema import GREEDY, Task, WeightsVersion
+from megarl.explore.store.checksums import check
+from megarl.explore.store.codec import dumps, task_from_row
+from megarl.explore.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, TASK_IMAGES, TASKS, TRAJECTORIES
+from megarl.explore.store.transactions import put
+
+RolloutKind = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One group handed to one worker: what to generate, and the right to write its trajectories."""
+
+    rollout_id: str
+    kind: RolloutKind
+    step: int
+    version: WeightsVersion
+    group_id: str
+    position: int
+    group_size: int
+    sampling: dict[str, Any]
+    task: Task
+    worker: str
+    token: str
+    """Token of the call that claimed the group."""
+    attempt: int
+    """Number of claims of this group, this one included."""
+
+    @property
+    def indices(self) -> list[int]:
+        """Indices of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for
+        one."""
+        return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
+
+
+def is_free(worker: str, claimed_before: float) -> ColumnElement[bool]:
+    """Groups that ``worker`` may claim: those that nobody holds, and those that another has held since before that
+    time."""
+    expired = (GROUPS.c.state == "claimed") & (GROUPS.c.claimed_at < claimed_before) & (GROUPS.c.claimed_by != worker)
+    return or_(GROUPS.c.state == "pending", expired)
+
+
+_WITH_ROLLOUT = select(
+    GROUPS, *(c for c in ROLLOUTS.c if c.name not in GROUPS.c), ROLLOUTS.c.checksum.label("rollout_checksum")
+).join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+_IN_ORDER = (ROLLOUTS.c.sequence, GROUPS.c.position)
+
+
+def claim(
+    connection: Connection, free: ColumnElement[bool], limit: int, max_samples: int | None, held: Mapping[str, Any]
+) -> list[Row[Any]]:
+    """Mark groups as claimed with the columns ``held`` and return them with their rollouts' columns, in order."""
+    query = (
+        _WITH_ROLLOUT.where(free)
+        .order_by(*_IN_ORDER)
+        .limit(limit)
+        .with_for_update(skip_locked=True, of=GROUPS)  # SQLite has no such clause; BEGIN IMMEDIATE does its work
+    )
+    groups = list(connection.execute(query))
+    if max_samples is not None:
+        samples = itertools.accumulate(group.group_size for group in groups)
+        groups = [g for i, (g, n) in enumerate(zip(groups, samples, strict=True)) if i == 0 or n <= max_samples]
+    ids = [group.group_id for group in groups]
+    claimed = {"state": "claimed", **held, "attempt": GROUPS.c.attempt + 1}
+    connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(ids)).values(claimed))
+    return held_by(connection, held["claim_token"])
+
+
+def held_by(connection: Connection, token: str) -> list[Row[Any]]:
+    """Groups claimed by the call with this token that are not finished, as :func:`claim` returns them."""
+    mine = (GROUPS.c.state == "claimed", GROUPS.c.claim_token == token)
+    return list(connection.execute(_WITH_ROLLOUT.where(*mine).order_by(*_IN_ORDER)))
+
+
+def claims_of(
+    groups: Sequence[Row[Any]], tasks: Sequence[Row[Any]], images: Mapping[str, tuple[bytes, ...]]
+) -> list[Claim]:
+    """Raises StoreDamagedError."""
+    for group in groups:
+        check(GROUPS, group)
+        check(ROLLOUTS, group, "rollout_checksum")
+    of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
+    return [
+        Claim(
+            rollout_id=group.rollout_id,
+            kind=group.kind,
+            step=group.step,
+            version=WeightsVersion.parse(group.version),
+            group_id=group.group_id,
+            position=group.position,
+            group_size=group.group_size,
+            sampling=json.loads(group.sampling),
+            task=of_id[group.task_id],
+            worker=group.claimed_by,
+            token=group.claim_token,
+            attempt=group.attempt,
+        )
+        for group in groups
+    ]
+
+
+def finish(
+    connection: Connection, again: bool, claim: Claim, rows: list[dict[str, Any]], metrics: Mapping[str, float] | None
+) -> bool:
+    """Write a group's trajectories (``rows``) if the claim is the one that it has now."""
+    mine = (GROUPS.c.group_id == claim.group_id, GROUPS.c.claim_token == claim.token)
+    # The group's row first: whoever asks for the rollout again deletes that one first too, and waits for us there.
+    done = update(GROUPS).where(*mine, GROUPS.c.state == "claimed").values(state="done")
+    if connection.execute(done).rowcount != 1:
+        by_us = select(GROUPS.c.group_id).where(
+            *mine, GROUPS.c.state == "done"
+        )  # the token stays with what it finished
+        return again and connection.execute(by_us).first() is not None
+    connection.execute(insert(TRAJECTORIES), rows)
+    if metrics is not None:
+        row = {"rollout_id": claim.rollout_id, "worker": claim.worker, "metrics": dumps(dict(metrics))}
+        put(connection, ROLLOUT_METRICS, [row])
+    return True
+
+
+def images_of(connection: Connection, task_ids: Select[Any] | Collection[str]) -> dict[str, tuple[bytes, ...]]:
+    """Task id -> its images in order, of those of ``task_ids`` that have any."""
+    query = select(TASK_IMAGES).where(TASK_IMAGES.c.task_id.in_(task_ids)).order_by(TASK_IMAGES.c.position)
+    found: dict[str, tuple[bytes, ...]] = {}
+    for row in connection.execute(query):
+        check(TASK_IMAGES, row)
+        found[row.task_id] = (*found.get(row.task_id, ()), row.image)
+    return found
+
+
+def tasks_of(connection: Connection, task_ids: Collection[str]) -> list[Row[Any]]:
+    return list(connection.execute(select(TASKS).where(TASKS.c.task_id.in_(task_ids))))

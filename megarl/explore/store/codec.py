@@ -1,0 +1,163 @@
+"""Nouns <-> columns. Arrays become one safetensors blob, the rest JSON; nothing is pickled.
+
+A row's tensors are the ``token_ids`` of all turns, one after the other, and the ``logp`` of the turns that have one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from megarl.core.errors import DataError
+from megarl.core.schema import GroupStats, Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.store.checksums import check, sealed
+from megarl.explore.store.tables import TASKS, TRAJECTORIES
+
+
+def dumps(value: Any) -> str:
+    """Strict JSON: NaN and infinity are refused, since not every database reads them back."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def task_to_row(task: Task) -> dict[str, Any]:
+    """Columns of one task; its images are rows of a table of their own. Raises DataError for a text with a NUL
+    character, which PostgreSQL does not keep."""
+    texts = {
+        "task_id": task.task_id,
+        "data_source": task.data_source,
+        "ability": task.ability,
+        "response": task.response,
+    }
+    if broken := [name for name, text in texts.items() if text is not None and "\0" in text]:
+        raise DataError(f"task {task.task_id!r}: {broken[0]} holds a NUL character; remove it")
+    return {
+        "task_id": task.task_id,
+        "data_source": task.data_source,
+        "prompt": dumps(_prompt(task)),
+        "ability": task.ability,
+        "reward_model": dumps(task.reward_model),
+        "extra_info": dumps(task.extra_info),
+        "response": task.response,
+    }
+
+
+def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
+    """Raises StoreDamagedError. A demonstration's message (``Task.answer``) is not kept: rollouts have no use for
+    it."""
+    check(TASKS, row)
+    prompt = json.loads(row.prompt)
+    prompt = {"messages": prompt} if isinstance(prompt, list) else prompt
+    return Task(
+        task_id=row.task_id,
+        data_source=row.data_source,
+        prompt=tuple(prompt["messages"]),
+        ability=row.ability,
+        reward_model=json.loads(row.reward_model),
+        extra_info=json.loads(row.extra_info),
+        response=row.response,
+        images=images,
+        chat_template_kwargs=prompt.get("chat_template_kwargs", {}),
+    )
+
+
+def _prompt(task: Task) -> Any:
+    """The messages alone, as stores from before have them, unless the template is given more."""
+    messages = list(task.prompt)
+    return (
+        {"messages": messages, "chat_template_kwargs": task.chat_template_kwargs}
+        if task.chat_template_kwargs
+        else messages
+    )
+
+
+def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
+    """Columns of one trajectory. Raises TypeError when an array of a turn has another dtype than int32 token ids and
+    float32 log-probs, is not 1-D, or has another length."""
+    where = f"trajectory {trajectory.group_id}[{trajectory.index}]"
+    logp = [turn.logp for turn in trajectory.turns if turn.logp is not None]
+    for turn in trajectory.turns:
+        _check_array(f"{where}: token_ids", turn.token_ids, np.dtype(np.int32), None)
+        if turn.logp is not None:
+            _check_array(f"{where}: logp", turn.logp, np.dtype(np.float32), len(turn))
+    reward, stats = trajectory.reward, trajectory.group_stats
+    record = {
+        "group_size": trajectory.group_size,
+        "parts": reward.parts,
+        "turns": [_turn_record(turn) for turn in trajectory.turns],
+        "group_stats": None if stats is None else [stats.mean, stats.std, stats.size],
+        "metadata": trajectory.metadata,
+    }
+    tensors = {
+        "token_ids": np.concatenate([turn.token_ids for turn in trajectory.turns]),
+        "logp": np.concatenate([*logp, np.empty(0, np.float32)]),
+    }
+    row = {
+        "group_id": trajectory.group_id,
+        "index": trajectory.index,
+        "rollout_id": trajectory.rollout_id,
+        "task_id": trajectory.task_id,
+        "score": reward.score if math.isfinite(reward.score) else None,
+        "status": reward.status,
+        "record": dumps(record),
+        "tensors": save_tensors(tensors),
+    }
+    return sealed(TRAJECTORIES, row)
+
+
+def trajectory_from_row(row: Any) -> Trajectory:
+    """Return the trajectory in a row. Raises StoreDamagedError."""
+    check(TRAJECTORIES, row)
+    record, tensors = json.loads(row.record), load_tensors(row.tensors)
+    stats = record["group_stats"]
+    return Trajectory(
+        rollout_id=row.rollout_id,
+        task_id=row.task_id,
+        group_id=row.group_id,
+        index=row.index,
+        group_size=record["group_size"],
+        turns=tuple(_turns(record["turns"], tensors) if "turns" in record else _turns_of_schema_3(record, tensors)),
+        reward=Reward(score=math.nan if row.score is None else row.score, status=row.status, parts=record["parts"]),
+        group_stats=None if stats is None else GroupStats(*stats),
+        metadata=record["metadata"],
+    )
+
+
+def _turn_record(turn: Turn) -> list[Any]:
+    spans = [[span.start, span.end, str(span.version)] for span in turn.spans]
+    return [turn.author, len(turn), turn.follows, turn.logp is not None, turn.finish_reason, spans]
+
+
+def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) -> Iterator[Turn]:
+    tokens_at, logp_at = 0, 0
+    for author, length, follows, has_logp, finish_reason, spans in records:
+        logp = tensors["logp"][logp_at : logp_at + length] if has_logp else None
+        yield Turn(
+            author,
+            tensors["token_ids"][tokens_at : tokens_at + length],
+            follows,
+            logp,
+            tuple(WeightsSpan(start, end, WeightsVersion.parse(version)) for start, end, version in spans),
+            finish_reason,
+        )
+        tokens_at, logp_at = tokens_at + length, logp_at + length * has_logp
+
+
+def _turns_of_schema_3(record: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Iterator[Turn]:
+    """A prompt and a response."""
+    spans = tuple(WeightsSpan(start, end, WeightsVersion.parse(v)) for start, end, v, *_ in record["segments"])
+    yield Turn("user", tensors["prompt_ids"])
+    yield Turn("model", tensors["response_ids"], 0, tensors["engine_logp"], spans, record["finish_reason"])
+
+
+def _check_array(name: str, array: Any, dtype: np.dtype[Any], length: int | None) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        seen = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"{name} must be a 1-D {dtype} array, got {seen}")
+    if length is not None and len(array) != length:
+        raise TypeError(f"{name} has {len(array)} values for {length} tokens")

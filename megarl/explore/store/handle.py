@@ -1,0 +1,29 @@
+"""A process's handle on the database."""
+
+from __future__ import annotations
+
+from megarl.explore.store.transactions import Transactions
+
+
+class Handle:
+    """Reads and writes in transactions. The parts of a ``Store`` derive from it."""
+
+    def __init__(self, url: str, *, attempt: int | None = None, outage_s: float = 0.0, read_only: bool = False) -> None:
+        self._database = Transactions(url, attempt, outage_s, read_only=read_only)
+        self._read, self._write = self._database.read, self._database.write
+
+    def close(self) -> None:
+        """Close this process's connections."""
+        self._database.close()
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Count a start of the job, before any of its processes starts: those of earlier ones can write nothing any
+        more. This handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
+
+        Raises FencedError when the stored attempt is not smaller.
+        """
+        self._database.begin_attempt(attempt)
+
+    def sync(self) -> None:
+        """Return when all that any process has committed so far would outlive a power cut. Safe to repeat."""
+        self._database.sync()

@@ -1,0 +1,95 @@
+"""Records of a run: metrics of steps, events, the state of the job."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Table, insert, select
+
+from megarl.explore.store.checksums import check, sealed
+from megarl.explore.store.codec import dumps
+from megarl.explore.store.handle import Handle
+from megarl.explore.store.tables import EVENTS, JOB, STEPS
+from megarl.explore.store.transactions import put
+
+JobState = Literal["open", "closed"]
+
+
+class Journal(Handle):
+    """Steps, events and the state of the job."""
+
+    def record_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep a step's metrics; a repeated step replaces its first record, so that it is safe to repeat."""
+        finite = {name: value if value - value == 0 else None for name, value in metrics.items()}
+        row = {"step": step, "recorded_at": time.time(), "metrics": dumps(finite)}
+        self._write(lambda connection, again: put(connection, STEPS, [row]))
+
+    def steps(self) -> list[tuple[int, dict[str, float | None]]]:
+        """Recorded (step, metrics) in order; a metric that was not finite reads None."""
+        query = select(STEPS).order_by(STEPS.c.step)
+        return self._read(lambda connection: [(row.step, metrics_of(STEPS, row)) for row in connection.execute(query)])
+
+    def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
+        """Append to the job's log of events (a retry, a restart, a warning).
+
+        Safe to repeat: an event of the same instant, source and content is this call's.
+        """
+        event = {"at": time.time(), "source": source, "kind": kind, "data": dumps(dict(data))}
+        same = select(EVENTS.c.event_id).where(*(EVENTS.c[name] == value for name, value in event.items()))
+
+        def work(connection: Connection, again: bool) -> None:
+            if not (again and connection.execute(same).first()):
+                connection.execute(insert(EVENTS), [sealed(EVENTS, event)])
+
+        self._write(work)
+
+    def events(self, kind: str | None = None, after: float = 0.0) -> list[dict[str, Any]]:
+        """Events in order, those later than ``after``: {at (unix seconds), source, kind, data}."""
+        query = select(EVENTS).where(EVENTS.c.at > after).order_by(EVENTS.c.event_id)
+        if kind is not None:
+            query = query.where(EVENTS.c.kind == kind)
+        return self._read(lambda connection: [event_of(row) for row in connection.execute(query)])
+
+    def open_job(self) -> None:
+        """Say that work may still be asked for. Safe to repeat."""
+        self._set_job_state("open")
+
+    def close_job(self) -> None:
+        """Say that no more work will be asked for; explorers end when they see it. Safe to repeat."""
+        self._set_job_state("closed")
+
+    def job_state(self) -> JobState:
+        """``open`` until :meth:`close_job`."""
+        query = select(JOB.c.value).where(JOB.c.key == "state")
+        return self._read(lambda connection: connection.scalar(query)) or "open"
+
+    def run_id(self) -> str | None:
+        """Identity of the run whose store this is; None in a new one, and in those from before there were any."""
+        query = select(JOB.c.value).where(JOB.c.key == "run")
+        return self._read(lambda connection: connection.scalar(query))
+
+    def set_run_id(self, run_id: str) -> None:
+        """Take the store for a run. Safe to repeat."""
+        self._set_job("run", run_id)
+
+    def _set_job_state(self, state: JobState) -> None:
+        self._set_job("state", state)
+
+    def _set_job(self, key: str, value: str) -> None:
+        self._write(lambda connection, again: put(connection, JOB, [{"key": key, "value": value}]))
+
+
+def metrics_of(table: Table, row: Any) -> dict[str, Any]:
+    """Metrics of a row, whose checksum is compared. Raises StoreDamagedError."""
+    check(table, row)
+    metrics: dict[str, Any] = json.loads(row.metrics)
+    return metrics
+
+
+def event_of(row: Any) -> dict[str, Any]:
+    """An event's row: {at, source, kind, data}. Raises StoreDamagedError."""
+    check(EVENTS, row)
+    return {"at": row.at, "source": row.source, "kind": row.kind, "data": json.loads(row.data)}

@@ -1,0 +1,36 @@
+"""Tasks, rollouts, groups and trajectories in one SQL database.
+
+The trainer asks for a rollout (one group per task); explorers claim groups and hand each back whole, in one
+transaction; the trainer reads what is done. A claim carries a token, and only the claim that a group has *now* may
+finish it: whatever happens to explorers, a group's trajectories are written once.
+
+Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
+(``transactions.py``); each docstring explains why a repetition does no harm. SQLite runs in WAL mode with
+``synchronous=NORMAL``: killing any process loses no committed transaction. A power cut may lose those since the last
+    ``sync``, which comes
+before every checkpoint's manifest. WAL needs a local file system.
+"""
+
+from __future__ import annotations
+
+from megarl.explore.store.groups import GroupTable
+from megarl.explore.store.journal import Journal
+from megarl.explore.store.rollouts import RolloutTable
+from megarl.explore.store.tasks import TaskTable
+
+
+class Store(TaskTable, RolloutTable, GroupTable, Journal):
+    """A connection to the store, for one process (make a new one after a fork).
+
+    Args:
+        url: ``store.url``, or SQLAlchemy's for sqlite or postgresql.
+        attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun.
+            None (reports, tools) writes whatever attempt there is.
+        outage_s: How long a database that does not answer is waited for; 0 fails at once.
+
+    Raises:
+        ConfigError: the URL cannot be read or its driver is missing.
+        JobError: (here, and every method) the database could not be used for ``outage_s``.
+        StoreDamagedError: (here, and every method) a page or a row is not as it was written.
+        FencedError: (here, and every write) the job has begun another attempt.
+    """

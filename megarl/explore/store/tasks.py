@@ -1,0 +1,65 @@
+"""Rows of tasks, by split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, delete, insert, select
+
+from megarl.core.errors import DataError
+from megarl.core.schema import Task
+from megarl.explore.store.checksums import sealed
+from megarl.explore.store.claims import images_of
+from megarl.explore.store.codec import task_from_row, task_to_row
+from megarl.explore.store.handle import Handle
+from megarl.explore.store.tables import TASK_IMAGES, TASKS
+
+
+class TaskTable(Handle):
+    """Tasks that rollouts may ask for."""
+
+    def add_tasks(self, split: str, tasks: Sequence[Task]) -> None:
+        """Make ``tasks`` the whole of ``split``, in this order. Safe to repeat: the split is written again.
+
+        Raises DataError when a task id occurs twice or belongs to another split, or a text holds a NUL character.
+        """
+        ids = [task.task_id for task in tasks]
+        if len(set(ids)) != len(ids):
+            twice = next(task_id for i, task_id in enumerate(ids) if task_id in ids[:i])
+            raise DataError(f"task id {twice!r} occurs twice in split {split!r}; ids must be unique")
+        rows = [sealed(TASKS, task_to_row(task) | {"split": split, "position": i}) for i, task in enumerate(tasks)]
+
+        def work(connection: Connection, again: bool) -> None:
+            of_split = select(TASKS.c.task_id).where(TASKS.c.split == split)
+            connection.execute(delete(TASK_IMAGES).where(TASK_IMAGES.c.task_id.in_(of_split)))
+            connection.execute(delete(TASKS).where(TASKS.c.split == split))
+            taken = {row.task_id: row.split for row in connection.execute(select(TASKS.c.task_id, TASKS.c.split))}
+            clash = next((task_id for task_id in ids if task_id in taken), None)
+            if clash is not None:
+                raise DataError(
+                    f"task id {clash!r} of split {split!r} belongs to split {taken[clash]!r}; ids must be unique"
+                )
+            if rows:
+                connection.execute(insert(TASKS), rows)
+            for task in tasks:  # one after another: a row's images may be 32 MiB
+                for i, image in enumerate(task.images):
+                    row = {"task_id": task.task_id, "position": i, "image": image}
+                    connection.execute(insert(TASK_IMAGES), sealed(TASK_IMAGES, row))
+
+        self._write(work)
+
+    def task_ids(self, split: str) -> list[str]:
+        """Ids of a split's tasks in the order in which they were added."""
+        query = select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position)
+        return self._read(lambda connection: list(connection.scalars(query)))
+
+    def tasks(self, split: str, *, images: bool = True) -> list[Task]:
+        """A split's tasks in the order in which they were added; without ``images`` those are not read, and each has
+        none."""
+
+        def work(connection: Connection) -> list[Task]:
+            rows = connection.execute(select(TASKS).where(TASKS.c.split == split).order_by(TASKS.c.position)).all()
+            found = images_of(connection, select(TASKS.c.task_id).where(TASKS.c.split == split)) if images else {}
+            return [task_from_row(row, found.get(row.task_id, ())) for row in rows]
+
+        return self._read(work)

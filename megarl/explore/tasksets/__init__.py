@@ -1,0 +1,36 @@
+"""Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
+
+from megarl.explore.tasksets.entries import Entry, Generator
+from megarl.explore.tasksets.files import place_of, read_recipe
+from megarl.explore.tasksets.generate import GENERATORS, Kind, generate, recipe
+from megarl.explore.tasksets.images import chat_messages
+from megarl.explore.tasksets.preferences import read_preferences, write_preferences
+from megarl.explore.tasksets.rows import read_rows, write_rows
+from megarl.explore.tasksets.tokenizer import (
+    ChatTokenizer,
+    check_prompts,
+    encode_demonstrations,
+    encode_preferences,
+    encode_rows,
+)
+
+__all__ = [
+    "GENERATORS",
+    "ChatTokenizer",
+    "Entry",
+    "Generator",
+    "Kind",
+    "chat_messages",
+    "check_prompts",
+    "encode_demonstrations",
+    "encode_preferences",
+    "encode_rows",
+    "generate",
+    "place_of",
+    "read_preferences",
+    "read_recipe",
+    "read_rows",
+    "recipe",
+    "write_preferences",
+    "write_rows",
+]

@@ -1,0 +1,178 @@
+"""Files of rows: parquet, or one JSON object a line where the name ends in ``.jsonl``. Messages count rows and lines
+from 1."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.core.durable import whole
+from megarl.core.errors import DataError
+
+RECIPE = b"megarl.recipe"
+
+
+@dataclass(frozen=True)
+class RowLocation:
+    """Position of a value, for messages about it."""
+
+    path: Path
+    row: int
+    """Its number among the rows, from 0."""
+
+    def refuse(self, field: str, expected: str, seen: Any) -> NoReturn:
+        """Raise DataError for a value that is not as expected."""
+        raise DataError(f"{place_of(self.path, self.row)}: {field} must be {expected}, got {short(seen)}")
+
+
+def place_of(path: str | os.PathLike[str], row: int) -> str:
+    """``FILE: row N`` for row number ``row`` (from 0) of a file, or ``FILE: line N`` of a jsonl file; N counts from
+    1."""
+    if not is_jsonl(path):
+        return f"{path}: row {row + 1}"
+    with Path(path).open("rb") as file:
+        lines = (number for number, line in enumerate(file, 1) if line.strip())
+        return f"{path}: line {next(itertools.islice(lines, row, None), row + 1)}"
+
+
+def is_jsonl(path: str | os.PathLike[str]) -> bool:
+    """Return True if a file is jsonl by its name."""
+    return Path(path).suffix == ".jsonl"
+
+
+def read_table(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    """(names of all columns, rows with those of ``wanted`` that are there); in jsonl a key that a row lacks is None.
+
+    Raises DataError when there is no such file, it cannot be read, or it has no rows.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; give a parquet or jsonl file, or let `megarl data` write it")
+    names, rows = _read_jsonl(path, wanted) if is_jsonl(path) else _read_parquet(path, wanted)
+    if not rows:
+        raise DataError(f"{path}: has no rows")
+    return names, rows
+
+
+def _read_parquet(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    try:
+        table = pq.read_table(path, partitioning=None)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(
+            f"{path}: not a readable parquet file ({str(error).splitlines()[0]}); a file of JSON lines must be called "
+            ".jsonl"
+        ) from error
+    names = list(table.column_names)
+    found = [name for name in wanted if name in names]
+    rows = table.select(found).to_pylist() if found else [{} for _ in range(table.num_rows)]
+    return names, rows
+
+
+def _read_jsonl(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    names: dict[str, None] = {}
+    rows: list[dict[str, Any]] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode())
+            except ValueError as error:
+                raise DataError(f"{path}: line {number} is not JSON ({error}): {short(line)}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}: line {number} must be a JSON object, got {short(row)}")
+            names |= dict.fromkeys(row)
+            rows.append(row)
+    found = [name for name in wanted if name in names]
+    return list(names), [{name: row.get(name) for name in found} for row in rows]
+
+
+def check_columns(path: Path, names: Sequence[str], required: Sequence[str]) -> None:
+    """Raise DataError naming the first column of ``required`` that is not among ``names``."""
+    missing = [name for name in required if name not in names]
+    if missing:
+        raise DataError(
+            f"{path}: column {missing[0]!r} is missing; the columns are {list(names)}, needed are {list(required)}"
+        )
+
+
+def write_table(
+    path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None
+) -> None:
+    """Write rows as parquet with nested columns; ``recipe``: the settings that they were made with, for
+    ``read_recipe``.
+
+    The file appears whole or not at all. Parquet gives all rows of a nested column the same keys: a key that only some
+    rows have reads back as None in the others. Raises DataError when one key has values of different types, or when the
+    file cannot be written.
+    """
+    path = Path(path)
+    try:
+        table = pa.Table.from_pylist(list(rows))
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(f"{path}: the rows do not share one schema ({error})") from error
+    if recipe is not None:
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), RECIPE: json.dumps(recipe)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as temporary:
+            pq.write_table(table, temporary)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written ({error.strerror or error}); make room or give another path"
+        ) from error
+
+
+def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The settings that a file's rows were made with; None when it was written without, or for a file of other
+    making."""
+    if is_jsonl(path):
+        return None
+    try:
+        found = (pq.read_schema(path).metadata or {}).get(RECIPE)
+        value = json.loads(found) if found else None
+    except (pa.ArrowInvalid, OSError, ValueError):
+        return None  # who reads its rows reports what is wrong with it
+    return value if isinstance(value, dict) else None
+
+
+# ---------------------------------------------------------------- values of a row
+
+
+def json_struct(location: RowLocation, field: str, value: Any) -> dict[str, Any]:
+    """A dict of JSON values; null is an empty one. Raises DataError otherwise."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        location.refuse(field, "a struct or null", value)
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        location.refuse(field, f"made of JSON values ({error})", value)
+    return value
+
+
+def text_of(location: RowLocation, field: str, value: Any) -> str:
+    """A text with something in it. Raises DataError otherwise."""
+    if not isinstance(value, str) or not value:
+        location.refuse(field, "a non-empty string", value)
+    return value
+
+
+def source_of(location: RowLocation, row: Mapping[str, Any]) -> str:
+    """``data_source`` where it may be left out."""
+    source = row.get("data_source")
+    return "" if source is None else text_of(location, "data_source", source)
+
+
+def short(value: Any, limit: int = 80) -> str:
+    """Shorten a value for a message."""
+    text = f"{value!r} ({type(value).__name__})"
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,166 @@
+"""Images of rows, as verl has them: a column ``images`` beside a prompt with ``<image>`` where each belongs.
+
+A task keeps each image as the bytes of its file: the store holds them, and any node can read them from there.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.core.schema import Task
+from megarl.explore.tasksets.files import RowLocation
+
+PLACEHOLDER = "<image>"
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+"""Formats that Pillow may read; other decoders are not tried on a stranger's bytes."""
+MAX_IMAGES = 16
+MAX_ROW_BYTES = 32 * 2**20
+"""Limit of a row's images together, as files. The store and each call to an engine carry them (there a third more, as
+base64)."""
+MAX_PIXELS = 50_000_000
+
+
+def images_of(location: RowLocation, row: Mapping[str, Any]) -> tuple[tuple[bytes, ...], Any]:
+    """(a row's images, its prompt with every content a text in which each has its ``<image>``).
+
+    An image is ``{bytes, path}`` as of Hugging Face's ``datasets``, ``{image: …}``, or bare: bytes, a path (relative to
+    the file of rows) or a ``data:`` URI. A content may be a list of parts, which may hold the images themselves. A text
+    without images keeps an ``<image>`` that it talks about.
+
+    Raises DataError for images that cannot be read or are too large, and where they are not as many as the ``<image>``.
+    """
+    if row.get("videos"):
+        location.refuse("videos", "empty, since videos are not supported", row["videos"])
+    column = row.get("images")
+    if column is not None and not isinstance(column, list):
+        location.refuse("images", "a list of images", column)
+    values: list[Any] = list(column or ())
+    prompt, inline = _as_texts(location, row.get("prompt"))
+    if inline and values:
+        location.refuse("images", "empty where the prompt's parts hold the images themselves", f"{len(values)} images")
+    values = values or inline
+    found = tuple(_read(location, f"images[{i}]", value) for i, value in enumerate(values))
+    if not found:
+        return (), prompt
+    if len(found) > MAX_IMAGES or sum(map(len, found)) > MAX_ROW_BYTES:
+        seen = f"{len(found)} images of {sum(map(len, found)) / 2**20:.1f} MiB"
+        location.refuse("images", f"at most {MAX_IMAGES} images of {MAX_ROW_BYTES // 2**20} MiB together", seen)
+    wanted = sum(_content(message).count(PLACEHOLDER) for message in prompt or () if isinstance(message, dict))
+    if wanted != len(found):
+        location.refuse("images", f"as many as the prompt has {PLACEHOLDER} ({wanted})", len(found))
+    return found, prompt
+
+
+def chat_messages(task: Task) -> list[dict[str, Any]]:
+    """The prompt for a chat template: of a task with images each content as a list of ``{type: image}`` and ``{type:
+    text}``."""
+    if not task.images:
+        return [dict(message) for message in task.prompt]
+    return [{**message, "content": _parts(message.get("content"))} for message in task.prompt]
+
+
+def size_of(image: bytes) -> tuple[int, int]:
+    """(width, height) from the file's head. Raises ValueError when it is no image that can be read, or too large to
+    decode."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(image), formats=FORMATS) as opened:
+            width, height = opened.size
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"not a {', '.join(FORMATS)} image ({error})") from error
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"of {width} x {height} pixels, more than {MAX_PIXELS}")
+    return width, height
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _parts(content: str | None) -> list[dict[str, Any]]:
+    """Split as verl does: the text around the placeholders as it stands, none that is empty."""
+    parts: list[dict[str, Any]] = []
+    for i, text in enumerate((content or "").split(PLACEHOLDER)):
+        parts += [{"type": "image"}] if i else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _as_texts(location: RowLocation, prompt: Any) -> tuple[Any, list[Any]]:
+    """(the prompt with texts for lists of parts, the images that the parts hold); what is no message is left for others
+    to refuse."""
+    if not isinstance(prompt, list):
+        return prompt, []
+    messages: list[Any] = []
+    images: list[Any] = []
+    for i, message in enumerate(prompt):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            messages.append(message)
+            continue
+        texts = []
+        for j, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            elif kind == "image":
+                texts.append(PLACEHOLDER)
+                images += [part["image"]] if part.get("image") is not None else []
+            else:
+                location.refuse(f"prompt[{i}].content[{j}]", "{type: text, text} or {type: image}", part)
+        messages.append({**message, "content": "".join(texts)})
+    return messages, images
+
+
+def _read(location: RowLocation, field: str, value: Any) -> bytes:
+    data = _bytes(location, field, value)
+    try:
+        size_of(data)
+    except ValueError as error:
+        location.refuse(field, "an image", f"{len(data)} bytes, {error}")
+    return data
+
+
+def _bytes(location: RowLocation, field: str, value: Any) -> bytes:
+    if isinstance(value, dict):
+        given = [value[key] for key in ("bytes", "image", "path") if value.get(key) is not None]
+        if not given or isinstance(given[0], dict):
+            location.refuse(field, "{bytes, path} or {image}, one of them given", value)
+        return _bytes(location, field, given[0])
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        location.refuse(field, "{bytes, path}, {image}, bytes, a path or a data: URI", value)
+    if value.startswith("data:"):
+        try:
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            location.refuse(field, f"a data: URI in base64 ({error})", value)
+    if value.startswith(("http://", "https://")):
+        location.refuse(field, "a file here, since nothing is downloaded", value)
+    path = location.path.parent / Path(value.removeprefix("file://"))
+    try:
+        if path.stat().st_size > MAX_ROW_BYTES:
+            location.refuse(field, f"at most {MAX_ROW_BYTES // 2**20} MiB", str(path))
+        return path.read_bytes()
+    except OSError as error:
+        location.refuse(field, f"a file that can be read ({error.strerror})", str(path))
+
+
+def refuse_images(location: RowLocation, row: Mapping[str, Any], why: str) -> None:
+    """Raise DataError when a row has images or videos."""
+    for field in ("images", "videos"):
+        if row.get(field):
+            location.refuse(field, f"empty, since {why}", f"{len(row[field])} of them")
+
+
+def columns_of(tasks: Sequence[Task]) -> list[list[dict[str, Any]]]:
+    """The column ``images`` of these tasks, as Hugging Face's ``datasets`` writes it."""
+    return [[{"bytes": image, "path": None} for image in task.images] for task in tasks]

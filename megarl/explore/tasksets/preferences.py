@@ -1,0 +1,103 @@
+"""Rows of preferences, in TRL's form: ``prompt, chosen, rejected``, and ``margin, data_source, extra_info`` where
+wanted.
+
+Answers are texts, or chat messages whose last one is the assistant's; messages before it repeat the prompt, and may
+then be all there is of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.core.schema import Message, Preference
+from megarl.explore.tasksets.files import RowLocation, check_columns, json_struct, read_table, source_of, write_table
+from megarl.explore.tasksets.images import refuse_images
+from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of
+
+ANSWERS = ("chosen", "rejected")
+COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", *OPTIONS)
+
+
+def read_preferences(path: str | os.PathLike[str], *, split: str | None = None) -> list[Preference]:
+    """Read and check every row of a parquet or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
+
+    Raises DataError naming the file, the row, the field, what was seen and what is expected.
+    """
+    path = Path(path)
+    names, rows = read_table(path, (*COLUMNS, "images", "videos"))
+    check_columns(path, names, ANSWERS)
+    prefix = path.stem if split is None else split
+    return [_preference(RowLocation(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
+
+
+def write_preferences(
+    path: str | os.PathLike[str], preferences: Sequence[Preference], recipe: Mapping[str, Any] | None = None
+) -> None:
+    """Write preferences as rows with texts as answers; ``margin`` is a column when any has one. See ``write_table``."""
+    assert not any(any(row.answers) or row.chat_template_kwargs for row in preferences), (
+        "generated rows are texts without template options"
+    )
+    margins = any(preference.margin for preference in preferences)
+    rows = [_row(preference) | ({"margin": preference.margin} if margins else {}) for preference in preferences]
+    write_table(path, rows, recipe)
+
+
+def _row(preference: Preference) -> dict[str, Any]:
+    return {
+        "data_source": preference.data_source or None,
+        "prompt": list(preference.prompt),
+        "chosen": preference.chosen,
+        "rejected": preference.rejected,
+        "extra_info": preference.extra_info or None,  # parquet has no empty struct
+    }
+
+
+def _preference(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Preference:
+    refuse_images(location, row, "training on images is not supported")
+    (chosen, chosen_message, before), (rejected, rejected_message, before_rejected) = (
+        answer_of(location, name, row[name]) for name in ANSWERS
+    )
+    if before != before_rejected:
+        location.refuse("rejected", "an answer to the same messages as chosen", row["rejected"])
+    given = row.get("prompt")
+    if given is None and not before:
+        location.refuse(
+            "prompt", "a text or messages, where chosen and rejected are not messages that repeat it", given
+        )
+    prompt = before if given is None and before else prompt_of(location, "prompt", given, text=True)
+    if before and before != prompt:
+        location.refuse("chosen", "an answer to prompt, or the prompt's own messages with one", row["chosen"])
+    if prompt[-1]["role"] not in ASKING:
+        location.refuse(
+            f"chosen[{len(prompt) - 1}].role", "user or tool, since the model answers that message", prompt[-1]["role"]
+        )
+    if chosen == rejected and _others(chosen_message) == _others(rejected_message):
+        location.refuse("rejected", "another answer than chosen", rejected)
+    return Preference(
+        task_id=task_id,
+        data_source=source_of(location, row),
+        prompt=prompt,
+        chosen=chosen,
+        rejected=rejected,
+        margin=_margin(location, row.get("margin")),
+        extra_info=json_struct(location, "extra_info", row.get("extra_info")),
+        chat_template_kwargs=template_kwargs_of(location, row),
+        answers=(chosen_message, rejected_message),
+    )
+
+
+def _others(message: Message | None) -> dict[str, Any]:
+    """Fields of an answer beside its text."""
+    return {name: value for name, value in (message or {}).items() if name not in ("role", "content")}
+
+
+def _margin(location: RowLocation, value: Any) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        location.refuse("margin", "a finite number or null", value)
+    return float(value)

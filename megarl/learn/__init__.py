@@ -1,0 +1,1 @@
+"""Losses, batches, grids, models and their training. Never imports vLLM, nor ``explore``."""

@@ -1,0 +1,57 @@
+"""PPO (1707.06347) with a critic and generalised advantage estimation (1506.02438).
+
+δ_t = r_t + γV_{t+1} − V_t;  A_t = δ_t + γλA_{t+1};  R_t = A_t + V_t over the kept tokens of a response
+r_t: ``token_rewards.py``. After the last token stands 0; with ``bootstrap_truncated`` the value of the state there, for
+    a response that was cut.
+Actor: GRPO's loss (clip, KL, entropy, correction). Critic: ``value.py`` on R.
+``whiten_advantages``: A to mean 0 and variance 1 over the step's tokens; R stays.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megarl import ops
+from megarl.core.config.algorithms import AlgorithmConfig, PPOConfig
+from megarl.core.errors import ConfigError
+from megarl.learn.algorithms import terms
+from megarl.learn.algorithms.terms import surrogate
+from megarl.learn.algorithms.terms.parts import picked, spread_out
+from megarl.learn.algorithms.terms.token_rewards import token_rewards, whitened
+from megarl.learn.algorithms.terms.value import explained_variance
+from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput, spread
+
+
+def estimate(step: StepInput, config: PPOConfig) -> Estimate:
+    """See the file's head. Raises ConfigError without values."""
+    if step.values is None:
+        raise ConfigError("ppo needs the values of a critic for its advantages; the trainer must compute them first")
+    rewards, cu_seqlens, metrics = token_rewards("ppo", step, config)
+    values = picked(step.values, step.mask)
+    bootstrap = values.new_zeros(step.num_rows) if step.bootstrap is None else step.bootstrap.to(values.dtype)
+    advantages, returns = ops.gae(rewards, values, cu_seqlens, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap)
+    del rewards
+    kept = torch.ones_like(values, dtype=torch.bool)
+    metrics |= spread("critic/values", values) | spread("critic/returns", returns)
+    metrics["critic/vf_explained_var"] = explained_variance(values, returns, kept)
+    del values, kept
+    if config.whiten_advantages:
+        advantages = whitened(advantages)
+    return Estimate(spread_out(advantages, step.mask), spread_out(returns, step.mask), metrics)
+
+
+def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
+    """Loss of the actor: see the file's head."""
+    return surrogate.clipped("ppo", batch, config)
+
+
+PPO = Algorithm(
+    name="ppo",
+    source="Proximal Policy Optimization, arXiv 1707.06347",
+    roles=frozenset({"actor", "critic", "reference"}),
+    needs=frozenset({"old_logp", "kl", "advantages", "values"}),
+    advantage=None,
+    count=terms.denominator,
+    loss=loss,
+    estimate=estimate,
+)

@@ -1,0 +1,39 @@
+"""REINFORCE++ (2501.03262): each token's return, whitened over the global batch; no critic, no group.
+
+A_t = (G_t − μ) / sqrt(σ² + 1e-8), G_t = Σ_{u≥t} γ^(u−t)·r_u, r_u: ``token_rewards.py`` (in the preset with the KL
+inside); μ and σ² (the unbiased one) over all tokens of the step. The loss is GRPO's.
+"""
+
+from __future__ import annotations
+
+from megarl import ops
+from megarl.core.config.algorithms import AlgorithmConfig, ReinforcePPConfig
+from megarl.learn.algorithms import terms
+from megarl.learn.algorithms.terms import surrogate
+from megarl.learn.algorithms.terms.parts import spread_out
+from megarl.learn.algorithms.terms.token_rewards import token_rewards, whitened
+from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
+
+
+def estimate(step: StepInput, config: ReinforcePPConfig) -> Estimate:
+    """See the file's head. Returns that are all one have A exactly 0."""
+    rewards, cu_seqlens, metrics = token_rewards("reinforce_pp", step, config)
+    following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(step.num_rows))
+    return Estimate(spread_out(whitened(following), step.mask), None, metrics)
+
+
+def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
+    """See the file's head."""
+    return surrogate.clipped("reinforce_pp", batch, config)
+
+
+REINFORCE_PP = Algorithm(
+    name="reinforce_pp",
+    source="REINFORCE++, arXiv 2501.03262",
+    roles=frozenset({"actor", "reference"}),
+    needs=frozenset({"old_logp", "kl", "advantages"}),
+    advantage=None,
+    count=terms.denominator,
+    loss=loss,
+    estimate=estimate,
+)

@@ -1,0 +1,56 @@
+"""A reward model from preferences (Bradley and Terry, 1952; InstructGPT, 2203.02155).
+
+loss = −log σ(s_chosen − s_rejected − margin), the mean over pairs; the margin (Llama 2, 2307.09288) is 0 where none is
+given.
+s: what a scalar head gives at the last token of prompt and answer. float64 inside.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.errors import ConfigError
+from megarl.learn.algorithms import terms
+from megarl.learn.algorithms.terms import pairs
+from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
+
+
+def bradley_terry(scores: torch.Tensor, counted: torch.Tensor, margin: torch.Tensor | None = None) -> Loss:
+    """Sum over pairs.
+
+    Args:
+        scores: float [2P], with gradient: chosen and rejected in turn.
+        counted: bool [P]; what the others' scores and margins are does not matter, NaN included.
+        margin: float [P].
+    """
+    chosen, rejected = (terms.masked(x, counted) for x in pairs.split(scores.double()))
+    difference = chosen - rejected
+    if margin is not None:
+        difference = difference - terms.masked(margin.double(), counted)
+    total = terms.masked(-logsigmoid(difference), counted).sum()
+    metrics = {"train/loss": (total.detach(), counted.sum())} | pairs.reward_metrics(chosen, rejected, counted)
+    return Loss(total.to(scores.dtype), metrics)
+
+
+def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
+    """See the file's head. Raises ConfigError without scores."""
+    if batch.scores is None:
+        raise ConfigError(
+            f"{config.name} needs the scores of a model with a scalar head; the trainer must build that model"
+        )
+    counted = pairs.whole(batch.mask, batch.row, batch.num_rows)
+    return bradley_terry(batch.scores, counted, batch.margin)
+
+
+REWARD_MODEL = Algorithm(
+    name="reward_model",
+    source="Training language models to follow instructions, arXiv 2203.02155",
+    roles=frozenset({"reward"}),
+    needs=frozenset({"pairs"}),
+    advantage=None,
+    count=pairs.count,
+    loss=loss,
+    offline=True,
+)

@@ -1,0 +1,65 @@
+"""Terms that algorithms share. Here: the sums of tokens that make losses.
+
+Shape legend: T tokens of a micro-batch, flat.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.errors import ConfigError
+
+
+def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``x`` with 0 where ``mask`` is False: done before any formula, so that NaN there reaches no gradient."""
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def rows_with_tokens(mask: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """int64 [num_rows]: kept tokens of each row."""
+    lengths = torch.zeros(num_rows, dtype=torch.int64, device=mask.device)
+    return lengths.index_add_(0, row, mask.long())
+
+
+def denominator(mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: AlgorithmConfig) -> torch.Tensor:
+    """This micro-batch's share of the global denominator, int64 scalar: kept tokens for ``token_mean``, else rows that
+    have a kept token."""
+    if config.aggregation == "token_mean":
+        return mask.sum()
+    return (rows_with_tokens(mask, row, num_rows) > 0).sum()
+
+
+def weighting(config: AlgorithmConfig) -> tuple[Literal["sum", "seq_mean"], float]:
+    """(how a row's tokens are added up, a factor of every token) such that the sum over all micro-batches and ranks,
+    divided by the global :func:`denominator`, is the aggregation.
+
+    token_mean Σx / tokens; seq_mean_token_sum Σx / rows; seq_mean_token_mean Σ_rows mean(x) / rows;
+    seq_mean_token_sum_norm Σx / (rows · aggregation_length) (with ``normalize_by_std=false``: Dr.GRPO, 2503.20783).
+    """
+    match config.aggregation:
+        case "token_mean" | "seq_mean_token_sum":
+            return "sum", 1.0
+        case "seq_mean_token_mean":
+            return "seq_mean", 1.0
+        case "seq_mean_token_sum_norm":
+            if config.aggregation_length < 1:
+                raise ConfigError(f"algorithm.aggregation_length must be at least 1, got {config.aggregation_length}")
+            return "sum", 1.0 / config.aggregation_length
+    raise ConfigError(
+        f"algorithm.aggregation must be token_mean, seq_mean_token_mean, seq_mean_token_sum or "
+        f"seq_mean_token_sum_norm, got {config.aggregation!r}"
+    )
+
+
+def token_weights(
+    mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: AlgorithmConfig, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """[T] weights of :func:`weighting`; 0 where masked."""
+    within_row, scale = weighting(config)
+    kept = mask.to(dtype) * scale
+    if within_row == "sum":
+        return kept
+    return kept / rows_with_tokens(mask, row, num_rows).clamp(min=1)[row].to(dtype)

@@ -1,0 +1,55 @@
+"""KL to the reference outside of a loss: what is taken off rewards, and the adaptive coefficient.
+
+k1 = logp − ref;  k2 = ½(logp − ref)²;  k3 = exp(ref − logp) − (ref − logp) − 1 (Schulman, 2020), logp of the policy
+that the step starts from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.core.config.algorithms import KLConfig
+from megarl.core.errors import ConfigError
+from megarl.learn.algorithms.terms.parts import doubles
+
+LARGEST_ERROR = 0.2
+"""Bound of KL / target − 1 (Ziegler et al., 1909.08593)."""
+
+
+def estimates(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> torch.Tensor:
+    """float64, of the inputs' shape, without gradient."""
+    d = (ref_logp.double() - logp.double()).detach()
+    if estimator == "k1":
+        return -d
+    return 0.5 * d.square() if estimator == "k2" else torch.expm1(d) - d
+
+
+def mean(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor, estimator: str) -> float:
+    """KL per token over ``mask`` (all [T]), the measure that :func:`adapted` takes; 0 for no token."""
+    kept = doubles(mask, lambda own, reference: estimates(own, reference, estimator), logp, ref_logp)
+    return float(kept.mean()) if kept.numel() else 0.0
+
+
+def adapted(coef: float, kl: float, responses: int, config: KLConfig) -> float:
+    """The coefficient of the next step: coef · (1 + clip(kl/target − 1, ±0.2) · responses / horizon); ``coef`` without
+    a target.
+
+    The coefficient is the controller's whole state. A step whose ``kl`` is not finite leaves it as it is.
+
+    Args:
+        kl: of the step that ends, per token.
+        responses: of that step.
+
+    Raises:
+        ConfigError: the horizon is so short that one step could bring the coefficient to 0, where it stays.
+    """
+    if config.target is None or kl != kl:
+        return coef
+    if responses * LARGEST_ERROR >= config.horizon:
+        raise ConfigError(
+            f"algorithm.kl.horizon={config.horizon} is too short for the {responses} responses of a step: the "
+            "coefficient would reach 0; "
+            f"set it above {responses * LARGEST_ERROR:g}"
+        )
+    error = min(max(kl / config.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
+    return coef * (1.0 + error * responses / config.horizon)

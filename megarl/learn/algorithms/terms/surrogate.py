@@ -1,0 +1,117 @@
+"""Common part of the losses of sampled tokens: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), and its
+metrics.
+
+w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``correction.py``), KL and entropy by ``ops/policy.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.errors import ConfigError
+from megarl.learn.algorithms import terms
+from megarl.learn.algorithms.terms.correction import correction
+from megarl.learn.algorithms.types import Loss, LossInput
+from megarl.ops import PolicyLoss, policy_loss
+
+
+def clipped(
+    name: str, batch: LossInput, config: AlgorithmConfig, *, objective: Literal["ppo_clip", "cispo"] = "ppo_clip"
+) -> Loss:
+    """The loss with one of ``policy_loss``'s surrogates, ratios by ``importance``. ``ref_logp`` may be None when
+    ``kl.coef`` is 0, ``entropy`` when ``entropy_coef`` is 0. ``name`` is the algorithm's, for messages."""
+    old_logp, advantages = needed(name, batch)
+    weight, metrics = correction(batch, config)
+    result = _policy(batch, config, old_logp, advantages, weight, objective, config.dual_clip)
+    sums, count = result.sums, terms.denominator(batch.mask, batch.row, batch.num_rows, config)
+    metrics |= {"actor/pg_loss": (sums.pg, count), "actor/pg_clipfrac": (sums.clipped, sums.tokens)}
+    if config.dual_clip is not None:
+        metrics["actor/pg_clipfrac_lower"] = (sums.dual_clipped, sums.tokens)
+    return Loss(result.total, metrics | _shared_metrics(batch, result, count))
+
+
+def unclipped(name: str, batch: LossInput, config: AlgorithmConfig, surrogate: torch.Tensor) -> Loss:
+    """The loss with a ``surrogate`` [T] of one's own in float64, made from masked inputs; it carries its v_t
+    already."""
+    old_logp, _ = needed(name, batch)
+    if config.dual_clip is not None:
+        raise ConfigError(f"algorithm.dual_clip={config.dual_clip}: {name} clips nothing; set it to null")
+    weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, dtype=torch.float64)
+    pg = (weights * surrogate).sum()
+    # With advantages of 0 there is no surrogate: what is left are the KL and entropy terms, and the metrics.
+    result = _policy(batch, config, old_logp, torch.zeros_like(old_logp), None, "cispo", None)
+    count = terms.denominator(batch.mask, batch.row, batch.num_rows, config)
+    metrics = {"actor/pg_loss": (pg.detach(), count)} | _shared_metrics(batch, result, count)
+    return Loss(result.total + pg.to(result.total.dtype), metrics)
+
+
+def needed(name: str, batch: LossInput) -> tuple[torch.Tensor, torch.Tensor]:
+    """(old_logp, advantages) of the batch; ConfigError when one is missing."""
+    if batch.old_logp is None or batch.advantages is None:
+        raise ConfigError(f"{name} needs old_logp and advantages for its loss; the trainer must compute them first")
+    return batch.old_logp, batch.advantages
+
+
+def _policy(
+    batch: LossInput,
+    config: AlgorithmConfig,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    weight: torch.Tensor | None,
+    objective: Literal["ppo_clip", "cispo"],
+    dual_clip: float | None,
+) -> PolicyLoss:
+    kl = config.kl
+    if kl.place == "loss" and kl.estimator not in ("k2", "k3"):
+        # As a loss, k1 has the expected gradient 0 whatever the reference.
+        raise ConfigError(
+            f"algorithm.kl.estimator must be k2 or k3 in the loss, got {kl.estimator!r}; k1 is for "
+            "algorithm.kl.place=reward"
+        )
+    if kl.place == "loss" and batch.ref_logp is None and kl.coef != 0.0:
+        raise ConfigError(
+            f"algorithm.kl.coef is {kl.coef} but there is no ref_logp; compute it or set the coefficient to 0"
+        )
+    if batch.entropy is None and config.entropy_coef != 0.0:
+        raise ConfigError(
+            f"algorithm.entropy_coef is {config.entropy_coef} but there is no entropy; compute it or set it to 0"
+        )
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ConfigError(f"algorithm.dual_clip must be above 1, got {dual_clip}; set it to 3, or null for none")
+    within_row, scale = terms.weighting(config)
+    return policy_loss(
+        batch.logp,
+        old_logp,
+        advantages,
+        batch.cu_seqlens,
+        mask=batch.mask,
+        entropy=batch.entropy,
+        ref_logp=batch.ref_logp,
+        is_weight=weight,
+        importance=config.importance,
+        objective=objective,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=dual_clip,
+        # In the rewards it is the metric alone.
+        kl=None if batch.ref_logp is None else kl.estimator,
+        kl_coef=kl.coef if kl.place == "loss" and batch.ref_logp is not None else 0.0,
+        entropy_coef=config.entropy_coef,
+        aggregation=within_row,
+        scale=scale,
+    )
+
+
+def _shared_metrics(
+    batch: LossInput, result: PolicyLoss, count: torch.Tensor
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    sums = result.sums
+    metrics = {"actor/ppo_kl": (sums.old_minus_new, sums.tokens)}
+    if batch.ref_logp is not None:
+        metrics["actor/kl_loss"] = (sums.kl, count)
+    if batch.entropy is not None:
+        metrics["actor/entropy"] = (sums.entropy, count)
+    return metrics

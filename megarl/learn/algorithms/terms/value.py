@@ -1,0 +1,60 @@
+"""The critic's loss (PPO, 1707.06347): ½·max((V − R)², (clip(V, V_old − c, V_old + c) − R)²), the mean over tokens.
+
+R: the returns of GAE, V_old: the values that the step started with, c: ``value_clip`` (null: ½(V − R)²). float64
+    inside.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.core.config.algorithms import PPOConfig
+from megarl.learn.algorithms import terms
+from megarl.learn.algorithms.terms.parts import doubles
+from megarl.learn.algorithms.types import Loss
+
+
+def count(mask: torch.Tensor) -> torch.Tensor:
+    """This micro-batch's share of the global denominator: its kept tokens, int64 scalar."""
+    return mask.sum()
+
+
+def loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    config: PPOConfig,
+    mask: torch.Tensor | None = None,
+) -> Loss:
+    """Sum over the tokens of a micro-batch.
+
+    Args:
+        values: float [T], with gradient; ``old_values`` and ``returns`` [T] get none.
+        mask: bool [T], None for all; what lies outside does not matter, NaN included.
+    """
+    keep = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    v, old, target = (terms.masked(x.double(), keep) for x in (values, old_values.detach(), returns.detach()))
+    each = (v - target).square()
+    clipped = torch.zeros_like(keep)
+    if config.value_clip is not None:
+        bounded = (torch.clamp(v, old - config.value_clip, old + config.value_clip) - target).square()
+        clipped, each = bounded > each, torch.maximum(each, bounded)
+    total, tokens = 0.5 * each.sum(), keep.sum()
+    metrics = {
+        "critic/vf_loss": (total.detach(), tokens),
+        "critic/vf_clipfrac": (clipped.sum(), tokens),
+        "critic/vpred_mean": (v.detach().sum(), tokens),
+    }
+    return Loss(total.to(values.dtype), metrics)
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """1 − Var(R − V) / Var(R) over the kept tokens of a step ([T] each), in float64: 1 for a perfect critic, 0 for one
+    that knows only the mean, below 0 for a worse one. 0 where all returns are one, or there are none: nothing to
+    explain."""
+    r = doubles(mask, torch.Tensor.double, returns)
+    if r.numel() < 2 or bool((r == r[0]).all()):
+        return 0.0
+    total = r.var()
+    del r
+    return 1.0 - float(doubles(mask, lambda r, v: r.double() - v.double(), returns, values).var() / total)

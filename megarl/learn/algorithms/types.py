@@ -1,0 +1,242 @@
+"""An algorithm: one value made of pure functions. The trainer computes what ``needs`` lists, nothing else.
+
+Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) maps each to its sequence
+to, so padded and packed batches look the same. N sequences of a step. K parts of a loss with a global denominator each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.errors import ConfigError
+from megarl.core.jobs import JOBS, Job
+from megarl.core.schema import GroupStats
+from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
+
+NEEDS = frozenset({"old_logp", "ref_logp", "kl", "advantages", "group", "values", "pairs", "greedy", "expert"})
+ROLES = frozenset({"actor", "critic", "reference", "reward"})
+
+
+@dataclass(frozen=True)
+class LossInput:
+    """Flat tokens of one micro-batch; what the algorithm does not need may be None."""
+
+    logp: torch.Tensor
+    """float [T], of the weights being trained, with gradient. (Of a model that gives scores: 0, see ``scores``.)"""
+    entropy: torch.Tensor | None
+    """float [T], with gradient."""
+    old_logp: torch.Tensor | None
+    """float [T], by the trainer with the weights that the update starts from (never the engine's)."""
+    ref_logp: torch.Tensor | None
+    """float [T], of the reference model."""
+    advantages: torch.Tensor | None
+    """float [T]."""
+    mask: torch.Tensor
+    """bool [T]; what the other tensors hold where it is False does not matter, NaN included."""
+    row: torch.Tensor
+    """int64 [T], sequence number within the micro-batch, 0 .. num_rows-1, never decreasing. With ``pairs`` in the
+    needs, rows 2i and 2i+1 are the chosen and the rejected answer of pair i."""
+    num_rows: int
+    engine_logp: torch.Tensor | None = None
+    """float [T], of the engine that sampled the tokens: for ``correction`` alone, never in the place of
+    ``old_logp``."""
+    expert: torch.Tensor | None = None
+    """bool [num_rows]: rows that were demonstrated, not sampled (mix)."""
+    scores: torch.Tensor | None = None
+    """float [num_rows], with gradient: what a scalar head gives at each row's last token (reward_model)."""
+    margin: torch.Tensor | None = None
+    """float [num_rows / 2]: by how much the chosen answer of each pair is known to be better (reward_model)."""
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int64 [num_rows + 1]: sequence i is tokens ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
+        return torch.searchsorted(self.row, torch.arange(self.num_rows + 1, device=self.row.device))
+
+    def to(self, device: torch.device) -> LossInput:
+        """Return a copy with every tensor on ``device``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)}
+        return replace(self, **moved)
+
+
+class Loss(NamedTuple):
+    """Sums, never divided: only the trainer divides, by the global count."""
+
+    total: torch.Tensor
+    """Loss with gradient: a scalar, or [K] for a loss of K parts. The trainer minimizes Σ_k total_k / global
+    count_k."""
+    metrics: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    """verl's name -> (sum, count), scalars without gradient."""
+
+    @property
+    def totals(self) -> torch.Tensor:
+        """[K]."""
+        return self.total.reshape(-1)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All sequences of a step, prompts included: every rank has them, so nothing depends on how rows are split."""
+
+    rewards: torch.Tensor
+    """float64 [N]"""
+    stats: Sequence[GroupStats]
+    """[N], of each reward's whole group."""
+    cu_seqlens: torch.Tensor
+    """int64 [N + 1]: sequence i is positions ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
+    mask: torch.Tensor
+    """bool [T]; a position is True where its next token is in the loss. What the rest holds does not matter, NaN
+    included."""
+    old_logp: torch.Tensor | None = None
+    """float32 [T], as ``ref_logp`` and ``values``."""
+    ref_logp: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    """The critic's value of the state that each position's next token is chosen in."""
+    bootstrap: torch.Tensor | None = None
+    """float32 [N], value after the last token of a cut sequence, 0 for a finished one; None for zeros."""
+    greedy: torch.Tensor | None = None
+    """float64 [N], reward of the greedy answer to each sequence's prompt."""
+    expert: torch.Tensor | None = None
+    """bool [N], demonstrated rows: they have no reward, and advantages of 0."""
+    kl_coef: float = 0.0
+    """The coefficient now, for ``kl.place=reward``."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, N."""
+        return len(self.stats)
+
+    @property
+    def row(self) -> torch.Tensor:
+        """int64 [T]: sequence of each position."""
+        return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.mask.numel())
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [N]: tokens of each sequence that are in the loss."""
+        return counts(self.mask, self.cu_seqlens.diff())
+
+
+class Estimate(NamedTuple):
+    """Advantages and returns of a step. 0 where the mask is False."""
+
+    advantages: torch.Tensor
+    """float32 [T]"""
+    returns: torch.Tensor | None
+    """float32 [T], what the critic learns; None without one."""
+    metrics: dict[str, float]
+    """verl's name -> value of the whole step, the same on every rank."""
+
+
+Count = Callable[..., torch.Tensor]
+C = TypeVar("C", bound=AlgorithmConfig)
+
+
+def spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """``name/mean``, ``name/max``, ``name/min`` of a step's tokens; {} for none."""
+    if values.numel() == 0:
+        return {}
+    return {
+        f"{name}/mean": float(values.double().mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+@dataclass(frozen=True)
+class Algorithm(Generic[C]):
+    """See the file's head. C: the settings that its functions read (``core/config/algorithms.py``)."""
+
+    name: str
+    source: str
+    """Paper."""
+    roles: frozenset[str]
+    """Members of ``ROLES``."""
+    needs: frozenset[str]
+    """Members of ``NEEDS``. old_logp, ref_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is not 0;
+    ``group``: at least two answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch are
+        (chosen, rejected) in turn;
+    ``greedy``: the reward of each prompt's greedy answer; ``expert``: demonstrated rows beside the sampled ones."""
+    advantage: Callable[[float, GroupStats, C], float] | None
+    """(reward, statistics of its whole group, settings) -> the advantage of every token of the response."""
+    count: Count
+    """(mask [T], row [T], num_rows, settings) -> this micro-batch's share of the global denominator, scalar or [K].
+    With ``expert`` in the needs a fifth argument, bool [num_rows], follows."""
+    loss: Callable[[LossInput, C], Loss]
+    finish_advantages: Callable[[Sequence[float], Sequence[int], C], list[float]] | None = None
+    """(advantages of all responses of a step, their numbers of tokens in the loss, settings) -> what is trained with.
+    Every rank knows the whole step, so nothing depends on how rows are split."""
+    restarts_optimizer: bool = False
+    """True if the optimizer's moments are forgotten at the start of each step, before its first update."""
+    estimate: Callable[[StepInput, C], Estimate] | None = None
+    """Replacement of ``advantage`` where tokens of a response differ, or need more than its reward."""
+    offline: bool = False
+    """Trains on rows of a file, without rollouts."""
+    choose_pairs: Callable[[Sequence[float], C], list[tuple[int, int]]] | None = None
+    """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected)
+    positions within the group."""
+
+    @property
+    def job(self) -> Job:
+        """Processes of a job with this algorithm, and where its rows come from."""
+        return JOBS["offline" if self.offline else "both"]
+
+    def has_reference(self, config: C) -> bool:
+        """Return True if the trainer computes ``ref_logp``, and has a model for it."""
+        return "ref_logp" in self.needs_with(config)
+
+    def needs_with(self, config: C) -> frozenset[str]:
+        """``needs`` with these settings: ``ref_logp`` or nothing in the place of ``kl``."""
+        return self.needs - {"kl"} | ({"ref_logp"} if "kl" in self.needs and config.kl.coef != 0.0 else set())
+
+    def advantages(self, rewards: Sequence[tuple[float, GroupStats]], tokens: Sequence[int], config: C) -> list[float]:
+        """Return the advantages of all responses of a step, from their rewards with the statistics of their groups,
+        their numbers of tokens in the loss."""
+        assert self.advantage is not None, f"algorithm {self.name} has no advantages of whole responses"
+        values = [self.advantage(reward, stats, config) for reward, stats in rewards]
+        return values if self.finish_advantages is None else self.finish_advantages(values, tokens, config)
+
+    def step_advantages(self, step: StepInput, config: C) -> Estimate:
+        """Return the advantages of every token of a step, by ``estimate`` or by ``advantage`` and
+        ``finish_advantages``.
+
+        Raises:
+            ConfigError: ``kl.place=reward`` with advantages of whole responses, which know no token's reward.
+        """
+        if self.estimate is not None:
+            result = self.estimate(step, config)
+        else:
+            result = self._of_responses(step, config)
+        sampled = step.mask if step.expert is None else step.mask & repeated(~step.expert, step.cu_seqlens.diff())
+        advantages = doubles(sampled, torch.Tensor.double, result.advantages)
+        return result._replace(metrics=spread("critic/advantages", advantages) | result.metrics)
+
+    def _of_responses(self, step: StepInput, config: C) -> Estimate:
+        if config.kl.place == "reward":
+            raise ConfigError(
+                f"algorithm.kl.place=reward: {self.name} has one advantage for a whole response, so the KL of its "
+                "tokens has no place "
+                "in it; set it to loss"
+            )
+        sampled = [True] * step.num_rows if step.expert is None else [not e for e in step.expert.tolist()]
+        rows = [i for i, is_sampled in enumerate(sampled) if is_sampled]
+        rewards, tokens = step.rewards.tolist(), step.tokens.tolist()
+        values = self.advantages([(rewards[i], step.stats[i]) for i in rows], [tokens[i] for i in rows], config)
+        by_row = torch.zeros(step.num_rows, dtype=torch.float64)
+        by_row[rows] = torch.tensor(values, dtype=torch.float64)
+        dtype = torch.float32 if step.old_logp is None else step.old_logp.dtype
+        advantages = repeated(by_row.to(dtype), step.cu_seqlens.diff()).masked_fill_(~step.mask, 0.0)
+        return Estimate(advantages, None, {})
+
+    def denominators(
+        self, mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: C, expert: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """float64 [K]: this micro-batch's share of the global denominators, to be summed over micro-batches and
+        ranks."""
+        more = (expert,) if "expert" in self.needs else ()
+        return self.count(mask, row, num_rows, config, *more).double().reshape(-1)

@@ -1,0 +1,7 @@
+"""Samples and demonstrations to equal numbers of equally shaped micro-batches on every data-parallel rank."""
+
+from megarl.learn.batching.micro import MicroBatch, micro_batches
+from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.batching.sequences import Sequences, joined, of_demonstrations, of_samples
+
+__all__ = ["MicroBatching", "MicroBatch", "Sequences", "joined", "micro_batches", "of_demonstrations", "of_samples"]

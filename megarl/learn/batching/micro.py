@@ -1,0 +1,142 @@
+"""Micro-batches as a model takes them: where in a step's ``Sequences`` each of its positions comes from.
+
+Shape legend: b rows, S positions of a row (all ranks of a context-parallel group together), n sequences in the
+micro-batch. A packed micro-batch has b = 1 and its sequences one after the other; the padding at its end makes short
+sequences of its own, because attention takes the square of a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+
+from megarl.learn.batching.packing import MicroBatching, deal
+from megarl.learn.batching.sequences import IGNORED, Sequences
+from megarl.learn.batching.zigzag import share_rows
+
+FILLER = 64
+"""Most tokens of a sequence of padding (a multiple of 2·cp that is at least 2·cp)."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    index: torch.Tensor
+    """int64 [b, S]: position in the step's flat arrays; -1 is padding."""
+    position: torch.Tensor
+    """int64 [b, S]: position within the sequence."""
+    row: torch.Tensor
+    """int64 [b, S]: which of the micro-batch's sequences; -1 is padding."""
+    numbers: torch.Tensor
+    """int64 [n]: which of the step's sequences these are."""
+    cu_seqlens: torch.Tensor | None
+    """int32: where each sequence begins and ends, padding included; None where every row is one sequence."""
+    max_seqlen: int
+
+    def take(self, values: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:
+        """[T] -> [b, S], padding filled."""
+        return values[self.index.clamp(min=0)].masked_fill(self.index < 0, fill)
+
+    def targets(self, sequences: Sequences) -> torch.Tensor:
+        """[b, S]: the next token where it is in the loss, ``IGNORED`` elsewhere."""
+        following = sequences.tokens[(self.index.clamp(min=0) + 1) % len(sequences.tokens)]
+        return following.masked_fill(~self.take(sequences.mask, False), IGNORED)
+
+    def shares(self, cp: int) -> torch.Tensor:
+        """int64 [cp, S / cp]: the columns of each context-parallel rank. Of every sequence rank r has the pieces r and
+        2·cp-1-r of 2·cp equal ones, so that causal attention takes each rank equally long."""
+        width = self.index.shape[1]
+        if cp == 1:
+            return torch.arange(width)[None]
+        lengths = torch.tensor([width]) if self.cu_seqlens is None else self.cu_seqlens.diff()
+        return share_rows(lengths, cp).argsort().view(cp, -1)
+
+
+class MicroBatches(Sequence[MicroBatch]):
+    """Micro-batches that exist one at a time: 24 bytes a position each, made again whenever one is asked for."""
+
+    def __init__(self, chunks: Sequence[list[int]], make: Callable[[list[int]], MicroBatch]) -> None:
+        self._chunks, self._make = chunks, make
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @overload
+    def __getitem__(self, i: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, i: slice) -> MicroBatches: ...
+    def __getitem__(self, i: int | slice) -> MicroBatch | MicroBatches:
+        return MicroBatches(self._chunks[i], self._make) if isinstance(i, slice) else self._make(self._chunks[i])
+
+
+def micro_batches(
+    sequences: Sequences, micro_batching: MicroBatching, rank: int, units: Sequence[Sequence[int]] | None = None
+) -> MicroBatches:
+    """The micro-batches of data-parallel rank ``rank``; all ranks have equally many, all of one shape.
+
+    Args:
+        units: numbers of sequences that go through the model together (pairs), and of no others; None takes each by
+            itself.
+
+    Raises:
+        ValueError: a unit is longer than ``micro_batching.max_tokens``.
+    """
+    units = [[i] for i in range(len(sequences))] if units is None else units
+    lengths = sequences.lengths.tolist()
+    chunks = [
+        [[number for unit in chunk for number in units[unit]] for chunk in chunks_of_rank]
+        for chunks_of_rank in deal([[lengths[i] for i in unit] for unit in units], micro_batching)
+    ]
+    starts = sequences.cu_seqlens
+    if micro_batching.max_tokens is None:
+        rows = max(1, max(len(chunk) for part in chunks for chunk in part))
+        width = _width(max((lengths[i] for unit in units for i in unit), default=1), micro_batching)
+        return MicroBatches(chunks[rank], lambda chunk: _padded(chunk, starts, rows, width))
+    width = _width(
+        max(sum(micro_batching.padded(lengths[i]) for i in chunk) for part in chunks for chunk in part), micro_batching
+    )
+    return MicroBatches(chunks[rank], lambda chunk: _packed(chunk, starts, lengths, width, micro_batching))
+
+
+def _width(longest: int, micro_batching: MicroBatching) -> int:
+    """Each rank's share of the positions is a multiple of what cuts it, and has two pieces where context is
+    parallel."""
+    unit = micro_batching.multiple * micro_batching.cp * (2 if micro_batching.cp > 1 else 1)
+    return max(longest, 1) + -max(longest, 1) % unit
+
+
+def _padded(chunk: list[int], starts: torch.Tensor, rows: int, width: int) -> MicroBatch:
+    numbers = torch.tensor(chunk, dtype=torch.int64)
+    position = torch.arange(width).expand(rows, width)
+    length = torch.zeros(rows, dtype=torch.int64)
+    first = torch.zeros(rows, dtype=torch.int64)
+    first[: len(chunk)] = starts[numbers]
+    length[: len(chunk)] = starts[numbers + 1] - starts[numbers]
+    real = position < length[:, None]
+    index = (first[:, None] + position).masked_fill(~real, -1)
+    row = torch.arange(rows)[:, None].expand(rows, width).masked_fill(~real, -1)
+    return MicroBatch(index, position, row, numbers, None, width)
+
+
+def _packed(
+    chunk: list[int], starts: torch.Tensor, lengths: Sequence[int], width: int, micro_batching: MicroBatching
+) -> MicroBatch:
+    numbers = torch.tensor(chunk, dtype=torch.int64)
+    sizes = [micro_batching.padded(lengths[i]) for i in chunk]
+    piece = micro_batching.padded(max(FILLER - FILLER % (2 * micro_batching.cp), 1))
+    whole, rest = divmod(width - sum(sizes), piece)
+    sizes += [piece] * whole + ([rest] if rest else [])
+    size = torch.tensor(sizes, dtype=torch.int64)
+    ends = torch.cat([size.new_zeros(1), size.cumsum(0)])
+    row = torch.repeat_interleave(torch.arange(len(sizes)), size)
+    position = torch.arange(width) - ends[row]
+    first, length = torch.zeros_like(size), torch.zeros_like(size)
+    first[: len(chunk)] = starts[numbers]
+    length[: len(chunk)] = starts[numbers + 1] - starts[numbers]
+    real = position < length[row]
+    index = (first[row] + position).masked_fill(~real, -1)
+    return MicroBatch(
+        index[None], position[None], row.masked_fill(~real, -1)[None], numbers, ends.to(torch.int32), int(size.max())
+    )

@@ -1,0 +1,125 @@
+"""The sequences of a step, one after the other: token ids and what is known of every token.
+
+Position i holds the log-prob, mask and advantage of the token at i + 1, because the model's output at i predicts it.
+Shape legend: N sequences, T their tokens together, P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from megarl.core.schema import TrainingSample
+
+IGNORED = -100
+
+
+@dataclass
+class Sequences:
+    """Every rank holds a whole step: ``nbytes``; docs/roles.md has what a step takes in host memory. Whoever computes
+    something for a share of the sequences puts it together for all (``training.model``), so nothing here depends on a
+    grid.
+    """
+
+    tokens: torch.Tensor
+    """int32 [T]"""
+    lengths: torch.Tensor
+    """int64 [N], at least 1 each."""
+    mask: torch.Tensor
+    """bool [T]; positions whose next token is in the loss, never the last of a sequence. (Where scores are trained:
+    ``scored`` alone.)"""
+    advantages: torch.Tensor | None = None
+    """float32 [T], as all that follow."""
+    returns: torch.Tensor | None = None
+    engine_logp: torch.Tensor | None = None
+    old_logp: torch.Tensor | None = None
+    ref_logp: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    expert: torch.Tensor | None = None
+    """bool [N]; demonstrations among answers (mix)."""
+
+    @property
+    def sampled(self) -> torch.Tensor:
+        """bool [T]: positions in the loss whose token an engine sampled."""
+        return self.mask if self.expert is None else self.mask & torch.repeat_interleave(~self.expert, self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are there."""
+        return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int64 [N + 1]: sequence i is positions ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """int64 [T]: the next token where it is in the loss, ``IGNORED`` elsewhere. The trainer takes those of one
+        micro-batch at a time."""
+        return torch.roll(self.tokens, -1).long().masked_fill_(~self.mask, IGNORED)
+
+    def scored(self, pad: int | None) -> torch.Tensor:
+        """int64 [N]: where a score model reads each sequence's score, as in transformers: its last token that is not
+        ``pad``, or its first one where all are."""
+        if pad is None:
+            return self.cu_seqlens[1:] - 1
+        index = torch.arange(len(self.tokens)).masked_fill(self.tokens == pad, -1)
+        return torch.maximum(
+            torch.segment_reduce(index.double(), "max", lengths=self.lengths).long(), self.cu_seqlens[:-1]
+        )
+
+    @property
+    def row(self) -> torch.Tensor:
+        """int64 [T]: the sequence that each position belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+
+def _join(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | bool]]) -> Sequences:
+    """(prompt ids [P], response ids [R], which response tokens are in the loss [R]) of every sequence."""
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response, _ in sequences], dtype=torch.int64)
+    total, start = int(lengths.sum()), 0
+    tokens, mask = np.empty(total, dtype=np.int32), np.zeros(total, dtype=np.bool_)
+    for prompt, response, kept in sequences:
+        assert len(prompt), "a prompt without tokens: nothing predicts the first one of its response"
+        middle, end = start + len(prompt), start + len(prompt) + len(response)
+        tokens[start:middle], tokens[middle:end], mask[middle - 1 : end - 1] = prompt, response, kept
+        start = end
+    return Sequences(torch.from_numpy(tokens), lengths, torch.from_numpy(mask))
+
+
+def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequences:
+    """Prompt and response ids; the loss is on the whole response."""
+    return _join([(prompt, response, True) for prompt, response in pairs])
+
+
+def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
+    """Samples with the log-probs of the engine that sampled them; the rest is for the trainer to fill in."""
+    result = _join([(s.prompt_ids, s.response_ids, s.response_mask) for s in samples])
+    result.engine_logp = torch.zeros(len(result.tokens))
+    for sample, end in zip(samples, result.cu_seqlens[1:].tolist(), strict=True):
+        last = end - 1  # nothing is predicted there
+        result.engine_logp[last - len(sample.response_ids) : last] = torch.from_numpy(sample.engine_logp)
+    return result
+
+
+def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
+    """Join two batches, the second marked as ``expert``; values that only the first has are 0 for the second."""
+
+    def together(name: str) -> torch.Tensor | None:
+        value = getattr(sampled, name)
+        return None if value is None else torch.cat([value, value.new_zeros(len(demonstrated.tokens))])
+
+    return Sequences(
+        torch.cat([sampled.tokens, demonstrated.tokens]),
+        torch.cat([sampled.lengths, demonstrated.lengths]),
+        torch.cat([sampled.mask, demonstrated.mask]),
+        **{name: together(name) for name in ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values")},
+        expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
+    )

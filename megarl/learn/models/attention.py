@@ -1,0 +1,254 @@
+"""The attention between queries, keys and values of Megatron's local spec, by ``scaled_dot_product_attention``.
+
+Megatron's own ``DotProductAttention`` materialises the scores, knows no packed sequences and refuses context
+parallelism. This one is causal self-attention without dropout and never makes a mask.
+
+Shape legend: s rows of this rank (a share of the sequence under context parallelism), b sequences, t tokens of packed
+sequences on this rank, h query heads and g key/value heads of this rank, d width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from megarl.learn.models.attention_layout import PackedLayout, packed_layout
+
+
+class CoreAttention(MegatronModule):  # type: ignore[misc]
+    """Megatron's ``core_attention``; see ``forward``.
+
+    Under context parallelism the ranks exchange shares of the sequence for shares of the heads (Megatron calls it
+    ``a2a``; DeepSpeed-Ulysses, 2309.14509), so that each computes whole sequences of h / cp heads with the same code,
+    and back. It takes no more memory than the shares do, unlike gathered keys and values. ``cp`` must divide h
+    (``parallel.grid`` checks it).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **latent: int,
+    ) -> None:
+        """``latent`` are MLA's k_channels and v_channels, which the tensors' shapes give."""
+        super().__init__(config=config)
+        assert attention_type == "self" and attn_mask_type == AttnMaskType.causal, "only causal self-attention"
+        assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no dropout"
+        assert (
+            not config.apply_query_key_layer_scaling and config.softmax_type == "vanilla" and config.window_size is None
+        )
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp_group = pg_collection.cp
+        self.softmax_scale = softmax_scale
+        """None is 1 / sqrt(d)."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        /,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Every token attends to itself and the tokens before it in its sequence.
+
+        Args:
+            query, key, value: [s, b, h or g, d], or packed [t, h or g, d]; ``value`` may be narrower than the others.
+            attention_mask: None.
+            packed_seq_params: Megatron's PackedSeqParams with ``qkv_format="thd"`` and the ``cu_seqlens_q`` of the
+                whole sequences (multiples of 2 * cp). Its index tensors are kept on it for the layers to come.
+
+        Returns:
+            [s, b, h * d] or [t, h * d], d being the values' width.
+        """
+        assert attention_mask is None and attention_bias is None, "causal attention takes no mask"
+        cp = self.cp_group.size()
+        if cp > 1:
+            query, key, value = _to_heads(query, key, value, self.cp_group)
+        if packed_seq_params is None:
+            out = self._dense(query, key, value, cp)
+        else:
+            out = self._packed(query, key, value, packed_seq_params)
+        if cp > 1:
+            out = _to_rows(out, self.cp_group)
+        return out.flatten(-2)
+
+    def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cp: int) -> torch.Tensor:
+        """[s, b, *, d], or the shares of all ranks [cp, s, b, *, d], to the same."""
+        if cp > 1:
+            query, key, value = (_unshare(x) for x in (query, key, value))
+        # [s, b, h, d] -> [b, h, s, d]
+        out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3)
+        return out if cp == 1 else _share(out, cp)
+
+    def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any) -> torch.Tensor:
+        """[t, *, d], or the shares of all ranks [cp, t, *, d], to the same."""
+        cp = self.cp_group.size()
+        assert params.qkv_format == "thd", f"packed sequences as {params.qkv_format!r} are not thd"
+        layout = layout_of(params, cp)
+        shares = query.shape[:-2]
+        if cp > 1:
+            query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+        assert len(query) == len(layout.buckets.place), (
+            f"cu_seqlens ends at {len(layout.buckets.place)}, but there are {len(query)} tokens"
+        )
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]:
+            out = self._varlen(query, key, value, params, layout)
+        else:
+            out = self._bucketed(query, key, value, layout)
+        return out.view(*shares, *out.shape[1:])
+
+    def _bucketed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
+    ) -> torch.Tensor:
+        """One causal call for each bucket; at most ``PADDING_BOUND`` times the memory of the arguments besides them."""
+        found = layout.buckets
+        sizes = [rows * width for rows, width in found.shapes]
+        pieces = [_Spread.apply(x, found.source, found.place).split(sizes) for x in (query, key, value)]
+        outs = []
+        for shape, *qkv in zip(found.shapes, *pieces, strict=True):
+            # [n * w, h, d] -> [n, h, w, d]
+            out = self._attend(*(x.unflatten(0, shape).transpose(1, 2) for x in qkv))
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+        result: torch.Tensor = _Collect.apply(torch.cat(outs), found.place)
+        return result
+
+    def _varlen(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any, layout: PackedLayout
+    ) -> torch.Tensor:
+        """Torch's kernel for packed sequences, which needs CUDA and half precision. Never run on hardware."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        cu, longest = params.cu_seqlens_q, params.max_seqlen_q
+        if layout.order is not None:
+            query, key, value = (x.index_select(0, layout.order) for x in (query, key, value))
+        out = varlen_attn(
+            query, key, value, cu, cu, longest, longest,
+            scale=self.softmax_scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out if layout.order is None else torch.zeros_like(out).index_copy(0, layout.order, out)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[n, h, w, d], [n, g, w, d], [n, g, w, d'] -> [n, h, w, d']."""
+        width = value.shape[-1]
+        if width < query.shape[-1]:  # else torch falls back to the way that materialises the scores
+            value = F.pad(value, (0, query.shape[-1] - width))
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out[..., :width]
+
+
+def layout_of(params: Any, cp: int) -> PackedLayout:
+    """The layout of a micro-batch, made by the first layer that asks and kept on its PackedSeqParams."""
+    layout: PackedLayout | None = getattr(params, "_megarl_layout", None)
+    if layout is None:
+        layout = params._megarl_layout = packed_layout(params.cu_seqlens_q, cp)
+    return layout
+
+
+class _Spread(torch.autograd.Function):
+    """Rows to the places of their buckets. What lies after a sequence's end is read by nobody, so it has no
+    gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Places back to rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.shape = x.shape
+        return x.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_copy_(0, place, grad), None
+
+
+class _Exchange(torch.autograd.Function):
+    """[cp, ...]: block i goes to rank i, and what comes from rank j is block j. It is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _all_to_all(grad, ctx.group), None
+
+
+def _all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+def _to_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+    """[..., h, d] of this rank's rows -> [cp, ..., h / cp, d]: the rows of every rank, this rank's part of the
+    heads."""
+    cp = group.size()
+    parts = []
+    for x in (query, _enough_heads(key, query.shape[-2], cp), _enough_heads(value, query.shape[-2], cp)):
+        parts.append(x.unflatten(-2, (cp, -1)).movedim(-3, 0))
+    joint = _Exchange.apply(torch.cat([x.flatten(-2) for x in parts], dim=-1), group)
+    pieces = joint.split([x.shape[-2] * x.shape[-1] for x in parts], dim=-1)
+    return tuple(piece.unflatten(-1, x.shape[-2:]) for piece, x in zip(pieces, parts, strict=True))
+
+
+def _to_rows(out: torch.Tensor, group: Any) -> torch.Tensor:
+    """[cp, ..., h / cp, d] -> [..., h, d], the inverse of ``_to_heads`` for what has as many heads as the queries."""
+    back: torch.Tensor = _Exchange.apply(out, group)
+    return back.movedim(0, -3).flatten(-3, -2)
+
+
+def _enough_heads(x: torch.Tensor, heads: int, cp: int) -> torch.Tensor:
+    """Key/value heads that ``cp`` ranks can be dealt: as they are, or each as often as the ranks or the queries need
+    it."""
+    own = x.shape[-2]
+    if own % cp == 0:
+        return x
+    return x.repeat_interleave(cp // own if cp % own == 0 else heads // own, dim=-2)
+
+
+def _unshare(x: torch.Tensor) -> torch.Tensor:
+    """[cp, s, ...], each share being pieces r and 2 * cp - 1 - r, -> the whole sequence [cp * s, ...]."""
+    first, second = x.chunk(2, dim=1)
+    return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
+
+
+def _share(x: torch.Tensor, cp: int) -> torch.Tensor:
+    """[cp * s, ...] -> [cp, s, ...]: the inverse of ``_unshare``."""
+    first, second = x.chunk(2)
+    return torch.cat([first.unflatten(0, (cp, -1)), second.unflatten(0, (cp, -1)).flip(0)], dim=1)

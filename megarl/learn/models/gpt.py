@@ -1,0 +1,162 @@
+"""A Megatron-Core GPTModel stage from an architecture table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.models.specs import RMSNorm, block_spec, check_implementation
+from megarl.weights.architectures import Head, architecture
+from megarl.weights.architectures.megatron_config import gpt_kwargs, transformer_kwargs
+from megarl.weights.reshard.layouts import padded_vocab_size
+
+__all__ = ["RMSNorm", "build_chunks", "named_tensors", "transformer_config", "unwrap"]
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron's settings for each ``model.recompute``."""
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+
+
+def build_chunks(
+    hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, head: Head = "lm"
+) -> tuple[torch.nn.Module, ...]:
+    """This rank's ``parallel.vpp`` model chunks. Their weights mean nothing yet: load some before use.
+
+    On the last chunk of the last stage ``forward(tokens, position_ids, None)`` with tokens int64 [B, S] returns
+    vocabulary-parallel logits [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and
+    entropy. With ``head="score"`` it returns float32 [B, S, 1], equal on all tensor-parallel ranks
+    (``models.value_head``). ``packed_seq_params``: the sequences of a chunk lie one after the other (B = 1).
+    Under context parallelism S counts this rank's share (see ``batching.zigzag``); the position ids are not looked at.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    from megarl.learn.models import head as lm_head
+    from megarl.learn.models import router, value_head
+
+    check_implementation(model, parallel)
+    gpt = gpt_kwargs(architecture(hf_config, head), hf_config)
+    gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
+    config = transformer_config(hf_config, model, parallel)
+    chunks = []
+    for chunk in range(parallel.vpp):
+        vp_stage = chunk if parallel.vpp > 1 else None
+        pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        stage: torch.nn.Module = GPTModel(
+            config,
+            block_spec(config, model, vp_stage),
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type="rope",
+            parallel_output=True,
+            vp_stage=vp_stage,
+            **(value_head.smallest_output(gpt, pre_process, post_process, parallel.tp) if head == "score" else gpt),
+        )
+        _mark_experts(stage)
+        (value_head if head == "score" else lm_head).install(stage)
+        router.install(stage)
+        if parallel.backend == "nccl":
+            stage = stage.cuda()
+        if config.bf16:
+            stage = Float16Module(config, stage)
+            _keep_float32(stage)
+        chunks.append(stage)
+    return tuple(chunks)
+
+
+def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> Any:
+    """Megatron's TransformerConfig: sizes from the table, precision and grid from the settings."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    values = transformer_kwargs(architecture(hf_config), hf_config)
+    values["activation_func"] = ACTIVATIONS[values.pop("activation")]
+    dtype = getattr(torch, model.dtype)
+    on_cpu = parallel.backend == "gloo"
+    make = MLATransformerConfig if values.pop("mla") else TransformerConfig
+    return make(
+        **values,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.dtype == "bfloat16",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        **RECOMPUTE[model.recompute],
+        finalize_model_grads_func=finalize_model_grads,
+        # The loss arrives divided by its global denominator, so gradients are summed and never divided again.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=False,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=model.transformer_impl == "transformer_engine" and "num_moe_experts" in values,
+        batch_p2p_comm=not on_cpu,
+        deallocate_pipeline_outputs=not on_cpu,
+        # Each of these fusions needs CUDA, apex, TransformerEngine or a compile at start.
+        use_cpu_initialization=on_cpu,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+    )
+
+
+def _mark_experts(stage: torch.nn.Module) -> None:
+    """Experts are reduced over their own data-parallel group also at ep=1, where Megatron does not set that.
+
+    Without the mark their gradients are wrong when experts are cut differently from the rest (etp != tp), and a
+    checkpoint of the distributed optimizer does not load into another ep.
+    """
+    for name, parameter in stage.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _keep_float32(stage: torch.nn.Module) -> None:
+    """Float16Module casts every buffer; a router's bias decides between nearly equal experts and stays in float32."""
+    router: Any
+    for router in stage.modules():
+        if hasattr(router, "_maintain_float32_expert_bias"):
+            router._maintain_float32_expert_bias()
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside DistributedDataParallel and Float16Module."""
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    assert isinstance(inner, torch.nn.Module)
+    return inner
+
+
+def named_tensors(module: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Local name -> data of every parameter and of the routers' biases, as reshard layouts name them.
+
+    Several chunks (``parallel.vpp`` above 1) have ``chunk{v}.`` before their names.
+    """
+    if not isinstance(module, torch.nn.Module):
+        return {f"chunk{v}.{name}": t for v, chunk in enumerate(module) for name, t in named_tensors(chunk).items()}
+    stage = unwrap(module)
+    biases = {name: buffer for name, buffer in stage.named_buffers() if name.endswith("mlp.router.expert_bias")}
+    return {name: p.data for name, p in stage.named_parameters()} | biases

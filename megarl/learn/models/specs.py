@@ -1,0 +1,77 @@
+"""Modules of a stage: Megatron's local spec with what it lacks, or TransformerEngine's."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from megarl.core.config.schema import ModelConfig, ParallelConfig
+from megarl.core.errors import ConfigError
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """The local spec's norm, usable with sequence parallelism: Megatron reduces gradients of weights so marked."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError where ``model.transformer_impl`` cannot be built on this machine. Cheap for the local one."""
+    if model.transformer_impl != "transformer_engine":
+        return
+    fix = "or set model.transformer_impl to local"
+    if parallel.backend != "nccl":
+        raise ConfigError(
+            f"model.transformer_impl=transformer_engine with parallel.backend={parallel.backend}: TransformerEngine "
+            "computes on "
+            f"CUDA alone; set parallel.backend to nccl, {fix}"
+        )
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built for is missing
+        raise ConfigError(
+            f"model.transformer_impl=transformer_engine, but TransformerEngine cannot be imported ({error}); install "
+            f"transformer-engine[pytorch] for this torch and CUDA, {fix}"
+        ) from error
+
+
+def block_spec(config: Any, model: ModelConfig, vp_stage: int | None = None) -> Any:
+    """TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts as ``config``
+    says."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.post_training.modelopt.layers import Linear
+
+    from megarl.learn.models.attention import CoreAttention
+
+    if model.transformer_impl == "transformer_engine":  # never run on hardware
+        # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        return _balanced(block, model)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = CoreAttention
+        if config.multi_latent_attention:
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
+            # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again,
+            # loses the gradient that the other ranks' heads have for the shared rotary key.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return _balanced(block, model)
+
+
+def _balanced(block: Any, model: ModelConfig) -> Any:
+    if model.router.is_used:
+        from megarl.learn.models.router import balance
+
+        balance(block, model.router)
+    return block

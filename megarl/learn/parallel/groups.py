@@ -1,0 +1,222 @@
+"""Process groups of one trainer rank: torch.distributed and Megatron-Core's parallel state."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from megarl.core.config.schema import ParallelConfig
+from megarl.learn.parallel import cpu
+from megarl.learn.parallel.grid import check_parallel
+
+BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+"""``parallel.backend`` in torch's words. What a step says of itself stays on the host, and goes by gloo there too."""
+LOOPBACK = "lo"
+"""Linux' name of the interface."""
+USUAL_S = 600.0
+
+
+@dataclass(frozen=True)
+class Position:
+    """Place of this rank in the grid. Global rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)),
+    Megatron's order.
+
+    Within a stage the same ranks, counted as etp_rank + etp * (ep_rank + ep * k), hold the experts.
+    """
+
+    rank: int
+    tp_rank: int
+    cp_rank: int
+    dp_rank: int
+    pp_rank: int
+    etp_rank: int
+    ep_rank: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def collective_timeout_s(stall_s: float) -> float:
+    """Seconds that collectives wait for a rank: torch's usual time, and longer than the supervisor, who can say for
+    which (``cluster.stall_s``)."""
+    return max(USUAL_S, 2 * stall_s)
+
+
+def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_S) -> Position:
+    """Join the job's world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and set up Megatron-Core's groups.
+
+    Raises:
+        ConfigError: no grid has these sizes (see ``check_parallel``).
+        ValueError: the world's size is not tp * cp * dp * pp.
+    """
+    check_parallel(parallel)
+    cpu.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    world = int(os.environ["WORLD_SIZE"])
+    if world != parallel.world_size:
+        raise ValueError(
+            f"WORLD_SIZE={world} is not parallel.tp*cp*dp*pp={parallel.tp}*{parallel.cp}*{parallel.dp}*{parallel.pp}="
+            f"{parallel.world_size}"
+        )
+    if parallel.backend == "nccl":
+        torch.manual_seed(seed)  # else Megatron's way to seed a GPU does it
+        torch.cuda.set_device(
+            int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        )  # of those that the supervisor lets it see
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_s)
+        rank = int(os.environ["RANK"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # gloo would listen where the host's name points
+        dist.init_process_group(
+            BACKENDS[parallel.backend],
+            store=_store(host, port, world, rank, timeout),
+            world_size=world,
+            rank=rank,
+            timeout=timeout,
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
+        distributed_timeout_minutes=ceil(timeout_s / 60),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return position()
+
+
+def _store(host: str, port: int, world: int, rank: int, timeout: timedelta) -> TCPStore:
+    """The rendezvous; rank 0 listens on ``host`` alone, where torch would listen on every interface of the machine."""
+    listening = socket.create_server((host, port)).detach() if rank == 0 else None
+    return TCPStore(host, port, world, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening)
+
+
+def position() -> Position:
+    """Place of this rank in the grid in place."""
+    from megatron.core import parallel_state
+
+    return Position(
+        rank=dist.get_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        is_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+class Grid:
+    """One model's process groups, so that models with different grids live in one world and take turns.
+
+    Megatron-Core keeps the groups of one grid in module globals. ``active()`` puts this grid's there and, afterwards,
+    back what was there; random numbers too, so that a model draws the same whichever others there are. Groups are made
+    when the object is: every rank makes its grids in the same order.
+
+    Megatron's own way, handing a ``ProcessGroupCollection`` to every object, does not reach everywhere in 0.16.1:
+    schedules ask ``parallel_state`` for stages and virtual ranks, experts and checkpoints for replica numbers, the
+    optimizer for its gloo groups. One place that was missed would compute on another model's groups without a word, so
+    all of them are exchanged together.
+    """
+
+    def __init__(self, parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_S) -> None:
+        """Makes the groups of ``parallel`` (in the world as it is, or joining it; see ``initialize`` for what it
+        raises) and leaves what was in place as it was."""
+        cpu.install()
+        before = _State.taken()
+        _State.blank().put()
+        try:
+            self.parallel = parallel
+            self.position = initialize(parallel, seed=seed, timeout_s=timeout_s)
+            self._state = _State.taken()
+        finally:
+            before.put()
+
+    @classmethod
+    def initialized(cls, parallel: ParallelConfig) -> Grid:
+        """The grid that ``initialize`` has put in place for good, as an object to come back to."""
+        grid = cls.__new__(cls)
+        grid.parallel, grid.position, grid._state = parallel, position(), _State.taken()
+        return grid
+
+    @contextmanager
+    def active(self) -> Iterator[Position]:
+        """Within, Megatron computes on this grid. May be nested in another's, not within itself: random numbers would
+        repeat."""
+        before = _State.taken()
+        self._state.put()
+        try:
+            yield self.position
+        finally:
+            self._state = _State.taken()  # what was drawn, and buffers made on demand
+            before.put()
+
+
+@dataclass(frozen=True)
+class _State:
+    """Module state of Megatron-Core for one grid."""
+
+    groups: dict[str, Any]
+    """Globals of parallel_state."""
+    tracker: dict[str, Any]
+    """Globals of tensor_parallel.random: the generators of what tensor parallelism cuts."""
+    generator: torch.Tensor
+    """State of the device's own generator, which the seed of a grid sets too."""
+
+    @classmethod
+    def taken(cls) -> _State:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+
+        groups = {name: getattr(parallel_state, name) for name in _group_names()}
+        return cls(groups, {name: getattr(random, name) for name in _TRACKER}, random._get_cuda_rng_state())
+
+    @classmethod
+    def blank(cls) -> _State:
+        """State before the first grid. The generator stays as it is: the next seed sets it."""
+        from megatron.core.tensor_parallel import random
+
+        groups: dict[str, Any] = dict.fromkeys(_group_names())
+        return cls(groups | {_HYBRID: {}}, dict(_TRACKER), random._get_cuda_rng_state())
+
+    def put(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+
+        for module, values in ((parallel_state, self.groups), (random, self.tracker)):
+            for name, value in values.items():
+                setattr(module, name, value)
+        random._set_cuda_rng_state(self.generator)
+
+
+_HYBRID = "_HYBRID_DP_CP_GROUPS"
+"""The one global of parallel_state that is a dict, filled in place; all others start as None."""
+_TRACKER = {"_CUDA_RNG_STATE_TRACKER": None, "_CUDA_RNG_STATE_TRACKER_INITIALIZED": False}
+"""Globals of tensor_parallel.random -> as they start."""
+_SHARED = {"_global_process_group_list"}
+"""Attributes that belong to no single grid: the list of all groups that were ever made."""
+
+
+def _group_names() -> list[str]:
+    """Globals of parallel_state that belong to one grid: by how they are written, so that none of a newer version is
+    missed."""
+    from megatron.core import parallel_state
+
+    return [name for name in vars(parallel_state) if name.startswith("_") and name.isupper() and name not in _SHARED]

@@ -1,0 +1,266 @@
+"""A model of one rank, frozen or trained: Megatron's modules, its answers for a step's sequences, and updates.
+
+Shape legend: T positions of a step's ``Sequences``; k answers of the head at each: log-prob and entropy, or a score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megarl.core.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from megarl.core.metrics import Sums
+from megarl.learn.batching import MicroBatch, MicroBatching, Sequences, micro_batches
+from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
+from megarl.learn.parallel.grid import megatron_grid
+from megarl.learn.training.objectives import Kept, Objective
+from megarl.learn.training.optimizer import Optimizer
+from megarl.learn.training.schedule import Head, run
+from megarl.learn.training.written import check_written, digests_written
+from megarl.weights.architectures import architecture
+from megarl.weights.checkpoint.formats import hf
+from megarl.weights.reshard.copy import HEADS, copy_weights
+from megarl.weights.reshard.layouts import megatron_layout
+
+
+def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> MicroBatching:
+    """Limits of the micro-batches of a model on this grid."""
+    return MicroBatching(
+        dp=parallel.dp,
+        cp=parallel.cp,
+        multiple=parallel.tp if parallel.sequence_parallel else 1,
+        chunks=parallel.pp if parallel.vpp > 1 else 1,
+        max_tokens=trainer.max_tokens_per_micro_batch if trainer.packing else None,
+        rows=trainer.micro_batch_size,
+    )
+
+
+Grid = Callable[[], AbstractContextManager[Any]]
+"""Puts a model's process groups in place."""
+
+
+class FrozenModel:
+    """A model that only answers: the reference, a reward model, and the base of what is trained.
+
+    ``head`` None makes a model that scores. ``grid``: of a model whose grid is not the one that is in place.
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        head: Head | None,
+        micro_batching: MicroBatching,
+        grid: Grid = nullcontext,
+    ) -> None:
+        from megatron.core import parallel_state
+
+        self.hf_config = hf_config
+        self.model_config = model
+        self.parallel = parallel
+        self.head = head
+        self.micro_batching = micro_batching
+        self.grid = grid
+        kind: Literal["lm", "score"] = "score" if head is None else "lm"
+        self.layout = megatron_layout(
+            hf_config, megatron_grid(parallel), transformer_impl=model.transformer_impl, head=kind
+        )
+        with grid():
+            self.dp_rank: int = parallel_state.get_data_parallel_rank()
+            self.chunks: list[Any] = list(build_chunks(hf_config, model, parallel, kind))
+        """``parallel.vpp`` modules."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Local parameter name -> data."""
+        return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
+
+    def proven_tensors(self) -> dict[str, torch.Tensor]:
+        """``tensors``, to be sent or written to files. Every rank calls it. Raises WeightsDiffer where an optimizer
+        wrote others."""
+        return self.tensors
+
+    def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
+        """Weights of an HF checkpoint; ``score``: the source of a score head (``checkpoint.hf.load_into``)."""
+        hf.load_into(path, self.layout, dist.get_rank(), self.tensors, score=score)
+        self.weights_changed()
+
+    def copy_from(self, source: FrozenModel, *, bucket_bytes: int) -> None:
+        """Another model's weights, slice by slice from its grid to this one's, proven equal; a head that only one of
+        them has stays as it is. Every rank calls it."""
+        copy_weights(
+            source.layout,
+            source.proven_tensors(),
+            self.layout,
+            self.tensors,
+            dist.get_rank(),
+            bucket_bytes=bucket_bytes,
+            left_out=HEADS,
+        )
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Call after writing into ``tensors``."""
+
+    def micro_batches(self, sequences: Sequences, units: Sequence[Sequence[int]] | None = None) -> Sequence[MicroBatch]:
+        """This rank's share of the sequences (or of ``units`` of them) as its grid takes them."""
+        return micro_batches(sequences, self.micro_batching, self.dp_rank, units)
+
+    @torch.no_grad()
+    def outputs(
+        self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]], *, temperature: float | None = None
+    ) -> torch.Tensor:
+        """float32 [T]: log-prob of the masked next tokens (or the score of every position), 0 elsewhere; complete on
+        every rank.
+
+        Args:
+            updates: of ``micro_batches``, one list for each; those of all ranks together are the sequences that are
+                asked for. The very micro-batches of the updates to come give log-probs whose ratio to those of the
+                first update is exactly 1.
+            temperature: None takes the head's.
+        """
+        head = self.head
+        if head is not None and temperature is not None:
+            head = replace(head, temperature=temperature)
+        for chunk in self.chunks:
+            chunk.eval()
+        result = torch.zeros(len(sequences.tokens))
+
+        def keep(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if has_outputs:
+                real = batch.index >= 0
+                result[batch.index[real]] = answer[..., 0].float().cpu()[real]
+            return answer.sum(), None  # the schedule wants a loss
+
+        with self.grid():
+            has_outputs = self._has_outputs()
+            for batches in updates:
+                run(self.chunks, sequences, batches, head, keep, forward_only=True)
+        # One rank answers for each position, the others have 0 there: the sum is exact.
+        dist.all_reduce(result)
+        return result
+
+    def _has_outputs(self) -> bool:
+        """True on one rank of each data-parallel replica, where all ranks of its last stage have the same outputs."""
+        from megatron.core import parallel_state
+
+        tp, cp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        return tp == 0 and cp == 0
+
+
+class TrainedModel(FrozenModel):
+    """A ``FrozenModel`` that learns: the actor, the critic, a reward model."""
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        head: Head | None,
+        micro_batching: MicroBatching,
+        optimizer: OptimizerConfig,
+        grid: Grid = nullcontext,
+    ) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        from megarl.learn.models.router import routers
+
+        super().__init__(hf_config, model, parallel, head, micro_batching, grid)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,  # no check_for_nan_in_grad: it ends one rank, the others wait for it
+        )
+        config: Any = unwrap(self.chunks[0]).config
+        with grid():
+            self.chunks = [DistributedDataParallel(config, settings, chunk) for chunk in self.chunks]
+            self.optimizer = Optimizer(self.chunks, optimizer, model.dtype)
+        config.grad_scale_func = self.optimizer.inner.scale_loss
+        self._balanced = model.router.is_used and bool(architecture(hf_config).sizes(hf_config).moe_layers)
+        self._routers = routers(self.chunks)
+
+    def weights_changed(self) -> None:
+        """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
+        with self.grid():
+            self.optimizer.inner.reload_model_params()
+
+    def written(self) -> dict[str, int]:
+        """Local parameter name -> digest of what the optimizer last wrote (``written.py``). Every rank calls it."""
+        return digests_written(self.chunks, self.optimizer.inner)
+
+    def proven_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = self.tensors
+        check_written(tensors, self.written())
+        return tensors
+
+    def backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
+        """Gradients of the objective over the ``batches`` of all data-parallel ranks, each part divided by its global
+        count.
+
+        Returns:
+            Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere;
+            ``<name>/loss`` is their mean.
+        """
+        with self.grid():
+            return self._backward(sequences, batches, objective)
+
+    def _backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
+        from megatron.core import parallel_state
+
+        from megarl.learn.models.router import UpdateSize, measured
+
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.inner.zero_grad()
+        counts = []
+        for batch in batches:
+            size = torch.tensor([len(batch.numbers), torch.count_nonzero(batch.index >= 0)], dtype=torch.float64)
+            counts.append(torch.cat([size, objective.count(Kept.of(batch, sequences)).double().reshape(-1)]))
+        count = torch.stack(counts).sum(0)
+        dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+        scale = 1.0 / count[2:].clamp(min=1.0)
+        for router in self._routers:
+            router.begin(UpdateSize(int(count[0]), int(count[1]), most=int(max(each[0] for each in counts))))
+
+        def loss_function(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            kept = Kept.of(batch, sequences)
+            loss = objective.loss(kept, answer[kept.place.to(answer.device)])
+            total = (loss.totals * scale.to(loss.total)).sum()
+            return total, (total.detach(), loss.metrics)
+
+        collected = run(
+            self.chunks, sequences, batches, self.head, loss_function, forward_only=False, balanced=self._balanced
+        )
+        of_routers = measured(self.chunks, objective.name) if self._balanced else {}
+        if not collected or not self._has_outputs():
+            return {}
+        whole = sum(float(total) for total, _ in collected)
+        sums: dict[str, tuple[float, float]] = {f"{objective.name}/loss": (whole, 1.0 / self.parallel.dp)}
+        for _, metrics in collected:
+            for name, (total, number) in metrics.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + float(total), before[1] + float(number))
+        return {**sums, **of_routers}
+
+    def gradient_norm(self) -> float:
+        """Norm of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a
+        step starts from."""
+        with self.grid():
+            return self.optimizer.gradient_norm()
+
+    def step(self, lr: float) -> float:
+        """Make one optimizer step on the gradients in the buffers, whatever they are (``run/loop/updates.py`` has
+        checked them); return their norm."""
+        from megarl.learn.models.router import move_biases
+
+        with self.grid():
+            norm = self.optimizer.step(lr)
+        move_biases(self._routers)
+        return norm

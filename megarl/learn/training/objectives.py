@@ -1,0 +1,129 @@
+"""Objectives of training: algorithms from ``megarl.learn.algorithms``, given the tokens of a micro-batch.
+
+A step lies on the host; of a micro-batch's tokens what a loss needs goes to where the answers are.
+
+Shape legend: T' tokens of a micro-batch that are in the loss, n its sequences, K parts of a loss with a denominator
+each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megarl.core.config.algorithms import AlgorithmConfig, PPOConfig
+from megarl.learn.algorithms import Algorithm, Loss, LossInput
+from megarl.learn.algorithms.terms import value
+from megarl.learn.batching import MicroBatch, Sequences
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tokens of a micro-batch that are in the loss, flat."""
+
+    index: torch.Tensor
+    """int64 [T'] into the step's flat arrays."""
+    row: torch.Tensor
+    """int64 [T'], number of the sequence within the micro-batch, never decreasing."""
+    numbers: torch.Tensor
+    """int64 [n], number of each sequence within the step."""
+    num_rows: int
+    """n."""
+    place: torch.Tensor
+    """bool [b, S]: where these tokens stand in the micro-batch."""
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return torch.ones_like(self.row, dtype=torch.bool)
+
+    @staticmethod
+    def of(batch: MicroBatch, sequences: Sequences) -> Kept:
+        place = batch.take(sequences.mask, False)
+        return Kept(batch.index[place], batch.row[place], batch.numbers, len(batch.numbers), place)
+
+
+@dataclass(frozen=True)
+class Objective:
+    name: str
+    """First part of its metrics' names: the role that is trained."""
+    count: Callable[[Kept], torch.Tensor]
+    """This micro-batch's share of the global denominators, [K] or a scalar."""
+    loss: Callable[[Kept, torch.Tensor], Loss]
+    """(tokens, answers [T', k] of the head) -> sums where the answers are, never divided."""
+
+
+def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences) -> Objective:
+    """The algorithm's loss of log-probs."""
+
+    def expert(kept: Kept) -> torch.Tensor | None:
+        return None if sequences.expert is None else sequences.expert[kept.numbers]
+
+    def count(kept: Kept) -> torch.Tensor:
+        return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings, expert(kept))
+
+    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
+        def picked(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[kept.index]
+
+        return algorithm.loss(
+            LossInput(
+                logp=outputs[:, 0],
+                entropy=outputs[:, 1] if outputs.shape[1] > 1 else None,
+                old_logp=picked(sequences.old_logp),
+                ref_logp=picked(sequences.ref_logp),
+                advantages=picked(sequences.advantages),
+                mask=kept.mask,
+                row=kept.row,
+                num_rows=kept.num_rows,
+                engine_logp=picked(sequences.engine_logp),
+                expert=expert(kept),
+            ).to(outputs.device),
+            settings,
+        )
+
+    return Objective("actor", count, loss)
+
+
+def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: torch.Tensor) -> Objective:
+    """The algorithm's loss of scores: one token of each sequence is kept, sequences 2i and 2i + 1 of the step are pair
+    i.
+
+    ``margins``: float32, one for each pair of the step.
+    """
+
+    def count(kept: Kept) -> torch.Tensor:
+        return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings)
+
+    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
+        return algorithm.loss(
+            LossInput(
+                logp=torch.zeros_like(outputs[:, 0]),
+                entropy=None,
+                old_logp=None,
+                ref_logp=None,
+                advantages=None,
+                mask=kept.mask,
+                row=kept.row,
+                num_rows=kept.num_rows,
+                scores=outputs[:, 0],
+                margin=margins[kept.numbers[::2] // 2],
+            ).to(outputs.device),
+            settings,
+        )
+
+    return Objective("actor", count, loss)
+
+
+def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
+    """The critic's: values near the returns."""
+    assert isinstance(settings, PPOConfig), "ppo and algorithms of a user's file train a critic"
+    assert sequences.values is not None and sequences.returns is not None, "the inference phase fills both"
+    before, target = sequences.values, sequences.returns
+
+    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
+        old, wanted = (x[kept.index].to(outputs.device) for x in (before, target))
+        return value.loss(outputs[:, 0], old, wanted, settings)
+
+    return Objective("critic", lambda kept: value.count(kept.mask), loss)

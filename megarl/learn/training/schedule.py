@@ -1,0 +1,113 @@
+"""The one path through the model for everything: micro-batches, Megatron's schedule, outputs of the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.core import heartbeat
+from megarl.learn.batching import MicroBatch, Sequences
+from megarl.learn.models.gpt import unwrap
+from megarl.learn.parallel.context import gather_outputs
+
+LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
+"""(micro-batch, answers [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Output of a model: log-prob and entropy of the next tokens (k = 2), or a score (k = 1)."""
+
+    vocab_size: int
+    """Real vocabulary, without padding."""
+    temperature: float = 1.0
+    logits_bytes: int | None = None
+    """Most bytes of logits on one rank; None keeps a micro-batch's whole."""
+    float32: bool = False
+    """Logits in float32 where the model computes in less."""
+
+
+def run(
+    chunks: Sequence[torch.nn.Module],
+    sequences: Sequences,
+    batches: Sequence[MicroBatch],
+    head: Head | None,
+    loss_function: LossFunction,
+    *,
+    forward_only: bool,
+    balanced: bool = False,
+) -> list[Any]:
+    """Run ``batches`` through Megatron's schedule; gradients are left in the model's buffers.
+
+    Sequences and micro-batches lie on the host: what a model and its loss need of one goes to the model's device.
+    ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
+        ``balanced``: its routers measure their balance.
+    Under context parallelism every rank is given the answers of whole sequences, and its gradient is that of its own
+    share.
+
+    Returns:
+        What ``loss_function`` collected for each micro-batch, in order, on last-stage ranks; [] elsewhere.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megarl.learn.models.head import Request, requesting
+    from megarl.learn.models.router import sequences_of_tokens
+
+    context = parallel_state.get_context_parallel_group()
+    device = next(chunks[0].parameters()).device
+
+    def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        heartbeat.beat()
+        batch: MicroBatch = next(iterator)
+        shares = batch.shares(context.size())
+        mine = shares[context.rank()]
+        tokens, positions = (x[:, mine].to(device) for x in (batch.take(sequences.tokens).long(), batch.position))
+        more = {"packed_seq_params": None if batch.cu_seqlens is None else _packed_seq_params(batch, device)}
+        if balanced:
+            more["padding_mask"] = sequences_of_tokens(unwrap(model), batch.row[:, mine].to(device))
+        if head is None:
+            output = model(tokens, positions, None, **more)
+        else:
+            wanted = batch.targets(sequences)[:, mine].long().to(device)
+            with requesting(
+                unwrap(model), Request(wanted, head.vocab_size, head.temperature, head.logits_bytes, head.float32)
+            ):
+                output = model(tokens, positions, None, **more)
+
+        def loss(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            total, collected = loss_function(batch, gather_outputs(answer, shares, context))
+            # The count of 1 is unused: gradients are not divided (see transformer_config).
+            return total, torch.zeros((), dtype=torch.int), collected
+
+        return output, loss
+
+    rows, length = batches[0].index.shape
+    one = len(chunks) == 1
+    collected: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches) if one else [iter(batches) for _ in chunks],
+        model=chunks[0] if one else list(chunks),
+        num_microbatches=len(batches),
+        seq_length=length,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+    )
+    return collected
+
+
+def _packed_seq_params(batch: MicroBatch, device: torch.device) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    assert batch.cu_seqlens is not None, "not packed"
+    cu_seqlens = batch.cu_seqlens.to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )

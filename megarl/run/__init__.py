@@ -1,0 +1,1 @@
+"""The processes of a job, and where the other packages meet."""

@@ -1,0 +1,1 @@
+"""Checks before any process is launched."""

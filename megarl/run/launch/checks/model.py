@@ -1,0 +1,132 @@
+"""The model of a job against its grids: the trainer's, and the engines' with what vLLM computes on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.core.config import Config
+from megarl.core.config.lengths import context_tokens
+from megarl.core.errors import ConfigError
+from megarl.learn.models.specs import check_implementation
+from megarl.learn.parallel.grid import check_parallel, megatron_grid
+from megarl.ops import rows_in_budget
+from megarl.weights.architectures import Head, architecture
+from megarl.weights.checkpoint.formats.hf_source import SCORE, check_hf, check_labels, open_hf
+from megarl.weights.reshard.layouts import Layout, hf_layout, megatron_layout, padded_vocab_size, vllm_layout
+from megarl.weights.reshard.plan import build_plan
+
+ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vllm 0.32, v1/attention/backends/cpu_attn.py: another size fails at the first request, after the warm start."""
+ENGINE_LATENT = (512, 64)
+"""kv_lora_rank and qk_rope_head_dim that v1/attention/backends/mla/cpu_mla.py has a kernel for."""
+ENGINE_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""Settings of DeepSeek-V3 that vLLM's models/deepseek_v2.py follows only when they are written down."""
+ENGINE_EXPERT_UNIT = 32
+"""Unit of experts in layers/fused_moe/experts/cpu_moe.py."""
+
+
+def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, head: Head = "lm") -> None:
+    """The architecture has a table, the trainer's grid can train it and its modules can be built here, its files are
+    whole; with ``engines`` they can be sent it. ``head="score"``: a reward model from the start, which a language
+    model's files do for too."""
+    check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
+    check_implementation(config.model, config.parallel)
+    check_router(config, hf_config)
+    columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
+    try:
+        rows_in_budget(
+            columns, getattr(torch, config.model.head_dtype or config.model.dtype), config.trainer.logits_bytes
+        )
+    except ValueError as error:
+        raise ConfigError(f"trainer.{error}") from error
+    grid = megatron_grid(config.parallel)
+    source = megatron_layout(hf_config, grid, transformer_impl=config.model.transformer_impl, head=head)
+    if engines:
+        _check_engines(config, hf_config, source)
+    build_plan(source, hf_layout(hf_config, head=head)).check()
+    files = open_hf(Path(config.model.path))
+    try:
+        # Headers and sizes: a file cut short is seen.
+        if head == "score" and SCORE not in files.shapes:
+            check_hf(files, source.only(lambda name: name != SCORE), hf_config, beside={SCORE})
+        else:
+            if head == "score":
+                check_labels(Path(config.model.path), hf_config)
+            check_hf(files, source, hf_config)
+    finally:
+        files.close()
+    for setting, value in asdict(config.model.from_scratch).items() if config.model.from_scratch else ():
+        if hf_config.get(setting, value) != value:
+            raise ConfigError(
+                f"model.from_scratch.{setting}={value}, but the model in {config.model.path} has {hf_config[setting]}; "
+                "remove that directory to make the model again, or set the value that it has (model.from_scratch=null "
+                "for a model of your own)"
+            )
+
+
+def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Check that the model has what ``model.router`` sets. Raises ConfigError."""
+    arch, router = architecture(hf_config), config.model.router
+    for name, value in asdict(router).items():
+        if value and not arch.sizes(hf_config).moe_layers:
+            raise ConfigError(
+                f"model.router.{name}={value}, but the model in {config.model.path} has no experts; set it to 0"
+            )
+    if router.bias_update_rate and not arch.sigmoid_router:
+        raise ConfigError(
+            f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
+            "move; set it to 0 and "
+            "model.router.aux_loss_coef above 0"
+        )
+
+
+def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout) -> None:
+    """The trainer's tensors divide over the engines' grid, and vLLM can compute with this model as long as rollouts
+    are."""
+    rollout = config.rollout
+    engines = vllm_layout(
+        hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
+    )
+    build_plan(source, engines).check()
+    check_engine(config.model.path, hf_config)
+    context = int(hf_config["max_position_embeddings"])
+    wanted = context_tokens(config.rollout)
+    if wanted > context:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {wanted} is more than the model's context of "
+            f"{context} (max_position_embeddings); lower one of them"
+        )
+
+
+def check_engine(path: str, hf_config: Mapping[str, Any]) -> None:
+    """vLLM computes what the trainer does, with a model of these sizes, on CPU."""
+    sizes = architecture(hf_config).sizes(hf_config)
+    if sizes.kv_lora:
+        for key, value in ENGINE_ROUTER.items():
+            if hf_config.get(key) != value:
+                raise ConfigError(
+                    f"config.json of {path} has {key}={hf_config.get(key)!r}: transformers does not read it, vLLM "
+                    "would route "
+                    f'another way without it; add "{key}": "{value}" to the file'
+                )
+        if (sizes.kv_lora, sizes.qk_rope) != ENGINE_LATENT:
+            raise ConfigError(
+                f"kv_lora_rank={sizes.kv_lora} with qk_rope_head_dim={sizes.qk_rope} of {path}: vLLM's CPU attention "
+                "has only "
+                f"{ENGINE_LATENT[0]} with {ENGINE_LATENT[1]}"
+            )
+    elif sizes.head not in ENGINE_HEAD_DIMS:
+        raise ConfigError(
+            f"head_dim={sizes.head} of {path} is none that vLLM's CPU attention has: "
+            f"{', '.join(map(str, ENGINE_HEAD_DIMS))}"
+        )
+    if sizes.experts and sizes.hidden % ENGINE_EXPERT_UNIT:
+        raise ConfigError(
+            f"hidden_size={sizes.hidden} of {path} is no multiple of {ENGINE_EXPERT_UNIT}, which vLLM's CPU experts "
+            "need"
+        )

@@ -1,0 +1,172 @@
+"""The roles of a job against each other: grids, models, and the settings that only some algorithms have a use for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.core.config import Config, hub
+from megarl.core.config.lengths import context_tokens
+from megarl.core.config.schema import CriticConfig, RewardModelConfig
+from megarl.core.errors import CheckpointError, ConfigError
+from megarl.learn.algorithms import Algorithm
+from megarl.learn.algorithms.terms import kl
+from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids
+from megarl.weights.architectures import Head, architecture
+from megarl.weights.checkpoint.formats.hf_source import check_hf, check_labels, open_hf, read_hf_config
+from megarl.weights.reshard.layouts import megatron_layout
+
+log = logging.getLogger(__name__)
+
+
+def check_role_settings(config: Config, algorithm: Algorithm) -> None:
+    """Check role settings that need no model: refuse one that would have no effect, or cannot work.
+
+    Raises:
+        ConfigError: naming setting, value and fix.
+    """
+    check_roles(config, roles_of(config, algorithm))
+    name, refresh, kl_config = algorithm.name, config.reference.refresh, config.algorithm.kl
+    if refresh != "never" and not algorithm.has_reference(config.algorithm):
+        why = f" with algorithm.kl.coef={kl_config.coef:g}" if "kl" in algorithm.needs else ""
+        raise ConfigError(f"reference.refresh={refresh}, but {name}{why} has no reference; leave it at never")
+    if refresh == "every_iteration" and (kl_config.place == "reward" or kl_config.target is not None):
+        what = "algorithm.kl.place=reward" if kl_config.place == "reward" else f"algorithm.kl.target={kl_config.target}"
+        raise ConfigError(
+            f"reference.refresh=every_iteration with {what}: the KL to a reference that each step begins with is 0 "
+            "where it is measured; "
+            "refresh every N steps, or keep the KL in the loss with a fixed coefficient"
+        )
+    if config.reward.shuffle and config.reward_model.path is not None:
+        raise ConfigError(
+            "reward.shuffle=true with reward_model.path: the model's scores would not be shuffled, so this is no "
+            "control; leave one out"
+        )
+    if "expert" in algorithm.needs and config.taskset.expert is None:
+        raise ConfigError(f"algorithm.name={name} needs taskset.expert, a file of rows with a response")
+    if "greedy" in algorithm.needs and config.reward_model.path is not None:
+        raise ConfigError(
+            f"reward_model.path with algorithm.name={name}: the greedy answers that others are compared with get no "
+            "model score; leave it "
+            "out, or take another algorithm"
+        )
+    unused = {"critic": CriticConfig(), "reward_model": RewardModelConfig()}
+    for role in sorted(unused.keys() - set(roles_of(config, algorithm))):
+        if getattr(config, role) != unused[role]:
+            log.warning("%s.*: this job has no %s; these settings do nothing", role, role.replace("_", " "))
+    if not algorithm.job.rollouts:
+        return
+    rollout, buffer = config.rollout, config.reward.overlong_buffer
+    if buffer is not None and buffer > rollout.max_response_tokens:
+        raise ConfigError(
+            f"reward.overlong_buffer={buffer} is more than rollout.max_response_tokens={rollout.max_response_tokens}; "
+            "lower it"
+        )
+    responses = config.trainer.tasks_per_step * config.algorithm.group_size
+    kl.adapted(config.algorithm.kl.coef, 0.0, responses, config.algorithm.kl)
+
+
+def check_budget(config: Config, algorithm: Algorithm) -> None:
+    """The longest sequence, or pair of them, fits a micro-batch of every role.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not algorithm.job.rollouts:
+        return
+    longest = context_tokens(config.rollout)
+    budget = config.trainer.max_tokens_per_micro_batch
+    pair = 2 if "pairs" in algorithm.needs else 1
+    for setting, parallel in role_grids(config, roles_of(config, algorithm)).items():
+        piece = 2 * parallel.cp if parallel.cp > 1 else 1
+        if config.trainer.packing and (wanted := pair * (longest + -longest % piece)) > budget:
+            raise ConfigError(
+                f"trainer.max_tokens_per_micro_batch={budget} does not hold "
+                f"{'a pair of sequences' if pair > 1 else 'one sequence'} of "
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens "
+                f"({setting}.cp={parallel.cp}); raise it to {wanted}"
+            )
+
+
+def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
+    """The sections of the settings whose models a job has beside the actor."""
+    there = {
+        "reference": algorithm.has_reference(config.algorithm),
+        "critic": "critic" in algorithm.roles,
+        "reward_model": config.reward_model.path is not None and algorithm.job.rollouts,
+    }
+    return [role for role, is_there in there.items() if is_there]
+
+
+def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]) -> None:
+    """Each role's model has a table and a grid that divides it, and its files are whole. ``hf_config``: the actor's.
+
+    Raises:
+        ConfigError, ArchitectureError, CheckpointError: naming the role's setting.
+    """
+    models: dict[str, tuple[str | None, Head]] = {
+        "reference": (None, "lm"),
+        "critic": (config.critic.path, "score"),
+        "reward_model": (config.reward_model.path, "score"),
+    }
+    roles = roles_of(config, algorithm)
+    wanted = {f"{role}.parallel": models[role] for role in roles}
+    if "reward" in algorithm.roles:
+        wanted["parallel"] = (None, "score")  # what the job trains: the actor with another head
+    grids = role_grids(config, roles)
+    for setting, (path, head) in wanted.items():
+        role, grid = setting.removesuffix(".parallel"), grids[setting]
+        found = hf_config if path is None else _config_of(role, Path(path))
+        check_parallel(grid, architecture(found).sizes(found), setting)
+        layout = megatron_layout(
+            found, megatron_grid(grid), transformer_impl=config.model.transformer_impl, head=head, setting=setting
+        )
+        if path is None:
+            continue
+        _check_vocabulary(role, Path(path), found["vocab_size"], Path(config.model.path), hf_config["vocab_size"])
+        check_labels(Path(path), found)
+        files = open_hf(Path(path))
+        try:
+            check_hf(files, layout, found)
+        finally:
+            files.close()
+
+
+def _config_of(role: str, path: Path) -> Mapping[str, Any]:
+    try:
+        return read_hf_config(path, f"{role}.path")
+    except CheckpointError as error:
+        if (fix := hub.advice(f"{role}.path", str(path))) is not None:
+            raise CheckpointError(f"{role}.path={path} has no config.json; {fix}") from error
+        raise CheckpointError(f"{role}.path: {error}") from error
+
+
+def _check_vocabulary(role: str, path: Path, size: int, actor: Path, actor_size: int) -> None:
+    """Raise ConfigError where the role would take the actor's token ids for other tokens."""
+    given = "it is given the actor's token ids; use a model with the same tokenizer"
+    files = [folder / "tokenizer.json" for folder in (actor, path)]
+    if not all(file.is_file() for file in files):
+        if size != actor_size:
+            raise ConfigError(f"{role}.path={path} has vocab_size={size}, the actor {actor_size}: {given}")
+        log.warning(
+            "%s.path=%s: no tokenizer.json to compare with the actor's; make sure that its tokens are the same",
+            role,
+            path,
+        )
+        return
+    from tokenizers import Tokenizer
+
+    mine, other = (Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
+    strange = min((token for token in mine if other.get(token) != mine[token]), key=mine.__getitem__, default=None)
+    if strange is not None:
+        there = f"is {other[strange]}" if strange in other else "does not occur"
+        raise ConfigError(
+            f"{role}.path={path}: the actor's token {mine[strange]}, {strange!r}, {there} in its tokenizer.json: "
+            f"{given}"
+        )
+    if max(mine.values()) >= size:
+        raise ConfigError(
+            f"{role}.path={path} has vocab_size={size}, the actor's tokens go up to {max(mine.values())}: {given}"
+        )

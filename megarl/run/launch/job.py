@@ -1,0 +1,237 @@
+"""A training job from its settings: check everything, prepare, run, report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from megarl.core.config import Config
+from megarl.core.errors import DiskFullError, FencedError, JobError, NonRetryableError
+from megarl.core.schema import Task
+from megarl.explore.rollout.auth import KEY_VARIABLE
+from megarl.explore.rollout.leftovers import remove_stale_folders
+from megarl.explore.store import Store
+from megarl.run.launch.checks.job import check, check_sizes
+from megarl.run.launch.nodes import agent, health
+from megarl.run.launch.nodes.allocation import Allocation, find
+from megarl.run.launch.nodes.fit import Fit, fit, reductions
+from megarl.run.launch.nodes.node import LocalNode, Node
+from megarl.run.launch.nodes.placement import NodeInfo
+from megarl.run.launch.nodes.remote import Gathering, RemoteNode
+from megarl.run.launch.postgres import Server, job_store
+from megarl.run.launch.run_dir.owner import check_fence, next_attempt, own_run_dir, run_id
+from megarl.run.launch.run_dir.prepare import with_prompt_limit
+from megarl.run.launch.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
+from megarl.run.launch.run_dir.store_repair import rebuild_damaged_store
+from megarl.run.launch.supervise.interrupt import INTERRUPT, StopRequest
+from megarl.run.launch.supervise.reaper import Reaper
+from megarl.run.launch.supervise.supervisor import start_attempt, watch
+from megarl.weights.checkpoint.training.disk_space import writing
+from megarl.weights.checkpoint.training.manifest import current_attempt
+from megarl.weights.checkpoint.training.state import latest, read_state
+
+log = logging.getLogger(__name__)
+
+OTHERS = 8
+"""Connections to the store beside those of trainer ranks: explorer, supervisor, somebody who looks."""
+UNFINISHED = 130
+"""Exit status of a job that was stopped and can be resumed."""
+
+
+def run(config: Config) -> int:
+    """Run the job to its end, or this node's part in it; exit status 0 when it finished, 130 when it was stopped and
+    can be resumed."""
+    allocation = find()
+    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
+    if not allocation.is_head:
+        return agent.serve(allocation, config, key)
+    run_dir = Path(config.run.dir)
+    start = time.monotonic()
+    with (
+        Gathering(allocation, key, config.cluster.heartbeat_s) as gathering,
+        own_run_dir(run_dir) as lock,
+        ExitStack() as stack,
+    ):
+        last = current_attempt(run_dir)  # whoever counts from here on has taken over
+        tasks = check(config, repair=True, nodes=allocation.nodes)
+        config = with_prompt_limit(config)
+        host = config.run.host if allocation.nodes == 1 else allocation.head
+        connections = config.parallel.world_size + OTHERS
+        server = stack.enter_context(
+            job_store(config.store.url, run_dir, key, host=host, connections=connections, held=[lock])
+        )
+        if is_finished(config, run_dir):
+            log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin again", run_dir)
+        else:
+            _run_attempts(config, tasks, allocation, gathering, lock, server, key, last)
+        # A rank that was asked to end, by whomever, ends in order: only the run itself shows whether it is finished.
+        finished = is_finished(config, run_dir)
+        if finished:  # its report too, which may not have been written when it ended
+            from megarl.run.report.html import summary, write_report
+
+            write_report(run_dir)
+            log.info("%s", summary(run_dir))
+            log.info("whole job:     %.0f s", time.monotonic() - start)
+    if not finished:
+        log.warning("stopped; run the same command again to resume")
+    return 0 if finished else UNFINISHED
+
+
+def _run_attempts(
+    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int,
+    server: Server | None, key: str, last: int,
+) -> None:  # fmt: skip
+    """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
+
+    Raises:
+        FencedError: another job has begun an attempt.
+        JobError: the last attempt failed.
+    """
+    run_dir = Path(config.run.dir)
+    with StopRequest() as stop_request, ExitStack() as stack:
+        INTERRUPT.check()
+        others = gathering.wait(config.cluster.connect_timeout_s, stop_request.is_set) if allocation.nodes > 1 else []
+        everybody = [*others]
+        others = _healthy(config, allocation, others)
+        for node in others:
+            node.stop_request = stop_request
+        for folder in remove_stale_folders(run_dir):
+            log.info("removed %s, which a killed start of this run had left", folder)
+        reaper = stack.enter_context(Reaper(lock))
+        here = LocalNode(
+            reaper,
+            [lock],
+            run_dir=run_dir,
+            name=allocation.name,
+            role=allocation.role,
+            address=config.run.host,
+            first_port=config.run.port,
+        )
+        if allocation.nodes > 1:
+            here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
+        for left in reversed(range(config.cluster.restarts + 1)):
+            fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
+            attempt = last = _counted(config, stop_request, last)
+            _fill_store(config, tasks, attempt)
+            try:
+                started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
+                watch(started, stop_request, fitted.config, attempt, server)
+                return
+            except (FencedError, NonRetryableError):
+                raise
+            except JobError as error:
+                if not left or stop_request.count:
+                    raise
+                log.error("%s", error)
+                check_fence(run_dir, attempt)
+                set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
+                rebuild_damaged_store(config, stopping=stop_request.is_set)
+                log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
+
+
+def _counted(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
+    """The number of the attempt that begins after ``last``; a full disk is waited for as the store's is.
+
+    Raises:
+        FencedError: a later one has begun.
+        JobError: it cannot be written down.
+    """
+    run_dir, end = Path(config.run.dir), time.monotonic() + config.store.outage_s
+    warned = False
+    while True:
+        try:
+            with writing(run_dir / "attempt"):
+                return next_attempt(run_dir, last)
+        except DiskFullError as error:
+            if stop_request.count or time.monotonic() > end:
+                raise
+            if not warned:
+                log.warning("%s; waiting for it (store.outage_s=%g)", error, config.store.outage_s)
+            warned = True
+            time.sleep(1.0)
+
+
+def _fitted(
+    config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]
+) -> tuple[Fit, list[Node]]:
+    """The job as large as the nodes that are left can have it, and those that it uses; logs what is not as it was asked
+    for.
+
+    Raises as ``fit``.
+    """
+    nodes: list[Node] = [here, *left]
+    there = [NodeInfo.of(node) for node in nodes]
+    allocated = there[:1] + [NodeInfo.of(node) for node in others]
+    fitted = fit(config, allocated, there, check_sizes)
+    used = {node.rank for node in fitted.nodes}
+    missing = [node for node in others if node not in left]
+    for node in missing:
+        log.warning(
+            "node %d %s is %s", node.rank, node.name, "left out" if node.fault() is None else f"lost: {node.fault()}"
+        )
+    spares = [str(node) for node in there if node.rank not in used]
+    if config.cluster.spare_nodes:
+        log.info("spare nodes: %s", ", ".join(spares) or "none is left")
+    if smaller := reductions(config, fitted.config):
+        log.warning(
+            "THE JOB GOES ON SMALLER, %d of %d nodes are left: %s. A step has the same rows, and the trainer's results "
+            "are equal up to the "
+            "order of summation. Started again with all nodes it has its full size.",
+            len(there),
+            len(allocated),
+            ", ".join(f"{c.setting} {c.old} -> {c.new}" for c in smaller),
+        )
+    return fitted, [node for node in nodes if node.rank in used]
+
+
+def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
+    """The nodes that fit together.
+
+    Raises:
+        JobError: more do not than there are spares, and cluster.exclude_unhealthy is off; or one of them is the head.
+    """
+    if not others:
+        return []
+    token = secrets.token_hex(8)
+    health.write_token(Path(config.run.dir), token)
+    head = health.facts(allocation.name or "node 0", allocation.head)
+    faults = health.faults(head, [(node.facts, node.arrived) for node in others], config)
+    for node in others:
+        if (fault := node.check_run_dir(config.run.dir, token)) is not None:
+            faults.setdefault(node.name, []).append(fault)
+    if not faults:
+        return list(others)
+    text = health.described(faults)
+    if head.name in faults or not (config.cluster.exclude_unhealthy or len(faults) <= config.cluster.spare_nodes):
+        raise JobError(
+            f"{text}; fix it, or leave the node out (sbatch --exclude, cluster.exclude_unhealthy=true, "
+            "cluster.spare_nodes)"
+        )
+    log.warning("left out: %s", text)
+    return [node for node in others if node.name not in faults]
+
+
+def _fill_store(config: Config, tasks: Mapping[str, list[Task]], attempt: int) -> None:
+    """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for
+    and the newest checkpoint knows nothing of.
+
+    Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
+    """
+    run_dir = Path(config.run.dir)
+    store = Store(config.store.url, outage_s=config.store.outage_s)
+    check_owner_of_store(config, run_dir, store)
+    store.begin_attempt(attempt)
+    check_store_of_run(config, run_dir, store)
+    store.set_run_id(run_id(run_dir))
+    found = latest(run_dir / "checkpoints")
+    store.discard_rollouts(0 if found is None else int(read_state(found)["step"]))
+    for split, rows in tasks.items():
+        if store.tasks(split) != rows:
+            store.add_tasks(split, rows)
+    store.open_job()
+    store.close()

@@ -1,0 +1,1 @@
+"""The machines of a job, and the placement of its processes on them."""

@@ -1,0 +1,83 @@
+"""Ports of a job: fixed ones are checked before launch, the others are chosen free."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+
+from megarl.core.errors import ConfigError
+
+MIN_PORT, MAX_PORT = 1024, 65535
+"""Lower ones are the system's."""
+LOWEST, LARGEST = 20000, 32000
+"""Linux takes the ports of outgoing connections from 32768 on."""
+
+
+def is_free(host: str, port: int) -> bool:
+    """Return True if a server could listen there now; port 0 asks whether it could on any port."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def hold(host: str, port: int) -> socket.socket:
+    """A socket that is bound to a port and does not listen: until it is closed, no other user of the machine can listen
+    there.
+
+    A port stands in a server's command line, which everyone can read, before the server listens, and it stays with the
+    job while a dead server is replaced. Whoever listened there would be sent the job's key. A server of this user can
+    listen all the same, if its socket has SO_REUSEPORT.
+
+    Raises:
+        OSError: somebody listens there.
+    """
+    holder = socket.socket()
+    try:
+        # SO_REUSEADDR must stay off: with it on both sides, another user's socket could be bound here.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def needed(replicas: int) -> int:
+    """Number of ports of a job: the trainer ranks' rendezvous, the weight link, one for each engine."""
+    return 2 + replicas
+
+
+def choose(host: str, count: int, first: int | None) -> list[int]:
+    """``count`` ports: ``first``, ``first``+1, … or free ones.
+
+    Raises:
+        ConfigError: a fixed port is in use or no port at all, or ``host`` is no address of this machine.
+    """
+    if not is_free(host, 0):
+        raise ConfigError(f"run.host={host} is no address of this machine; give one that its network interfaces have")
+    if first is not None:
+        ports = list(range(first, first + count))
+        if not MIN_PORT <= ports[0] <= ports[-1] <= MAX_PORT:
+            raise ConfigError(
+                f"run.port={first} takes {ports[0]}..{ports[-1]}; ports are {MIN_PORT}..{MAX_PORT}, choose another "
+                "run.port"
+            )
+        for port in ports:
+            if not is_free(host, port):
+                raise ConfigError(
+                    f"port {port} on {host} is in use (run.port={first} takes {ports[0]}..{ports[-1]}); "
+                    "end the process that holds it, choose another run.port, or leave run.port unset"
+                )
+        return ports
+    # Below those that the machine gives to outgoing connections: gloo makes many before the last of these is listened
+    # on.
+    candidates = random.SystemRandom().sample(range(LOWEST, LARGEST), LARGEST - LOWEST)
+    chosen = list(itertools.islice((port for port in candidates if is_free(host, port)), count))
+    if len(chosen) < count:
+        raise ConfigError(f"run.host={host} has no {count} free ports between {LOWEST} and {LARGEST}; set run.port")
+    return chosen

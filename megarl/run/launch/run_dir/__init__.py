@@ -1,0 +1,1 @@
+"""The directory of a run: its owner, its content, its repair."""

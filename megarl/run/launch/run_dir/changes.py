@@ -1,0 +1,139 @@
+"""Settings against those that a run directory was made with. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.core.config import Config, hub, load_resolved, to_dict
+from megarl.core.config.rewards import JUDGE_IS_ROLLOUT
+from megarl.core.errors import masked_text
+
+SHOWN = 8
+HARMLESS = (
+    "run.name", "run.allow_changes", "run.host", "run.port", "run.shutdown_grace_s", "rollout.nodes", "store.outage_s",
+    "trainer.trackers",
+)  # fmt: skip
+"""Settings that change nothing of what a run computes or where it lies."""
+FREE = (
+    "run",
+    "cluster",
+    "store",
+    "sync",
+    "evaluation",
+    "parallel",
+    "reference.parallel",
+    "critic.parallel",
+    "reward_model.parallel",
+    *(
+        f"trainer.{name}"
+        for name in (
+            "steps",
+            "packing",
+            "max_tokens_per_micro_batch",
+            "micro_batch_size",
+            "checkpoint_interval",
+            "keep_checkpoints",
+            "async_checkpoint",
+            "verify_checkpoints",
+            "max_failed_checkpoints",
+            "eval_interval",
+            "num_threads",
+            "logits_bytes",
+            "kernels",
+            "trackers",
+            "warm_start.checkpoint_interval",
+        )
+    ),
+    *(
+        f"rollout.{name}"
+        for name in (
+            "tp",
+            "pp",
+            "expert_parallel",
+            "replicas",
+            "nodes",
+            "max_num_seqs",
+            "block_size",
+            "kv_cache_bytes",
+            "num_threads",
+            "start_timeout_s",
+            "request_timeout_s",
+            "concurrent_groups",
+        )
+    ),
+    *(
+        f"reward.{name}"
+        for name in ("workers", "hosts", "backlog", "code.url", "code.python", "judge.concurrency", "judge.cache")
+    ),
+)
+"""Settings, and groups of them, that change neither the training's mathematics nor verdicts: where and how fast a job
+computes, how long it waits, what it logs and keeps. Timeouts and retries of rewards are not among them: an answer
+without a verdict is dropped. ``run.allow_changes`` confirms all others when a run goes on."""
+
+
+class Change(NamedTuple):
+    """A setting with another value than before."""
+
+    setting: str
+    old: Any
+    new: Any
+
+    def trains(self) -> bool:
+        """Return True if it may change what a run learns, verdicts included, so that it must be confirmed."""
+        if self.setting == "reward.judge.url":
+            return not {None, JUDGE_IS_ROLLOUT}.isdisjoint(
+                (self.old, self.new)
+            )  # else the same judge at another address
+        return not is_in(self.setting, FREE)
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> Iterator[Change]:
+    """Differences of two trees of settings."""
+    for key in dict.fromkeys([*old, *new]):
+        before, after, name = old.get(key), new.get(key), f"{where}.{key}" if where else key
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from changes(before, after, name)
+        elif before != after:
+            yield Change(name, before, after)
+
+
+def described(changed: Iterable[Change]) -> str:
+    """``trainer.seed was 1, now 2, …``, of the first ``SHOWN``."""
+    texts = listed(changed)
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return ", ".join(texts[:SHOWN]) + more
+
+
+def listed(changed: Iterable[Change]) -> list[str]:
+    """Each change in words, without the passwords that URLs may have."""
+    return [f"{c.setting} was {masked_text(str(c.old))}{_lost(c.old)}, now {masked_text(str(c.new))}" for c in changed]
+
+
+def _lost(value: Any) -> str:
+    command = hub.lost(value) if isinstance(value, str) else None
+    return f" (no longer in the cache; {command} restores it)" if command else ""
+
+
+def is_in(setting: str, names: Iterable[str]) -> bool:
+    """``names`` has the setting or a group that it is in."""
+    return any(setting == name or setting.startswith(f"{name}.") for name in names)
+
+
+def changes_since_last_start(config: Config, run_dir: Path) -> list[Change]:
+    """Differences that matter from the settings of the run's last start; [] when it never started.
+
+    Raises:
+        ConfigError: ``resolved.json`` cannot be read.
+    """
+    resolved = run_dir / "resolved.json"
+    if not resolved.is_file():
+        return []
+    found = changes(to_dict(load_resolved(resolved)), to_dict(config))
+    return [change for change in found if change.setting not in HARMLESS and not change.setting.startswith("cluster.")]
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    """Return True if a run in this directory has anything to lose: a finished checkpoint, of its warm start too."""
+    return any((run_dir / "checkpoints").rglob("state.json"))

@@ -1,0 +1,176 @@
+"""Sweeps: one job for each combination of swept settings, in hydra's own syntax (``a=1,2``, ``range``, ``choice``,
+``glob``).
+
+A combination's number is its place in hydra's order (the last sweep turns fastest), so that the tasks of a Slurm array
+agree on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.core.config import Config, compose
+from megarl.core.config.load import config_dirs, hydra_at
+from megarl.core.config.overrides import grammar_fault
+from megarl.core.errors import ConfigError, InputError, JobError
+
+log = logging.getLogger(__name__)
+
+LONGEST = 150
+"""Characters of a directory's name."""
+STOPPED = 130
+
+
+class Combination(NamedTuple):
+    number: int
+    slug: str
+    """``algorithm=grpo,trainer.optimizer.lr=1e-5``: what is swept, and the name of its directory in the sweep's
+    ``run.dir``."""
+    config: Config
+
+
+def combinations(overrides: Sequence[str], index: int | None = None, own: str | None = None) -> list[Combination]:
+    """Every combination (or number ``index`` alone), composed: all of them are valid settings, each with a directory of
+    its own.
+    ``own``: see :func:`megarl.core.config.compose`.
+
+    Raises:
+        ConfigError: naming the combination whose settings are none; or nothing is swept, or in a way that has no fixed
+            order; or there is none of this number.
+    """
+    found: list[Combination] = []
+    for number, (words, swept) in enumerate(expanded := _expanded(overrides, own)):
+        if index is not None and number != index:
+            continue
+        slug = _slug(swept)
+        try:
+            where = compose(words, own=own).run.dir
+            others = [word for word in words if word.partition("=")[0].lstrip("+") != "run.dir"]
+            config = compose([*others, f"run.dir={_quoted(f'{where}/{slug}')}"], own=own)
+        except ConfigError as error:
+            raise ConfigError(f"combination {number}, {' '.join(swept)}: {error}") from error
+        found.append(Combination(number, slug, config))
+    if not found:
+        raise ConfigError(f"--index {index}: the combinations are 0 to {len(expanded) - 1}")
+    folders = [combination.config.run.dir for combination in found]
+    if twice := [folder for folder in folders if folders.count(folder) > 1]:
+        raise ConfigError(f"two combinations would both run in {twice[0]}; give each value once")
+    return found
+
+
+def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[list[str], list[str]]]:
+    """(all overrides, those of them that are swept) of each combination; what is not swept stays as it was written."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    choices: list[list[str]] = []
+    swept: list[int] = []
+    with hydra_at(config_dirs(own)):
+        parser = OverridesParser.create(
+            config_loader=GlobalHydra.instance().config_loader()
+        )  # it knows what a glob can match
+        try:
+            for number, (text, override) in enumerate(
+                zip(overrides, parser.parse_overrides(list(overrides)), strict=True)
+            ):
+                if not override.is_sweep_override():
+                    choices.append([text])
+                    continue
+                if not override.is_discrete_sweep():
+                    raise ConfigError(
+                        f"{text}: an interval has no list of values; give values, or range(start,stop,step)"
+                    )
+                if getattr(override.value(), "shuffle", False):
+                    raise ConfigError(f"{text}: a shuffled sweep has another order in each process; leave shuffle out")
+                values = list(override.sweep_string_iterator())
+                if not values:
+                    raise ConfigError(f"{text}: matches nothing")
+                choices.append([f"{override.get_key_element()}={value}" for value in values])
+                swept.append(number)
+        except HydraException as error:
+            raise ConfigError(f"the sweep could not be read: {grammar_fault(overrides) or error}") from error
+    if not swept:
+        raise ConfigError(
+            "-m without anything to sweep; give a setting several values (trainer.optimizer.lr=1e-5,3e-5), or leave -m "
+            "out"
+        )
+    return [(list(words), [words[number] for number in swept]) for words in itertools.product(*choices)]
+
+
+def _slug(swept: Sequence[str]) -> str:
+    name = re.sub(r"[^\w.,=+-]", "_", ",".join(word.lstrip("+") for word in swept), flags=re.ASCII)
+    if len(name) > LONGEST:  # a file system's limit is 255
+        name = f"{name[:LONGEST]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+    return name
+
+
+def _quoted(text: str) -> str:
+    """Quote a value in hydra's grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, own: str | None = None) -> int:
+    """Run the combinations that are not finished, one after another, or number ``index`` alone.
+
+    Without ``index`` every one is checked as ``megarl train --check`` does before the first starts.
+
+    Returns:
+        0 when all are finished, 1 when one failed (the others are run all the same), 130 when it was stopped; with
+        ``index`` what ``megarl train`` returns.
+
+    Raises:
+        ConfigError: a combination is not valid, or there is none of this number. With ``index`` also what its run
+            raises.
+    """
+    found = combinations(overrides, index, own)
+    from megarl.run.launch.checks.job import check
+    from megarl.run.launch.job import run
+    from megarl.run.launch.run_dir.dry_run import no_bytecode
+
+    if index is not None and not check_only:
+        log.info("combination %d: %s, in %s", index, found[0].slug, found[0].config.run.dir)
+        return run(found[0].config)
+    with no_bytecode() if check_only else nullcontext():
+        for number, slug, config in found:
+            try:
+                check(config, dry=check_only)
+            except InputError as error:
+                raise ConfigError(f"combination {number}, {slug}: {error}") from error
+            log.info("combination %d fits: %s, in %s", number, slug, config.run.dir)
+    if check_only:
+        return 0
+    return _run_all(found)
+
+
+def _run_all(found: Sequence[Combination]) -> int:
+    from megarl.run.launch.job import run
+    from megarl.run.launch.run_dir.resume import is_finished
+
+    results: list[str] = []
+    status = 0
+    for number, slug, config in found:
+        if is_finished(config, Path(config.run.dir)):
+            results.append("finished before, skipped")
+            continue
+        log.info("combination %d of %d: %s, in %s", number, len(found), slug, config.run.dir)
+        try:
+            code = run(config)
+        except (JobError, InputError, OSError) as error:
+            log.error("%s", error)
+            code = 1
+        results.append({0: "finished", STOPPED: "stopped"}.get(code, "failed") + f" (status {code})")
+        if code == STOPPED:
+            status = STOPPED
+            break
+        status = max(status, code)
+    for number, slug, _ in found:
+        log.info("%d %s: %s", number, slug, results[number] if number < len(results) else "not started")
+    return status

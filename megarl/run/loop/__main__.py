@@ -1,0 +1,32 @@
+"""``python -m megarl.run.loop trainer|explorer --config RUN/resolved.json``: one process of a job.
+
+Imports nothing heavy at the top: the explorer needs no torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from megarl.core import heartbeat
+from megarl.core.parent import end_after_parent
+
+
+def main() -> int:
+    """Run the process that the first argument names; return the exit status."""
+    role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
+    heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
+    end_after_parent()
+    if role == "trainer":
+        from megarl.run.loop.trainer import main as run
+    elif role == "explorer":
+        from megarl.run.loop.explorer import main as run
+    else:
+        sys.stderr.write("usage: python -m megarl.run.loop trainer|explorer --config RUN/resolved.json\n")
+        return 2
+    gc.freeze()  # modules stay, and take long to walk
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The sequences of a step and the optimizer updates that train on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megarl.core.config.algorithms import AlgorithmConfig
+from megarl.core.errors import NonRetryableError
+from megarl.core.schema import Outcome, Trajectory
+from megarl.explore.experience import by_group
+from megarl.learn.algorithms import Algorithm
+from megarl.learn.algorithms.terms.parts import doubles, repeated
+from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
+from megarl.run.loop.data import Demonstration
+
+
+@dataclass
+class StepBatch:
+    """The same on every rank; each model takes its share by its own grid."""
+
+    outcomes: list[Outcome]
+    """Trajectories of the step, without their tokens."""
+    rows: list[Outcome]
+    """Trajectory of each sampled sequence."""
+    sequences: Sequences
+    """Samples of the trajectories, in the order of ``rows``, then demonstrations."""
+    updates: list[list[list[int]]]
+    """Units that each optimizer update trains on: numbers of sequences that go through the model together."""
+
+    @property
+    def outside(self) -> list[list[int]]:
+        """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no
+        pair."""
+        trained = {number for units in self.updates for unit in units for number in unit}
+        return [[i] for i in range(len(self.sequences)) if i not in trained]
+
+
+def make_batch(
+    trajectories: list[Trajectory],
+    demonstrations: Sequence[Demonstration],
+    algorithm: Algorithm,
+    settings: AlgorithmConfig,
+    updates_per_step: int,
+) -> StepBatch:
+    """Sequences of a step, dealt to its updates; demonstrations in equal shares.
+
+    Raises NonRetryableError where an algorithm pairs trajectories of several samples.
+    """
+    outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
+    samples = [(n, sample) for n, trajectory in enumerate(trajectories) for sample in trajectory.samples()]
+    sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n, _ in samples]
+    filtered = set(overlong(rows, settings))
+    units = [unit for unit in _units(outcomes, rows, algorithm, settings) if not filtered.intersection(unit)]
+    updates = updates_of(units, updates_per_step)
+    if demonstrations:
+        first, updates = len(sequences), updates or [[]]
+        sequences = joined(sequences, of_demonstrations(demonstrations))
+        dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
+        updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
+    return StepBatch(outcomes, rows, sequences, updates)
+
+
+def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
+    """Numbers of the sequences that ``algorithm.overlong_filtering`` leaves out of the loss."""
+    if not settings.overlong_filtering:
+        return []
+    return [i for i, outcome in enumerate(rows) if outcome.finish_reason == "length"]
+
+
+def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
+    """Take truncated answers out of the loss mask, after inference: ``mismatch`` compares log-probs of every answer."""
+    if numbers := overlong(batch.rows, settings):
+        sequences = batch.sequences
+        kept = torch.ones(len(sequences), dtype=torch.bool)
+        kept[numbers] = False
+        sequences.mask = sequences.mask & repeated(kept, sequences.lengths)
+
+
+def _units(
+    outcomes: list[Outcome], rows: list[Outcome], algorithm: Algorithm, settings: AlgorithmConfig
+) -> list[list[int]]:
+    choose = algorithm.choose_pairs
+    if choose is None:
+        return [[i] for i in range(len(rows))]
+    if len(rows) != len(outcomes):
+        raise NonRetryableError(
+            f"algorithm.name={algorithm.name} pairs whole trajectories, but {len(outcomes)} of them give {len(rows)} "
+            "samples; take an algorithm without pairs, or a workflow that rewrites no context"
+        )
+    units, start = [], 0
+    for group in by_group(outcomes):
+        pairs = choose([e.reward.score for e in group], settings)
+        units += [[start + chosen, start + rejected] for chosen, rejected in pairs]
+        start += len(group)
+    return units
+
+
+def updates_of(units: Sequence[list[int]], updates: int, *, exactly: bool = False) -> list[list[list[int]]]:
+    """Units in order in ``updates`` equal parts; fewer parts when there are fewer units, unless ``exactly`` so many are
+    asked for."""
+    updates = updates if exactly else min(updates, len(units))
+    cuts = [u * len(units) // updates for u in range(updates + 1)] if updates else []
+    return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
+
+
+def mismatch(sequences: Sequences) -> dict[str, float]:
+    """Difference of the engine's log-probs from the trainer's, for the same weights and tokens."""
+    old, engine, sampled = sequences.old_logp, sequences.engine_logp, sequences.sampled
+    if old is None or engine is None or not bool(sampled.any()):
+        return {}
+    logp = doubles(sampled, lambda a, b: (a - b).abs(), old, engine)
+    logp_mean, logp_max = float(logp.mean()), float(logp.max())
+    del logp
+    probs = doubles(sampled, lambda a, b: (a.exp() - b.exp()).abs(), old, engine)
+    probs_mean, probs_max = float(probs.mean()), float(probs.max())
+    return {
+        "training/rollout_logp_diff_mean": logp_mean,
+        "training/rollout_probs_diff_mean": probs_mean,
+        "training/rollout_logp_diff_max": logp_max,
+        "training/rollout_probs_diff_max": probs_max,
+    }

@@ -1,0 +1,374 @@
+"""The explorer process: claims groups, runs a workflow for each trajectory, has it scored as it ends, writes whole
+groups.
+
+``python -m megarl.run.loop.explorer --config RUN/resolved.json`` with the engines' URLs in ``MEGARL_ENGINES`` (commas
+between), the job's key in ``MEGARL_JOB_KEY`` and its attempt in ``MEGARL_ATTEMPT``. Ends with 0 when the job is closed,
+with 143 on SIGTERM or SIGINT (its claims are given back), with 1 and the reason when the engines or the store fail for
+good. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megarl.core import heartbeat
+from megarl.core.config import Config, load_resolved
+from megarl.core.config.rewards import RewardConfig
+from megarl.core.errors import EngineError, InputError, JobError
+from megarl.core.metrics import Timeline
+from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
+from megarl.explore.rewards import RewardPool, Verdict
+from megarl.explore.rewards.pool.pool import Judging
+from megarl.explore.rewards.pool.process import await_hosts
+from megarl.explore.rewards.pool.tally import EVENT
+from megarl.explore.rollout.client import EngineClient, Sampling
+from megarl.explore.rollout.gather import Engine, Gatherer
+from megarl.explore.store import Claim, Store
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.workflows import WORKFLOWS, Workflow
+from megarl.run.loop.recorder import Recorder, RenderedPrompt
+from megarl.run.loop.rollout_clock import RolloutClock
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""First wait before samples that an engine failed to give are asked for again."""
+
+EVENTS_S = 1.0
+"""Seconds between two checks for a line about scoring on the terminal."""
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit status of an explorer that was asked to stop before the job was closed."""
+
+
+class Scorer(Protocol):
+    """Part of ``rewards.RewardPool``."""
+
+    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict: ...
+
+
+@dataclass
+class _Group:
+    """A claimed group on its way."""
+
+    claim: Claim
+    prompt: RenderedPrompt
+    seed: int | None
+    clock: RolloutClock
+    scored: dict[int, Trajectory] = field(default_factory=dict)
+
+
+class Explorer:
+    """Claims groups until the job is closed.
+
+    Args:
+        capacity: Samples kept in generation at once; greedy answers are not counted.
+        backlog: Answers that may wait for their score; when there are more, no further group is claimed.
+        calls: Calls over which newly claimed groups are spread (one for each engine).
+        engine_timeout_s: How long samples are asked for again while engines give none of them.
+        event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
+            the terminal.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        scorer: Scorer,
+        tokenizer: ChatTokenizer,
+        workflow: Workflow = WORKFLOWS["single_turn"],
+        *,
+        worker: str,
+        capacity: int,
+        backlog: int = 8192,
+        calls: int = 1,
+        poll_s: float = 0.02,
+        engine_timeout_s: float = 7.5,
+        retry_s: float = RETRY_S,
+        timeline: Timeline | None = None,
+        event_lines: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._timeline = timeline
+        self._event_lines = event_lines
+        self._store = store
+        self._engine = engine
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._workflow = workflow
+        self._worker = worker
+        self._capacity = capacity
+        self._backlog = backlog
+        self._calls = calls
+        self._poll_s = poll_s
+        self._engine_timeout_s = engine_timeout_s
+        self._retry_s = retry_s
+        self._generating = 0
+        self._scoring = 0
+        self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
+        # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
+        # claims given back at the end cannot be overtaken by a claim that was still waiting.
+        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+
+    async def run(self) -> None:
+        """Work until the job is closed; claims still held are given back, however this ends.
+
+        Raises EngineError when an engine keeps failing, JobError when the store is gone or fences this process.
+        """
+        flights: set[asyncio.Task[None]] = set()
+        try:
+            await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
+            async with asyncio.TaskGroup() as tasks:
+                ticking = tasks.create_task(heartbeat.beat_periodically(self._at))
+                reporting = tasks.create_task(self._report())
+                while await self._call(self._store.job_state) == "open":
+                    claims = await self._claim()
+                    for batch in self._batches(claims):
+                        flight = tasks.create_task(self._run_groups(batch))
+                        flights.add(flight)
+                        flight.add_done_callback(flights.discard)
+                    if not claims:
+                        await asyncio.sleep(self._poll_s)
+                for task in (ticking, reporting, *flights):
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            if (failure := _first(failures)) is None:
+                raise
+            raise failure from failures
+        finally:
+            await self._call(self._store.release_claims, self._worker)
+            self._store_thread.shutdown(wait=False)  # idle: that was its last call
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(EVENTS_S)
+            if (line := self._event_lines()) is not None:
+                log.warning("%s", line)
+                await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
+
+    def _at(self) -> str:
+        return f"{self._generating} samples being generated, {self._scoring} scored"
+
+    async def _claim(self) -> list[Claim]:
+        free = self._capacity - self._generating
+        if free < 1 or self._scoring >= self._backlog:
+            return []
+        claims = await self._call(self._store.claim_groups, self._worker, free, max_samples=free)
+        self._generating += sum(claim.group_size for claim in claims)
+        return claims
+
+    def _batches(self, claims: Sequence[Claim]) -> list[list[_Group]]:
+        """One list of groups for each call to an engine: same rollout, spread over the engines."""
+        rollouts: dict[str, list[_Group]] = {}
+        for claim in claims:
+            rollouts.setdefault(claim.rollout_id, []).append(self._group(claim))
+        return [groups[i :: self._calls] for groups in rollouts.values() for i in range(min(self._calls, len(groups)))]
+
+    def _group(self, claim: Claim) -> _Group:
+        seed = claim.sampling.get("seed")
+        if seed is not None:  # of its own for every group, so that no two groups draw the same numbers
+            seed = int(np.random.SeedSequence([seed, claim.position]).generate_state(1)[0])
+        clock = self._clocks.setdefault(
+            (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
+        )
+        return _Group(claim, RenderedPrompt.of(claim.task, self._tokenizer), seed, clock)
+
+    async def _run_groups(self, groups: Sequence[_Group]) -> None:
+        """Run the workflow for every trajectory of some groups of one rollout."""
+        clock, settings = groups[0].clock, groups[0].claim.sampling
+
+        async def retried(error: EngineError) -> None:
+            clock.counts["retries"] += 1
+            await self._call(self._store.record_event, self._worker, "engine_retry", {"error": str(error)})
+
+        async with asyncio.TaskGroup() as tasks:
+            gatherer = Gatherer(
+                self._engine,
+                Sampling(**{name: value for name, value in settings.items() if name not in ("seed", "greedy")}),
+                tasks,
+                change=partial(clock.change, "generation"),
+                retried=retried,
+                timeout_s=self._engine_timeout_s,
+                retry_s=self._retry_s,
+            )
+            for group in groups:
+                for index in group.claim.indices:
+                    tasks.create_task(self._run_trajectory(group, index, gatherer))
+
+    async def _run_trajectory(self, group: _Group, index: int, gatherer: Gatherer) -> None:
+        recorder = Recorder(group.claim, index, group.prompt, group.seed, gatherer)
+        await self._workflow(group.claim.task, recorder)
+        self._generating -= index != GREEDY
+        await self._score(group, index, recorder)
+
+    async def _score(self, group: _Group, index: int, recorder: Recorder) -> None:
+        group.clock.change("reward", 1)
+        self._scoring += 1
+        try:
+            text = self._tokenizer.decode(recorder.response.token_ids)
+            verdict = await self._scorer.score(group.claim.task, text, opened=recorder.opened)
+        finally:
+            heartbeat.count_work()
+            self._scoring -= 1
+            group.clock.change("reward", -1)
+        if verdict.message is not None:
+            log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
+        message = {} if verdict.message is None else {"reward_message": verdict.message}
+        group.scored[index] = Trajectory(
+            rollout_id=group.claim.rollout_id,
+            task_id=group.claim.task.task_id,
+            group_id=group.claim.group_id,
+            index=index,
+            group_size=group.claim.group_size,
+            turns=tuple(recorder.turns),
+            reward=verdict.reward,
+            metadata={"reward": verdict.record} | message,
+        )
+        if len(group.scored) == len(group.claim.indices):
+            await self._finish(group)
+
+    async def _finish(self, group: _Group) -> None:
+        counts, members = group.clock.counts, [group.scored[j] for j in group.claim.indices]
+        counts["groups"] += 1
+        counts["samples"] += group.claim.group_size
+        counts["greedy"] += len(members) - group.claim.group_size
+        counts["prompt_tokens"] += sum(member.prompt_length for member in members)
+        counts["response_tokens"] += sum(member.response_length for member in members)
+        if not await self._call(self._store.finish_group, group.claim, members, group.clock.metrics()):
+            log.warning(
+                "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
+                group.claim.group_id,
+            )
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobError | None:
+    """The first error of an engine or of the store, if no task failed for another reason."""
+    failing, others = failures.split((EngineError, JobError))
+    if failing is None or others is not None:
+        return None
+    failure: BaseException = failing
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    assert isinstance(failure, EngineError | JobError)
+    return failure
+
+
+async def explore(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
+    """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go
+    on."""
+    tokenizer = ChatTokenizer.of(config)
+    engine_timeout_s = (
+        config.rollout.start_timeout_s + config.sync.timeout_s
+    )  # an engine is replaced, and given the weights
+    store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
+    try:
+        async with (
+            EngineClient(engines, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
+            _judge(config, engines, key, engine_timeout_s) as judge,
+            RewardPool(
+                await _with_hosts_of_nodes(config.reward), judge, key, _logs(config) / "reward_output.log"
+            ) as scorer,
+        ):
+            explorer = Explorer(
+                store,
+                engine,
+                scorer,
+                tokenizer,
+                WORKFLOWS[config.rollout.workflow],
+                worker=worker,
+                capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
+                backlog=config.reward.backlog,
+                calls=len(engines),
+                engine_timeout_s=engine_timeout_s,
+                poll_s=config.store.poll_s,
+                timeline=Timeline(Path(config.run.dir) / "timeline", worker),
+                event_lines=scorer.tally.line,
+            )
+            await explorer.run()
+    finally:
+        store.close()
+
+
+def _logs(config: Config) -> Path:
+    return Path(config.run.dir) / "logs" / f"attempt_{os.environ['MEGARL_ATTEMPT']}"
+
+
+async def _with_hosts_of_nodes(config: RewardConfig) -> RewardConfig:
+    """The supervisor starts a host of reward workers on every other node, which takes a moment. Raises ConfigError."""
+    hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
+    await await_hosts(hosts)
+    return replace(config, hosts=[*config.hosts, *hosts])
+
+
+@asynccontextmanager
+async def _judge(
+    config: Config, engines: Sequence[str], key: str, engine_timeout_s: float
+) -> AsyncIterator[Judging | None]:
+    if config.reward.judge.url is None:
+        yield None
+        return
+    from megarl.explore.rewards.judge.judge import Judge  # 0.3 s
+
+    async with Judge(config.reward.judge, engines, key, engine_timeout_s) as judge:
+        yield judge
+
+
+async def _until_signal(config: Config, engines: Sequence[str], key: str, worker: str) -> int:
+    """:func:`explore`, ended in order by SIGTERM or SIGINT; returns the exit status.
+
+    The supervisor reads in it whether the job is closed: without an explorer the trainer would wait forever.
+    """
+    work = asyncio.ensure_future(explore(config, engines, key, worker))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        log.info("stopped; claims given back")
+        return STOPPED
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.run.loop.explorer", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--config", required=True, help="the run's resolved.json")
+    parser.add_argument(
+        "--worker", default="explorer-0", help="name of this explorer within the job (default %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    missing = [name for name in ("MEGARL_ENGINES", "MEGARL_JOB_KEY", "MEGARL_ATTEMPT") if not os.environ.get(name)]
+    if missing:
+        parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
+    engines = os.environ["MEGARL_ENGINES"].split(",")
+    try:
+        return asyncio.run(
+            _until_signal(load_resolved(arguments.config), engines, os.environ["MEGARL_JOB_KEY"], arguments.worker)
+        )
+    except (EngineError, JobError, InputError) as error:
+        log.error("explorer %s: %s", arguments.worker, error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The models of a trainer rank: the actor, and beside it reference, critic and reward model.
+
+All share the job's ranks, each on a grid of its own (``<role>.parallel``; the actor's where none is given).
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.core.config import Config
+from megarl.core.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
+from megarl.learn.algorithms import Algorithm
+from megarl.learn.parallel import groups
+from megarl.learn.training.model import FrozenModel, Grid, TrainedModel, micro_batching_for
+from megarl.learn.training.schedule import Head
+from megarl.weights.checkpoint.formats import hf
+from megarl.weights.checkpoint.training import state
+from megarl.weights.checkpoint.training.disk_space import writing
+from megarl.weights.reshard.layouts import hf_layout
+from megarl.weights.reshard.plan import build_plan
+
+RoleConfig = ReferenceConfig | CriticConfig | RewardModelConfig
+
+
+class Models:
+    """Actor, reference, critic and reward model; None where the algorithm and the settings need none.
+
+    ``make_actor`` comes first, ``build`` after the warm start and again after a rollback.
+    """
+
+    actor: TrainedModel
+
+    def __init__(self, config: Config, algorithm: Algorithm) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self.hf_config = hf.read_hf_config(Path(config.model.path))
+        temperature = config.rollout.temperature if algorithm.job.rollouts else 1.0
+        float32 = config.model.head_dtype == "float32"
+        self.head = Head(int(self.hf_config["vocab_size"]), temperature, config.trainer.logits_bytes, float32)
+        """The actor's after the warm start."""
+        self.reference: FrozenModel | None = None
+        self.critic: TrainedModel | None = None
+        self.reward_model: FrozenModel | None = None
+        self._grids: dict[ParallelConfig, groups.Grid] = {}
+
+    def make_actor(self, checkpoint: Path | None) -> None:
+        """Make the actor for weights of ``checkpoint``, or of the run's beginning; one that is there is kept."""
+        if not hasattr(self, "actor"):
+            self.actor = self._actor(self.head)
+
+    def load_beginning(self) -> None:
+        """Give the actor the weights that the run begins with."""
+        self.actor.load_hf(Path(self._config.model.path))
+
+    def _actor(self, head: Head | None) -> TrainedModel:
+        config = self._config
+        micro_batching = micro_batching_for(config.parallel, config.trainer)
+        return TrainedModel(
+            self.hf_config, config.model, config.parallel, head, micro_batching, config.trainer.optimizer
+        )
+
+    def build(self, step: int, checkpoint: Path | None, own_reference: Path) -> None:
+        """Build the other models with the weights that they have at ``step``; those that are there are kept and given
+        these.
+
+        Args:
+            step: Completed steps; at 0 reference and critic begin with the actor's weights.
+            checkpoint: The one that the actor was loaded from.
+            own_reference: HF checkpoint of the actor at step 0.
+
+        Raises:
+            CheckpointError: ``checkpoint`` cannot be loaded.
+        """
+        config = self._config
+        if self._algorithm.has_reference(config.algorithm):
+            if self.reference is None:
+                parallel, grid = self._grid(config.reference)
+                micro_batching = micro_batching_for(parallel, config.trainer)
+                self.reference = FrozenModel(
+                    self.hf_config, self._settings(config.reference), parallel, self.head, micro_batching, grid
+                )
+            if step and config.reference.refresh == "never":
+                self.reference.load_hf(own_reference)
+            else:
+                self.refresh_reference()
+        if config.reward_model.path is not None and self.reward_model is None:
+            self.reward_model = self._reward_model(Path(config.reward_model.path))
+        if "critic" in self._algorithm.roles and (self.critic is None or not step):
+            self.critic = None  # before the next one takes its room
+            gc.collect()
+            self.critic = self._critic()
+        if step and checkpoint is not None and (parts := self._other_parts()):
+            state.load(checkpoint, parts)
+            if self.critic is not None:
+                self.critic.optimizer.set_hyperparameters(config.critic.optimizer)
+
+    def _reward_model(self, path: Path) -> FrozenModel:
+        parallel, grid = self._grid(self._config.reward_model)
+        settings, micro_batching = (
+            self._settings(self._config.reward_model),
+            micro_batching_for(parallel, self._config.trainer),
+        )
+        model = FrozenModel(hf.read_hf_config(path), settings, parallel, None, micro_batching, grid)
+        model.load_hf(path)
+        return model
+
+    def _critic(self) -> TrainedModel:
+        config, role = self._config, self._config.critic
+        path = None if role.path is None else Path(role.path)
+        hf_config = self.hf_config if path is None else hf.read_hf_config(path)
+        parallel, grid = self._grid(role)
+        settings, micro_batching = self._settings(role), micro_batching_for(parallel, config.trainer)
+        critic = TrainedModel(hf_config, settings, parallel, None, micro_batching, role.optimizer, grid)
+        same = (
+            self.reward_model is not None
+            and role.path == config.reward_model.path
+            and settings == self.reward_model.model_config
+        )
+        if path is None:
+            critic.copy_from(self.actor, bucket_bytes=config.sync.bucket_bytes)  # its score head begins with zeros
+        elif same and self.reward_model is not None:
+            critic.copy_from(self.reward_model, bucket_bytes=config.sync.bucket_bytes)
+        else:
+            critic.load_hf(path)
+        return critic
+
+    def refresh_when_due(self, step: int) -> None:
+        """Renew the reference at the start of a step, when ``reference.refresh`` asks for it."""
+        refresh = self._config.reference.refresh
+        if refresh == "every_iteration" or (isinstance(refresh, int) and step % refresh == 0):
+            self.refresh_reference()
+
+    def refresh_reference(self) -> None:
+        """Give the reference the actor's weights of now, proven equal. Nothing to do without a reference."""
+        if self.reference is not None:
+            self.reference.copy_from(self.actor, bucket_bytes=self._config.sync.bucket_bytes)
+
+    def actor_part(self) -> state.CheckpointedModel:
+        """Part of a checkpoint that holds the actor."""
+        return state.CheckpointedModel(self.actor.chunks, self.actor.optimizer.inner)
+
+    def parts(self) -> dict[str, state.CheckpointedModel]:
+        """Models and optimizers of a checkpoint."""
+        return {"actor": self.actor_part()} | self._other_parts()
+
+    def _other_parts(self) -> dict[str, state.CheckpointedModel]:
+        """Parts beside the actor. A reference that never changes has its files in the run directory; one that every
+        step replaces needs none."""
+        found = {}
+        if self.critic is not None:
+            found["critic"] = state.CheckpointedModel(self.critic.chunks, self.critic.optimizer.inner, self.critic.grid)
+        if self.reference is not None and isinstance(self._config.reference.refresh, int):
+            found["reference"] = state.CheckpointedModel(self.reference.chunks, None, self.reference.grid)
+        return found
+
+    def export_actor(self, target: Path, rank: int) -> None:
+        """Write the actor as an ordinary HF checkpoint; every rank calls it, rank 0 writes."""
+        plan = build_plan(
+            self.actor.layout, hf_layout(self.hf_config, head="score" if self.actor.head is None else "lm")
+        )
+        with writing(target):
+            hf.export_hf(plan, rank, self.actor.proven_tensors(), Path(self._config.model.path), target)
+
+    def _settings(self, role: RoleConfig) -> ModelConfig:
+        model = self._config.model
+        return replace(model, dtype=role.dtype or model.dtype)
+
+    def _grid(self, role: RoleConfig) -> tuple[ParallelConfig, Grid]:
+        own = self._config.parallel
+        if role.parallel is None or role.parallel == own:
+            return own, nullcontext
+        if role.parallel not in self._grids:
+            timeout_s = groups.collective_timeout_s(self._config.cluster.stall_s)
+            self._grids[role.parallel] = groups.Grid(role.parallel, seed=self._config.trainer.seed, timeout_s=timeout_s)
+        return role.parallel, self._grids[role.parallel].active

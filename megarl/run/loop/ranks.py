@@ -1,0 +1,50 @@
+"""Decisions that all trainer ranks of a job take together."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megarl.core import heartbeat
+from megarl.core.metrics import Sums
+
+
+class Ranks:
+    """Collectives over all ranks, and the request to stop. Every rank makes the same calls."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        """This rank was asked to stop; ``stop_requested`` is what all ranks agree on."""
+
+    def stop_on_sigterm(self) -> None:
+        """Take SIGTERM for a request to stop. SIGINT is ignored: the supervisor decides."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+
+    def stop_requested(self) -> bool:
+        """True on every rank when any of them has been asked to stop."""
+        return not self.agree(not self.stopping)
+
+    def agree(self, yes: bool) -> bool:
+        """True on all ranks when it is True on all ranks."""
+        heartbeat.beat()
+        flag = torch.tensor([int(yes)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def gather(self, mine: Sequence[Sums]) -> list[Sums]:
+        """All ranks' metric sums, on every rank."""
+        everyone: list[list[Sums]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, list(mine))
+        return [sums for rank in everyone for sums in rank]
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank calls it."""
+        dist.barrier()

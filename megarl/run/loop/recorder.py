@@ -1,0 +1,109 @@
+"""The rollout model as a workflow sees it: it samples turns and records all of a trajectory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megarl.core.schema import Author, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.rewards.shape import opens_thinking
+from megarl.explore.rollout.frames import Completion
+from megarl.explore.rollout.gather import Gatherer, SampleRequest
+from megarl.explore.store import Claim
+from megarl.explore.tasksets import ChatTokenizer, chat_messages
+
+
+@dataclass(frozen=True, eq=False)
+class RenderedPrompt:
+    """A task's prompt, rendered once for all trajectories of its group."""
+
+    token_ids: np.ndarray
+    """int32 [P], with one placeholder for each image."""
+    images: tuple[bytes, ...]
+    opened: bool
+    """It ends inside a thought."""
+
+    @classmethod
+    def of(cls, task: Task, tokenizer: ChatTokenizer) -> RenderedPrompt:
+        """Render a task by the chat template."""
+        text = tokenizer.render(chat_messages(task), task.chat_template_kwargs)
+        return cls(tokenizer.rendered_ids(text), task.images, opens_thinking(text))
+
+
+class Recorder:
+    """A ``workflows.RolloutModel``.
+
+    Args:
+        claim: The group's; its version is that of engines which name none.
+        index: Of the trajectory in the group.
+        seed: The group's.
+    """
+
+    def __init__(self, claim: Claim, index: int, prompt: RenderedPrompt, seed: int | None, gatherer: Gatherer) -> None:
+        self._claim = claim
+        self._index = index
+        self._prompt = prompt
+        self._seed = seed
+        self._gatherer = gatherer
+        self.turns: list[Turn] = []
+        self.opened = False
+        """The context of the model's last turn ended inside a thought."""
+
+    @property
+    def response(self) -> Turn:
+        """The model's last turn."""
+        responses = [turn for turn in self.turns if turn.author == "model"]
+        assert responses, "the workflow ended without a turn of the model"
+        return responses[-1]
+
+    def ask(self, task: Task) -> Turn:
+        """Add the prompt of the group's task."""
+        assert task is self._claim.task and not self.turns, "a trajectory begins with the task of its group"
+        self.opened = self._prompt.opened
+        return self._add(Turn("user", self._prompt.token_ids))
+
+    def write(self, author: Author, token_ids: np.ndarray) -> Turn:
+        """Add a turn that the model did not write."""
+        assert self.turns and author != "model", "a model's turns are generated, and follow a prompt"
+        self.opened = False
+        return self._add(Turn(author, token_ids))
+
+    async def generate(self) -> Turn:
+        """Sample the model's next turn, and add it."""
+        assert self.turns, "nothing has been asked"
+        later = [turn.token_ids for turn in self.turns[1:]]
+        request = SampleRequest(
+            self._claim.group_id,
+            self._index,
+            self._claim.group_size,
+            np.concatenate([self._prompt.token_ids, *later]) if later else self._prompt.token_ids,
+            self._prompt.images,
+            self._seed,
+            turn=sum(turn.author == "model" for turn in self.turns),
+        )
+        completion = await self._gatherer.sample(request)
+        if completion.prompt_ids is not None:  # the prompt with its images' placeholders expanded, and what came later
+            end = len(completion.prompt_ids) - sum(map(len, later))
+            self.turns[0] = replace(self.turns[0], token_ids=completion.prompt_ids[:end])
+        return self._add(_model_turn(completion, self._claim.version))
+
+    def _add(self, turn: Turn) -> Turn:
+        turn = replace(turn, follows=len(self.turns) - 1)
+        self.turns.append(turn)
+        return turn
+
+
+def _model_turn(completion: Completion, asked: WeightsVersion) -> Turn:
+    """A completion as a turn; an engine that names no weights ran with those that the rollout was asked for."""
+    spans = completion.versions or [("default", 0, len(completion.token_ids))]
+    return Turn(
+        "model",
+        completion.token_ids,
+        logp=completion.logprobs,
+        spans=tuple(
+            WeightsSpan(start, end, asked if version == "default" else WeightsVersion.parse(version))
+            for version, start, end in spans
+        ),
+        finish_reason=completion.finish_reason,
+    )

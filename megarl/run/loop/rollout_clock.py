@@ -1,0 +1,48 @@
+"""Times of a rollout: generation, rewards, and both at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from megarl.core.metrics import Timeline
+
+
+class RolloutClock:
+    """Seconds during which a rollout had generation under way, rewards under way, and both; and what it counted."""
+
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, timeline: Timeline | None = None, rollout_id: str = ""
+    ) -> None:
+        self._now = now
+        self._timeline = timeline
+        self._rollout_id = rollout_id
+        self._began: dict[str, float] = {}
+        self._active = {"generation": 0, "reward": 0}
+        self._last = now()
+        self._seconds = {"generation_s": 0.0, "reward_s": 0.0, "overlap_s": 0.0}
+        self.counts = {"groups": 0, "samples": 0, "greedy": 0, "prompt_tokens": 0, "response_tokens": 0, "retries": 0}
+
+    def change(self, phase: str, by: int) -> None:
+        """``by`` more (or fewer) samples are in ``phase``: generation or reward."""
+        self._account()
+        before, after = self._active[phase], self._active[phase] + by
+        self._active[phase] = after
+        if before == 0 < after:
+            self._began[phase] = time.time()
+        if after == 0 < before and self._timeline is not None:
+            began = self._began[phase]
+            self._timeline.add(phase, began, time.time() - began, rollout=self._rollout_id)
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds and counts so far."""
+        self._account()
+        return {**self._seconds, **{name: float(count) for name, count in self.counts.items()}}
+
+    def _account(self) -> None:
+        now = self._now()
+        passed, self._last = now - self._last, now
+        generating, scoring = self._active["generation"] > 0, self._active["reward"] > 0
+        self._seconds["generation_s"] += passed * generating
+        self._seconds["reward_s"] += passed * scoring
+        self._seconds["overlap_s"] += passed * (generating and scoring)

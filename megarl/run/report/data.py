@@ -1,0 +1,316 @@
+"""Contents of a run directory, read into plain values for the report. Missing parts are left empty and noted.
+
+Reads ``resolved.json``, the store, ``timeline/*.jsonl`` and ``metrics.jsonl``; starts nothing, imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.engine import make_url
+from tokenizers import Tokenizer
+
+from megarl.core.config import Config, load_resolved, to_dict
+from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
+from megarl.core.schema import Task, Trajectory
+from megarl.explore.store import Store
+from megarl.run.report.timeline import Phase, union
+
+SAMPLES = 10
+STOPPED_S = 60.0
+"""A gap this long in the records of all processes is a job that was stopped, not one that was slow."""
+Series = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Answers to the held-out tasks after ``step`` steps."""
+
+    rollout_id: str
+    step: int | None
+    accuracy: float | None
+    """None when the evaluation did not come to its end."""
+    statuses: Mapping[str, int]
+    """Reward status -> answers; empty when the answers are no longer in the store."""
+    mean_length: float | None
+    """Tokens of a response."""
+    loss: float | None = None
+    """Loss of an offline job on the held-out rows."""
+    standard_error: float | None = None
+    """Standard error of the accuracy, clustered by task."""
+    samples: int = 1
+    """Answers to each task."""
+    passed: float | None = None
+    """pass@samples, of several answers."""
+    passed_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    status: str
+
+
+@dataclass(frozen=True)
+class AnswerComparison:
+    """Answers to one held-out task before and after training."""
+
+    question: str
+    ground_truth: str
+    before: Answer | None
+    after: Answer | None
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything that the report shows."""
+
+    run_dir: Path
+    config: Config
+    steps: tuple[tuple[int, dict[str, float]], ...]
+    """(steps done, metrics): finite ones only."""
+    warm_start: tuple[tuple[int, dict[str, float]], ...]
+    held_out: int
+    """Number of held-out tasks."""
+    before: EvaluationResult | None
+    after: EvaluationResult | None
+    accuracies: tuple[tuple[int, float], ...]
+    """Every finished evaluation that has one: (steps done, accuracy)."""
+    losses: tuple[tuple[int, float], ...]
+    """The same of the loss: an offline job's."""
+    learned: int
+    """Held-out tasks that were not right before and are right after."""
+    unlearned: int
+    samples: tuple[AnswerComparison, ...]
+    timelines: Mapping[str, tuple[Phase, ...]]
+    notes: tuple[str, ...]
+    """Parts that could not be read."""
+
+    def series(self, name: str) -> Series:
+        """(step, value) of a metric, where it was recorded."""
+        return [(step, metrics[name]) for step, metrics in self.steps if name in metrics]
+
+    @property
+    def steps_done(self) -> int:
+        """Number of finished steps."""
+        return self.steps[-1][0] if self.steps else 0
+
+    @property
+    def hf_checkpoint(self) -> Path | None:
+        """The exported checkpoint, once it is there."""
+        path = self.run_dir / "hf"
+        return path if (path / "config.json").is_file() else None
+
+    @property
+    def finished(self) -> bool:
+        """True if the job has ended well."""
+        known = self.after is not None and (self.after.accuracy is not None or self.after.loss is not None)
+        return known and self.hf_checkpoint is not None and self.steps_done >= self.config.trainer.steps
+
+    @property
+    def offline(self) -> bool:
+        """True if it trains on rows of a file: then it has losses, no answers."""
+        return bool(self.losses)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first recorded phase to the last, without the times when the job was stopped."""
+        spans = union((p for phases in self.timelines.values() for p in phases), bridge_s=STOPPED_S)
+        return sum(end - start for start, end in spans)
+
+
+def load(run_dir: Path) -> ReportData:
+    """Read a run directory.
+
+    Raises:
+        ConfigError: there is no ``resolved.json``, or it has settings that this version does not know.
+    """
+    if not (run_dir / "resolved.json").is_file():
+        raise ConfigError(f"{run_dir} has no resolved.json; give the directory of a run, e.g. runs/quickstart")
+    config = load_resolved(run_dir / "resolved.json")
+    notes: list[str] = []
+    timelines = {p.stem: _phases(_records(p, notes)) for p in sorted((run_dir / "timeline").glob("*.jsonl"))}
+    written = {r["step"]: r for r in _records(run_dir / "metrics.jsonl", notes) if any(k.startswith("sft/") for k in r)}
+    steps: list[tuple[int, dict[str, float]]] = []
+    tasks: list[Task] = []
+    events: list[dict[str, Any]] = []
+    answers: dict[str, list[Trajectory]] = {"eval-before": [], "eval-after": []}
+    if (url := _store_url(config, run_dir)) is None:
+        notes.append(f"The store {masked_text(config.store.url)} is not there: no steps, no answers.")
+    else:
+        store = Store(url)
+        try:
+            steps = [(step, _finite(metrics)) for step, metrics in store.steps()]
+            tasks = store.tasks("eval", images=False)
+            events = [event["data"] for event in store.events("evaluation")]
+            answers = {name: _answers(store, name, notes) for name in answers}
+        finally:
+            store.close()
+    before, after = (_evaluation(name, events, answers[name]) for name in answers)
+    right = [{e.task_id for e in answers[n] if e.index == 0 and e.reward.status == "ok"} for n in answers]
+    both = set.intersection(*({e.task_id for e in answers[n]} for n in answers))
+    return ReportData(
+        run_dir=run_dir,
+        config=config,
+        steps=tuple(steps),
+        warm_start=tuple((step, _finite(written[step])) for step in sorted(written)),
+        held_out=len(tasks) or max((int(e["rows"]) for e in events if "rows" in e), default=0),
+        before=before,
+        after=after,
+        accuracies=_of_events(events, "accuracy"),
+        losses=_of_events(events, "loss"),
+        learned=len((right[1] - right[0]) & both),
+        unlearned=len((right[0] - right[1]) & both),
+        samples=_samples(tasks, list(answers.values()), _located(config, run_dir, config.model.path), notes),
+        timelines={name: phases for name, phases in timelines.items() if phases},
+        notes=tuple(notes),
+    )
+
+
+# ------------------------------------------------------------------- settings
+
+
+def changed_settings(config: Config) -> list[tuple[str, Any, Any]]:
+    """(setting, default, value) where the value is not the default."""
+    found = list(_changed("", to_dict(Config()), to_dict(config)))
+    return [
+        (name, _interpolated(default, config), masked_text(value) if name == "store.url" else value)
+        for name, default, value in found
+        if _interpolated(default, config) != value
+    ]
+
+
+def _changed(where: str, default: Any, value: Any) -> Iterable[tuple[str, Any, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key in value:
+            inner = default.get(key) if isinstance(default, Mapping) else None
+            yield from _changed(f"{where}.{key}" if where else key, inner, value[key])
+    elif value != default:
+        yield where, default, value
+
+
+def _interpolated(default: Any, config: Config) -> Any:
+    if not isinstance(default, str):
+        return default
+    return default.replace("${run.dir}", config.run.dir).replace("${run.name}", config.run.name)
+
+
+# --------------------------------------------------------------------- pieces
+
+
+def _records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Lines of a jsonl file; half a line, left by a process that was killed while it wrote, is skipped and noted."""
+    if not path.is_file():
+        return []
+    found, lost = [], 0
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            lost += 1
+            continue
+        found.append(record)
+    if lost:
+        notes.append(f"{lost} unreadable line{'s' if lost > 1 else ''} in {path.name} skipped.")
+    return found
+
+
+def _phases(records: Iterable[Mapping[str, Any]]) -> tuple[Phase, ...]:
+    return tuple(Phase(r["phase"], r["start"], r["start"] + r["seconds"], r.get("step")) for r in records)
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v) and k != "step"}
+
+
+def _located(config: Config, run_dir: Path, path: str) -> Path:
+    """Path of a file of the run now, should the directory have been moved since."""
+    inside = Path(path)
+    if inside.is_relative_to(config.run.dir):
+        moved = run_dir / inside.relative_to(config.run.dir)
+        if moved.exists():
+            return moved
+    return inside
+
+
+def _store_url(config: Config, run_dir: Path) -> str | None:
+    url = make_url(config.store.url)
+    if url.get_backend_name() != "sqlite" or not url.database:
+        return config.store.url
+    path = _located(config, run_dir, url.database)
+    return f"sqlite:///{path}" if path.is_file() else None  # Store would make an empty one
+
+
+def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Trajectory]:
+    """Read the answers of an evaluation; none, and a note, where one is damaged: a start of the run does not look at
+    answers of steps that are done."""
+    try:
+        return store.trajectories(rollout_id)
+    except StoreDamagedError as error:
+        notes.append(f"The answers of {rollout_id} are left out: {error}.")
+        return []
+
+
+def _evaluation(
+    name: str, events: Iterable[Mapping[str, Any]], answers: Sequence[Trajectory]
+) -> EvaluationResult | None:
+    event = next((e for e in reversed(list(events)) if e["rollout_id"] == name), None)
+    if event is None and not answers:
+        return None
+    return EvaluationResult(
+        rollout_id=name,
+        step=event["step"] if event else None,
+        accuracy=event.get("accuracy") if event else None,
+        statuses=Counter(e.reward.status for e in answers),
+        mean_length=sum(e.response_length for e in answers) / len(answers) if answers else None,
+        loss=event.get("loss") if event else None,
+        standard_error=event.get("standard_error") if event else None,
+        samples=event.get("samples", 1) if event else 1,
+        passed=event.get("pass") if event else None,
+        passed_error=event.get("pass_standard_error") if event else None,
+    )
+
+
+def _of_events(events: Iterable[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
+    """(steps done, value) of evaluations, the last where a step has several."""
+    return tuple(sorted({e["step"]: e[name] for e in events if name in e}.items()))
+
+
+def _samples(
+    tasks: Sequence[Task], answers: Sequence[Sequence[Trajectory]], model: Path, notes: list[str]
+) -> tuple[AnswerComparison, ...]:
+    """Answers to tasks taken at equal distances, so that the choice knows nothing of the outcome."""
+    sides = [{e.task_id: e for e in side if e.index == 0} for side in answers]
+    answered = [t for t in tasks if all(t.task_id in side for side in sides if side) and any(sides)]
+    if not answered:
+        return ()
+    tokenizer = None
+    if (model / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    else:
+        notes.append(f"{model / 'tokenizer.json'} is not there: answers are shown as token ids.")
+
+    def answer(trajectory: Trajectory | None) -> Answer | None:
+        if trajectory is None:
+            return None
+        ids = trajectory.response.token_ids.tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=True) if tokenizer else " ".join(map(str, ids))
+        return Answer(text, trajectory.reward.status)
+
+    count = min(SAMPLES, len(answered))
+    chosen = [answered[i * len(answered) // count] for i in range(count)]
+    return tuple(
+        AnswerComparison(
+            question=t.question,
+            ground_truth=str(t.ground_truth),
+            before=answer(sides[0].get(t.task_id)),
+            after=answer(sides[1].get(t.task_id)),
+        )
+        for t in chosen
+    )

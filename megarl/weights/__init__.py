@@ -1,0 +1,1 @@
+"""Which element of a tensor lies where, and how it gets elsewhere."""

@@ -1,0 +1,49 @@
+"""One table per model family: the single source of every name and shape that weights have anywhere in megarl."""
+
+from __future__ import annotations
+
+from megarl.core.errors import ArchitectureError
+from megarl.weights.architectures import megatron_config
+from megarl.weights.architectures.deepseek_v3 import DEEPSEEK_V3
+from megarl.weights.architectures.ernie4_5 import ERNIE4_5
+from megarl.weights.architectures.llama import LLAMA
+from megarl.weights.architectures.mistral import MISTRAL
+from megarl.weights.architectures.mixtral import MIXTRAL
+from megarl.weights.architectures.qwen2 import QWEN2
+from megarl.weights.architectures.qwen3 import QWEN3
+from megarl.weights.architectures.qwen3_moe import QWEN3_MOE
+from megarl.weights.architectures.table import Architecture, Head, HFConfig, ModelSizes, Shape
+
+__all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "Head", "ModelSizes", "Shape", "architecture"]
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "ernie4_5": ERNIE4_5,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+"""``model_type`` of config.json -> its table."""
+
+
+def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
+    """The table for a parsed config.json, checked against it; with ``head="score"`` that of a critic or reward model.
+
+    Raises ArchitectureError for a family without a table (or without such a class) and for a setting that the table
+    does not cover.
+    """
+    model_type = hf_config.get("model_type")
+    found = ARCHITECTURES.get(str(model_type))
+    if found is None:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise ArchitectureError(
+            f"model_type={model_type!r} has no table; supported: {supported}. Use such a checkpoint, or add a table to "
+            "megarl/weights/architectures/"
+        )
+    if head == "score":
+        found = found.with_score()
+    megatron_config.check(found, hf_config)
+    return found

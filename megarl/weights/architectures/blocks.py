@@ -1,0 +1,160 @@
+"""Rows that many families share. A family's table joins them; only what is its own stands in its file.
+
+Names of Megatron-Core 0.16.1 (local spec, and TransformerEngine's where it fuses a norm into the linear after it) and
+vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.table import Fused, Logical, Op, Param, Shard, Stage
+
+COLUMN, ROW, VOCAB = Shard.COLUMN, Shard.ROW, Shard.VOCAB
+
+# ---------------------------------------------------------------- around the layers
+
+_EMBEDDING = Logical("model.embed_tokens.weight", "vocab hidden", VOCAB)
+_LM_HEAD = Logical("lm_head.weight", "vocab hidden", VOCAB)
+
+EMBEDDING = (Param("embedding.word_embeddings.weight", Op.SAME, (_EMBEDDING,), Stage.FIRST),)
+OUTPUT = (
+    Param("decoder.final_layernorm.weight", Op.SAME, (Logical("model.norm.weight", "hidden"),), Stage.LAST),
+    Param("output_layer.weight", Op.TIED, (_LM_HEAD, _EMBEDDING), Stage.LAST),
+)
+
+# ---------------------------------------------------------------- attention: grouped queries
+
+_INPUT_NORM = Logical("input_layernorm.weight", "hidden")
+_QKV = (
+    Logical("self_attn.q_proj.weight", "q hidden", COLUMN),
+    Logical("self_attn.k_proj.weight", "kv hidden", COLUMN),
+    Logical("self_attn.v_proj.weight", "kv hidden", COLUMN),
+)
+_QKV_BIAS = (
+    Logical("self_attn.q_proj.bias", "q", COLUMN),
+    Logical("self_attn.k_proj.bias", "kv", COLUMN),
+    Logical("self_attn.v_proj.bias", "kv", COLUMN),
+)
+_O_PROJ = Logical("self_attn.o_proj.weight", "hidden q", ROW)
+
+ATTENTION = (
+    Param("input_layernorm.weight", Op.SAME, (_INPUT_NORM,), te="self_attention.linear_qkv.layer_norm_weight"),
+    Param("self_attention.linear_qkv.weight", Op.QKV, _QKV),
+    Param("self_attention.linear_proj.weight", Op.SAME, (_O_PROJ,)),
+)
+QK_NORM = (
+    Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "head"),)),
+    Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "head"),)),
+)
+QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
+VLLM_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.QKV, _QKV),)
+VLLM_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _QKV_BIAS),)
+
+# ---------------------------------------------------------------- attention: multi-head latent (MLA)
+
+_Q_A = Logical("self_attn.q_a_proj.weight", "q_lora hidden")
+_KV_A = Logical("self_attn.kv_a_proj_with_mqa.weight", "latent_kv hidden")
+
+LATENT_ATTENTION = (
+    Param("input_layernorm.weight", Op.SAME, (_INPUT_NORM,)),
+    Param(
+        "self_attention.linear_q_proj.weight",  # only without a query latent; the next three only with one
+        Op.SAME,
+        (Logical("self_attn.q_proj.weight", "direct_q hidden", COLUMN),),
+    ),
+    Param("self_attention.linear_q_down_proj.weight", Op.SAME, (_Q_A,)),
+    Param(
+        "self_attention.q_layernorm.weight",
+        Op.SAME,
+        (Logical("self_attn.q_a_layernorm.weight", "q_lora"),),
+        te="self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    Param(
+        "self_attention.linear_q_up_proj.weight",
+        Op.SAME,
+        (Logical("self_attn.q_b_proj.weight", "latent_q q_lora", COLUMN),),
+    ),
+    Param("self_attention.linear_kv_down_proj.weight", Op.SAME, (_KV_A,)),
+    Param(
+        "self_attention.kv_layernorm.weight",
+        Op.SAME,
+        (Logical("self_attn.kv_a_layernorm.weight", "kv_lora"),),
+        te="self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    Param(
+        "self_attention.linear_kv_up_proj.weight",
+        Op.SAME,
+        (Logical("self_attn.kv_b_proj.weight", "latent_up kv_lora", COLUMN),),
+    ),
+    Param(
+        "self_attention.linear_proj.weight", Op.SAME, (Logical("self_attn.o_proj.weight", "hidden latent_out", ROW),)
+    ),
+)
+VLLM_LATENT_ATTENTION = (Fused("self_attn.fused_qkv_a_proj.weight", Op.CONCAT, (_Q_A, _KV_A)),)
+
+# ---------------------------------------------------------------- gated MLPs (SwiGLU)
+
+_MLP_NORM = Logical("post_attention_layernorm.weight", "hidden")
+Gated = tuple[Logical, Logical, Logical]
+"""Gate, up and down."""
+
+
+def gated(hf: str, extent: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Gated:
+    """The tensors of a gated MLP under the prefix ``hf``, ``extent`` wide."""
+    gate, up, down = names
+    return (
+        Logical(f"{hf}.{gate}.weight", f"{extent} hidden", COLUMN),
+        Logical(f"{hf}.{up}.weight", f"{extent} hidden", COLUMN),
+        Logical(f"{hf}.{down}.weight", f"hidden {extent}", ROW),
+    )
+
+
+def gated_rows(mlp: Gated, stage: Stage, megatron: str, te: str | None = None) -> tuple[Param, Param]:
+    """Its rows under the prefix ``megatron``; ``te`` has ``{fc}`` for ``linear_fc1`` and ``linear_fc2``."""
+    gate, up, down = mlp
+    return (
+        Param(f"{megatron}.linear_fc1.weight", Op.CONCAT, (gate, up), stage, te and te.replace("{fc}", "linear_fc1")),
+        Param(f"{megatron}.linear_fc2.weight", Op.SAME, (down,), stage, te and te.replace("{fc}", "linear_fc2")),
+    )
+
+
+def vllm_gated(mlp: Gated, joint: str, down: str | None = None) -> tuple[Fused, ...]:
+    """vLLM's names of gate and up together, and of down where it is not HF's."""
+    fused = (Fused(joint, Op.CONCAT, mlp[:2]),)
+    return fused if down is None else (*fused, Fused(down, Op.SAME, mlp[2:]))
+
+
+def mlp_norm(stage: Stage) -> tuple[Param, ...]:
+    """The norm before the MLP: TransformerEngine fuses it into a dense MLP's first linear, and leaves it before a
+    router."""
+    te = None if stage is Stage.MOE else "mlp.linear_fc1.layer_norm_weight"
+    return (Param("pre_mlp_layernorm.weight", Op.SAME, (_MLP_NORM,), stage, te),)
+
+
+_MLP = gated("mlp", "ffn")
+MLP = (*mlp_norm(Stage.LAYER), *gated_rows(_MLP, Stage.LAYER, "mlp"))
+"""MLP of every layer."""
+DENSE_MLP = (*mlp_norm(Stage.DENSE), *gated_rows(_MLP, Stage.DENSE, "mlp"))
+"""MLP of the layers without experts."""
+VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
+
+# ---------------------------------------------------------------- experts
+
+
+def expert_rows(experts: Gated, router: str) -> tuple[Param, ...]:
+    """A layer with experts: its norm, router (HF name ``router``) and experts."""
+    return (
+        *mlp_norm(Stage.MOE),
+        Param("mlp.router.weight", Op.SAME, (Logical(router, "experts hidden"),), Stage.MOE),
+        *gated_rows(experts, Stage.MOE, "mlp.experts.local_experts.{expert}", "mlp.experts.{fc}.weight{expert}"),
+    )
+
+
+def vllm_experts(experts: Gated, module: str) -> tuple[Fused, ...]:
+    """The stacks of vLLM's fused experts in ``module``."""
+    stacks = f"{module}.experts.routed_experts"
+    return vllm_gated(experts, f"{stacks}.w13_weight", f"{stacks}.w2_weight")
+
+
+_EXPERTS = gated("mlp.experts.{expert}", "expert_ffn")
+EXPERTS = expert_rows(_EXPERTS, "mlp.gate.weight")
+VLLM_EXPERTS = vllm_experts(_EXPERTS, "mlp")

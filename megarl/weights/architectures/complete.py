@@ -1,0 +1,43 @@
+"""A config.json with the keys that it leaves out, as transformers' own class of the family reads it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import fields
+from typing import Any
+
+from megarl.weights.architectures import ARCHITECTURES
+from megarl.weights.architectures.megatron_config import check
+from megarl.weights.architectures.table import HFConfig
+
+log = logging.getLogger(__name__)
+
+_OLDER = ("rope_scaling", "rope_theta")
+"""Keys that the class joins into ``rope_parameters``."""
+
+
+def complete(hf_config: HFConfig) -> dict[str, Any]:
+    """Return the configuration with every key that the family's class has; keys that it does not know stay as they are.
+
+    What is common to all classes (labels, dtype) is not filled in. A family without a table is returned as it is, and
+    so is, with a warning, a configuration that the class refuses but the table covers; else ArchitectureError is
+    raised. transformers is imported here, because that takes a second.
+    """
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in ARCHITECTURES:
+        return dict(hf_config)
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = CONFIG_MAPPING[model_type]
+    common = {field.name for field in fields(PreTrainedConfig)}
+    try:
+        values = family(**copy.deepcopy(dict(hf_config))).to_dict()
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        check(ARCHITECTURES[model_type], hf_config)
+        log.warning("config.json: transformers' %s refuses it, so nothing was filled in: %s", family.__name__, error)
+        return dict(hf_config)
+    own = {key: value for key, value in values.items() if key not in common and not key.startswith("_")}
+    return {key: value for key, value in hf_config.items() if key not in _OLDER} | own

@@ -1,0 +1,269 @@
+"""Arguments for Megatron-Core with which it computes the same function as ``transformers`` does from a config.json.
+
+Plain values only: nothing here imports Megatron. A setting that Megatron cannot express is refused, never dropped. No
+default of a family stands here: ``complete.complete`` takes what a config.json leaves out from transformers.
+
+Sources: transformers 5.19 ``modeling_rope_utils.py`` and ``models/*/modeling_*.py``; Megatron-Core 0.16.1
+``transformer/transformer_config.py``, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``),
+``transformer/multi_latent_attention.py``, ``models/common/embeddings/*rotary*.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.core.errors import ArchitectureError
+from megarl.weights.architectures.table import Architecture, HFConfig, ModelSizes, needed
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of Megatron's ``RotaryEmbedding._apply_scaling``; only ``factor`` is an argument."""
+
+LATENT_NORM_EPS = 1e-6
+"""transformers builds DeepSeek's latent norms with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon."""
+
+
+def check(arch: Architecture, hf_config: HFConfig) -> None:
+    """Raise ArchitectureError when the configuration asks for something that the table or Megatron does not cover."""
+    arch.check_fixed(hf_config)
+    transformer_kwargs(arch, hf_config)
+    gpt_kwargs(arch, hf_config)
+
+
+def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
+    """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig where ``mla`` (taken out first) is
+    True.
+
+    ``activation`` is the name of the activation. Raises ArchitectureError for a setting that Megatron cannot express.
+    """
+    sizes = arch.sizes(hf_config)
+    megatron_names = {param.megatron for param in arch.params}
+    _refuse_sliding_window(arch.name, hf_config)
+    values = {
+        "mla": bool(sizes.kv_lora),
+        "num_layers": sizes.num_layers,
+        "hidden_size": sizes.hidden,
+        "num_attention_heads": sizes.heads,
+        "num_query_groups": sizes.kv_heads,
+        "kv_channels": sizes.head,
+        "ffn_hidden_size": sizes.ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(needed(arch.name, hf_config, "rms_norm_eps")),
+        "gated_linear_unit": True,
+        "activation": "silu",
+        "add_bias_linear": False,
+        "add_qkv_bias": "self_attention.linear_qkv.bias" in megatron_names,
+        "qk_layernorm": "self_attention.q_layernorm.weight" in megatron_names,
+    }
+    if sizes.kv_lora:
+        values |= _latent_attention(arch.name, sizes, hf_config)
+    if sizes.experts:
+        values |= _experts(arch, sizes, hf_config)
+    return values | dict(arch.megatron)
+
+
+def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
+    """Keyword arguments of GPTModel. ``vocab_size`` is the real one: ``reshard.layouts.padded_vocab_size`` pads it.
+
+    Raises ArchitectureError for a rope scaling that Megatron cannot express.
+    """
+    sizes = arch.sizes(hf_config)
+    values: dict[str, Any] = {
+        "vocab_size": sizes.vocab,
+        "max_sequence_length": _max_positions(arch.name, hf_config),
+        "share_embeddings_and_output_weights": sizes.tied,
+    }
+    if sizes.kv_lora:  # its rope is part of transformer_kwargs
+        return values
+    rope = _rope(arch.name, hf_config)
+    kind = rope["rope_type"]
+    values["rotary_base"] = rope["rope_theta"]
+    if kind == "llama3":
+        for key, only in LLAMA3.items():
+            if rope.get(key) != only:
+                raise ArchitectureError(
+                    f"{arch.name} with rope_type='llama3' and {key}={rope.get(key)!r} is not supported: Megatron-Core "
+                    "computes it "
+                    f"with {only!r} only; use a checkpoint with {key}={only!r}"
+                )
+        values |= {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    elif kind == "linear":
+        values["seq_len_interpolation_factor"] = float(rope["factor"])
+    elif kind != "default":
+        raise ArchitectureError(
+            f"{arch.name} with rope_type={kind!r} is not supported, only 'default', 'linear' and 'llama3'; use a "
+            "checkpoint "
+            "with one of these, or remove the scaling from config.json where no sequence is longer than the model was "
+            "trained on"
+        )
+    return values
+
+
+def _rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
+    """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
+    ``rope_theta``."""
+    given: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    theta = given.get("rope_theta", hf_config.get("rope_theta"))
+    if theta is None:
+        raise ArchitectureError(f"the configuration of a {name} model has no rope_theta; add it to config.json")
+    rope = {
+        "original_max_position_embeddings": _max_positions(name, hf_config),
+        **given,
+        "rope_type": given.get("rope_type", given.get("type", "default")),
+        "rope_theta": float(theta),
+    }
+    if hf_config.get("original_max_position_embeddings") is not None:
+        rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
+    if rope["rope_type"] != "default" and rope.get("factor") is None:
+        raise ArchitectureError(
+            f"config.json of a {name} model has rope_type={rope['rope_type']!r} without a factor; add the factor it "
+            "was made with"
+        )
+    partial = given.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if partial not in (None, 1.0):
+        raise ArchitectureError(
+            f"{name} with partial_rotary_factor={partial!r} is not supported, only 1.0; use a checkpoint that rotates "
+            "whole heads"
+        )
+    return rope
+
+
+def _max_positions(name: str, hf_config: HFConfig) -> int:
+    value = hf_config.get("max_position_embeddings")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArchitectureError(
+            f"config.json of a {name} model has max_position_embeddings={value!r}; it must be a positive integer"
+        )
+    return value
+
+
+def _refuse_sliding_window(name: str, hf_config: HFConfig) -> None:
+    """The local attention sees the whole sequence. Qwen keeps a window in config.json that it does not use."""
+    window = hf_config.get("sliding_window")
+    if window is not None and hf_config.get("use_sliding_window", True):
+        raise ArchitectureError(
+            f"{name} with sliding_window={window!r} is not supported; use a checkpoint with full attention, or set "
+            f"sliding_window to null in config.json when no sequence is longer than {window}"
+        )
+
+
+def _latent_attention(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+    eps = needed(name, hf_config, "rms_norm_eps")
+    if eps != LATENT_NORM_EPS:
+        raise ArchitectureError(
+            f"{name} with rms_norm_eps={eps!r} is not supported, only {LATENT_NORM_EPS}: its latent norms always use "
+            "that and "
+            "Megatron-Core has one epsilon for all norms; use a checkpoint trained with it"
+        )
+    if not needed(name, hf_config, "rope_interleave"):
+        raise ArchitectureError(
+            f"{name} with rope_interleave=False is not supported: Megatron-Core rotates neighbouring pairs; use a "
+            "checkpoint "
+            "with rope_interleave=True"
+        )
+    return {
+        "num_query_groups": sizes.heads,
+        # The width of one head in the attention's output; Megatron's own DotProductAttention reads it from here.
+        "kv_channels": sizes.v_head,
+        "qk_layernorm": True,
+        "q_lora_rank": sizes.q_lora or None,
+        "kv_lora_rank": sizes.kv_lora,
+        "qk_head_dim": sizes.qk_nope,
+        "qk_pos_emb_head_dim": sizes.qk_rope,
+        "v_head_dim": sizes.v_head,
+        **_latent_rope(name, hf_config),
+    }
+
+
+def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
+    """Megatron scales the softmax by (0.1 * mscale_all_dim * ln(factor) + 1)**2 even without yarn: factor 1 turns that
+    off."""
+    rope = _rope(name, hf_config)
+    kind, base = rope["rope_type"], {"rotary_base": rope["rope_theta"]}
+    if kind == "default":
+        return {**base, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    if kind != "yarn":
+        raise ArchitectureError(
+            f"{name} with rope_type={kind!r} is not supported, only 'default' and 'yarn'; use a checkpoint with one of "
+            "these"
+        )
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    for key, refused in (
+        ("attention_factor", rope.get("attention_factor") is not None),
+        ("truncate", not rope.get("truncate", True)),
+        ("mscale", bool(all_dim) and not mscale),
+    ):
+        if refused:
+            raise ArchitectureError(
+                f"{name} with yarn and {key}={rope.get(key)!r} is not supported: Megatron-Core derives it from mscale "
+                "and "
+                "mscale_all_dim; use a checkpoint that does not set it"
+            )
+    return {
+        **base,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(rope["factor"]),
+        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        # transformers looks at mscale only where both are given
+        "mscale": float(mscale) if mscale and all_dim else 1.0,
+        "mscale_all_dim": float(all_dim or 0.0),
+    }
+
+
+def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+    name = arch.name
+    pattern = [int(layer in set(sizes.moe_layers)) for layer in range(sizes.num_layers)]
+    values = {
+        "num_moe_experts": sizes.experts,
+        "moe_ffn_hidden_size": sizes.expert_ffn,
+        "moe_router_topk": sizes.topk,
+        # A list makes dist_checkpointing keep layers apart, so it is given only where layers differ.
+        "moe_layer_freq": 1 if all(pattern) else pattern,
+        "moe_shared_expert_intermediate_size": sizes.shared_ffn or None,
+        # Those of ``model.router`` (learn/models/router.py) do not change with how an update is cut.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    normed = arch.norms_topk or bool(needed(name, hf_config, "norm_topk_prob"))
+    if arch.sigmoid_router:
+        return values | _sigmoid_router(name, sizes, hf_config, normed)
+    if sizes.topk == 1 and normed:
+        raise ArchitectureError(
+            f"{name} with num_experts_per_tok=1 and normalised probabilities is not supported: every weight is 1 and "
+            "the router "
+            "gets no gradient; use a checkpoint with num_experts_per_tok above 1"
+        )
+    # A softmax over all experts, divided by the sum of the chosen ones, is the softmax over the chosen ones.
+    return values | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normed}
+
+
+def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: bool) -> dict[str, Any]:
+    if normed != (sizes.topk > 1):
+        raise ArchitectureError(
+            f"{name} with norm_topk_prob={normed} and num_experts_per_tok={sizes.topk} is not supported: Megatron-Core "
+            "divides the "
+            "sigmoid scores by their sum exactly when more than one expert is chosen; use a checkpoint that does so"
+        )
+    groups, chosen = (int(needed(name, hf_config, key) or 1) for key in ("n_group", "topk_group"))
+    limited = chosen < groups
+    if limited and sizes.topk // chosen != 2:
+        raise ArchitectureError(
+            f"{name} with num_experts_per_tok={sizes.topk} and topk_group={chosen} is not supported: transformers "
+            "ranks groups by "
+            "their best 2 experts, Megatron-Core by their best "
+            f"num_experts_per_tok//topk_group={sizes.topk // chosen}; use a "
+            "checkpoint where that is 2"
+        )
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": True,
+        # ``model.router.bias_update_rate`` moves it after the optimizer's step, and not where the guard skips that.
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": groups if limited else None,
+        "moe_router_group_topk": chosen if limited else None,
+        "moe_router_topk_scaling_factor": float(needed(name, hf_config, "routed_scaling_factor")),
+        "moe_router_dtype": "fp32",
+    }

@@ -1,0 +1,29 @@
+"""Mixtral: Mistral's attention; experts in every layer, under names of their own.
+
+Source: ``transformers/models/mixtral/modeling_mixtral.py`` and the published checkpoints' names.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.blocks import (
+    ATTENTION,
+    EMBEDDING,
+    OUTPUT,
+    VLLM_ATTENTION,
+    expert_rows,
+    gated,
+    vllm_experts,
+)
+from megarl.weights.architectures.table import Architecture
+
+_EXPERTS = gated("block_sparse_moe.experts.{expert}", "expert_ffn", names=("w1", "w3", "w2"))
+
+MIXTRAL = Architecture(
+    name="mixtral",
+    params=(*EMBEDDING, *ATTENTION, *expert_rows(_EXPERTS, "block_sparse_moe.gate.weight"), *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *vllm_experts(_EXPERTS, "block_sparse_moe")),
+    vllm_ends_everywhere=True,
+    norms_topk=True,
+    fixed={"hidden_act": "silu"},
+    keys={"expert_ffn": ("intermediate_size",)},
+)

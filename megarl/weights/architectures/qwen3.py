@@ -1,0 +1,16 @@
+"""Qwen3, dense: grouped queries without biases, RMSNorm on each query and key head, SwiGLU, tied or untied output.
+
+Source: ``transformers/models/qwen3/modeling_qwen3.py``.
+"""
+
+from __future__ import annotations
+
+from megarl.weights.architectures.blocks import ATTENTION, EMBEDDING, MLP, OUTPUT, QK_NORM, VLLM_ATTENTION, VLLM_MLP
+from megarl.weights.architectures.table import Architecture
+
+QWEN3 = Architecture(
+    name="qwen3",
+    params=(*EMBEDDING, *ATTENTION, *QK_NORM, *MLP, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
+    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+)

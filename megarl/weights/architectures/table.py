@@ -1,0 +1,364 @@
+"""Rows of an architecture table, and the model sizes that give a row its shapes.
+
+A family file is data: rows of :class:`Param` plus the few facts that differ between families. What an op or a
+shard *means* for Megatron-Core and for vLLM is written once, in ``megarl.weights.reshard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+from megarl.core.errors import ArchitectureError
+
+Shape = tuple[int, ...]
+HFConfig = Mapping[str, Any]
+
+Head = Literal["lm", "score"]
+"""Output after the last norm: the vocabulary's logits, or one number for each token (critic, reward model)."""
+
+HF_LAYER = "model.layers.{}."
+VLLM_LAYER = "model.layers.{}."
+EXPERT = "{expert}"
+
+
+class Op(Enum):
+    """Arrangement of the logical (HF) tensors of a row in one fused tensor."""
+
+    SAME = "one logical tensor, as it is"
+    QKV = "query, key and value heads; Megatron interleaves them per query group, vLLM keeps three blocks"
+    CONCAT = "each part is cut on its own and the shares lie one after the other (gate over up)"
+    TIED = "hf[0]; when config.tie_word_embeddings, a second copy of hf[1] wherever the engine keeps one"
+
+
+class Shard(Enum):
+    """Axis that tensor parallelism splits."""
+
+    COLUMN = "output features, axis 0"
+    ROW = "input features, the last axis"
+    VOCAB = "vocabulary, axis 0, padded"
+    REPLICATED = "whole on every rank"
+
+
+class Stage(Enum):
+    """Layers, and so the pipeline stage, that hold the row. Names of the middle four are relative to the layer."""
+
+    FIRST = "beside the first layer"
+    LAYER = "every layer"
+    DENSE = "layers with one MLP"
+    MOE = "layers with experts"
+    MTP = "layers of multi-token prediction, behind the last one; they are layers with experts besides"
+    LAST = "beside the last layer"
+
+
+@dataclass(frozen=True, eq=False)
+class Logical:
+    """A logical tensor: its HF name (``{expert}`` in it: one per expert) and the names of its axes.
+
+    One object is one tensor: rows of Megatron and of vLLM name the same object.
+    """
+
+    name: str
+    axes: str
+    """Attributes of :class:`ModelSizes`, space separated."""
+    shard: Shard = Shard.REPLICATED
+    dtype: str | None = None
+    """Kept in this dtype everywhere, whatever the model's is."""
+
+    def shape(self, sizes: ModelSizes) -> Shape:
+        return tuple(getattr(sizes, axis) for axis in self.axes.split())
+
+
+PARTS = {Op.SAME: 1, Op.QKV: 3, Op.CONCAT: 2, Op.TIED: 2}
+
+
+@dataclass(frozen=True)
+class Param:
+    """One row: a tensor of Megatron's GPTModel and the logical tensors in it."""
+
+    megatron: str
+    """Under the local spec; ``{expert}`` counts the experts of a rank."""
+    op: Op
+    hf: tuple[Logical, ...]
+    stage: Stage = Stage.LAYER
+    te: str | None = None
+    """Under the TransformerEngine spec where it differs."""
+
+    def __post_init__(self) -> None:
+        assert len(self.hf) == PARTS[self.op], f"{self.megatron}: {self.op.name} joins {PARTS[self.op]} tensors"
+
+    @property
+    def per_expert(self) -> bool:
+        return EXPERT in self.hf[0].name
+
+
+SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "labels hidden"),), Stage.LAST)
+"""One number for each token, whole on every tensor-parallel rank (``learn/models/value_head.py``)."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A vLLM parameter that is not named as its only logical tensor is. Per-expert tensors are stacked on axis 0."""
+
+    vllm: str
+    op: Op
+    hf: tuple[Logical, ...]
+
+
+class Occurrence(NamedTuple):
+    """One occurrence of a row: which layer (counted from 0 over the whole model; MTP layers follow the last) and
+    expert."""
+
+    layer: int | None
+    expert: int | None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The extents that a decoder's tensors are made of, in elements. 0 where a family has no such thing."""
+
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    vocab: int
+    tied: bool
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    """Sum over all shared experts."""
+    moe_layers: tuple[int, ...] = ()
+    mtp_layers: int = 0
+    q_lora: int = 0
+    kv_lora: int = 0
+    qk_nope: int = 0
+    qk_rope: int = 0
+    v_head: int = 0
+
+    @property
+    def q(self) -> int:
+        """Rows of the query projection."""
+        return self.heads * self.head
+
+    @property
+    def kv(self) -> int:
+        """Rows of the key (or value) projection."""
+        return self.kv_heads * self.head
+
+    @property
+    def latent_q(self) -> int:
+        """Rows of MLA's query up-projection."""
+        return self.heads * (self.qk_nope + self.qk_rope)
+
+    @property
+    def direct_q(self) -> int:
+        """The same without a query latent (``q_lora_rank`` null), else 0."""
+        return 0 if self.q_lora else self.latent_q
+
+    @property
+    def latent_kv(self) -> int:
+        """Rows of MLA's key/value down-projection: the latent and the shared rotary key."""
+        return self.kv_lora + self.qk_rope
+
+    @property
+    def latent_up(self) -> int:
+        """Rows of MLA's key/value up-projection."""
+        return self.heads * (self.qk_nope + self.v_head)
+
+    @property
+    def latent_out(self) -> int:
+        return self.heads * self.v_head
+
+    @property
+    def two_hidden(self) -> int:
+        return 2 * self.hidden
+
+    @property
+    def labels(self) -> int:
+        """Numbers that a score head gives for each token."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model family."""
+
+    name: str
+    """``model_type`` of config.json."""
+    params: tuple[Param, ...]
+    vllm: tuple[Fused, ...] = ()
+    fixed: HFConfig = field(default_factory=dict)
+    """Settings that must have this value when config.json has them: the table covers no other."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of Megatron's TransformerConfig besides those that follow from sizes and rows."""
+    vllm_ends_everywhere: bool = False
+    """vLLM keeps embedding, last norm and output weight on every pipeline stage."""
+    has_score_class: bool = True
+    """transformers has a ``...ForSequenceClassification`` of this family."""
+    sigmoid_router: bool = False
+    """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
+    norms_topk: bool = False
+    """The chosen experts' probabilities are always divided by their sum; else by ``norm_topk_prob``."""
+    head: Head = "lm"
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Fields of :class:`ModelSizes` read from a config.json key that is not the usual one (``COMMON_KEYS``)."""
+
+    def with_score(self) -> Architecture:
+        """The same family with a score head in place of the output weight: what ties that to the embedding has no
+        meaning then.
+
+        Raises ArchitectureError for a family that transformers has no such class of: nobody else could read its files.
+        """
+        if not self.has_score_class:
+            raise ArchitectureError(
+                f"{self.name} has no class for sequence classification in transformers, so it can be no critic or "
+                "reward model; use "
+                "a checkpoint of another family"
+            )
+        return replace(self, head="score", params=(*(p for p in self.params if p.op is not Op.TIED), SCORE_HEAD))
+
+    def check_fixed(self, hf_config: HFConfig) -> None:
+        """Raise ArchitectureError when a setting has another value than the one that the table covers."""
+        for key, value in self.fixed.items():
+            if hf_config.get(key, value) != value:
+                raise ArchitectureError(
+                    f"{self.name} with {key}={hf_config[key]!r} is not supported, only {value!r}; use a checkpoint "
+                    "with "
+                    f"{key}={value!r} or add it to megarl/weights/architectures/{self.name}.py"
+                )
+
+    def sizes(self, hf_config: HFConfig) -> ModelSizes:
+        def get(field_name: str) -> int:
+            keys = self.keys.get(field_name) or COMMON_KEYS[field_name]
+            key = next((key for key in keys if hf_config.get(key) is not None), keys[0])
+            value = hf_config.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ArchitectureError(
+                    f"config.json of a {self.name} model has {key}={value!r}; it must be a positive integer"
+                )
+            return value
+
+        known = {p.stage for p in self.params} | {
+            axis for p in self.params for part in p.hf for axis in part.axes.split()
+        }
+        heads, hidden = get("heads"), get("hidden")
+        kv_heads = get("kv_heads") if hf_config.get("num_key_value_heads") is not None else heads
+        if heads % kv_heads:
+            raise ArchitectureError(
+                f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads} of {self.name}; correct "
+                "config.json"
+            )
+        head = get("head") if hf_config.get("head_dim") is not None else hidden // heads
+        more: dict[str, Any] = {}
+        if "kv_lora" in known:
+            more |= {name: get(name) for name in ("kv_lora", "qk_nope", "qk_rope", "v_head")}
+            more["q_lora"] = 0 if needed(self.name, hf_config, "q_lora_rank") is None else get("q_lora")
+        if Stage.MOE in known:
+            more |= {name: get(name) for name in ("experts", "topk", "expert_ffn")}
+            more["moe_layers"] = _moe_layers(hf_config, get("num_layers"))
+        if "shared_ffn" in known:
+            more["shared_ffn"] = get("expert_ffn") * int(needed(self.name, hf_config, "n_shared_experts") or 0)
+        if Stage.MTP in known:
+            more["mtp_layers"] = int(hf_config.get("num_nextn_predict_layers") or 0)
+        return ModelSizes(
+            num_layers=get("num_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head=head,
+            ffn=get("ffn"),
+            vocab=get("vocab"),
+            tied=self.head == "lm" and bool(needed(self.name, hf_config, "tie_word_embeddings")),
+            **more,
+        )
+
+    def occurrences(self, param: Param, sizes: ModelSizes) -> Iterator[Occurrence]:
+        """Every occurrence of a row, by layer and expert."""
+        if param.stage in (Stage.FIRST, Stage.LAST):
+            yield Occurrence(None, None)
+            return
+        behind = range(sizes.num_layers, sizes.num_layers + sizes.mtp_layers)
+        moe = set(sizes.moe_layers)
+        layers = {
+            Stage.LAYER: [*range(sizes.num_layers), *behind],
+            Stage.DENSE: [layer for layer in range(sizes.num_layers) if layer not in moe],
+            Stage.MOE: [*sizes.moe_layers, *behind],
+            Stage.MTP: list(behind),
+        }[param.stage]
+        for layer in layers:
+            yield from (
+                (Occurrence(layer, expert) for expert in range(sizes.experts))
+                if param.per_expert
+                else (Occurrence(layer, None),)
+            )
+
+    def parts(self, hf: tuple[Logical, ...], op: Op, sizes: ModelSizes) -> tuple[Logical, ...]:
+        """The logical tensors that a fused tensor of this model really holds."""
+        return (hf[1 if sizes.tied else 0],) if op is Op.TIED else hf
+
+    def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
+        """Logical tensors: HF name -> shape, in the order of layers. A tied lm_head is not one of them."""
+        sizes = self.sizes(hf_config)
+        found: list[tuple[tuple[int, int], str, Shape]] = []
+        for number, param in enumerate(self.params):
+            parts = [(p, s) for p in self.parts(param.hf, param.op, sizes) if 0 not in (s := p.shape(sizes))]
+            outside = {Stage.FIRST: -1, Stage.LAST: sizes.num_layers + sizes.mtp_layers}.get(param.stage, 0)
+            for occurrence in self.occurrences(param, sizes):
+                if occurrence.layer is not None and occurrence.layer >= sizes.num_layers and not mtp:
+                    continue
+                order = (outside if occurrence.layer is None else occurrence.layer, number)
+                found += [(order, hf_name(part, occurrence), shape) for part, shape in parts]
+        found.sort(key=lambda item: item[0])
+        return {name: shape for _, name, shape in found}
+
+    def dtypes(self) -> dict[str, str]:
+        """HF name (relative to its layer) -> dtype, of the tensors that keep one of their own."""
+        return {part.name: part.dtype for param in self.params for part in param.hf if part.dtype is not None}
+
+
+def needed(name: str, hf_config: HFConfig, key: str) -> Any:
+    """The value of a key. Raises ArchitectureError where a configuration that was not completed lacks it."""
+    if key not in hf_config:
+        raise ArchitectureError(f"the configuration of a {name} model lacks {key}; add it to config.json")
+    return hf_config[key]
+
+
+def hf_name(part: Logical, occurrence: Occurrence) -> str:
+    """The whole HF name of one occurrence of a logical tensor."""
+    prefix = "" if occurrence.layer is None else HF_LAYER.format(occurrence.layer)
+    return prefix + part.name.replace(EXPERT, str(occurrence.expert))
+
+
+COMMON_KEYS = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "ffn": ("intermediate_size",),
+    "vocab": ("vocab_size",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "topk": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "q_lora": ("q_lora_rank",),
+    "kv_lora": ("kv_lora_rank",),
+    "qk_nope": ("qk_nope_head_dim",),
+    "qk_rope": ("qk_rope_head_dim",),
+    "v_head": ("v_head_dim",),
+}
+"""Field of :class:`ModelSizes` -> keys of config.json, of which the first one present counts."""
+
+
+def _moe_layers(hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), every ``decoder_sparse_step``-th without
+    ``mlp_only_layers`` (Qwen), or all."""
+    step = int(hf_config.get("decoder_sparse_step") or hf_config.get("moe_layer_freq") or 1)
+    dense = set(hf_config.get("mlp_only_layers") or ())
+    first = int(hf_config.get("first_k_dense_replace") or 0)
+    offset = 1 if "decoder_sparse_step" in hf_config else 0
+    return tuple(i for i in range(first, num_layers) if i not in dense and (i + offset) % step == 0)

@@ -1,0 +1,1 @@
+"""``megarl convert``: from one format or grid to another."""

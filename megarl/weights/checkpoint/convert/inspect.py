@@ -1,0 +1,197 @@
+"""Contents of a checkpoint of either format: tensors, what its table misses or does not know, and digests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.convert.opened import Head, Opened, family, open_checkpoint
+from megarl.weights.checkpoint.convert.verify import compute_digests, header_faults
+from megarl.weights.checkpoint.formats.dist import DistFiles, find_dist, missing_elements
+from megarl.weights.checkpoint.formats.hf_source import open_hf
+from megarl.weights.checkpoint.formats.output import MANIFEST
+from megarl.weights.checkpoint.formats.target_manifest import TargetManifest, read_target_manifest
+from megarl.weights.checkpoint.formats.values import dtype_fault, text_of
+
+
+@dataclass
+class Found:
+    """A stored tensor."""
+
+    dtype: str
+    shape: list[int]
+    files: list[str]
+
+
+@dataclass
+class Inspection:
+    path: str
+    kind: str
+    """``hf`` or ``megatron``."""
+    tensors: dict[str, Found]
+    """Tensors by stored name; in a Megatron checkpoint its key."""
+    family: str | None = None
+    head: str | None = None
+    problem: str | None = None
+    """Reason why it could not be compared with a table."""
+    missing: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
+    """No part of the model: optimizer state, prediction layers."""
+    changed: list[str] = field(default_factory=list)
+    """Differences of files and tensors from the manifest."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Logical (HF) tensor -> digest: computed, or as the manifest has it."""
+    digests_from: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if tensors, table and manifest agree."""
+        return not (self.problem or self.missing or self.misshapen or self.unknown or self.changed)
+
+    def to_json(self) -> str:
+        """Return the findings as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def inspect_checkpoint(
+    path: Path,
+    config_path: Path | None = None,
+    *,
+    head: Head = "auto",
+    mtp: bool = False,
+    digests: bool = False,
+    dtype: torch.dtype | None = None,
+    workers: int = 2,
+    progress: bool = True,
+) -> Inspection:
+    """Look at a checkpoint. ``digests``: compute them, of the elements cast to ``dtype``.
+
+    Raises CheckpointError for what cannot be read at all; that tensors are missing or unknown is part of the answer.
+    """
+    found = _stored(path)
+    try:
+        opened = open_checkpoint(path, config_path=config_path, head=head, mtp=mtp, check=False)
+    except CheckpointError as error:
+        found.problem = str(error)
+        return found
+    try:
+        found.family = family(opened.hf_config, opened.config_path)
+        found.head = "value" if opened.is_value else "lm"
+        _compare(found, opened)
+        manifest = read_target_manifest(opened.path)
+        if manifest is not None:
+            found.changed += header_faults(opened, manifest)
+        if digests and not found.missing and not found.misshapen:
+            _read_all(found, opened, manifest, dtype, workers, progress)
+        elif manifest is not None:
+            found.digests = {name: f"{noted.digest:016x}" for name, noted in manifest.tensors.items()}
+            found.digests_from = f"as {MANIFEST} has them"
+    finally:
+        opened.close()
+    return found
+
+
+def _read_all(
+    found: Inspection,
+    opened: Opened,
+    manifest: TargetManifest | None,
+    dtype: torch.dtype | None,
+    workers: int,
+    progress: bool,
+) -> None:
+    """The digests; those of the elements as they are stored are compared with the manifest's."""
+    nonfinite: dict[str, str] = {}
+    values = compute_digests(opened, dtype, workers=workers, progress=progress, nonfinite=nonfinite)
+    found.misshapen += nonfinite.values()
+    found.digests = {name: f"{value:016x}" for name, value in values.items()}
+    found.digests_from = "computed now"
+    if manifest is None:
+        return
+    if dtype is not None:
+        values = compute_digests(opened, None, workers=workers, progress=progress, nonfinite={})
+    faults = list(manifest.faults(values))
+    found.changed += faults
+    if not faults:
+        found.digests_from += f"; {MANIFEST} has the same digests"
+
+
+def _stored(path: Path) -> Inspection:
+    dist = find_dist(path)
+    if dist is None:
+        files = open_hf(path)
+        tensors = {
+            n: Found(text_of(d), list(files.shapes[n]), [files.file_of(n).name]) for n, d in files.dtypes.items()
+        }
+        files.close()
+        return Inspection(str(path), "hf", tensors)
+    saved = DistFiles(dist)
+    places: dict[tuple[tuple[str, int], ...], str] = {}
+    for key, t in saved.stored.items():  # a second name of the same bytes is not listed
+        places.setdefault(tuple((chunk.file, chunk.offset) for chunk in t.chunks), key)
+    tensors = {}
+    for key in places.values():
+        t = saved.stored[key]
+        tensors[key] = Found(text_of(t.dtype), list(t.shape), sorted({chunk.file for chunk in t.chunks}))
+    return Inspection(str(dist), "megatron", tensors)
+
+
+def _compare(found: Inspection, opened: Opened) -> None:
+    source = opened.source
+    for local, shape in opened.layout.local_shapes(0).items():
+        if local not in source.shapes:
+            found.missing.append(local)
+        elif source.shapes[local] != shape:
+            found.misshapen.append(f"{local} has shape {source.shapes[local]}, config.json asks for {shape}")
+        elif (fault := dtype_fault(local, opened.path, source.dtypes[local])) is not None:
+            found.misshapen.append(fault)
+    if isinstance(source, DistFiles):
+        short = {key: n for key, n in missing_elements(source.stored) if key not in found.missing}
+        found.misshapen += [
+            f"{key}: {n} of {prod(source.shapes[key])} elements are in no chunk" for key, n in short.items()
+        ]
+    for name in opened.other:
+        (found.beside if opened.is_expected(name) else found.unknown).append(name)
+
+
+def render(found: Inspection) -> str:
+    """The inspection as text for a terminal."""
+    elements = sum(prod(t.shape) for t in found.tensors.values())
+    files = sorted({file for t in found.tensors.values() for file in t.files})
+    dtypes = sorted({t.dtype for t in found.tensors.values()})
+    lines = [
+        f"{found.path}: {found.kind} checkpoint, {len(found.tensors)} tensors, {elements:,} elements, "
+        f"{', '.join(dtypes)}, "
+        f"{len(files)} file{'s' if len(files) != 1 else ''}"
+    ]
+    if found.family:
+        lines.append(f"family {found.family}, head {found.head}")
+    width = max((len(name) for name in found.tensors), default=0)
+    for name, t in found.tensors.items():
+        where = t.files[0] if len(t.files) == 1 else f"{len(t.files)} files"
+        lines.append(f"  {name:<{width}}  {'x'.join(map(str, t.shape)):>20}  {t.dtype:<14}  {where}")
+    if found.digests:
+        lines.append(f"digests of the logical tensors, {found.digests_from}:")
+        width = max(map(len, found.digests))
+        lines += [f"  {name:<{width}}  {value}" for name, value in found.digests.items()]
+    for title, names in (
+        ("missing", found.missing),
+        ("wrong", found.misshapen),
+        ("unknown to the table", found.unknown),
+        ("not as written", found.changed),
+        ("beside the model (not converted)", found.beside),
+    ):
+        if names:
+            lines.append(f"{title}: {len(names)}")
+            lines += [f"  {name}" for name in names[:20]] + (["  ..."] if len(names) > 20 else [])
+    if found.problem:
+        lines.append(f"not held against a table: {found.problem}")
+    elif found.is_whole:
+        lines.append("whole: every tensor of the table is there, in its shape, and none is unknown")
+    return "\n".join(lines) + "\n"

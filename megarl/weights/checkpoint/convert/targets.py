@@ -1,0 +1,219 @@
+"""Contents of the files of a checkpoint of either format, and the writing of them and of the files beside them."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megarl.weights.checkpoint.convert.opened import Opened
+from megarl.weights.checkpoint.convert.stream import OutFile, Region
+from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, Stored
+from megarl.weights.checkpoint.formats.dist_keys import extra_states, other_name
+from megarl.weights.checkpoint.formats.dist_write import write_chunk, write_metadata
+from megarl.weights.checkpoint.formats.hf_files import INDEX, HFFiles, groups, header_bytes, shards
+from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files
+from megarl.weights.checkpoint.formats.output import Finished, write_json
+from megarl.weights.checkpoint.formats.slices import as_bytes
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.boxes import Box
+from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layouts import (
+    VOCAB_MULTIPLE,
+    MegatronGrid,
+    dist_layout,
+    hf_layout,
+    megatron_layout,
+    padded_vocab_size,
+)
+from megarl.weights.reshard.plan import build_plan
+
+Blocks = Callable[[Region], Iterator[torch.Tensor]]
+Closable = HFFiles | DistFiles
+
+
+class Target(Protocol):
+    kind: str
+    layout: Layout
+    """One rank; local names are those in the files."""
+    dtypes: dict[str, torch.dtype]
+    """Local name -> dtype."""
+    files: tuple[OutFile, ...]
+
+    def write(self, path: Path, file: OutFile, blocks: Blocks) -> tuple[tuple[str, Chunk], ...]:
+        """Write one file of the directory ``path``; what of it the directory's metadata must know."""
+        ...
+
+    def reader(self, path: Path, records: Iterable[Finished] | None = None) -> Closable:
+        """The tensors of these files; None: of the finished directory."""
+        ...
+
+    def finish(self, path: Path, records: Iterable[Finished]) -> None:
+        """Write everything beside the files."""
+        ...
+
+
+def file_size(target: Target, file: OutFile) -> int:
+    """Bytes of the elements in a file."""
+    return sum(boxes.volume(region.box) * target.dtypes[region.local].itemsize for region in file.regions)
+
+
+def _local_dtypes(layout: Layout, opened: Opened, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """A tensor's own dtype where it keeps one, else ``dtype``, else the one it is stored in."""
+    found: dict[str, torch.dtype] = {}
+    for row in layout.rows:
+        for tensor in row.parts:
+            own = layout.dtype_of(tensor)
+            wanted = getattr(torch, own) if own else dtype or opened.dtype_of(tensor)
+            found[row.local] = torch.promote_types(found.get(row.local, wanted), wanted)
+    return found
+
+
+class HFTarget:
+    """An ordinary HF checkpoint in safetensors."""
+
+    kind = "hf"
+
+    def __init__(self, opened: Opened, dtype: torch.dtype | None, file_bytes: int) -> None:
+        self._opened = opened
+        self.layout = hf_layout(opened.hf_config, mtp=opened.mtp, head=opened.table)
+        self.dtypes = _local_dtypes(self.layout, opened, dtype)
+        sizes = {name: prod(shape) * self.dtypes[name].itemsize for name, shape in self.layout.tensors.items()}
+        self.files = tuple(
+            # Wide elements first, so that every tensor is aligned to its element.
+            OutFile(
+                name, tuple(Region(t, boxes.whole(self.layout.tensors[t])) for t in sorted(group, key=self._narrowness))
+            )
+            for name, group in shards(sizes, file_bytes).items()
+        )
+        self._total = sum(sizes.values())
+
+    def _narrowness(self, name: str) -> int:
+        return -self.dtypes[name].itemsize
+
+    def write(self, path: Path, file: OutFile, blocks: Blocks) -> tuple[tuple[str, Chunk], ...]:
+        with (path / file.name).open("wb", buffering=0) as stream:
+            stream.write(header_bytes((r.local, self.dtypes[r.local], boxes.shape_of(r.box)) for r in file.regions))
+            for region in file.regions:
+                for block in blocks(region):
+                    _write_all(stream, as_bytes(block))
+            os.fsync(stream.fileno())
+        return ()
+
+    def reader(self, path: Path, records: Iterable[Finished] | None = None) -> HFFiles:
+        return HFFiles(path, None if records is None else [record.file for record in records])
+
+    def finish(self, path: Path, records: Iterable[Finished]) -> None:
+        if len(self.files) > 1:
+            weight_map = {region.local: file.name for file in self.files for region in file.regions}
+            write_json(path / INDEX, {"metadata": {"total_size": self._total}, "weight_map": weight_map})
+        _copy_small_files(self._opened, path, self)
+
+
+class DistTarget:
+    """A Megatron-Core checkpoint, cut into chunks and files as ranks of ``grid`` would have saved it."""
+
+    kind = "megatron"
+
+    def __init__(
+        self,
+        opened: Opened,
+        dtype: torch.dtype | None,
+        file_bytes: int,
+        grid: MegatronGrid,
+        vocab_multiple: int = VOCAB_MULTIPLE,
+    ) -> None:
+        self._opened = opened
+        config, mtp, head = opened.hf_config, opened.mtp, opened.table
+        # The names of TransformerEngine's spec are never seen here; it keeps MLA's down-projections whole.
+        ranks = megatron_layout(
+            config, grid, vocab_multiple=vocab_multiple, transformer_impl="transformer_engine", mtp=mtp, head=head
+        )
+        vocab = padded_vocab_size(config["vocab_size"], grid.tp, vocab_multiple)
+        self.layout = dist_layout(config, vocab=vocab, mtp=mtp, head=head)
+        self.dtypes = _local_dtypes(self.layout, opened, dtype)
+        self.files = tuple(self._plan_files(ranks, file_bytes))
+
+    def _plan_files(self, ranks: Layout, file_bytes: int) -> Iterator[OutFile]:
+        stacked = {row.local: len(row.stack) for row in self.layout.rows}
+        held: dict[int, dict[tuple[str, Box], list[Box]]] = defaultdict(lambda: defaultdict(list))
+
+        def hold(rank: int, key: str, box: Box) -> None:
+            held[rank][key, box[: stacked[key]]].append(box)
+
+        for move in build_plan(ranks, self.layout).moves_to(0):
+            hold(move.src, move.dst_local, boxes.at(move.dst_at, boxes.shape_of(move.box)))
+        for pad in self.layout.padding(0):
+            hold(
+                max(rank for rank, keys in held.items() if any(key == pad.local for key, _ in keys)), pad.local, pad.box
+            )
+        for rank in sorted(held):
+            regions = [Region(key, box) for (key, _), found in held[rank].items() for box in _merged(found)]
+            sizes = {region: boxes.volume(region.box) * self.dtypes[region.local].itemsize for region in regions}
+            for part, group in enumerate(groups(sizes, file_bytes)):
+                yield OutFile(f"__{rank}_{part}.distcp", tuple(group))
+
+    def write(self, path: Path, file: OutFile, blocks: Blocks) -> tuple[tuple[str, Chunk], ...]:
+        chunks = []
+        with (path / file.name).open("wb") as stream:
+            for region in file.regions:
+                data = (as_bytes(block) for block in blocks(region))
+                offset, length = write_chunk(stream, region.box, self.dtypes[region.local], data)
+                chunks.append((region.local, Chunk(region.box, file.name, offset, length)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        return tuple(chunks)
+
+    def reader(self, path: Path, records: Iterable[Finished] | None = None) -> DistFiles:
+        if records is None:
+            return DistFiles(path)
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        for record in records:
+            for key, chunk in record.chunks:
+                chunks[key].append(chunk)
+        shapes = self.layout.local_shapes(0)
+        return DistFiles(
+            path, {key: Stored(self.dtypes[key], shapes[key], tuple(held)) for key, held in chunks.items()}
+        )
+
+    def finish(self, path: Path, records: Iterable[Finished]) -> None:
+        shapes = self.layout.local_shapes(0)
+        # Both names of a norm, so that models of either spec load it; they share the bytes.
+        aliases = {name: key for key in shapes if (name := other_name(key, shapes)) is not None}
+        chunks = [item for record in records for item in record.chunks]
+        tensors = {key: (self.dtypes[key], shape) for key, shape in shapes.items()}
+        (path / HF_FOLDER).mkdir(exist_ok=True)
+        _copy_small_files(self._opened, path / HF_FOLDER, self)
+        write_metadata(path, tensors, chunks, aliases, extra_states(self.layout))
+
+
+def _merged(found: list[Box]) -> list[Box]:
+    """Boxes joined where one continues another along a single axis: the parts of one rank's fused tensor."""
+    out: list[Box] = []
+    for box in sorted(found):
+        differ = [axis for axis, (a, b) in enumerate(zip(out[-1], box, strict=True)) if a != b] if out else []
+        if len(differ) == 1 and out[-1][differ[0]][1] == box[differ[0]][0]:
+            axis = differ[0]
+            out[-1] = (*box[:axis], (out[-1][axis][0], box[axis][1]), *box[axis + 1 :])
+        else:
+            out.append(box)
+    return out
+
+
+def _write_all(stream: Any, data: memoryview) -> None:
+    while data:
+        data = data[stream.write(data) :]
+
+
+def _copy_small_files(opened: Opened, folder: Path, target: Target) -> None:
+    """config.json as it now is, with the dtype of most elements; tokenizer and other small files."""
+    counts: dict[torch.dtype, int] = defaultdict(int)
+    for local, shape in target.layout.local_shapes(0).items():
+        counts[target.dtypes[local]] += prod(shape)
+    dtype = max(counts, key=lambda dtype: counts[dtype])
+    copy_small_files(opened.config_path, folder, dtype, mtp=opened.mtp, is_value=opened.is_value)

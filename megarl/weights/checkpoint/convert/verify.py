@@ -1,0 +1,90 @@
+"""Digests of a checkpoint's logical tensors, and whether they are those that its manifest has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.convert.opened import Opened, open_hf_checkpoint
+from megarl.weights.checkpoint.convert.pool import Count, each
+from megarl.weights.checkpoint.convert.stream import Digests, OutFile, Transfer, add
+from megarl.weights.checkpoint.convert.targets import HFTarget, file_size
+from megarl.weights.checkpoint.formats.output import MANIFEST
+from megarl.weights.checkpoint.formats.target_manifest import TargetManifest, read_target_manifest
+from megarl.weights.checkpoint.formats.values import text_of
+from megarl.weights.reshard.plan import build_plan
+
+
+def compute_digests(
+    opened: Opened,
+    dtype: torch.dtype | None,
+    *,
+    workers: int = 2,
+    progress: bool = True,
+    nonfinite: dict[str, str] | None = None,
+) -> Digests:
+    """Logical tensor -> digest of its elements cast to ``dtype`` (None: as they are stored). ``nonfinite``: as
+    ``Transfer`` has it."""
+    target = HFTarget(opened, dtype, file_bytes=1)
+    transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, workers, nonfinite)
+    total: Digests = {}
+    lock = threading.Lock()
+
+    def read(file: OutFile, count: Count) -> None:
+        digests: Digests = {}
+        for region in file.regions:
+            for block in transfer.blocks(region, digests):
+                count(block.numel() * block.element_size())
+        with lock:
+            add(total, digests)
+
+    size = sum(file_size(target, file) for file in target.files)
+    each("reading", target.files, read, total=size, workers=workers, progress=progress)
+    return {name: total[name] for name in target.layout.tensors}
+
+
+def header_faults(opened: Opened, manifest: TargetManifest) -> Iterator[str]:
+    """Differences of file sizes, shapes and dtypes from the manifest."""
+    there = [
+        name for name, rows in opened.layout.rows_with.items() if all(row.local in opened.source.dtypes for row in rows)
+    ]
+    dtypes = {name: text_of(opened.dtype_of(name)) for name in there}
+    return manifest.faults_of_headers({name: opened.layout.tensors[name] for name in there}, dtypes)
+
+
+def check_written(opened: Opened, *, workers: int = 2, progress: bool = True, digests: bool = True) -> None:
+    """Raise CheckpointError where a checkpoint differs from its manifest; one without a manifest is not read.
+
+    With ``digests`` every byte is read, else headers and sizes of files.
+    """
+    manifest = read_target_manifest(opened.path)
+    if manifest is None:
+        return
+    faults = list(header_faults(opened, manifest))
+    if digests and not faults:
+        faults = list(manifest.faults(compute_digests(opened, None, workers=workers, progress=progress, nonfinite={})))
+    if faults:
+        more = f" and {len(faults) - 1} more" if faults[1:] else ""
+        raise CheckpointError(
+            f"{opened.path} is not as it was written: {faults[0]}{more}; copy it again, or remove {MANIFEST} if it was "
+            "changed on purpose"
+        )
+
+
+def check_digests(path: Path, setting: str, *, workers: int = 2, digests: bool = True) -> None:
+    """Compare the HF checkpoint of a role with its manifest, where it has one. Raises CheckpointError naming the
+    setting."""
+    if not (path / MANIFEST).is_file():
+        return
+    try:
+        opened = open_hf_checkpoint(path)
+        try:
+            check_written(opened, workers=workers, progress=False, digests=digests)
+        finally:
+            opened.close()
+    except CheckpointError as error:
+        raise CheckpointError(f"{setting}: {error}") from error

@@ -1,0 +1,363 @@
+"""Megatron-Core's dist_checkpointing format (``torch_dist``), read slice by slice, without Megatron and without a
+model.
+
+A directory has ``metadata.json`` (the format's name), ``common.pt`` (not needed here), ``.metadata`` (a pickle of
+``torch.distributed.checkpoint.metadata.Metadata``: key -> global shape, dtype, chunks, and where each chunk lies) and
+``*.distcp``, in which every chunk is what ``torch.save`` writes for one tensor: a zip archive whose ``data/0`` are the
+elements.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import threading
+import zipfile
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.formats.slices import BoxIndex, OpenFiles, into
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.boxes import Box, Shape
+
+METADATA = ".metadata"
+CONFIG = "metadata.json"
+COMMON = "common.pt"
+STORAGES = {
+    "FloatStorage": torch.float32,
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+"""The names that ``torch.save`` has for dtypes."""
+NOT_MODEL = re.compile(
+    r"^(optimizer\.|chained_\d+\.|optim|rng_state|rerun_state_machine|opt_param_scheduler|iteration)"
+)
+"""Keys of training state beside the model's."""
+
+
+_DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""Errors that reading a pickle with wrong bytes may raise."""
+
+
+class Chunk(NamedTuple):
+    """A box of a key's global tensor: a ``torch.save`` of ``length`` bytes from ``offset`` on in ``file``."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+class Stored(NamedTuple):
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+def find_dist(path: Path) -> Path | None:
+    """The dist_checkpointing directory at ``path``, or below it where megarl (``actor``) and verl (``dist_ckpt``) keep
+    it."""
+    return next((p for p in (path, path / "actor", path / "dist_ckpt") if (p / METADATA).is_file()), None)
+
+
+class DistFiles:
+    """The tensors of a checkpoint directory as a source of slices.
+
+    Args:
+        path: The directory with ``.metadata``.
+        stored: What is in it; None: by its metadata.
+
+    Raises CheckpointError for a missing, unreadable or foreign metadata file, and for a data file that is missing or
+    cut short.
+    """
+
+    def __init__(self, path: Path, stored: Mapping[str, Stored] | None = None) -> None:
+        self.path = path
+        self.stored = read_metadata(path) if stored is None else dict(stored)
+        self.shapes = {name: s.shape for name, s in self.stored.items()}
+        self.dtypes = {name: s.dtype for name, s in self.stored.items()}
+        self._files = OpenFiles()
+        self._index: dict[str, BoxIndex[Chunk]] = {}
+        self._starts: dict[Chunk, int] = {}
+        self._lock = threading.Lock()
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        ends: dict[str, tuple[int, str]] = defaultdict(lambda: (0, ""))
+        for name, tensor in self.stored.items():
+            for chunk in tensor.chunks:
+                ends[chunk.file] = max(ends[chunk.file], (chunk.offset + chunk.length, name))
+        for file, (end, name) in ends.items():
+            path = self.path / file
+            if not path.is_file():
+                raise CheckpointError(
+                    f"{path} is missing; {self.path / METADATA} has {name} in it, copy the checkpoint again"
+                )
+            size = path.stat().st_size
+            if size < end:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, expected {end} or more (up to the end of {name}); it was not copied "
+                    "whole, copy it again"
+                )
+
+    def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a tensor, into ``out`` where given."""
+        out = into(out, self.dtypes[name], boxes.shape_of(box))
+        found = 0
+        for common, chunk in self._chunks(name).overlapping(box):
+            inside = tuple((lo - c, hi - c) for (lo, hi), (c, _) in zip(common, chunk.box, strict=True))
+            part = out[tuple(slice(lo - b, hi - b) for (lo, hi), (b, _) in zip(common, box, strict=True))]
+            values = self._files.read_box(
+                self.path / chunk.file, self._start(name, chunk), out.dtype, boxes.shape_of(chunk.box), inside, part
+            )
+            if values is not part:
+                part.copy_(values)
+            found += values.numel()
+        if found != out.numel():
+            raise CheckpointError(
+                f"{name} in {self.path}: {found} of the {out.numel()} elements {list(box)} are in its chunks; it was "
+                "not saved whole"
+            )
+        return out
+
+    def file_of(self, name: str) -> Path:
+        """Path of the file that has a tensor's first element."""
+        files = {chunk.file for chunk in self.stored[name].chunks}
+        return self.path / files.pop() if len(files) == 1 else self.path
+
+    def paths(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted({self.path / chunk.file for tensor in self.stored.values() for chunk in tensor.chunks})
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
+
+    def _chunks(self, name: str) -> BoxIndex[Chunk]:
+        with self._lock:
+            if name not in self._index:
+                self._index[name] = BoxIndex((chunk.box, chunk) for chunk in self.stored[name].chunks)
+            return self._index[name]
+
+    def _start(self, name: str, chunk: Chunk) -> int:
+        """Byte of the file where the chunk's elements begin."""
+        start = self._starts.get(chunk)
+        if start is None:
+            start = self._starts[chunk] = self._locate(name, chunk)
+        return start
+
+    def _locate(self, name: str, chunk: Chunk) -> int:
+        path = self.path / chunk.file
+        where = f"{name} {list(chunk.box)} in {path}"
+        try:
+            with path.open("rb") as stream, zipfile.ZipFile(FileSlice(stream, chunk.offset, chunk.length)) as archive:
+                records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                with archive.open(records["data.pkl"]) as pickled:
+                    saved = _TensorUnpickler(pickled).load()
+                if not isinstance(saved, _Saved):
+                    raise pickle.UnpicklingError(f"{type(saved).__name__} instead of a tensor")
+                data = records[f"data/{saved.key}"]
+                stream.seek(chunk.offset + data.header_offset + 26)
+                names, extra = int.from_bytes(stream.read(2), "little"), int.from_bytes(stream.read(2), "little")
+        except (zipfile.BadZipFile, OSError, *_DAMAGED) as error:
+            raise CheckpointError(f"{where} is no saved tensor ({error!r}); copy the checkpoint again") from error
+        shape, dtype = boxes.shape_of(chunk.box), self.dtypes[name]
+        # Axes of extent 1 differ where numbered layers are read as one stack.
+        expected = [n for n in shape if n != 1]
+        found = [(n, step) for n, step in zip(saved.shape, saved.stride, strict=True) if n != 1]
+        row_major = [(n, prod(expected[axis + 1 :])) for axis, n in enumerate(expected)]
+        if saved.dtype != dtype or found != row_major:
+            raise CheckpointError(
+                f"{where} is {saved.dtype} of shape {saved.shape} and strides {saved.stride}, expected {dtype} of "
+                f"{shape}, row-major; "
+                "it does not fit its metadata"
+            )
+        begin = chunk.offset + data.header_offset + 30 + names + extra + saved.start * dtype.itemsize
+        room = data.file_size - saved.start * dtype.itemsize
+        if data.compress_type != zipfile.ZIP_STORED or room < prod(shape) * dtype.itemsize:
+            raise CheckpointError(
+                f"{where} is compressed or has {room} bytes, expected {prod(shape) * dtype.itemsize}, stored as they "
+                "are"
+            )
+        return begin
+
+
+class FileSlice(io.RawIOBase):
+    """``length`` bytes of a file from ``offset`` on (None: all that follow, for writing), as a file of its own."""
+
+    def __init__(self, stream: Any, offset: int, length: int | None = None) -> None:
+        self._stream, self._offset, self._length = stream, offset, length
+        stream.seek(offset)
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return self._length is None
+
+    def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_SET:
+            at = self._stream.seek(self._offset + at)
+        elif whence == io.SEEK_CUR or self._length is None:
+            at = self._stream.seek(at, whence)
+        else:
+            at = self._stream.seek(self._offset + self._length + at)
+        return at - self._offset
+
+    def tell(self) -> int:
+        return int(self._stream.tell() - self._offset)
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max((self._length or 0) - self.tell(), 0)
+        return bytes(self._stream.read(left if size is None or size < 0 else min(size, left)))
+
+    def write(self, data: Any) -> int:
+        return int(self._stream.write(data))
+
+    def flush(self) -> None:
+        """The underlying file is flushed by its owner."""
+
+
+class _Saved(NamedTuple):
+    """A tensor in the pickle of ``torch.save``: elements of record ``data/<key>`` from ``start`` on."""
+
+    dtype: torch.dtype
+    key: str
+    start: int
+    shape: Shape
+    stride: Shape
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads one tensor's description and can make nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, start, size, stride, *rest: _Saved(
+                storage[0], storage[1], start, tuple(size), tuple(stride)
+            )
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda saved, *rest: saved
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        raise pickle.UnpicklingError(f"{module}.{name} in a saved tensor")
+
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, str]:
+        _, dtype, key, *_ = pid
+        return dtype, key
+
+
+def read_metadata(path: Path) -> dict[str, Stored]:
+    """Tensors by key. Raises CheckpointError for what is no checkpoint of this format."""
+    config = path / CONFIG
+    if config.is_file():
+        try:
+            backend = json.loads(config.read_text()).get("sharded_backend")
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{config} cannot be read ({error}); copy the checkpoint again") from error
+        if backend != "torch_dist":
+            raise CheckpointError(
+                f"{config} has sharded_backend={backend!r}, expected 'torch_dist'; save the checkpoint in that format "
+                "(Megatron: "
+                "--ckpt-format torch_dist)"
+            )
+    try:
+        with (path / METADATA).open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        described, stored = metadata.state_dict_metadata, metadata.storage_data.items()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} has no {METADATA}; give the directory that Megatron's dist_checkpointing wrote"
+        ) from error
+    except _DAMAGED as error:
+        raise CheckpointError(f"{path / METADATA} cannot be read ({error}); copy the checkpoint again") from error
+    places: dict[str, dict[Shape, Any]] = defaultdict(dict)
+    for index, info in stored:
+        if index.offset is not None:
+            places[index.fqn][tuple(index.offset)] = info
+    tensors: dict[str, Stored] = {}
+    for key, value in described.items():
+        if not hasattr(value, "chunks"):
+            continue  # an object, no tensor
+        chunks = []
+        for chunk in value.chunks:
+            info = places[key].get(tuple(chunk.offsets))
+            if info is None or getattr(info, "transform_descriptors", None):
+                what = "has no place in a file" if info is None else f"is packed by {info.transform_descriptors}"
+                raise CheckpointError(
+                    f"{path / METADATA}: {key} at {tuple(chunk.offsets)} {what}; save the checkpoint again"
+                )
+            box = boxes.at(tuple(chunk.offsets), tuple(chunk.sizes))
+            chunks.append(Chunk(box, str(info.relative_path), info.offset, info.length))
+        tensors[key] = Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
+    return tensors
+
+
+class _Unused:
+    """Stands for classes of a metadata file whose contents are not needed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the classes of a metadata file and nothing else: a checkpoint from elsewhere can run no code."""
+
+    _CLASSES = frozenset(
+        {
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+                "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+            )
+        }
+        | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+    )  # fmt: skip
+    _UNUSED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
+    _BUILTINS: Mapping[tuple[str, str], Callable[..., Any]] = {
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): lambda name: torch.strided,
+        ("pathlib", "PosixPath"): Path,
+        ("pathlib", "PurePosixPath"): Path,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._BUILTINS:
+            return self._BUILTINS[module, name]
+        if (module, name) in self._CLASSES:  # exact names: "os.system" can be reached through most modules
+            return super().find_class(module, name)
+        if module in self._UNUSED:
+            return _Unused
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def missing_elements(stored: Mapping[str, Stored]) -> Iterable[tuple[str, int]]:
+    """(key, elements missing) for every tensor whose chunks do not add up to its shape."""
+    for key, tensor in stored.items():
+        missing = prod(tensor.shape) - sum(boxes.volume(chunk.box) for chunk in tensor.chunks)
+        if missing:
+            yield key, missing

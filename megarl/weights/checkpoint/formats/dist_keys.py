@@ -1,0 +1,121 @@
+"""The names that one tensor can have in a dist_checkpointing file, and the objects that Megatron's loader asks for
+beside tensors.
+
+Megatron-Core 0.16.1 names things by spec and by settings: a norm under its own name or as part of the linear after it
+(``models/gpt/gpt_layer_specs.py``), layers and experts stacked or numbered, gate and up together or apart as ``_w`` and
+``_v`` (``non_homogeneous_layers`` and ``singleton_local_shards`` in ``transformer/transformer_block.py``,
+``moe/experts.py``, ``mlp.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from megarl.weights.checkpoint.formats.dist import Chunk, Stored
+from megarl.weights.reshard.boxes import Shape
+from megarl.weights.reshard.layout import Layout
+
+_SAME = (
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+)
+_NORMS = re.compile(r"^(decoder\.layers|mtp\.layers\.\d+\.transformer_layer)(\.\d+)?\.(?P<name>.*)$")
+
+
+def other_name(key: str, keys: Iterable[str] | None = None) -> str | None:
+    """A norm's key under the other spec; None for other tensors, and where no spec of this model (``keys``) has that
+    one."""
+    match = _NORMS.match(key)
+    for pair in _SAME if match else ():
+        assert match is not None
+        if match["name"] in pair:
+            prefix = key[: match.start("name")]
+            other = prefix + pair[1 - pair.index(match["name"])]
+            linear = other.replace(".layer_norm_weight", ".weight")
+            # The local spec saves this one so in layers with experts too, where there is no such linear.
+            fits = keys is None or linear == other or linear in keys or "mlp.linear_fc1" in linear
+            return other if fits else None
+    return None
+
+
+def adapt(stored: Mapping[str, Stored], wanted: Mapping[str, Shape]) -> dict[str, Stored]:
+    """The stored tensors under the keys and shapes of ``wanted``, as far as they are there under any of their names."""
+    found: dict[str, Stored] = {}
+    for key in wanted:
+        other = other_name(key)
+        if key in stored:
+            found[key] = stored[key]
+        elif other is not None and other in stored:
+            found[key] = stored[other]
+    if len(found) == len(wanted):
+        return found
+    parts: dict[str, dict[tuple[Shape, bool], Stored]] = {}
+    for key, value in stored.items():
+        for name, lead, is_second in _joined(key):
+            for candidate in (name, other_name(name)):
+                if candidate is not None and candidate in wanted and candidate not in found:
+                    parts.setdefault(candidate, {})[lead, is_second] = value  # under both its names it is the same
+    for key, pieces in parts.items():
+        if all(len(lead) + len(value.shape) == len(wanted[key]) for (lead, _), value in pieces.items()):
+            found[key] = _join(wanted[key], pieces)
+    return found
+
+
+def is_known(key: str, wanted: Mapping[str, Shape]) -> bool:
+    """Return True if a stored key is one of the names of a wanted tensor."""
+    names = [key, *(name for name, _, _ in _joined(key))]
+    return any(name in wanted or other_name(name) in wanted for name in names)
+
+
+def _joined(key: str) -> Iterator[tuple[str, Shape, bool]]:
+    """(key of the tensor that this one may be a part of, leading indices in it, whether it is the second half of its
+    rows)."""
+    is_second = key.endswith("_v")
+    name = key.removesuffix("_v").removesuffix("_w") if key.endswith(("weight_w", "weight_v")) else key
+    expert = re.search(r"experts\.experts\.(\d+)\.", name)
+    lead: Shape = ()
+    if expert is not None:
+        name = name.replace(expert[0], "experts.experts.", 1)
+        lead = (int(expert[1]),)
+    if name != key:
+        yield name, lead, is_second
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if layer is not None:
+        yield name.replace(layer[0], "decoder.layers.", 1), (int(layer[1]), *lead), is_second
+
+
+def _join(shape: Shape, pieces: Mapping[tuple[Shape, bool], Stored]) -> Stored:
+    chunks: list[Chunk] = []
+    for (lead, is_second), value in pieces.items():
+        rows = value.shape[0] if is_second else 0
+        for chunk in value.chunks:
+            (lo, hi), *rest = chunk.box
+            box = (*((i, i + 1) for i in lead), (lo + rows, hi + rows), *rest)
+            chunks.append(chunk._replace(box=box))
+    return Stored(next(iter(pieces.values())).dtype, shape, tuple(chunks))
+
+
+_WITHOUT_STATE = ("embedding.", "output_layer.", ".router.")
+
+
+def extra_states(layout: Layout) -> Iterator[str]:
+    """Keys of the ``_extra_state`` objects that models of either spec ask for; without FP8 they hold None."""
+    seen: set[str] = set()
+    for row in layout.rows:
+        lead = ".".join(map(str, row.lead or (0,)))
+        stack = ".".join(map(str, row.stack or (1,)))
+        for key in (row.local, other_name(row.local)):
+            if key is None or any(text in key for text in _WITHOUT_STATE):
+                continue
+            module = key.rpartition(".")[0]
+            modules = [module]
+            if module.endswith("self_attention.linear_proj"):
+                modules.append(module.removesuffix("linear_proj") + "core_attention")
+            for name in modules:
+                state = f"{name}._extra_state/shard_{lead}_{stack}"
+                if state not in seen:
+                    seen.add(state)
+                    yield state

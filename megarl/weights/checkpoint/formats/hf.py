@@ -1,0 +1,152 @@
+"""HF checkpoints: read the slices that a rank needs, write an ordinary one from any grid.
+
+Both directions go by the same layouts as weight sync; there is no conversion code per model here or anywhere else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+
+from megarl.core import heartbeat
+from megarl.core.durable import replace_directory
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.formats.hf_files import INDEX, SINGLE, shards
+from megarl.weights.checkpoint.formats.hf_source import (
+    EMBEDDING,
+    LM_HEAD,
+    SCORE,
+    check_copy,
+    check_hf,
+    check_labels,
+    copy_small_files,
+    open_hf,
+    read_hf_config,
+)
+from megarl.weights.checkpoint.formats.output import partial_path, write_json
+from megarl.weights.checkpoint.formats.overwrite import check_export_target
+from megarl.weights.checkpoint.formats.slices import Source
+from megarl.weights.checkpoint.formats.values import value_fault, warn_of_casts
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.execute import Transport, exchange, wire_dtype
+from megarl.weights.reshard.layout import Layout, Piece
+from megarl.weights.reshard.plan import ReshardPlan
+from megarl.weights.reshard.transport import GroupTransport
+
+__all__ = ["INDEX", "SINGLE", "export_hf", "load_into", "read_hf_config"]
+
+_READ_ELEMENTS = 4 << 20
+
+
+def load_into(
+    path: Path,
+    layout: Layout,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    score: Literal["stored", "zeros"] = "stored",
+) -> None:
+    """Fill a rank's local tensors from an HF checkpoint, reading only the slices it holds; casts to their dtypes,
+    zeroes padding.
+
+    ``tensors``: local name -> tensor, shaped as in the layout. FP8 weights arrive dequantised. ``score``: where the
+        score head of
+    a layout that has one comes from: "zeros" makes a new one and takes everything else from a language model (or
+    another score model), whose output weight is not looked at. Raises CheckpointError naming the tensors that are
+    missing, have another shape, are in the file but not in the model's table, have a dtype that no weight has, are not
+    finite, or contradict ``tie_word_embeddings``; a file that is missing or cut short; and a
+    sequence-classification checkpoint with other than one label.
+    """
+    source = open_hf(path)
+    hf_config = read_hf_config(path)
+    is_score = SCORE in layout.tensors
+    try:
+        if is_score and score == "zeros":
+            check_hf(source, layout.only(lambda name: name != SCORE), hf_config, beside={SCORE})
+        else:
+            if is_score:
+                check_labels(path, hf_config)
+            check_hf(source, layout, hf_config)
+        double = {name for name, dtype in source.dtypes.items() if dtype is torch.float64}
+        warn_of_casts(path, {p.tensor: tensors[p.local].dtype for p in layout.pieces(rank) if p.tensor in double})
+        tied = LM_HEAD in source.shapes and LM_HEAD not in layout.tensors and not is_score
+        with torch.no_grad():
+            for pad in layout.padding(rank):
+                tensors[pad.local][boxes.index_of(boxes.start_of(pad.box), boxes.shape_of(pad.box))].zero_()
+            for piece in layout.pieces(rank):
+                if piece.tensor == SCORE and score == "zeros":
+                    tensors[piece.local].zero_()
+                    continue
+                _load(source, piece, tensors[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))], tied)
+    finally:
+        source.close()
+
+
+def _load(source: Source, piece: Piece, into: torch.Tensor, tied: bool) -> None:
+    """Load one piece in bounded blocks; of a tied model's embedding its copy in the file is compared on the way."""
+    for box in boxes.split(piece.box, _READ_ELEMENTS):
+        heartbeat.beat()
+        values = source.read(piece.tensor, box)
+        if tied and piece.tensor == EMBEDDING:
+            check_copy(source.path, EMBEDDING, LM_HEAD, values, source.read(LM_HEAD, box))
+        part = into[
+            tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, piece.box, strict=True))
+        ].copy_(values)
+        if (fault := value_fault(values, part)) is not None:
+            raise CheckpointError(f"{piece.tensor} in {source.file_of(piece.tensor)} {fault}")
+
+
+def export_hf(
+    plan: ReshardPlan,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    transport: Transport | None = None,
+    bucket_bytes: int = 64 << 20,
+    file_bytes: int = 4 << 30,
+) -> None:
+    """Write ``target`` as an ordinary HF checkpoint; every rank of the grid calls it, rank 0 writes.
+
+    ``plan``: from the grid's layout to ``hf_layout`` (both with the same ``head``: a score model is written as its
+        family's
+    ``...ForSequenceClassification`` with one label). ``tensors``: the rank's local tensors. ``dtype``: of the files
+    (None: that of the tensors). config.json, tokenizer and other small files come from ``source``. Rank 0 holds one
+    file of at most ``file_bytes`` (or one tensor) at a time. ``target`` appears whole or not at all; an older one is
+    replaced. Other ranks return once they have sent: put a barrier after if they are to read the result. Raises
+    CheckpointError on rank 0 where something else than an HF checkpoint is at ``target``, or the source is.
+    """
+    assert plan.destination.num_ranks == 1, "an HF checkpoint is written by one rank"
+    transport = transport or GroupTransport()
+    dtype = dtype or next(iter(tensors.values())).dtype
+    temporary = partial_path(target)
+    if rank == 0:
+        check_export_target(target, [source])
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    shapes = plan.destination.tensors
+    dtypes = {name: wire_dtype(plan.destination, name, dtype) for name in shapes}
+    sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    files = shards(sizes, file_bytes)
+    for file, names in files.items():
+        part = replace(plan.only(set(names).__contains__), colocated=True)
+        whole = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in names} if rank == 0 else {}
+        exchange(part, rank, tensors, whole.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
+        if rank == 0:
+            save_file(whole, temporary / file, metadata={"format": "pt"})
+    if rank == 0:
+        if len(files) > 1:
+            weight_map = {name: file for file, names in files.items() for name in names}
+            write_json(temporary / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+        mtp = any(name.endswith("eh_proj.weight") for name in shapes)
+        copy_small_files(source, temporary, dtype, mtp=mtp, is_value=SCORE in shapes)
+        replace_directory(temporary, target)

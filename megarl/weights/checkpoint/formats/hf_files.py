@@ -1,0 +1,198 @@
+"""The safetensors files of an HF checkpoint: what is in them, any slice of it, and how to write them piece by piece."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.formats.slices import OpenFiles
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.boxes import Box, Shape
+
+T = TypeVar("T")
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEADER_LIMIT = 100_000_000
+"""Largest header that the safetensors library accepts."""
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's entry in a safetensors header."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: Shape
+    start: int
+    """Byte of the file where the elements begin."""
+
+
+class HFFiles:
+    """All tensors of a checkpoint directory, one file or sharded by an index, or those of its files ``names``.
+
+    Raises CheckpointError for a file that is missing, cut short or no safetensors, for an index that names other
+    tensors or other files than theirs, and for a single file beside an index of others.
+    """
+
+    def __init__(self, path: Path, names: list[str] | None = None) -> None:
+        self.path = path
+        self.entries: dict[str, TensorInfo] = {}
+        self._files = OpenFiles()
+        names, weight_map = _file_names(path) if names is None else (names, {})
+        for name in names:
+            for tensor, entry in read_header(path / name).items():
+                if tensor in self.entries:
+                    raise CheckpointError(
+                        f"{tensor} is in {self.entries[tensor].file} and in {path / name}; a checkpoint has each "
+                        "tensor once"
+                    )
+                self.entries[tensor] = entry
+        for tensor, name in weight_map.items():
+            found = self.entries.get(tensor)
+            if found is None or found.file != path / name:
+                place = "" if found is None else f"; it is in {found.file.name}"
+                raise CheckpointError(
+                    f"{path / INDEX} says that {tensor} is in {name}, which lacks it{place}; copy the checkpoint again"
+                )
+        self.shapes = {name: entry.shape for name, entry in self.entries.items()}
+        self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
+
+    def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a tensor, into ``out`` where given."""
+        entry = self.entries[name]
+        assert boxes.contains(boxes.whole(entry.shape), box), f"{box} of {name} {entry.shape}"
+        return self._files.read_box(entry.file, entry.start, entry.dtype, entry.shape, box, out)
+
+    def file_of(self, name: str) -> Path:
+        """Path of the file that has a tensor."""
+        return self.entries[name].file
+
+    def paths(self) -> list[Path]:
+        """The files."""
+        return sorted({entry.file for entry in self.entries.values()})
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
+
+
+def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
+    index = path / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index} is no index of safetensors files ({error!r}); copy the checkpoint again"
+            ) from error
+        if (path / SINGLE).is_file() and names != [SINGLE]:
+            raise CheckpointError(
+                f"{path} has {SINGLE} and {INDEX} with other files: transformers reads the former, vLLM the latter; "
+                "remove the one that "
+                "is not meant"
+            )
+        for name in names:
+            if not (path / name).is_file():
+                raise CheckpointError(f"{path / name} is listed in {INDEX} but missing; copy the checkpoint again")
+        return names, weight_map
+    if (path / SINGLE).is_file():
+        return [SINGLE], {}
+    raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}; set model.path to an HF checkpoint in safetensors")
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Tensor name -> where it lies. Raises CheckpointError unless the file has exactly the bytes that its header asks
+    for."""
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
+            raise CheckpointError(
+                f"{file} cannot be read: its header would have {length} bytes, the file has {size}; it is cut short or "
+                "no "
+                "safetensors, copy the checkpoint again"
+            )
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            entries = {name: _tensor_info(file, 8 + length, value) for name, value in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read: its header is damaged ({error!r}); copy the checkpoint again"
+            ) from error
+    end, last = max(
+        ((e.start + prod(e.shape) * e.dtype.itemsize, name) for name, e in entries.items()),
+        default=(8 + length, "nothing"),
+    )
+    if end != size:
+        raise CheckpointError(
+            f"{file} has {size} bytes, expected {end} (up to the end of {last}); it was not copied whole, copy it again"
+        )
+    return entries
+
+
+def _tensor_info(file: Path, base: int, value: Mapping[str, Any]) -> TensorInfo:
+    dtype, shape = DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])
+    lo, hi = value["data_offsets"]
+    if hi - lo != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{shape} of {value['dtype']} in {hi - lo} bytes")
+    return TensorInfo(file, dtype, shape, base + lo)
+
+
+def header_bytes(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
+    """The beginning of a safetensors file whose tensors follow in this order, without gaps."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in tensors:
+        size = prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def groups(sizes: Mapping[T, int], limit: int) -> Iterator[list[T]]:
+    """The keys in order, in groups of at most ``limit`` bytes (a larger one is a group of its own)."""
+    group: list[T] = []
+    used = 0
+    for key, size in sizes.items():
+        if group and used + size > limit:
+            yield group
+            group, used = [], 0
+        group.append(key)
+        used += size
+    if group:
+        yield group
+
+
+def shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """File name -> the tensors in it, of at most ``limit`` bytes (or one tensor)."""
+    found = list(groups(sizes, limit))
+    if len(found) == 1:
+        return {SINGLE: found[0]}
+    return {f"model-{n:05d}-of-{len(found):05d}.safetensors": group for n, group in enumerate(found, start=1)}

@@ -1,0 +1,226 @@
+"""An HF checkpoint opened for reading slices, and checked against what its family's table expects."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.core.errors import CheckpointError
+from megarl.weights.architectures.complete import complete
+from megarl.weights.checkpoint.formats.fp8 import SCALE, Dequantised
+from megarl.weights.checkpoint.formats.hf_files import HFFiles
+from megarl.weights.checkpoint.formats.output import MANIFEST, write_json
+from megarl.weights.checkpoint.formats.score_pad import CLASSIFIER, is_classifier, with_score_pad, write_pad_token
+from megarl.weights.checkpoint.formats.slices import Source
+from megarl.weights.checkpoint.formats.values import check_dtypes
+from megarl.weights.reshard.boxes import Shape
+from megarl.weights.reshard.layout import Layout
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"
+"""HF's score head (``...ForSequenceClassification`` with one label)."""
+CAUSAL = "ForCausalLM"
+"""Ending of the class in ``architectures``."""
+_DERIVED = ("rotary_emb.inv_freq",)
+"""Endings of tensors that some files have although the model computes them."""
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""Copies in a prediction layer: the model's own embedding and output weights once more."""
+_COMPARED = 1 << 22
+HF_FOLDER = "huggingface"
+"""Directory of config.json and tokenizer in or beside a Megatron checkpoint."""
+_LEFT = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp"),
+    *(".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json", ".onnx", ".onnx_data", ".ot"),
+    *(MANIFEST, "metadata.json"),
+)
+"""Endings of files that are weights, or belong to a checkpoint's format."""
+
+
+def read_hf_config(path: Path, setting: str = "model.path") -> dict[str, Any]:
+    """The config.json of a checkpoint directory; keys that it leaves out have the values that transformers takes for
+    them.
+
+    ``setting``: the one that names the directory, for the error. Raises CheckpointError when there is no such file or
+        it is not
+    JSON, ArchitectureError when transformers refuses it.
+    """
+    return complete(read_config_json(path, setting))
+
+
+def read_config_json(path: Path, setting: str = "model.path") -> dict[str, Any]:
+    """The parsed config.json as it is. ``setting`` and errors: as ``read_hf_config``, without ArchitectureError."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path} has no config.json; set {setting} to the directory of an HF checkpoint")
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{file} must hold a JSON object, found {type(config).__name__}; copy the checkpoint again"
+        )
+    return config
+
+
+def open_hf(path: Path) -> HFFiles | Dequantised:
+    """The tensors of a checkpoint directory; FP8 weights are read as what they stand for.
+
+    Raises CheckpointError for files that are missing, cut short or damaged, and for a quantisation that is not known.
+    """
+    files = HFFiles(path)
+    is_quantised = any(
+        name.endswith(SCALE) or entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        for name, entry in files.entries.items()
+    )
+    if not is_quantised:
+        return files
+    return Dequantised(files, read_config_json(path).get("quantization_config") or {})
+
+
+def has_score(path: Path) -> bool:
+    """Return True if an HF checkpoint has a score head. Raises CheckpointError for a file that is missing or cut
+    short."""
+    files = open_hf(path)
+    try:
+        return SCORE in files.shapes
+    finally:
+        files.close()
+
+
+def check_hf(
+    source: HFFiles | Dequantised, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
+) -> None:
+    """Raise CheckpointError unless the files have every tensor of the layout in its shape and a weight's dtype, and
+    none that the table does not know but those that may be there too, ``beside``.
+
+    Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see
+    ``check_tied``).
+    """
+    path, tensors = source.path, layout.tensors
+    missing = [name for name in tensors if name not in source.shapes]
+    if missing == [LM_HEAD]:
+        raise CheckpointError(
+            f"{path} lacks {LM_HEAD}, but config.json says tie_word_embeddings=false; set it to true if the model is "
+            "tied, else copy "
+            "the checkpoint again"
+        )
+    if missing == [SCORE]:
+        raise CheckpointError(
+            f"{path} lacks {SCORE}, so it is no sequence-classification checkpoint "
+            f"(architectures={hf_config.get('architectures')}); "
+            "use one, or start from this model with a score head of zeros"
+        )
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {some(missing)}; the files are incomplete or config.json is another model's"
+        )
+    for name, shape in tensors.items():
+        check_shape(name, source.file_of(name), source.shapes[name], shape)
+    check_dtypes((name, source.file_of(name), source.dtypes[name]) for name in tensors)
+    unknown = [
+        n
+        for n in sorted(source.shapes)
+        if n not in tensors and n not in beside and not is_expected(n, layout, hf_config)
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another "
+            "model's, or add "
+            "them to megarl/weights/architectures/"
+        )
+
+
+def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool:
+    """Return True if a tensor that the layout leaves out may be there."""
+    if name.endswith(_DERIVED) or (name == LM_HEAD and EMBEDDING in layout.tensors):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+    if layer is None:
+        return False
+    first = int(hf_config.get("num_hidden_layers") or 0)
+    if not first <= int(layer[1]) < first + int(hf_config.get("num_nextn_predict_layers") or 0):
+        return False
+    kept = any(tensor.startswith(f"model.layers.{layer[1]}.") for tensor in layout.tensors)
+    return not kept or layer[2] in _MTP_COPIES
+
+
+def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError when config.json is of a sequence-classification model that gives another number of scores
+    than one."""
+    if not is_classifier(hf_config):
+        return
+    by_name = hf_config.get("id2label")
+    labels = hf_config.get("num_labels", 2) if by_name is None else len(by_name)  # 2 is what transformers takes
+    if labels != 1:
+        raise CheckpointError(
+            f"{path} has num_labels={labels} ({'id2label' if by_name is not None else 'num_labels'} of config.json), a "
+            "critic or reward "
+            "model has 1: one score for each token; use a checkpoint that was trained so"
+        )
+
+
+def check_shape(name: str, where: Path, found: Shape, expected: Shape) -> None:
+    """Raise CheckpointError where a tensor has another shape than expected."""
+    if found != expected:
+        raise CheckpointError(
+            f"{name} in {where} has shape {found}, config.json asks for {expected}; the two are of different models"
+        )
+
+
+def check_tied(source: Source, embedding: str, copy: str, rows: int) -> None:
+    """Raise CheckpointError unless the first ``rows`` of a tied model's copy of its embedding are equal to it."""
+    hidden = source.shapes[embedding][1]
+    step = max(_COMPARED // hidden, 1)
+    for lo in range(0, rows, step):
+        box = ((lo, min(lo + step, rows)), (0, hidden))
+        check_copy(source.path, embedding, copy, source.read(embedding, box), source.read(copy, box))
+
+
+def check_copy(path: Path, embedding: str, copy: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise CheckpointError unless a slice of the embedding and the same slice of its copy are equal."""
+    if not torch.equal(a, b):
+        raise CheckpointError(
+            f"{path}: config.json says tie_word_embeddings=true, so {copy} must be equal to {embedding}, but it "
+            "differs; set "
+            "tie_word_embeddings to false if the model was trained so"
+        )
+
+
+def small_files(source: Path) -> list[str]:
+    """Names of the files of a checkpoint that are copied as they are."""
+    files = (file for file in source.iterdir() if file.is_file())
+    return sorted(file.name for file in files if not file.name.startswith(".") and not file.name.endswith(_LEFT))
+
+
+def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: bool, is_value: bool = False) -> None:
+    """Tokenizer and other small files of a checkpoint, and its config.json as it is for unquantised tensors of
+    ``dtype``, with or without prediction layers, with a value head or not."""
+    for name in small_files(source):
+        shutil.copyfile(source / name, target / name)
+    config = read_config_json(source)
+    config.pop("quantization_config", None)
+    if not mtp and config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    if is_value and not is_classifier(config):  # one that is keeps the place at which it has been read
+        config, pad = with_score_pad(config, source)
+        if pad is not None:
+            write_pad_token(target, pad)
+    if is_value:
+        names = config.get("architectures") or []
+        config["architectures"] = [name.replace(CAUSAL, CLASSIFIER) for name in names]
+        config.pop("num_labels", None)
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    write_json(target / "config.json", config)
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,202 @@
+"""A checkpoint directory that appears whole or not at all, and whose making can be taken up again after a kill.
+
+It is written as ``.<name>.partial`` beside the target. ``journal.jsonl`` there names the job and then every finished
+file with its size and digests, and the names of small files before they are copied; a second run of the same job reads
+those files again and keeps the ones whose digests are as recorded.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.core.durable import replace_directory, sync_tree, write_text
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.formats.dist import Chunk
+
+MANIFEST = "megarl_manifest.json"
+JOURNAL = "journal.jsonl"
+LOCK = "lock"
+COPIED = "copied"
+
+
+class Finished(NamedTuple):
+    """A file of the target that is complete."""
+
+    file: str
+    bytes: int
+    digests: dict[str, int]
+    """Logical tensor -> digest of the part of it in this file."""
+    chunks: tuple[tuple[str, Chunk], ...] = ()
+    """(key, chunk) in a dist_checkpointing file."""
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON."""
+        chunks = [[key, chunk.box, chunk.offset, chunk.length] for key, chunk in self.chunks]
+        digests = {name: f"{value:016x}" for name, value in self.digests.items()}
+        return json.dumps({"file": self.file, "bytes": self.bytes, "digests": digests, "chunks": chunks})
+
+    @classmethod
+    def from_json(cls, line: str) -> Finished:
+        """Read a record from its line."""
+        value = json.loads(line)
+        chunks = tuple(
+            (key, Chunk(tuple((lo, hi) for lo, hi in box), value["file"], offset, length))
+            for key, box, offset, length in value["chunks"]
+        )
+        return cls(value["file"], value["bytes"], {n: int(d, 16) for n, d in value["digests"].items()}, chunks)
+
+
+class OutputDirectory:
+    """The directory being written; a context manager that holds its lock.
+
+    Args:
+        target: Where it will appear.
+        job: Fingerprint of source and settings: files of another job are not kept.
+        check: Called last before what is at ``target`` is replaced; raises CheckpointError where it may not be.
+
+    What is at ``target`` is replaced at the end; ``overwrite.check_target`` refuses it before. Raises CheckpointError
+    when another process is writing it.
+    """
+
+    def __init__(self, target: Path, job: str, check: Callable[[], None] = lambda: None) -> None:
+        self.target = target
+        self.path = partial_path(target)
+        self._job = job
+        self._check = check
+        self.finished: dict[str, Finished] = {}
+
+    def __enter__(self) -> OutputDirectory:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise CheckpointError(f"another process is writing {self.path}; wait for it or end it") from error
+        self.finished = self._read_journal()
+        if not self.finished:
+            self._clear()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and not self.finished:
+            self._remove_files()
+            _remove(self.path)
+        self._lock.close()
+
+    def _read_journal(self) -> dict[str, Finished]:
+        try:
+            first, *lines = (self.path / JOURNAL).read_text().splitlines()
+            if json.loads(first) != {"job": self._job}:
+                logging.info("%s is of another source or other settings; starting again", self.path)
+                return {}
+        except (FileNotFoundError, ValueError):
+            return {}
+        found: dict[str, Finished] = {}
+        for line in lines:
+            try:
+                record = Finished.from_json(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # the line that was being written
+            file = self.path / record.file
+            if file.is_file() and file.stat().st_size == record.bytes:
+                found[record.file] = record
+        return found
+
+    def _clear(self) -> None:
+        self._remove_files()
+        self.keep([])
+
+    def _remove_files(self) -> None:
+        """Remove all but the lock; the journal, which marks the files as a conversion's, is the last."""
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
+            if entry.name != LOCK:
+                _remove(entry)
+
+    def keep(self, records: Iterable[Finished]) -> None:
+        """Begin a new journal with these records only."""
+        self.finished = {record.file: record for record in records}
+        copied = [json.dumps({COPIED: names})] if (names := sorted(copied_files(self.path))) else []
+        lines = [json.dumps({"job": self._job}), *copied, *(record.to_json() for record in self.finished.values())]
+        write_text(self.path / JOURNAL, "".join(f"{line}\n" for line in lines))
+
+    def add(self, record: Finished) -> None:
+        """Note a complete file; its bytes are on the disk before its record is."""
+        self.finished[record.file] = record
+        self._append(record.to_json())
+
+    def copying(self, names: Iterable[str]) -> None:
+        """Note small files of the source before they are copied, so that a later conversion may remove them after a
+        kill."""
+        self._append(json.dumps({COPIED: sorted(names)}))
+
+    def _append(self, line: str) -> None:
+        with (self.path / JOURNAL).open("a") as journal:
+            journal.write(f"{line}\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def check_space(self, needed: int) -> None:
+        """Raise CheckpointError unless the disk has room for ``needed`` more bytes."""
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.target.parent} has {free / 2**30:.1f} GiB free, expected {needed / 2**30:.1f} GiB or more for "
+                f"{self.target.name}; "
+                "make room or write elsewhere"
+            )
+
+    def beside(self) -> list[str]:
+        """The finished directory's files that are no files of tensors."""
+        files = (str(path.relative_to(self.path)) for path in self.path.rglob("*") if path.is_file())
+        return sorted(name for name in files if name not in self.finished and name not in (JOURNAL, LOCK, MANIFEST))
+
+    def commit(self, manifest: Mapping[str, Any]) -> None:
+        """Write the manifest, the last file, and give the directory its name; an older one is moved aside first."""
+        sync_tree(self.path)
+        write_json(self.path / MANIFEST, manifest)
+        self._check()
+        (self.path / JOURNAL).unlink()
+        (self.path / LOCK).unlink()
+        replace_directory(self.path, self.target)
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that appears whole."""
+    with file.open("w") as stream:
+        stream.write(json.dumps(value, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def copied_files(partial: Path) -> set[str]:
+    """Names of small files that a conversion noted in its journal before it copied them."""
+    names: set[str] = set()
+    try:
+        lines = (partial / JOURNAL).read_text().splitlines()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return names
+    for line in lines:
+        with suppress(ValueError, TypeError, KeyError):  # the line of a file, or half a line
+            names.update(map(str, json.loads(line)[COPIED]))
+    return names
+
+
+def partial_path(target: Path) -> Path:
+    """Path at which a target is written before it is renamed."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Training state: saved beside the training, found and loaded again."""

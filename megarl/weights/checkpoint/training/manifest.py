@@ -1,0 +1,245 @@
+"""Folders of checkpoints: which of them count, what their manifests list, whether their files are as they were written.
+
+Layout (verl's): ``<dir>/global_step_<i>/{actor/, critic/, …, rng_<rank>.json, state.json}`` and
+``<dir>/latest_checkpointed_iteration.txt``. A checkpoint is written under another name,
+``global_step_<i>.attempt_<n>``, its manifest ``state.json`` last, and then renamed: what has another name or no
+manifest was not finished and does not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.core import durable, heartbeat
+from megarl.core.durable import write_text
+from megarl.core.errors import CheckpointError, JobError
+
+log = logging.getLogger(__name__)
+
+LATEST = "latest_checkpointed_iteration.txt"
+PREFIX = "global_step_"
+MANIFEST = "state.json"
+PIECE = 1 << 22
+"""Bytes of a file that are read and digested at once."""
+_UNFINISHED = re.compile(rf"{PREFIX}[0-9]+\.attempt_([0-9]+)")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_BESIDE_STATE = ("made", "files")
+"""Entries of a manifest beside the state that a job goes on from: who made it, and its files."""
+
+
+class Fingerprint(NamedTuple):
+    """Size and digest by which a file is recognized."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path, over: Callable[[], bool] = lambda: False) -> Fingerprint:
+        """Compute the fingerprint of a file. Raises JobError once ``over``, which is called before each piece, returns
+        True."""
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(PIECE):
+                if over():
+                    raise JobError(f"asked to stop while {path} was compared with its digest")
+                digest.update(piece)
+            return cls(os.fstat(file.fileno()).st_size, digest.hexdigest())
+
+
+def current_attempt(run_dir: Path) -> int:
+    """Number of the newest start of the run; 0 before the first. Raises JobError where the file is not megarl's."""
+    path = run_dir / "attempt"
+    if not path.is_file():
+        return 0
+    if not _NUMBER.fullmatch(text := path.read_text(errors="replace").strip()):
+        raise JobError(
+            f"{path} has no number but {text[:40]!r}, which megarl has not written; write the largest number there "
+            "that a line of "
+            "metrics.jsonl has as training/attempt, or a larger one"
+        )
+    return int(text)
+
+
+def unfinished_name(step: int, attempt: int) -> str:
+    """Name of a checkpoint that is being written: another for every attempt, so that none writes into another's
+    files."""
+    return f"{PREFIX}{step}.attempt_{attempt}"
+
+
+def _attempt_of(unfinished: Path) -> int:
+    found = _UNFINISHED.fullmatch(unfinished.name)
+    assert found is not None, f"{unfinished} has no name of unfinished_name"
+    return int(found[1])
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest finished checkpoint of ``folder``, or None."""
+    return next(reversed(finished(folder)), None)
+
+
+def finished(folder: Path) -> list[Path]:
+    """Finished checkpoints of ``folder``, the newest last."""
+    return [p for p in in_order(folder) if (p / MANIFEST).is_file()]
+
+
+def in_order(folder: Path) -> list[Path]:
+    """Checkpoints by step, those without a manifest too."""
+    steps = {int(name): p for p in folder.glob(f"{PREFIX}*") if _NUMBER.fullmatch(name := p.name.removeprefix(PREFIX))}
+    return [steps[step] for step in sorted(steps)]
+
+
+def unfounded_latest(folder: Path) -> str | None:
+    """Reason why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is
+    missing."""
+    path = folder / LATEST
+    if not path.is_file():
+        return None
+    name = path.read_text(errors="replace").strip()
+    named = folder / f"{PREFIX}{name}"
+    if named in finished(folder) or named in durable.moved_aside(folder, f"{PREFIX}*"):
+        return None
+    return f"{path} names {name!r}, but {named / MANIFEST} is missing"
+
+
+def recover(folder: Path) -> list[Path]:
+    """Undo or end every ``complete`` that was killed between its renames; return the checkpoints that were put back.
+
+    For a start alone: a job that is alive may be between them.
+    """
+    return [target for target in durable.moved_aside(folder, f"{PREFIX}*") if durable.recover_directory(target)]
+
+
+def remove(checkpoint: Path) -> None:
+    """The manifest first: whenever this process dies, what is left does not count."""
+    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def prune(folder: Path, keep: int, attempt: int = 0) -> None:
+    """Remove all but the newest ``keep`` finished checkpoints; what ``attempt`` or one before it left unfinished does
+    not count."""
+    kept = finished(folder)[-keep:]
+    for checkpoint in in_order(folder):
+        if checkpoint not in kept:
+            remove(checkpoint)
+    for path in folder.glob(f"{PREFIX}*"):
+        if (found := _UNFINISHED.fullmatch(path.name)) and int(found[1]) <= attempt:
+            remove(path)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """All that ``state.json`` holds. Raises CheckpointError for a damaged file."""
+    path = checkpoint / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("phase"), str):
+            raise ValueError("it has no step and phase")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return manifest
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Read the state that a job goes on from: step, phase, and what else it saved with them. Raises CheckpointError for
+    a damaged file."""
+    return {name: value for name, value in read_manifest(checkpoint).items() if name not in _BESIDE_STATE}
+
+
+def write_manifest(
+    checkpoint: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint]
+) -> None:
+    """Makes the checkpoint whole. ``made``: by whom and how; nothing of it is needed to go on. ``files``: relative path
+    -> file."""
+    listed = {name: list(files[name]) for name in sorted(files)}
+    write_text(checkpoint / MANIFEST, json.dumps({**state, "made": dict(made), "files": listed}, indent=1))
+
+
+def complete(
+    written: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint], keep: int
+) -> Path:
+    """Make a checkpoint count whose files are all in ``written``; remove all but the newest ``keep``; return its path.
+
+    Args:
+        files: Those that their writers have taken the fingerprints of; the others' are taken here.
+    """
+    folder, final = written.parent, written.with_name(f"{PREFIX}{state['step']}")
+    others = [path for path in written.rglob("*") if path.is_file() and str(path.relative_to(written)) not in files]
+    durable.sync_tree(written)
+    write_manifest(written, state, made, {**files, **fingerprints(written, others)})
+    durable.replace_directory(written, final)
+    write_text(folder / LATEST, str(state["step"]))
+    prune(folder, keep, _attempt_of(written))
+    return final
+
+
+def fault_of_files(
+    checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False
+) -> str | None:
+    """The first file that differs from the manifest, and how; None where all are. A manifest without files is a
+    fault.
+
+    Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files'
+    sizes alone; a manifest without files is then a warning.
+
+    Raises CheckpointError for a damaged manifest, JobError once ``stopping`` returns True.
+    """
+    listed = read_manifest(checkpoint).get("files", {})
+    try:
+        wanted = {str(name): Fingerprint(int(size), str(digest)) for name, (size, digest) in listed.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST} is damaged: its list of files cannot be read ({error})"
+        ) from error
+    if not wanted:
+        unlisted = f"{checkpoint / MANIFEST} lists no files, so none of them can be verified"
+        if digests:
+            return f"{unlisted}; set trainer.verify_checkpoints=false to load it unverified"
+        log.warning("%s; it is loaded unverified (trainer.verify_checkpoints=false)", unlisted)
+    sizes = {name: _size(checkpoint / name) for name in wanted}
+    for name, size in sizes.items():
+        if size != wanted[name].size:
+            is_now = "is missing" if size is None else f"has {size} bytes"
+            return f"{checkpoint / name} {is_now}, written were {wanted[name].size}"
+    if digests:
+        found = _digested([checkpoint / name for name in wanted], stopping)
+        for name, fingerprint in zip(wanted, found, strict=True):
+            if fingerprint != wanted[name]:
+                return (
+                    f"{checkpoint / name} has SHA-256 {fingerprint.sha256[:12]}…, written was "
+                    f"{wanted[name].sha256[:12]}…"
+                )
+    return None
+
+
+def _digested(paths: Sequence[Path], stopping: Callable[[], bool]) -> list[Fingerprint]:
+    """Raises JobError once ``stopping`` returns True."""
+    left = threading.Event()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing holds no lock of Python's
+        try:
+            return list(pool.map(lambda path: Fingerprint.of(path, lambda: left.is_set() or stopping()), paths))
+        finally:
+            left.set()  # an interrupt ends here: what is being read is given up
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Fingerprint]:
+    """Path relative to ``root`` -> its file's."""
+    found = {}
+    for path in paths:
+        heartbeat.beat()
+        found[str(path.relative_to(root))] = Fingerprint.of(path)
+    return found

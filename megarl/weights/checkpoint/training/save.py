@@ -1,0 +1,426 @@
+"""Writing a checkpoint of models and optimizers, now or beside the training that goes on.
+
+``begin`` takes a snapshot on every rank; ``Save.finish`` makes it count when all ranks have written their files.
+Between the two nothing is there that a resuming job would take for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl.core import heartbeat
+from megarl.core.durable import write_text
+from megarl.core.errors import DiskFullError, JobError
+from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files
+from megarl.weights.checkpoint.training import disk_space as disk
+from megarl.weights.checkpoint.training import rng, writer
+from megarl.weights.checkpoint.training.manifest import (
+    PREFIX,
+    Fingerprint,
+    complete,
+    fingerprints,
+    remove,
+    unfinished_name,
+)
+from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
+from megarl.weights.checkpoint.training.writer import PendingWrite
+
+
+@dataclass(frozen=True)
+class CheckpointedModel:
+    """One model of a checkpoint, and its optimizer where it has one."""
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: Any = None
+    grid: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    """Puts the model's process groups in place."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Facts of a checkpoint beside its files."""
+
+    state: Mapping[str, Any]
+    """State that a job goes on from, as JSON."""
+    attempt: int = 0
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """Origin of the checkpoint; nothing that is needed to go on."""
+
+
+def rng_file(rank: int) -> str:
+    """Name of the file with a rank's generators."""
+    return f"rng_{rank}.json"
+
+
+class _Request(NamedTuple):
+    """Work that Megatron-Core hands out for one part: files to write, and what remains to be done when all ranks have
+    written theirs."""
+
+    files: list[_File]
+    tensors: list[torch.Tensor]
+    """Tensors of all files in turn."""
+    transforms: list[Any]
+    results: queue.SimpleQueue[Any]
+    finalize: list[Callable[[], None]]
+
+
+class _File(NamedTuple):
+    """File to write: torch's names for it, and its contents."""
+
+    path: str
+    key: str
+    objects: list[Any]
+    items: list[Any]
+    """torch's record of each tensor."""
+
+
+class _End(NamedTuple):
+    """Rest of a ``_Request``, without its tensors: their copies take the memory of a snapshot."""
+
+    wrote: bool
+    results: queue.SimpleQueue[Any]
+    finalize: list[Callable[[], None]]
+
+
+class _WriteFailure(NamedTuple):
+    """Reason why a rank could not write; an empty text for none."""
+
+    text: str
+    full: bool
+
+
+class _Written(NamedTuple):
+    """Result of one rank: Megatron-Core's metadata of each part's files, and their fingerprints."""
+
+    results: list[dict[int, Any]]
+    files: dict[str, Fingerprint]
+
+
+def begin(
+    folder: Path,
+    step: int,
+    parts: Mapping[str, CheckpointedModel],
+    manifest: Manifest,
+    *,
+    model: Path | None = None,
+    background: bool = False,
+    fence: Callable[[], None] = lambda: None,
+    free_space: Callable[[int], None] = lambda needed: None,
+) -> Save:
+    """Take a snapshot on every rank. ``step`` names the checkpoint; a finished one of this name stays until this one
+    is.
+
+    Args:
+        parts: Folder -> what goes there.
+        model: An HF directory whose config.json and tokenizer go with the first part, so that it can be converted by
+            itself.
+        background: Another process writes (``writer.of_process``); otherwise this one does, before this returns.
+        fence: Asked on rank 0 now and before the manifest is written: raises when another attempt has taken over.
+        free_space: Told on rank 0 how many bytes all ranks will write, before they do: raises when there is no room for
+            them.
+
+    Raises:
+        OSError, JobError: what rank 0 met, on every rank; nothing of this checkpoint is left then.
+    """
+    target = folder / unfinished_name(step, manifest.attempt)
+
+    def prepare() -> None:
+        fence()
+        remove(target)
+        for name in parts:
+            (target / name).mkdir(parents=True)
+        if model is not None:
+            (target / HF_FOLDER).mkdir()
+            dtype = next(next(iter(parts.values())).chunks[0].parameters()).dtype
+            copy_small_files(model, target / HF_FOLDER, dtype, mtp=False)
+        disk.reserve(target)
+        disk.use_reserve(target, 1)
+
+    def clean_up() -> None:
+        if dist.get_rank() == 0:
+            remove(target)
+
+    with _undone_by(clean_up):
+        on_rank_0(prepare)
+    requests, states = [], {"process": rng.of_process(), "parts": {}}
+    small_files = SmallFiles(target)
+    for name, part in parts.items():
+        with part.grid(), small_files.written():
+            requests.append(_request(target / name, part))
+            states["parts"][name] = rng.of_grid()
+    random_states, rank = json.dumps(states), dist.get_rank()
+    needed = torch.tensor(sum(_size(request) for request in requests) + len(random_states))
+    dist.all_reduce(needed)
+
+    def check_room() -> None:
+        small_files.check()
+        free_space(int(needed))
+
+    with _undone_by(clean_up):
+        on_rank_0(check_room)
+    tensors = [tensor for request in requests for tensor in request.tensors]
+    bare_requests = [(request.files, request.transforms) for request in requests]
+    work = (target, rng_file(rank), random_states, bare_requests)
+    task = writer.of_process().begin(_write, tensors, *work) if background else _Synchronous(_write, tensors, *work)
+    ends = [_End(bool(request.files), request.results, request.finalize) for request in requests]
+    return Save(folder, step, target, manifest, ends, fence, task, int(needed))
+
+
+def _write(
+    tensors: Sequence[torch.Tensor],
+    target: Path,
+    rng_name: str,
+    random_states: str,
+    requests: Sequence[tuple[list[_File], list[Any]]],
+) -> _Written:
+    """A rank's files into ``target``; ``tensors`` are those of all requests in turn.
+
+    Raises:
+        OSError, RuntimeError: they cannot be written; none of them is left then.
+    """
+    own = [target / rng_name, *(Path(file.path) for files, _ in requests for file in files)]
+
+    def discard() -> None:
+        for path in own:  # at once: what else is on this disk waits for room
+            path.unlink(missing_ok=True)
+
+    left = iter(tensors)
+    with _undone_by(discard):
+        results = [_write_files(files, left, transforms) for files, transforms in requests]
+        write_text(own[0], random_states)
+        return _Written(results, fingerprints(target, own))
+
+
+@contextmanager
+def _undone_by(action: Callable[[], None]) -> Iterator[None]:
+    """``action`` where what is inside fails."""
+    try:
+        yield
+    except (OSError, RuntimeError):
+        action()
+        raise
+
+
+class _Synchronous:
+    """``writer.PendingWrite`` without a process: what it raises is kept for ``result``, so that all ranks learn of it
+    together."""
+
+    done = True
+
+    def __init__(self, work: Callable[..., _Written], *rest: Any) -> None:
+        self._error: Exception | None = None
+        try:
+            self._result = work(*rest)
+        except (OSError, RuntimeError) as error:
+            self._error = error
+
+    def result(self) -> _Written:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def kill(self) -> None:
+        pass
+
+
+@dataclass
+class Save:
+    """A checkpoint on its way."""
+
+    folder: Path
+    step: int
+    _target: Path
+    _manifest: Manifest
+    _ends: list[_End]
+    _fence: Callable[[], None]
+    _pending: PendingWrite[_Written] | _Synchronous
+    needed: int
+    """Bytes that all ranks write, small files left out."""
+
+    @property
+    def written(self) -> bool:
+        """True if this rank's files are there, or will never be: ``finish`` then waits only for other ranks."""
+        return self._pending.done
+
+    def finish(self, keep: int) -> Path:
+        """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones
+        are removed.
+
+        Raises:
+            DiskFullError: a rank had no room, what it met on every rank; nothing of this checkpoint is left.
+            JobError: a rank could not write for another reason; or rank 0's ``fence`` did.
+            OSError: rank 0 could not write the manifest, on every rank.
+        """
+        mine: _Written | None = None
+        fault = _WriteFailure("", False)
+        try:
+            mine = self._pending.result()
+        except (OSError, RuntimeError) as error:
+            fault = _WriteFailure(f"rank {dist.get_rank()}: {error}", disk.is_full(error))
+        everyone: list[tuple[_WriteFailure, dict[str, Fingerprint]]] = [(fault, {})] * dist.get_world_size()
+        dist.all_gather_object(everyone, (fault, {} if mine is None else mine.files))
+        if faults := [fault for fault, _ in everyone if fault.text]:
+            on_rank_0(lambda: remove(self._target))  # the disk may be full with it
+            failed = f"{self._target} cannot be written ({'; '.join(fault.text for fault in faults)})"
+            if all(fault.full for fault in faults):
+                raise DiskFullError(f"{failed}; {self._bytes()} make room there")
+            raise JobError(failed)
+        assert mine is not None
+        on_rank_0(lambda: disk.use_reserve(self._target, 2))
+        small_files = SmallFiles(self._target)
+        with small_files.written():
+            for part, results in zip(self._ends, mine.results, strict=True):
+                if part.wrote:
+                    part.results.put(results)
+                for finalize in part.finalize:
+                    finalize()
+        files = {name: found for _, theirs in everyone for name, found in theirs.items()}
+
+        def end() -> None:
+            self._fence()
+            state = {"step": self.step, **self._manifest.state}
+            with _undone_by(lambda: remove(self._target)):
+                small_files.check()
+                complete(self._target, state, self._manifest.made, files, keep)
+
+        on_rank_0(end)
+        return self.folder / f"{PREFIX}{self.step}"
+
+    def _bytes(self) -> str:
+        free = shutil.disk_usage(self.folder).free
+        return f"{disk.size(self.needed)} were to be written, {disk.size(free)} are free without them;"
+
+    def give_up(self) -> None:
+        """End this rank's writer; what it has written does not count."""
+        self._pending.kill()
+
+
+def save(
+    folder: Path,
+    step: int,
+    parts: Mapping[str, CheckpointedModel],
+    state: Mapping[str, Any],
+    keep: int,
+    model: Path | None = None,
+) -> Path:
+    """``begin`` and ``finish`` at once; returns the checkpoint."""
+    return begin(folder, step, parts, Manifest(state), model=model).finish(keep)
+
+
+def _request(folder: Path, part: CheckpointedModel) -> _Request:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    if part.optimizer is not None:
+        start_moments(part.optimizer)
+    # Its results need no way between processes, ``Writer`` has one: Megatron-Core would spawn a manager on every rank,
+    # which imports torch and stays until the job ends.
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    filesystem_async._results_queue = results
+    strategy = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        True,
+    )
+    found = dist_checkpointing.save(
+        sharded_state(part, is_loading=False), str(folder), strategy, async_sharded_save=True
+    )
+    assert found is not None, "an asynchronous save returns what is to be done"
+    if found.async_fn is None:
+        return _Request([], [], [], results, found.finalize_fns)
+    # The function is Megatron's way to many processes; what it gives each of them to do is done in one here.
+    transforms, _ = found.async_fn.args
+    buckets = found.preload_fn()
+    files = [_File(path, key, objects, [item for item, _ in pairs]) for path, key, (objects, pairs) in buckets]
+    tensors = [tensor for _, _, (_, pairs) in buckets for _, tensor in pairs]
+    return _Request(files, tensors, transforms, results, found.finalize_fns)
+
+
+def _size(request: _Request) -> int:
+    """Bytes of its tensors and objects."""
+    objects = sum(len(data.getbuffer()) for file in request.files for _, data in file.objects)
+    return objects + sum(tensor.nbytes for tensor in request.tensors)
+
+
+def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transforms: list[Any]) -> dict[int, Any]:
+    """Each with the next of ``tensors``; its number -> torch's record of it. Raises OSError or RuntimeError."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    found: dict[int, Any] = {}
+    for number, file in enumerate(files):
+        heartbeat.beat()
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        counted: queue.Queue[int] = queue.Queue()
+        counted.put(number)
+        bucket = file.path, file.key, (file.objects, [(item, next(tensors)) for item in file.items])
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms,
+            local_proc_idx=number,
+            write_bucket=bucket,
+            results_queue=results,
+            count_queue=counted,
+            use_fsync=True,
+        )
+        _, outcome = results.get()
+        if isinstance(outcome, Exception):
+            raise disk.cause(outcome) or RuntimeError(f"{file.path}: {type(outcome).__name__}: {outcome}")
+        found[number] = outcome
+    return found
+
+
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron's, one for each group of buffers."""
+    return [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def start_moments(optimizer: Any) -> None:
+    """Before its first step an optimizer has no moments to save; these are what that step starts from."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            group.setdefault("step", 0)
+            for p in group["params"]:
+                if "exp_avg" not in inner.state[p]:
+                    inner.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+
+def bare(chunk: Any) -> Any:
+    """Without DDP around it."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+
+
+def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Megatron's names of a stage's chunks; what is saved is named by layer, so another number of chunks can load
+    it."""
+    return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def sharded_state(part: CheckpointedModel, *, is_loading: bool) -> dict[str, Any]:
+    """State dict that dist_checkpointing saves or loads for a part; its grid is in place."""
+    from megatron.core import parallel_state
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {
+        name: bare(chunk).sharded_state_dict(metadata=metadata) for name, chunk in named(part.chunks).items()
+    }
+    if part.optimizer is not None:
+        state["optimizer"] = part.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state

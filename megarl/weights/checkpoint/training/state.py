@@ -1,0 +1,150 @@
+"""Training state: Megatron's dist_checkpointing for model and optimizer. Saving is ``save.py``, the folders are
+``manifest.py``."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.core.errors import CheckpointError
+from megarl.weights.checkpoint.training import rng
+from megarl.weights.checkpoint.training.manifest import (
+    LATEST,
+    PREFIX,
+    finished,
+    latest,
+    prune,
+    read_manifest,
+    read_state,
+    unfounded_latest,
+)
+from megarl.weights.checkpoint.training.rank_0 import on_rank_0
+from megarl.weights.checkpoint.training.save import (
+    CheckpointedModel,
+    Manifest,
+    Save,
+    bare,
+    begin,
+    inner_optimizers,
+    named,
+    rng_file,
+    save,
+    sharded_state,
+)
+
+__all__ = [
+    "LATEST",
+    "PREFIX",
+    "Manifest",
+    "CheckpointedModel",
+    "Save",
+    "begin",
+    "finished",
+    "inner_optimizers",
+    "latest",
+    "load",
+    "manifest_of",
+    "newest",
+    "prune",
+    "put_random_states",
+    "read_manifest",
+    "read_state",
+    "save",
+    "unfounded_latest",
+]
+
+
+def newest(*folders: Path) -> Path | None:
+    """The newest finished checkpoint of the first folder that has one, as rank 0 finds it. Every rank calls it.
+
+    A network file system may list other names on each node.
+    """
+    return on_rank_0(lambda: next((found for folder in folders if (found := latest(folder)) is not None), None))
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """``read_manifest`` on rank 0, for every rank."""
+    return on_rank_0(lambda: read_manifest(checkpoint))
+
+
+def load(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> None:
+    """Load models and optimizers on every rank; the grids may differ from those that saved.
+
+    Raises:
+        CheckpointError: it cannot be read; a part or a tensor is missing, or has another shape.
+    """
+    try:
+        _load_parts(checkpoint, parts)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}); remove it to resume from the one before "
+            "it"
+        ) from error
+
+
+def _load_parts(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> None:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    for name, part in parts.items():
+        if not (checkpoint / name).is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no {name}: it was made by a run without one; resume with the settings that it was "
+                "made with, "
+                "or take another run.name"
+            )
+        try:
+            with part.grid(), torch.no_grad():
+                _load_part(checkpoint / name, part)
+        except (CheckpointingException, CheckpointException, KeyError) as error:
+            # What torch reports is no Exception, and its text the tracebacks of all ranks.
+            reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            raise CheckpointError(
+                f"{checkpoint / name} does not fit this model: {reason}; was it made by another model.path?"
+            ) from error
+
+
+def _load_part(folder: Path, part: CheckpointedModel) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(folder)),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    loaded = dist_checkpointing.load(sharded_state(part, is_loading=True), str(folder), strategy)
+    for name, chunk in named(part.chunks).items():
+        bare(chunk).load_state_dict(loaded[name])
+    if part.optimizer is not None:
+        part.optimizer.load_state_dict(loaded["optimizer"])
+        model: Any
+        for model in part.chunks:
+            # float32 masters may be finer than the parameters saved, on the ranks that own them
+            model.start_param_sync()
+
+
+def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> bool:
+    """Give this rank's generators the states that they had when the checkpoint was made. Call when all models are
+    built, which draws.
+
+    Returns:
+        False where a grid is another than the one that saved: its generators stay as its seed has set them. (Also for a
+        checkpoint from before it held such states.)
+    """
+    path = checkpoint / rng_file(dist.get_rank())
+    if not path.is_file():
+        return False
+    states: dict[str, Any] = json.loads(path.read_text())
+    rng.put_process(states["process"])
+    same = True
+    for name, part in parts.items():
+        with part.grid():
+            same = name in states["parts"] and rng.put_grid(states["parts"][name]) and same
+    return same

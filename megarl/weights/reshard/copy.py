@@ -1,0 +1,154 @@
+"""Weights from one model to another in the same processes: critic from actor, reference from actor.
+
+The two may be cut for different grids of the same ranks, have different dtypes, and differ in the tensors that are
+named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import distributed as dist
+
+from megarl.core.errors import PlanError, WeightSyncError
+from megarl.weights.reshard.execute import Digests, Transport, compare, digests_of, exchange, merge, wire_dtype
+from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.plan import ReshardPlan, build_plan
+from megarl.weights.reshard.transport import GroupTransport
+
+HEADS = ("lm_head.weight", "score.weight")
+"""Tensors that a critic and an actor do not share."""
+
+_FAILURE = (
+    "weights differ from those that they were copied from; do not use this model, start again from the newest "
+    "checkpoint"
+)
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """The same on every rank."""
+
+    left_out: tuple[str, ...]
+    """Logical tensors that only one of the two models has: in the destination they are as they were."""
+    tensors: int
+    """Logical tensors that were copied."""
+    digests: int
+    """Compared: one for each tensor of each destination rank."""
+
+
+def copy_weights(
+    source: Layout,
+    source_tensors: Mapping[str, torch.Tensor],
+    destination: Layout,
+    destination_tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    *,
+    bucket_bytes: int,
+    left_out: Collection[str] = (),
+    group: dist.ProcessGroup | None = None,
+    transport: Transport | None = None,
+) -> CopyReport:
+    """Write the destination model's weights from the source model's, and prove that they are the same. Every rank calls
+    it.
+
+    Extra memory is four buckets at most, on the host: NCCL has one queue for both directions between two ranks, in
+    which one that expects a message before it sends its own would wait forever.
+
+    The elements are cast to the destination's dtype on the way and compared as they are there afterwards: the digests
+    that the senders made of what they sent against digests of what is in the tensors now. A model with an optimizer
+    must be told afterwards (``weights_changed``).
+
+    Args:
+        source, destination: Layouts of both models over the ranks of ``group`` (None: the default group).
+        source_tensors, destination_tensors: Local name -> tensor on this rank, shaped as in the layouts.
+        bucket_bytes: Most bytes of one message.
+        left_out: Logical tensors that need not be in both models. Those that are in one only stay out of it, and are
+            reported.
+        transport: How messages travel (None: point to point within ``group``).
+
+    Raises:
+        PlanError: a tensor that is not in ``left_out`` is missing on one side or has another shape there, the layouts
+            have different numbers of ranks, or the tensors are not the layout's. Nothing has been written then.
+        WeightSyncError: on every rank, naming tensors and ranks whose digests differ.
+    """
+    plan, missing = _plan(source, destination, frozenset(left_out))
+    dtype = _check_destination(destination, rank, destination_tensors)
+    sent = exchange(
+        plan,
+        rank,
+        source_tensors,
+        destination_tensors.__getitem__,
+        transport or GroupTransport(group),
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+    )
+    found = digests_of(plan.destination, rank, destination_tensors.__getitem__)
+    count = _compare(plan, sent, {(rank, name): digest for name, digest in found.items()}, group)
+    return CopyReport(missing, len(plan.destination.tensors), count)
+
+
+@lru_cache(maxsize=4)  # a reference is refreshed again and again; layouts are compared by identity
+def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tuple[ReshardPlan, tuple[str, ...]]:
+    """The plan for what both have, and the names of the rest."""
+    if source.num_ranks != destination.num_ranks:
+        raise PlanError(
+            f"weights go from {source.name} with {source.num_ranks} ranks to {destination.name} with "
+            f"{destination.num_ranks}; both "
+            "models must be on the same ranks: give both grids the same product of sizes"
+        )
+    missing = tuple(sorted(source.tensors.keys() ^ destination.tensors.keys()))
+    unnamed = [name for name in missing if name not in left_out]
+    if unnamed:
+        where = {name: destination.name if name in source.tensors else source.name for name in unnamed}
+        text = ", ".join(f"{name} has no place in {where[name]}" for name in unnamed[:5])
+        raise PlanError(
+            f"{text}{f' and {len(unnamed) - 5} more' if len(unnamed) > 5 else ''}: weights go from {source.name} to "
+            f"{destination.name}; "
+            "both models must come from the same config.json, or name in left_out what only one of them has"
+        )
+    plan = build_plan(source, destination.only(lambda name: name in source.tensors), colocated=True)
+    return plan, missing
+
+
+def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype of the model. Raises PlanError unless the tensors are the layout's, all of this dtype but for those
+    with their own."""
+    own = {row.local: layout.dtype_of(row.parts[0]) for row, _ in layout.rows_of(rank)}
+    shapes = layout.local_shapes(rank)
+    dtypes = [tensors[local].dtype for local in shapes if local in tensors and own[local] is None]
+    for row, share in layout.rows_of(rank):
+        wanted = row.local_shape(share), wire_dtype(layout, row.parts[0], dtypes[0]) if dtypes else None
+        tensor = tensors.get(row.local)
+        found = "no such tensor" if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        if found != wanted:
+            raise PlanError(
+                f"{row.local} on rank {rank} of {layout.name} must have shape and dtype {wanted}, found {found}; build "
+                "model and "
+                "layout from the same config.json, grid and vocabulary padding"
+            )
+    return dtypes[0]
+
+
+def _compare(plan: ReshardPlan, sent: Digests, found: Digests, group: dist.ProcessGroup | None) -> int:
+    """Number of digests; rank 0 compares them and sends the result to the others."""
+    is_first = dist.get_rank(group) == 0
+    answers: list[tuple[Digests, Digests] | None] | None = [None] * dist.get_world_size(group) if is_first else None
+    dist.gather_object((sent, found), answers, group=group, group_dst=0)
+    verdict: list[tuple[int, str]] = [(0, "")]
+    if is_first:
+        parts = [answer for answer in answers or () if answer is not None]
+        got: Digests = {key: value for _, theirs in parts for key, value in theirs.items()}
+        try:
+            compare(plan, merge(mine for mine, _ in parts), got, _FAILURE)
+            verdict = [(len(got), "")]
+        except WeightSyncError as error:
+            verdict = [(0, str(error))]
+    dist.broadcast_object_list(verdict, group=group, group_src=0)
+    count, failure = verdict[0]
+    if failure:
+        raise WeightSyncError(failure)
+    return count

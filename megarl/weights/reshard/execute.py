@@ -1,0 +1,508 @@
+"""Executes a plan: pack slices into buckets, send, unpack. Nothing here knows what the tensors mean.
+
+Both sides cut the plan into the same buckets and every rank works through its own in one global order. That order is
+why nothing
+deadlocks: of all buckets under way, the first one's receiver waits for nothing else, and neither does its sender. Each
+    side has
+at most two buckets alive: a sender packs one while the other is on its way, a receiver unpacks one while the next
+arrives.
+
+A message begins with its bucket's number among those of its link, and a link ends with a message that has nothing else:
+a message that is lost, or comes twice, is named with its tensors and ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megarl.core import heartbeat
+from megarl.core.errors import ConfigError, PlanError, WeightsDiffer, WeightSyncError
+from megarl.ops import slice_digest
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.boxes import Box, Shape
+from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.plan import Move, RankPair, ReshardPlan
+from megarl.weights.reshard.wants import Kind
+
+Digests = dict[tuple[int, str], int]
+"""(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders
+add."""
+
+_MODULUS = 1 << 64
+_SYNC_FAILURE = (
+    "weights differ after the sync from what was sent; do not sample from this engine, sync again or restart it"
+)
+_ALIGNMENT = 16
+"""Bytes; every dtype may be viewed at a multiple of it."""
+HEADER = _ALIGNMENT
+"""Bytes in front of a bucket's elements; the first eight are its number."""
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Arrival(Protocol):
+    """A message on its way to this rank."""
+
+    def wait(self) -> torch.Tensor:
+        """The message, uint8; valid until ``release``."""
+        ...
+
+    def release(self) -> None:
+        """Say that the message has been read and its memory may be used again."""
+        ...
+
+
+class Transport(Protocol):
+    """Carries messages between rank spaces; those of one link arrive in the order sent."""
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        """Memory (uint8) to send from."""
+        ...
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        """Start sending part of an ``allocate``-d buffer to destination rank ``rank``; it must not change until
+        ``wait()`` returns."""
+        ...
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
+        """Expect the next message of source rank ``rank``, of ``nbytes``.
+
+        ``spare()`` gives memory (uint8) for it, where that is needed: so much that any message of the link fits, since
+        gloo ends a process that gets more than it has room for.
+        """
+        ...
+
+
+class BucketSlice(NamedTuple):
+    """Elements ``box`` (within the move's box, in logical coordinates); they lie row-major in the bucket from byte
+    ``offset`` on."""
+
+    move: Move
+    box: Box
+    offset: int
+    dtype: torch.dtype
+
+
+class Bucket(NamedTuple):
+    link: RankPair
+    nbytes: int
+    slices: tuple[BucketSlice, ...]
+    number: int = 0
+    """Among those of its link."""
+
+    def __str__(self) -> str:
+        tensors = list(dict.fromkeys(slice_.move.tensor for slice_ in self.slices))
+        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        held = f" ({', '.join(tensors[:3])}{more})" if tensors else ", the end of the transfer,"
+        return f"message {self.number}{held} from source rank {self.link.src} to destination rank {self.link.dst}"
+
+
+def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which a logical tensor travels and is digested: its own dtype, or ``dtype``."""
+    own = layout.dtype_of(tensor)
+    return dtype if own is None else getattr(torch, own)  # type: ignore[no-any-return]
+
+
+def bytes_of(layout: Layout, dtype: torch.dtype) -> int:
+    """Bytes of all ranks of a layout together, each tensor in the dtype in which it travels."""
+    return sum(
+        boxes.volume(piece.box) * len(ranks) * wire_dtype(layout, piece.tensor, dtype).itemsize
+        for row in layout.rows
+        for share, ranks in enumerate(row.owners.ranks)
+        for piece in row.pieces(share)
+    )
+
+
+def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    """The buckets of these moves (all of every link that they are on), at most ``capacity`` bytes each, in the global
+    order.
+
+    A destination is filled window by window: a run of its local tensors, in order, that makes one bucket at least. An
+    engine has a second copy of every layer that is begun and not complete, so what is begun is kept to one window.
+    Replicas begin with different windows, so that they ask different pipeline stages; within a window links are
+    interleaved by the distance between their ends, so that neighbouring buckets have different senders and receivers.
+    """
+    links: dict[RankPair, list[Move]] = defaultdict(list)
+    for move in moves:
+        links[RankPair(move.src, move.dst)].append(move)
+    span = max(plan.source.num_ranks, plan.destination.num_ranks)
+    windows = _Windows(plan, capacity, dtype)
+    keyed = [
+        ((turn, number, (link.dst - link.src) % span, link.src, link.dst), bucket)
+        for link, of_link in links.items()
+        for turn, of_window in windows.split(link.dst, of_link)
+        for number, bucket in enumerate(_pack(plan.destination, link, of_window, capacity, dtype))
+    ]
+    return [bucket for _, bucket in sorted(keyed, key=lambda item: item[0])]
+
+
+def _numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Each with its number, and after all of them the end of each link."""
+    counts: dict[RankPair, int] = defaultdict(int)
+    found = []
+    for bucket in buckets:
+        found.append(bucket._replace(number=counts[bucket.link]))
+        counts[bucket.link] += 1
+    return found + [Bucket(link, 0, (), count) for link, count in sorted(counts.items())]
+
+
+@lru_cache(maxsize=1)  # a process is one rank of one job, and sends or receives the same with every sync
+def _buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    return _numbered(buckets_of(plan, plan.moves_from(rank), capacity, dtype))
+
+
+@lru_cache(maxsize=1)
+def _buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    return _numbered(buckets_of(plan, plan.moves_to(rank), capacity, dtype))
+
+
+class _Windows:
+    """Window of its rank to which a destination tensor belongs; the same for ranks that hold the same."""
+
+    def __init__(self, plan: ReshardPlan, capacity: int, dtype: torch.dtype) -> None:
+        self.plan = plan
+        self.capacity = capacity
+        self.dtype = dtype
+        self.known: dict[Kind, dict[str, int]] = {}
+
+    def split(self, dst: int, moves: Iterable[Move]) -> Iterator[tuple[int, list[Move]]]:
+        """(turn, its moves): moves in the order of windows, each with the turn at which ``dst`` fills it."""
+        kind = self.plan.destination.kind(dst)
+        if kind not in self.known:
+            self.known[kind] = self._number(dst)
+        windows = self.known[kind]
+        count = max(windows.values(), default=0) + 1
+        replica, replicas = self.plan.replica_of(dst)
+        first = replica * count // replicas
+        for window, group in groupby(moves, key=lambda move: windows[move.dst_local]):
+            yield (window - first) % count, list(group)
+
+    def _number(self, dst: int) -> dict[str, int]:
+        numbers: dict[str, int] = {}
+        number = filled = 0
+        layout = self.plan.destination
+        for row, share in layout.rows_of(dst):
+            if row.local not in numbers:
+                if filled >= self.capacity:
+                    number, filled = number + 1, 0
+                numbers[row.local] = number
+                itemsize = wire_dtype(layout, row.parts[0], self.dtype).itemsize
+                filled += prod(row.local_shape(share)) * itemsize
+        return numbers
+
+
+def _pack(layout: Layout, link: RankPair, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> Iterator[Bucket]:
+    slices: list[BucketSlice] = []
+    used = 0
+    for move in moves:
+        wire = wire_dtype(layout, move.tensor, dtype)
+        if capacity < wire.itemsize:
+            raise ConfigError(
+                f"sync.bucket_bytes={capacity} holds no element of {wire}; set it to {wire.itemsize} or more"
+            )
+        for box in boxes.split(move.box, capacity // wire.itemsize):
+            size = boxes.volume(box) * wire.itemsize
+            start = used + -used % _ALIGNMENT
+            if slices and start + size > capacity:
+                yield Bucket(link, used, tuple(slices))
+                slices, start = [], 0
+            slices.append(BucketSlice(move, box, start, wire))
+            used = start + size
+    if slices:
+        yield Bucket(link, used, tuple(slices))
+
+
+def send(
+    plan: ReshardPlan,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    transport: Transport,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+) -> Digests:
+    """Send everything that source rank ``rank`` has to send, cast to ``dtype`` (or what a tensor keeps of its own).
+
+    ``tensors``: local name -> tensor, as the source layout names and shapes them; any float dtype and device. Returns
+        the
+    digests of what was sent, after the cast. Raises PlanError when ``tensors`` are not the layout's.
+    """
+    _check_tensors(plan.source, rank, tensors)
+    outgoing = _Outgoing(plan, tensors, transport, _buckets_from(plan, rank, bucket_bytes, dtype))
+    for bucket in outgoing.buckets:
+        outgoing.send(bucket)
+    return outgoing.finish()
+
+
+def receive(
+    plan: ReshardPlan,
+    rank: int,
+    write: Callable[[str], torch.Tensor],
+    transport: Transport,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    wrote: Callable[[str, int], None] = lambda local, numel: None,
+) -> None:
+    """Receive everything that destination rank ``rank`` needs, and zero its padding.
+
+    ``write(local)`` gives the local tensor to write into (asked for again for every slice); ``wrote(local, numel)`` is
+    called after each write: the numbers of one local tensor add up to its size.
+    """
+    buckets = _buckets_to(plan, rank, bucket_bytes, dtype)
+    incoming = _Incoming(plan, rank, write, wrote, transport, buckets)
+    for bucket in buckets:
+        incoming.take(bucket)
+    incoming.finish()
+
+
+def exchange(
+    plan: ReshardPlan,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    write: Callable[[str], torch.Tensor],
+    transport: Transport,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+) -> Digests:
+    """Both sides at once, for a plan built with ``colocated=True``: what stays on the rank is copied, the rest is sent.
+
+    A rank beyond one of the two sides takes part in the other only.
+    """
+    assert plan.colocated, "exchange needs a plan whose source and destination ranks are the same processes"
+    moves: list[Move] = []
+    if rank < plan.source.num_ranks:
+        _check_tensors(plan.source, rank, tensors)
+        moves += plan.moves_from(rank)
+    if rank < plan.destination.num_ranks:
+        moves += (move for move in plan.moves_to(rank) if move.src != rank)
+    buckets = _numbered(buckets_of(plan, moves, bucket_bytes, dtype))
+    outgoing = _Outgoing(plan, tensors, transport, [b for b in buckets if b.link.src == rank])
+    arriving = [b for b in buckets if b.link.dst == rank and b.link.src != rank]
+    incoming = _Incoming(plan, rank, write, _ignore, transport, arriving)
+    for bucket in buckets:
+        if bucket.link.src != rank:
+            incoming.take(bucket)
+        elif bucket.link.dst == rank:
+            incoming.unpack(bucket, outgoing.pack(bucket)[HEADER:])
+        else:
+            outgoing.send(bucket)
+    if rank < plan.destination.num_ranks:
+        incoming.finish()
+    return outgoing.finish()
+
+
+def _ignore(local: str, numel: int) -> None:
+    """Nobody counts what was written."""
+
+
+class _Outgoing:
+    """The sending half: two buffers that take turns, and the digests of what went through them."""
+
+    def __init__(
+        self, plan: ReshardPlan, tensors: Mapping[str, torch.Tensor], transport: Transport, buckets: Sequence[Bucket]
+    ) -> None:
+        self.buckets = buckets
+        size = HEADER + max((bucket.nbytes for bucket in buckets), default=0)
+        self.buffers = [transport.allocate(size) for _ in range(min(len(buckets), 2))]
+        self.works: list[tuple[Bucket, Work] | None] = [None] * len(self.buffers)
+        self.turn = 0
+        self.shapes = plan.source.tensors
+        self.tensors = tensors
+        self.transport = transport
+        self.digests: Digests = defaultdict(int)
+
+    @torch.no_grad()
+    def pack(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's message in the next free buffer."""
+        heartbeat.beat()
+        self.turn = (self.turn + 1) % len(self.buffers)
+        self._wait(self.turn)
+        flat = self.buffers[self.turn][: HEADER + bucket.nbytes]
+        _number(flat)[0] = bucket.number
+        for slice_ in bucket.slices:
+            view = _view(flat[HEADER:], slice_)
+            view.copy_(_slice(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
+            key = (bucket.link.dst, slice_.move.tensor)
+            partial = slice_digest(view, start=boxes.start_of(slice_.box), shape=self.shapes[slice_.move.tensor])
+            self.digests[key] = (self.digests[key] + partial) % _MODULUS
+        return flat
+
+    def send(self, bucket: Bucket) -> None:
+        flat = self.pack(bucket)
+        self.works[self.turn] = bucket, self.transport.isend(flat, bucket.link.dst)
+
+    def finish(self) -> Digests:
+        for turn in range(len(self.works)):
+            self._wait(turn)
+        return dict(self.digests)
+
+    def _wait(self, turn: int) -> None:
+        sent, self.works[turn] = self.works[turn], None
+        if sent is None:
+            return
+        bucket, work = sent
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WeightSyncError(f"{bucket} was not taken: {error}") from error
+
+
+class _Incoming:
+    """The receiving half: expects the next bucket while it puts one's slices where they belong; zeroes a tensor's
+    padding before its first slice."""
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        write: Callable[[str], torch.Tensor],
+        wrote: Callable[[str, int], None],
+        transport: Transport,
+        buckets: Sequence[Bucket],
+    ) -> None:
+        self.write = write
+        self.wrote = wrote
+        self.transport = transport
+        self.size = HEADER + max((bucket.nbytes for bucket in buckets), default=0)
+        self.buffers: list[torch.Tensor | None] = [None, None]
+        self.expected: deque[Arrival] = deque()
+        self.ahead = iter(enumerate(buckets))
+        self.padding: dict[str, list[Box]] = defaultdict(list)
+        if rank < plan.destination.num_ranks:
+            for pad in plan.destination.padding(rank):
+                self.padding[pad.local].append(pad.box)
+        self._expect()
+
+    def take(self, bucket: Bucket) -> None:
+        """Wait for the bucket, the next one of those given at the start, and unpack it."""
+        self._expect()
+        arrival = self.expected.popleft()
+        self.unpack(bucket, self._message(bucket, arrival)[HEADER:])
+        heartbeat.beat()
+        arrival.release()
+
+    def _message(self, bucket: Bucket, arrival: Arrival) -> torch.Tensor:
+        """Return the message of the bucket. Raises WeightSyncError."""
+        try:
+            message = arrival.wait()
+        except RuntimeError as error:
+            raise WeightSyncError(f"{bucket} did not arrive: {error}") from error
+        if (number := int(_number(message)[0])) != bucket.number:
+            what = "came twice" if number < bucket.number else "was lost"
+            raise WeightSyncError(
+                f"{bucket} was expected, message {number} of that link arrived: one {what}; sync again"
+            )
+        return message
+
+    @torch.no_grad()
+    def unpack(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        for slice_ in bucket.slices:
+            local = slice_.move.dst_local
+            self._zero_padding(local)
+            view = _view(flat, slice_)
+            _slice(self.write(local), slice_, slice_.move.dst_at).copy_(view)
+            self.wrote(local, view.numel())
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for local in list(self.padding):
+            self._zero_padding(local)
+
+    def _expect(self) -> None:
+        number, bucket = next(self.ahead, (0, None))
+        if bucket is not None:
+            self.expected.append(
+                self.transport.irecv(HEADER + bucket.nbytes, bucket.link.src, lambda: self._buffer(number % 2))
+            )
+
+    def _buffer(self, which: int) -> torch.Tensor:
+        buffer = self.buffers[which]
+        if buffer is None:
+            buffer = self.buffers[which] = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+        return buffer
+
+    def _zero_padding(self, local: str) -> None:
+        for box in self.padding.pop(local, ()):
+            self.write(local)[boxes.index_of(boxes.start_of(box), boxes.shape_of(box))].zero_()
+            self.wrote(local, boxes.volume(box))
+
+
+def _number(message: torch.Tensor) -> torch.Tensor:
+    """int64 [1], within the message."""
+    return message[:8].view(torch.int64)
+
+
+def _view(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
+    end = slice_.offset + boxes.volume(slice_.box) * slice_.dtype.itemsize
+    return flat[slice_.offset : end].view(slice_.dtype).view(boxes.shape_of(slice_.box))
+
+
+def _slice(tensor: torch.Tensor, slice_: BucketSlice, at: Shape) -> torch.Tensor:
+    """The slice's elements within a local tensor where the whole move begins at ``at``."""
+    start = boxes.shifted(at, tuple(c[0] - m[0] for c, m in zip(slice_.box, slice_.move.box, strict=True)))
+    return tensor[boxes.index_of(start, boxes.shape_of(slice_.box))]
+
+
+def _check_tensors(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    for local, shape in layout.local_shapes(rank).items():
+        found = tuple(tensors[local].shape) if local in tensors else "no such tensor"
+        if found != shape:
+            raise PlanError(
+                f"{local} on rank {rank} of {layout.name} must have shape {shape}, found {found}; build model and "
+                "layout from "
+                "the same config.json, grid and vocabulary padding"
+            )
+
+
+def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> dict[str, int]:
+    """Logical tensor -> digest of what ``rank`` holds of it now; ``read(local)`` gives the local tensor in the layout's
+    shape."""
+    digests: dict[str, int] = defaultdict(int)
+    for piece in layout.pieces(rank):
+        view = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
+        partial = slice_digest(view, start=boxes.start_of(piece.box), shape=layout.tensors[piece.tensor])
+        digests[piece.tensor] = (digests[piece.tensor] + partial) % _MODULUS
+    return dict(digests)
+
+
+def merge(parts: Iterable[Digests]) -> Digests:
+    """The digests of all senders together."""
+    total: Digests = defaultdict(int)
+    for part in parts:
+        for key, value in part.items():
+            total[key] = (total[key] + value) % _MODULUS
+    return dict(total)
+
+
+def compare(plan: ReshardPlan, sent: Digests, got: Digests, failure: str = _SYNC_FAILURE) -> None:
+    """Raise WeightsDiffer naming every (logical tensor, destination tensor, ranks) whose two digests differ or lack one
+    side.
+
+    ``failure``: what the message begins with.
+    """
+    wrong = [key for key in sorted(sent.keys() | got.keys()) if sent.get(key) != got.get(key)]
+    if not wrong:
+        return
+    lines = []
+    for dst, tensor in wrong[:8]:
+        moves = [m for m in plan.moves_to(dst) if m.tensor == tensor] if dst < plan.destination.num_ranks else []
+        local = ", ".join(sorted({move.dst_local for move in moves})) or "no local tensor"
+        sources = sorted({move.src for move in moves})
+        values = " but ".join(
+            f"{what} {'nothing' if (v := side.get((dst, tensor))) is None else format(v, '016x')}"
+            for what, side in (("sent", sent), ("found", got))
+        )
+        lines.append(f"{tensor} in {local} on destination rank {dst}, from source ranks {sources}: digest {values}")
+    more = f"\n... and {len(wrong) - len(lines)} more" if len(wrong) > len(lines) else ""
+    raise WeightsDiffer(f"{failure}:\n" + "\n".join(lines) + more)

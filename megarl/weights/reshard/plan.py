@@ -1,0 +1,231 @@
+"""A transfer is a plan: the intersection of what the source ranks hold with what the destination ranks need.
+
+Pure and deterministic: every process builds the same plan from the two layouts, without a device or a process group,
+and ``fingerprint`` proves it. Nothing is computed before it is asked for: a rank that asks for its own moves looks at
+its own tensors only. Source and destination ranks are two rank spaces; a transport maps them to processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from megarl.core.errors import PlanError
+from megarl.weights.reshard import boxes
+from megarl.weights.reshard.boxes import Box, Shape
+from megarl.weights.reshard.layout import Layout, Owners
+from megarl.weights.reshard.wants import Kind, RankWants, Want, Wants
+
+
+class Move(NamedTuple):
+    """Elements ``box`` of a logical tensor go from ``src_local[src_at...]`` on rank ``src`` to ``dst_local[dst_at...]``
+    on ``dst``."""
+
+    src: int
+    dst: int
+    tensor: str
+    box: Box
+    src_local: str
+    src_at: Shape
+    dst_local: str
+    dst_at: Shape
+
+
+class RankPair(NamedTuple):
+    """A (source rank, destination rank) pair."""
+
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardPlan:
+    """Every element of every destination rank is written exactly once: what is asked of the plan is checked on the way,
+    and :meth:`check` asks for all of it.
+
+    Data-parallel copies of a source tensor share the sending evenly, and no rank talks to more of them than that takes.
+    """
+
+    source: Layout
+    destination: Layout
+    colocated: bool = False
+    """Source rank r and destination rank r are the same process: what is there is copied, not sent."""
+    nearness: Callable[[int, int], int] | None = None
+    """(source rank, destination rank) -> how far apart; the nearest copies are used. None: all alike."""
+
+    @cached_property
+    def _wants(self) -> Wants:
+        return Wants(self.source, self.destination)
+
+    # ------------------------------------------------------------------ moves
+
+    def moves_to(self, dst: int) -> Iterator[Move]:
+        """Pieces that destination rank ``dst`` needs, in the order of its pieces."""
+        yield from (_move(want, src, dst) for want, src in self._senders(dst, self._wants.of_kind(dst)))
+
+    def moves_from(self, src: int) -> Iterator[Move]:
+        """Pieces that source rank ``src`` sends, by destination rank."""
+        mine = {piece.tensor for piece in self.source.pieces(src)}
+        wants: dict[Kind, RankWants] = {}
+        for dst in range(self.destination.num_ranks):
+            kind = self.destination.kind(dst)
+            if kind not in wants:
+                wants[kind] = self._wants.of(dst, mine, sender=src)
+            yield from (_move(want, src, dst) for want, rank in self._senders(dst, wants[kind]) if rank == src)
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves by destination rank. For plans of a few ranks: a large job's has millions."""
+        return tuple(move for dst in range(self.destination.num_ranks) for move in self.moves_to(dst))
+
+    def check(self) -> None:
+        """Raise PlanError unless every destination rank's local tensors are written whole and once."""
+        seen: set[Kind] = set()
+        for dst in range(self.destination.num_ranks):
+            kind = self.destination.kind(dst)
+            if kind not in seen:
+                seen.add(kind)
+                self.destination.check(dst)
+                self._wants.of_kind(dst)
+
+    def only(self, tensors: Callable[[str], bool]) -> ReshardPlan:
+        """The part of the plan that concerns these logical tensors: a destination tensor goes with all that is in
+        it."""
+        return replace(self, destination=self.destination.only(tensors))
+
+    # ------------------------------------------------------------------ how much
+
+    def bytes_per_link(self, element_size: int) -> dict[RankPair, int]:
+        """Bytes that go from each source rank to each destination rank; moves within one process are not counted."""
+        total: dict[RankPair, int] = {}
+        for dst in range(self.destination.num_ranks):
+            mine: dict[int, int] = defaultdict(int)
+            for want, src in self._senders(dst, self._wants.of_kind(dst)):
+                mine[src] += want.size
+            for src, elements in mine.items():
+                if not (self.colocated and src == dst):
+                    total[RankPair(src, dst)] = elements * element_size
+        return total
+
+    def peak_extra_bytes(self, bucket_bytes: int, element_size: int = 4) -> int:
+        """Most transfer-buffer bytes that any one rank has at one time: two buckets, or less where less is sent.
+
+        A rank that is source and destination at once (``colocated``) has two to send and two to receive.
+        """
+        largest = max(self.bytes_per_link(element_size).values(), default=0)
+        return (4 if self.colocated else 2) * min(bucket_bytes, largest)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over both layouts, from which alone the moves follow: equal on two processes that plan the same."""
+        digest = hashlib.sha256(repr(self.colocated).encode())
+        for layout in (self.source, self.destination):
+            owners: dict[Owners, int] = {}
+            digest.update(repr((layout.num_ranks, sorted(layout.dtypes.items()))).encode())
+            for row in layout.rows:
+                if row.owners not in owners:
+                    owners[row.owners] = len(owners)
+                    digest.update(repr(row.owners.ranks).encode())
+                line = row.local, row.parts, row.shape, row.axis, row.splits, owners[row.owners], row.stack, row.lead
+                digest.update(repr(line).encode())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ who sends
+
+    def _senders(self, dst: int, wants: RankWants) -> Iterator[tuple[Want, int]]:
+        """The wants in order, each with its source rank; cut along axis 0 where two ranks share one.
+
+        What a destination rank takes from the same n copies is laid end to end on a circle that these copies divide
+        evenly; the needs of its R replicas follow each other, n/R of the circle each. So all copies send the same to
+        within a row, and each rank takes from as few as that allows. It depends on wants with the same copies only: a
+        source rank that looks at its own wants finds what everybody else does.
+        """
+        replica, replicas = self._replica_of[dst]
+        near = [self._nearest(dst, ranks) for ranks in wants.sets]
+        # Near copies are not the same ones for every replica: each then uses all of its own.
+        whole = [len(mine) == len(all_) for mine, all_ in zip(near, wants.sets, strict=True)]
+        begin = [replica * total if w else 0 for w, total in zip(whole, wants.totals, strict=True)]
+        circle = [replicas * total if w else total for w, total in zip(whole, wants.totals, strict=True)]
+        for want in wants.wants:
+            copies, start, size = want.copies, want.start, want.size
+            ranks, around = near[copies], circle[copies]
+            start += begin[copies]
+            first, last = start * len(ranks) // around, (start + size - 1) * len(ranks) // around
+            if first == last:
+                yield want, ranks[first]
+            else:
+                yield from _share(want, ranks, start, around)
+
+    def _nearest(self, dst: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if self.colocated and dst in ranks:
+            return (dst,)
+        if self.nearness is None:
+            return ranks
+        far = {rank: self.nearness(rank, dst) for rank in ranks}
+        nearest = min(far.values())
+        return tuple(rank for rank in ranks if far[rank] == nearest)
+
+    def replica_of(self, dst: int) -> tuple[int, int]:
+        """A destination rank's number among those that hold the same, and how many they are."""
+        return self._replica_of[dst]
+
+    @cached_property
+    def _replica_of(self) -> list[tuple[int, int]]:
+        members: dict[Kind, list[int]] = defaultdict(list)
+        for rank in range(self.destination.num_ranks):
+            members[self.destination.kind(rank)].append(rank)
+        found = [(0, 1)] * self.destination.num_ranks
+        for ranks in members.values():
+            for number, rank in enumerate(ranks):
+                found[rank] = (number, len(ranks))
+        return found
+
+
+def build_plan(
+    source: Layout, destination: Layout, *, colocated: bool = False, nearness: Callable[[int, int], int] | None = None
+) -> ReshardPlan:
+    """Plan the moves that write every element of every destination rank exactly once.
+
+    Raises PlanError naming a tensor that the source lacks or has in another shape; the rest is checked where it is
+    asked for (``ReshardPlan.check`` asks for everything).
+    """
+    for name, shape in destination.tensors.items():
+        if source.tensors.get(name) != shape:
+            raise PlanError(
+                f"{name} has shape {shape} in {destination.name} and {source.tensors.get(name, 'no place')} in "
+                f"{source.name}; "
+                "both layouts must come from the same config.json"
+            )
+    return ReshardPlan(source, destination, colocated, nearness)
+
+
+def _share(want: Want, ranks: tuple[int, ...], start: int, circle: int) -> Iterator[tuple[Want, int]]:
+    """Cut a want that begins at ``start`` of ``circle`` elements, which ``ranks`` divide evenly, where their parts
+    meet."""
+    (origin, high), rest = want.box[0], want.box[1:]
+    row = boxes.volume(rest)
+    low, end = origin, start + want.size
+    for number in range(start * len(ranks) // circle, (end - 1) * len(ranks) // circle + 1):
+        border = -(-(number + 1) * circle // len(ranks))
+        upper = high if border >= end else min(origin + (border - start + row // 2) // row, high)
+        if low < upper:
+            by = (low - origin, *(0 for _ in rest))
+            yield (
+                want._replace(
+                    box=((low, upper), *rest),
+                    size=(upper - low) * row,
+                    src_at=boxes.shifted(want.src_at, by),
+                    dst_at=boxes.shifted(want.dst_at, by),
+                ),
+                ranks[number],
+            )
+            low = upper
+
+
+def _move(want: Want, src: int, dst: int) -> Move:
+    piece = want.piece
+    return Move(src, dst, piece.tensor, want.box, want.copy.local, want.src_at, piece.local, want.dst_at)
