@@ -1,1 +1,1 @@
-"""What every other package may use: settings, nouns, errors, metrics, heartbeats."""
+"""Ground of all other packages: settings, nouns, errors, metrics, heartbeats."""

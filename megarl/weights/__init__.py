@@ -1,1 +1,1 @@
-"""Which element of a tensor lies where, and how it gets elsewhere."""
+"""Layouts of weights: which element lies where, and how it gets elsewhere."""

@@ -31,59 +31,66 @@ FUNCTIONS = {"run", "check_output", "check_call", "call", "urlopen", "create_con
 POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
 """As context managers they wait for all their work."""
 LIMITED = {
-    "checkpoint/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after every 4 MiB",
-    "checkpoint/pool.each: future.result": "`megarl convert`, a command of a person: it has completed by then",
-    "checkpoint/pool.each: pool.shutdown": "`megarl convert`: what runs ends at its next count of bytes",
-    "checkpoint/save.Save.finish: part.results.put": "a queue without bound",
-    "checkpoint/save.Save.finish: self._pending.result": "Writer.answer: as long as the writer writes; the watchdog "
-    "ends a stall (cluster.stall_s)",
-    "checkpoint/save._write_files: counted.put": "a queue without bound",
-    "checkpoint/save._write_files: results.get": "the same thread has put the result there",
-    "checkpoint/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
-    "checkpoint/writer._serve: pipe.recv": "the writer's life; it dies with its trainer rank (die_with)",
-    "launch/reaper.Reaper._keep: self._process.wait": "a daemon thread that waits for the guard's end",
-    "launch/node.on_every_node: with ThreadPoolExecutor": "each node stops in its grace and node.GONE_S, or is lost "
-    "(cluster.heartbeat_s)",
-    "launch/remote.Gathering._let_in: self._door.accept": "a daemon thread; leaving the gathering shuts its socket",
-    "launch/run_dir.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
-    "loop/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
+    "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
+    "every 4 MiB",
+    "weights/checkpoint/convert/pool.each: future.result": "`megarl convert`, a command of a person: it has "
+    "completed by then",
+    "weights/checkpoint/convert/pool.each: pool.shutdown": "`megarl convert`: what runs ends at its next count "
+    "of bytes",
+    "weights/checkpoint/training/save.Save.finish: part.results.put": "a queue without bound",
+    "weights/checkpoint/training/save.Save.finish: self._pending.result": "Writer.answer: as long as the writer "
+    "writes; the watchdog ends a stall (cluster.stall_s)",
+    "weights/checkpoint/training/save._write_files: counted.put": "a queue without bound",
+    "weights/checkpoint/training/save._write_files: results.get": "the same thread has put the result there",
+    "weights/checkpoint/training/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
+    "weights/checkpoint/training/writer._serve: pipe.recv": "the writer's life; it dies with its trainer rank "
+    "(die_with)",
+    "run/launch/supervise/reaper.Reaper._keep: self._process.wait": "a daemon thread that waits for the guard's end",
+    "run/launch/nodes/node.on_every_node: with ThreadPoolExecutor": "each node stops in its grace and node.GONE_S, "
+    "or is lost (cluster.heartbeat_s)",
+    "run/launch/nodes/remote.Gathering._let_in: self._door.accept": "a daemon thread; leaving the gathering shuts its "
+    "socket",
+    "run/launch/run_dir/owner.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
+    "run/loop/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
-    "reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
-    "reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
-    "reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of the default "
+    "weights/reshard/execute._Incoming._message: arrival.wait": "run/sync.timeout_s: the timeout of the link",
+    "weights/reshard/execute._Outgoing._wait: work.wait": "run/sync.timeout_s: the timeout of the link",
+    "weights/reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
+    "the default "
     "group",
-    "rewards/child.RewardProcess._watch: self._process.wait": "a task that waits for the process's end; `end` waits "
-    "END_S for it",
-    "rewards/host.RewardHost._refusal: reader.readline": "asyncio.wait_for, process.CONNECT_S",
-    "rewards/judge_cache.JudgementCache.close: self._thread.shutdown": "one statement of SQLite, whose locks have a "
-    "timeout",
-    "rewards/worker_queue.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond reward.timeout_s",
-    "rewards/process.RemoteWorker._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
-    "rewards/process.Worker._exchange: self._reader.readline": "asyncio.wait_for, the verifier's timeout",
-    "rewards/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
-    "rollout/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
-    "rollout/watch.EngineWatch.__exit__: self._thread.join": "one answer of an engine: watch.ANSWER_S",
-    "sandbox/box.Box.receive: self.wait": "box.START_S",
-    "sandbox/box.Box.send_test: self.wait": "box.START_S",
-    "sandbox/box.Box.wait: self._link.recv": "the timeout of its socket, box.START_S",
-    "sandbox/box.read: link.recv": "the timeout of its socket, what is left until the deadline",
-    "sandbox/inside/zygote.end_all: os.waitpid": "its children have been killed",
-    "sandbox/local.LocalSandbox.check: answers.wait": "box.START_S",
-    "sandbox/selftest._receive: link.recv": "the timeout of its socket, selftest.GONE_S",
-    "store/waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",
-    "sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "
+    "explore/rewards/pool/child.RewardProcess._watch: self._process.wait": "a task that waits for the process's "
+    "end; `end` waits END_S for it",
+    "explore/rewards/pool/host.RewardHost._refusal: reader.readline": "asyncio.wait_for, process.CONNECT_S",
+    "explore/rewards/judge/cache.JudgementCache.close: self._thread.shutdown": "one statement of SQLite, whose "
+    "locks have a timeout",
+    "explore/rewards/pool/worker_queue.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond "
+    "reward.timeout_s",
+    "explore/rewards/pool/process.RemoteWorker._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
+    "explore/rewards/pool/process.Worker._exchange: self._reader.readline": "asyncio.wait_for, the verifier's timeout",
+    "explore/rewards/pool/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
+    "explore/rollout/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
+    "explore/rollout/watch.EngineWatch.__exit__: self._thread.join": "one answer of an engine: watch.ANSWER_S",
+    "explore/sandbox/box.Box.receive: self.wait": "box.START_S",
+    "explore/sandbox/box.Box.send_test: self.wait": "box.START_S",
+    "explore/sandbox/box.Box.wait: self._link.recv": "the timeout of its socket, box.START_S",
+    "explore/sandbox/box.read: link.recv": "the timeout of its socket, what is left until the deadline",
+    "explore/sandbox/inside/zygote.end_all: os.waitpid": "its children have been killed",
+    "explore/sandbox/local.LocalSandbox.check: answers.wait": "box.START_S",
+    "explore/sandbox/selftest._receive: link.recv": "the timeout of its socket, selftest.GONE_S",
+    "explore/store/waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",
+    "run/sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "
     "rollout.start_timeout_s while they start",
-    "sync/fleet.results: future.result": "one request to each engine: sync.timeout_s",
-    "sync/link.Link.irecv: self._open().recv": "does not wait: it begins to receive",
-    "sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",
-    "sync/receiver.Receiver.receive_weights: self.shutdown": "no wait: closes the link",
-    "sync/shared.Borrower.finish: work.wait": "sync.timeout_s: the timeout of the link",
-    "sync/shared._Borrowed.wait: self.told.wait": "sync.timeout_s: the timeout of the link",
-    "sync/shared._Lent.wait: self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, "
-    "device='cpu')).wait": "sync.timeout_s: the timeout of the link",
-    "sync/shared._Lent.wait: self.told.wait": "sync.timeout_s: the timeout of the link",
-    "tracking.ThreadedTracker._serve: self._records.get": "a daemon thread",
+    "run/sync/fleet.results: future.result": "one request to each engine: sync.timeout_s",
+    "run/sync/link.Link.irecv: self._open().recv": "does not wait: it begins to receive",
+    "run/sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",
+    "run/sync/receiver.Receiver.receive_weights: self.shutdown": "no wait: closes the link",
+    "run/sync/shared.Borrower.finish: work.wait": "run/sync.timeout_s: the timeout of the link",
+    "run/sync/shared._Borrowed.wait: self.told.wait": "run/sync.timeout_s: the timeout of the link",
+    "run/sync/shared._Lent.wait: self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, "
+    "device='cpu')).wait": "run/sync.timeout_s: the timeout of the link",
+    "run/sync/shared._Lent.wait: self.told.wait": "run/sync.timeout_s: the timeout of the link",
+    "run/tracking.ThreadedTracker._serve: self._records.get": "a daemon thread",
 }
 """Where, and what limits it."""
 

@@ -48,7 +48,8 @@ _UNSURE = re.compile(
     re.IGNORECASE,
 )
 _LEAD = re.compile(
-    r"^(?:(?:so|thus|hence|therefore|then|finally|and)\b|(?:所以|因此|故|综上|答)[，,：:]?)[\s,，:：]*(?:we\s+(?:get|have)\s+)?",
+    r"^(?:(?:so|thus|hence|therefore|then|finally|and)\b|(?:所以|因此|故|综上|答)[，,：:]?)[\s,，:：]*(?:we\s+"
+    r"(?:get|have)\s+)?",
     re.IGNORECASE,
 )
 _SAID = re.compile(
@@ -58,7 +59,8 @@ _SAID = re.compile(
 
 
 _DENIED_QUESTION = re.compile(
-    r"[?？]\s*(?:不(?:是|对)?的?|错(?:误|了|的)?|否|并非如此|no(?:pe)?|wrong|incorrect|not\s+quite)\s*(?:[,，.。;；:：!！]\s*|$)",
+    r"[?？]\s*(?:不(?:是|对)?的?|错(?:误|了|的)?|否|并非如此|no(?:pe)?|wrong|incorrect|not\s+quite)\s*"
+    r"(?:[,，.。;；:：!！]\s*|$)",
     re.IGNORECASE,
 )
 _AFFIRMED_QUESTION = re.compile(

@@ -140,7 +140,8 @@ _UNIT = (
 )
 _ASKED = re.compile(
     r"\b(?:in|into|to|nearest|many|much)\s+(?:the\s+nearest\s+|"
-    rf"whole\s+)?{_UNIT}|(?:多少|几|合|成|以|单位[:：为是]?)\s*个?{_UNIT}|(?:_{{2,}}|[(（]\s*[)）]|\?|？)\s*\\?,?\s*{_UNIT}"
+    rf"whole\s+)?{_UNIT}|(?:多少|几|合|成|以|单位[:：为是]?)\s*个?{_UNIT}|(?:_{{2,}}|[(（]\s*[)）]|\?"
+    rf"|？)\s*\\?,?\s*{_UNIT}"
 )
 
 

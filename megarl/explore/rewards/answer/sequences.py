@@ -24,7 +24,8 @@ _MARKED = rf"(?:\(\s*{_SIGN}\s*\)|{_SIGN}|\(\s*\d{{1,2}}\s*\))"
 _NUMBER = rf"(?:{_MARKED}|\d{{1,2}}(?!\d))"
 _NOISE = re.compile(
     r"^(?:(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|"
-    r"order)\s*(?:is|are|:)?|(?:正确的?)?(?:选项|答案|顺序|序号|选择|应选|故选|选|第|只有|只)(?:是|为|:)?|only)\s*|\s*[个项]?[.。;!]*$",
+    r"order)\s*(?:is|are|:)?|(?:正确的?)?(?:选项|答案|顺序|序号|选择|应选|故选|选|第|只有|只)(?:是|为|:)?"
+    r"|only)\s*|\s*[个项]?[.。;!]*$",
     re.IGNORECASE,
 )
 _NUMBERS = re.compile(rf"{_NUMBER}(?:(?:{_SEPARATOR}|\s+){_NUMBER})*|{_MARKED}(?:(?:{_SEPARATOR}|\s*){_MARKED})*")

@@ -95,7 +95,8 @@ _CHANGED = re.compile(
     r"|eighths?|ninths?|tenths?|hundredths?|root|power|reciprocal|"
     r"inverse|modulo|mod|plus|minus|divided|multiplied|base|binary|"
     r"too\s+(?:many|few|much|little|low|high|large|small))\b"
-    r"|\btimes\s+(?!(?:an?|per|each|every|in|on)\b)\w|分之|一半|的(?:平方|立方|倒数)|的[^，,。]*[倍根]|次方|阶乘|以[上下内]|左右|上下|之外|除外",
+    r"|\btimes\s+(?!(?:an?|per|each|every|in|on)\b)\w|分之|一半|的(?:平方|立方|倒数)|的[^，,。]*[倍根]|次方|阶乘"
+    r"|以[上下内]|左右|上下|之外|除外",
     re.IGNORECASE,
 )
 _PREDICATE = re.compile(

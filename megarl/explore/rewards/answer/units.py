@@ -106,7 +106,8 @@ _STOPPING = (
 )
 _STOP = frozenset(_STOPPING.split() + NUMERALS)
 _CHINESE_STOP = re.compile(
-    r"或|和|与|不|非|以上|以下|以内|左右|多|少|大于|小于|至|到|几|分之|倍的|百|千|万|亿|半|成|否|错|对|^的.|^余|折$|^[加减乘]|^打$|^来个|倒数|相反数|倍数|两倍|次方|阶乘|之外|除外"
+    r"或|和|与|不|非|以上|以下|以内|左右|多|少|大于|小于|至|到|几|分之|倍的|百|千|万|亿|半|成|否|错|对|^的.|^余"
+    r"|折$|^[加减乘]|^打$|^来个|倒数|相反数|倍数|两倍|次方|阶乘|之外|除外"
 )
 _LAST_STOP = re.compile(
     r"\b(?:wrong|false|incorrect|remainders?|reciprocal|inverse|negative|choose|power)\W*$", re.IGNORECASE

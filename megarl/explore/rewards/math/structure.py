@@ -17,7 +17,8 @@ _NOT_NAMES = {r"\pi", r"\infty", "e", "i"}
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME.pattern})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?(?:\\mid|\||:)\s*([^|:]*)\\\}}")
 _CASES = re.compile(
-    r"(?:\\begin\{cases\}|\\\{\s*\\begin\{(?:array|aligned)\}(?:\s*\{[lcr|\s]*\})?)(.*)\\end\{(?:cases|array|aligned)\}",
+    r"(?:\\begin\{cases\}|\\\{\s*\\begin\{(?:array|aligned)\}(?:\s*\{[lcr|\s]*\})?)(.*)\\end\{(?:cases|array"
+    r"|aligned)\}",
     re.DOTALL,
 )
 _POINT = re.compile(r"([AD-MO-TV-Z]'?)\s*(\(.*\))", re.DOTALL)

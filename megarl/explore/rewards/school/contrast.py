@@ -21,7 +21,8 @@ _REFUSED = re.compile(
     re.IGNORECASE,
 )
 _AFFIRMED = re.compile(
-    rf"({_NAME})\s*(?:is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?|是?(?:正确|对)的?(?:答案|选项)?|符合题意)$",
+    rf"({_NAME})\s*(?:is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?|是?(?:正确|对)的?(?:答案"
+    r"|选项)?|符合题意)$",
     re.IGNORECASE,
 )
 _LEAD = re.compile(

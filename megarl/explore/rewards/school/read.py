@@ -11,7 +11,8 @@ from megarl.explore.rewards.answer.numerals import with_digits
 from megarl.explore.rewards.math.structure import split
 
 _NOISE = re.compile(
-    r"^\[?(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|选项|答案|选择|应选|故选|选)\]?\s*(?:is|are|为|是|:)?\s*:?\s*",
+    r"^\[?(?:the\s+)?(?:correct\s+)?(?:options?|choices?|answers?|选项|答案|选择|应选|故选|选)\]?\s*(?:is|are|为"
+    r"|是|:)?\s*:?\s*",
     re.IGNORECASE,
 )
 _CIRCLED_LETTERS = {code: chr(ord("A") + code - 0x24B6) for code in range(0x24B6, 0x24BE)} | {
@@ -99,7 +100,8 @@ def chosen(text: str) -> set[str] | None:
 
 
 _LISTED = re.compile(
-    r"(?:^|(?<=[\s(（;；,，。?？]))[(（]?([A-H])\s*[.．、:：)）]\s*(.+?)\s*(?=[\s;；,，(（][(（]?[A-H]\s*[.．、:：)）]|$)",
+    r"(?:^|(?<=[\s(（;；,，。?？]))[(（]?([A-H])\s*[.．、:：)）]\s*(.+?)\s*(?=[\s;；,，(（]["
+    r"(（]?[A-H]\s*[.．、:：)）]|$)",
     re.DOTALL,
 )
 
@@ -235,7 +237,8 @@ def same_date(gold: tuple[int, int, int], pred: tuple[int, int, int]) -> bool:
 
 
 _CLOCK = re.compile(
-    r"(\d{1,2}):(\d{2})|(\d{1,2}|[零一二两三四五六七八九十]{1,3})[点时](?:(半)|整|(\d{1,2}|[零一二三四五六七八九十]{1,3})分?)?"
+    r"(\d{1,2}):(\d{2})|(\d{1,2}|[零一二两三四五六七八九十]{1,3})[点时](?:(半)|整|(\d{1,2}"
+    r"|[零一二三四五六七八九十]{1,3})分?)?"
 )
 
 

@@ -74,12 +74,14 @@ _BETWEEN = (
 )
 _PARTLY = (
     r"(?:always|entirely|completely|necessarily|fully|totally|"
-    r"exactly|wholly|altogether|perfectly|universally|generally|all|quite|strictly\s+speaking|完全|一定|必然|总是|总|全|都)"
+    r"exactly|wholly|altogether|perfectly|universally|generally|all|quite|strictly\s+speaking|完全|一定|必然|总是"
+    r"|总|全|都)"
 )
 _UNSURE = re.compile(rf"(?:{_NEVER}{_BETWEEN}{_PARTLY}|未必|不见得){_BETWEEN}$")
 _NEGATIONS = re.compile(rf"(?:{_NEVER}{_BETWEEN})+$")
 _BELIEF = re.compile(
-    r"(?:not|n't|never)\s+(?:think|believe|agree|say|consider|find)\b[^.,;]{0,40}$|(?:不认为|不觉得|不同意)[^,.;]{0,20}$"
+    r"(?:not|n't|never)\s+(?:think|believe|agree|say|consider|find)\b[^.,;]{0,40}$|(?:不认为|不觉得"
+    r"|不同意)[^,.;]{0,20}$"
 )
 _NOUN = (
     r"(?!\s+(?:answers?|values?|terms?|numbers?|order|spelling|"
@@ -88,20 +90,24 @@ _NOUN = (
 _PREDICATE = re.compile(
     rf"(?P<true>\b(?:true|correct|right|accurate|valid)\b{_NOUN}|"
     r"正确(?!的?(?:答案|顺序|结果|值|读法|写法|是[^的]|应)|的(?:说法|表述)(?:是|为|应))|"
-    r"成立|(?<!相)(?<!绝)(?<!面)(?<!反)对(?![于应称边角比照话数顶象面立])|(?<![认天])真(?!分|空|正|实)|√|✓|✔|\\checkmark)"
-    rf"|(?P<false>\b(?:false|incorrect|wrong|untrue|inaccurate|invalid)\b{_NOUN}|错误?|有误|(?<=无)误|假(?![如设使定若分])|×|✗|✘)"
+    r"成立|(?<!相)(?<!绝)(?<!面)(?<!反)对(?![于应称边角比照话数顶象面立])|(?<![认天])真(?!分|空|正|实)|√|✓|✔"
+    r"|\\checkmark)"
+    rf"|(?P<false>\b(?:false|incorrect|wrong|untrue|inaccurate|invalid)\b{_NOUN}|错误?|有误|(?<=无)误|假"
+    r"(?![如设使定若分])|×|✗|✘)"
 )
 _HEAD = re.compile(
     r"(?P<word>true|false|yes|no|correct|incorrect|right|wrong|"
     r"对的?|错的?|正确的?|错误的?|是的?|否|不是|不对|不正确|不成立|√|×|✓|✗|✔|✘|\\checkmark|\\times)"
-    r"\s*(?:[,.:;!。()]|[-–—]+\s|\\\\|\n|(?=\s+(?:because|since|as|for|due|when|given)\b)|(?=因为|由于|理由|应[是为该改当]))"
+    r"\s*(?:[,.:;!。()]|[-–—]+\s|\\\\|\n|(?=\s+(?:because|since|as|for|due|when|given)\b)|(?=因为|由于|理由"
+    r"|应[是为该改当]))"
     r"|(?P<letter>[tf])\s*[,.:;]"
 )
 _CLAIM = re.compile(
     r"\b(?:it|this|that|which|statement|claim|sentence|answer|"
     r"judge?ment|proposition|conclusion|assertion)(?:\s+(?:above|given|here|itself))?"
     r"(?:(?:\s+(?:is|was|must\s+be|should\s+be|has\s+to\s+be|cannot\s+be)|'s|\s+isn't)\b)[^,.;:!。]*"
-    r"|(?:说法|结论|判断|命题|题目|题|答案|这句话|句子|此|这|它)(?:[^,.;:!。]{0,8})(?:正确|错|对|成立|有误)|应该?[是为]\s*[对错正√×][^,.;:!。]{0,3}$"
+    r"|(?:说法|结论|判断|命题|题目|题|答案|这句话|句子|此|这|它)(?:[^,.;:!。]{0,8})(?:正确|错|对|成立|有误)"
+    r"|应该?[是为]\s*[对错正√×][^,.;:!。]{0,3}$"
 )
 _CONDITION = re.compile(r"\bif\b|\bwere\b|\bwould\b|\bonly\b|如果|假如|若|只有|\bunless\b")
 _NOT_THE_ANSWER = re.compile(
@@ -116,7 +122,8 @@ _CARRIED = re.compile(
     r"(?:^|[,.;:(\"'。√×✓✗✔✘]|\s[-–—]+|\b(?:is|are|was|be|as|say|"
     rf"holds?|remains?|answer|hence|thus|therefore|so|statement|claim)\b|['’]s\b)\s*(?:{_SURE}\s+)*$"
     r"|(?:说法|结论|命题|题目?|话|句子?|推理|观点|表述|语句|叙述|描述|判断|[等式]式|定理|答案|"
-    r"计算|解法|论述|陈述|想法|看法|理解|选项|[这那此它其者都均全也就]|显然|当然|确实|的确|必然|一定|完全|绝对|肯定|十分|非常|[是为应选填算能]|认为|觉得|所以|因此|故|说|正确|对|错误?)\s*$"
+    r"计算|解法|论述|陈述|想法|看法|理解|选项|[这那此它其者都均全也就]|显然|当然|确实|的确|必然|一定|完全|绝对"
+    r"|肯定|十分|非常|[是为应选填算能]|认为|觉得|所以|因此|故|说|正确|对|错误?)\s*$"
 )
 """Text before a judgement and its negations, in a sentence that makes one: "is", 说法; not "rarely", 部分."""
 _SETTLED = re.compile(
@@ -130,7 +137,8 @@ _HEDGED = re.compile(
     r"sometimes|hardly|barely|scarcely|almost|nearly|usually|often|"
     r"doubt\w*|suspect\w*|den(?:y|ies|ied)|disput\w*|wonder|whether|seem\w*|appear\w*|opposite|contrary|far\s+from"
     r"|but|disagree|hard|unclear|supposed\w*|alleged\w*|pretend\w*|too|most|many|few|either)\b"
-    r"|部分|有些|有的|有时|偶尔|多数|一半|基本|几乎|貌似|似乎|好像|看似|也许|据说|怀疑|是否|难说|很难|不敢|谈不上|近乎|差不多|反对|否认|与否|吗"
+    r"|部分|有些|有的|有时|偶尔|多数|一半|基本|几乎|貌似|似乎|好像|看似|也许|据说|怀疑|是否|难说|很难|不敢|谈不上"
+    r"|近乎|差不多|反对|否认|与否|吗"
 )
 _HEDGE_BEHIND = re.compile(
     r"\s*(?:but\s+|though\s+)?(?:only\s+)?(?:mostly|partly|partially|"

@@ -47,7 +47,8 @@ _SECOND_COUNT = re.compile(
 """Numbers that _COUNT passes over beside the one that it finds: ``4th``, ``x4``, ``IV``; not "the 2nd image", not
 "A4"."""
 _NOT_COUNTS = re.compile(
-    r"一共|一起|一张|一幅|[图画][片像中里]*[一二三]|第[零一二三四五六七八九十]+|\b(?:the|this|that|each|no|which|every)\s+one\b|\bone\s+of\b",
+    r"一共|一起|一张|一幅|[图画][片像中里]*[一二三]|第[零一二三四五六七八九十]+|\b(?:the|this|that|each|no|which"
+    r"|every)\s+one\b|\bone\s+of\b",
     re.IGNORECASE,
 )
 _NONE = re.compile(

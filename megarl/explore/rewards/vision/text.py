@@ -24,7 +24,8 @@ _THING = (
 _QUOTED = re.compile(
     rf"(?:(?:the|this)\s+)?{_THING}(?:\s+(?:in|on|of|at)\s+(?:the|"
     r"this)\s+\w+)?\s+(?:says?|reads?|states?|is|are|shows?)\s*[:,]?\s*(?P<en>.+)"
-    r"|(?:图[片中里像上]*|招牌|牌子|标志|屏幕)?(?:上|中|里)?的?(?:文字|字|内容)?(?:写着|写的是|是|为)\s*[:,]?\s*(?P<zh>.+)",
+    r"|(?:图[片中里像上]*|招牌|牌子|标志|屏幕)?(?:上|中|里)?的?(?:文字|字|内容)?(?:写着|写的是|是|为)\s*[:,]?\s*"
+    r"(?P<zh>.+)",
     re.DOTALL | re.IGNORECASE,
 )
 _SHOWN = re.compile(
