@@ -144,7 +144,7 @@ def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
     store.request_rollout(rollout_id, "train", 0, version, [task.task_id for task in tasks], ANSWERS_OF_A_GROUP, {})
     for claim in store.claim_groups("benchmark", len(tasks)):
         prompt = random.integers(0, VOCAB, PROMPT).astype(np.int32)
-        store.finish_group(claim, [
+        store.put(claim, [
             Trajectory(
                 rollout_id, claim.task.task_id, claim.group_id, index, claim.group_size,
                 (

@@ -10,7 +10,7 @@ import numpy as np
 from sqlalchemy import select
 
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.store import Claim, Store
+from megarl.explore.store import Claim, Store, Used
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import METADATA
 from tests.trajectories import one_turn
@@ -39,7 +39,7 @@ def make_trajectory(claim: Claim, index: int, length: int = 4) -> Trajectory:
 
 
 def finish(store: Store, claim: Claim) -> bool:
-    return store.finish_group(claim, [make_trajectory(claim, i) for i in claim.indices], {"samples": 2.0})
+    return store.put(claim, [make_trajectory(claim, i) for i in claim.indices], {"samples": 2.0})
 
 
 def request(
@@ -54,9 +54,10 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "add_tasks": lambda store, claims: store.add_tasks("other", [make_task(9, "other")]),
     "request_rollout": lambda store, claims: request(store, "r9", step=9),
     "claim_groups": lambda store, claims: store.claim_groups("a", 1),
-    "finish_group": lambda store, claims: finish(store, claims[0]),
+    "put": lambda store, claims: finish(store, claims[0]),
     "release_claims": lambda store, claims: store.release_claims("a"),
-    "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}),
+    "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"})),
+    "record_evaluation": lambda store, claims: store.record_evaluation("a", "r0", {"step": 1}),
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
     "set_run_id": lambda store, claims: store.set_run_id("r" * 32),
     "sync": lambda store, claims: store.sync(),

@@ -51,15 +51,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     # Hundreds of small messages, so that a sync lasts longer as well.
     job = Job(folder / "run", [*WHOLE, f"reward.path={scorer}", "sync.bucket_bytes=4096"]).start()
     try:
-        job.until(lambda: groups(job, "eval-before", "done") > 0, "the first rollout")
+        job.until(lambda: groups(job, "eval-before", "ready") > 0, "the first rollout")
         pid = job.pid_of("explorer")
-        job.until(lambda: groups(job, "train-000000", "done") > 0, "a group that is done", poll_s=0.002)
+        job.until(lambda: groups(job, "train-000000", "ready") > 0, "a group that is done", poll_s=0.002)
         kill(job, "explorer", pid)
         engine = job.pid_of("engine")
         job.until(lambda: groups(job, "train-000001", "claimed") > 0, "a rollout", poll_s=0.002)
         kill(job, "engine 0", engine)
         log = job.run_dir / "logs" / "attempt_1" / "engine_0.log"
-        job.until(lambda: groups(job, "train-000001", "done") > 0, "an engine that generates again")
+        job.until(lambda: groups(job, "train-000001", "ready") > 0, "an engine that generates again")
         engine, syncs = job.pid_of("engine"), log.read_text().count("PAUSED_NEW")
         job.until(lambda: log.read_text().count("PAUSED_NEW") > syncs, "a sync", poll_s=0.002)
         kill(job, "engine 0", engine)

@@ -8,11 +8,8 @@ again is shown by ``test_roles.py``, and at many more moments by ``make soak``.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,15 +42,6 @@ def start(run_dir: Path, started: list[Job]) -> Job:
     return started[-1]
 
 
-def kill_all(job: Job) -> None:
-    """SIGKILL for everything that the job has started, supervisor and reaper first."""
-    for pid in [job.pid, *job.processes()]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    job.wait(30)
-    job.until_gone(60)
-
-
 def unfinished(folder: Path) -> list[Path]:
     """Checkpoints that are being written, that of the start left out."""
     return [path for path in folder.glob("global_step_*.attempt_*") if not path.name.startswith("global_step_0")]
@@ -70,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
         folder = root / "killed" / "checkpoints"
         job = start(root / "killed", started)
         job.until(lambda: bool(unfinished(folder)), "a checkpoint that is being written", poll_s=0.002)
-        kill_all(job)
+        job.kill_all()
         assert unfinished(folder), "it was finished before the job was killed"
         before = latest(folder)
         assert before is not None
@@ -79,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
         job.until(
             lambda: (job.steps() or [0])[-1] % EVERY == 1, "a step behind a checkpoint"
         )  # the next one is being computed
-        kill_all(job)
+        job.kill_all()
         assert job.steps()[-1] < STEPS and f"resumed from {before}" in job.output.read_text()
         job = start(root / "killed", started)
         assert job.wait(240) == 0, job.output.read_text()

@@ -26,7 +26,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     store.add_tasks("train", [make_task(i) for i in range(GROUPS)])
     request(store, groups=GROUPS, greedy=True)
     for claim in store.claim_groups("e", GROUPS):
-        assert store.finish_group(
+        assert store.put(
             claim, [make_trajectory(claim, i, 5 + claim.position) for i in claim.indices], {"samples": 2.0}
         )
     store.close()
@@ -57,16 +57,16 @@ def plain(trajectory: Any) -> Any:
 def rollout(rank: int, nodes: list[str], url: str) -> tuple[bytes, dict[str, float], int, bool]:
     """(trajectories, metrics, bytes of the store's rows that this rank decoded, greedy answers are shared within
     groups)."""
-    from megarl.explore.store import rollouts as rows
+    from megarl.explore.store import buffer as rows
     from megarl.run.loop.reading import RolloutReader
 
     reader, store = joined(rank, nodes), Store(url)
-    store.spans = lambda rollout_id: [range(0, 5), range(5, 6), range(6, GROUPS)]  # type: ignore[method-assign]
+    store.parts = lambda ids: [ids[:5], ids[5:6], ids[6:]]  # type: ignore[method-assign, assignment, misc]
     decoded: list[int] = []
     decode = rows.trajectory_from_row
     rows.trajectory_from_row = lambda row: (decoded.append(len(row.tensors) + len(row.record)), decode(row))[1]  # type: ignore[func-returns-value]
     rollouts = RolloutReader(reader, store, lambda: False)
-    found, metrics = rollouts.trajectories("r0"), rollouts.metrics("r0")
+    found, metrics = rollouts.take(GROUPS, step=0, min_weights=0), rollouts.metrics("r0")
     assert found is not None
     shared = len({id(e.greedy) for e in found}) == GROUPS
     return pickle.dumps([plain(e) for e in found]), metrics, sum(decoded), shared

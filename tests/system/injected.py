@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.machine import group_members
+from megarl.explore.store.tables import WHOLE
 from megarl.weights.checkpoint.training.manifest import MANIFEST, finished, latest
 from tests.system.jobs import Job
 from tests.system.soak import kill
@@ -76,12 +77,12 @@ class Injured:
                     "order by requested_at desc limit 1)"
                 )
             ]
-            return bool(states) and states.count("done") < len(states)
+            return bool(states) and not set(states) <= set(WHOLE)
 
         self.job.until(under_way, "a rollout under way", poll_s=0.002)
 
     def in_an_update(self) -> None:
-        """All groups of a rollout are done and its step is not recorded."""
+        """All groups of a rollout are ready and its step is not recorded."""
         self.in_a_rollout()
         open_groups = "select count(*) from groups where state != 'done'"
         self.job.until(lambda: self.job.query(open_groups) in ([(0,)], []), "the end of the rollout", poll_s=0.002)

@@ -89,6 +89,14 @@ class Job:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def kill_all(self) -> None:
+        """SIGKILL for everything that the job has started, supervisor and reaper first."""
+        for pid in [self.pid, *self.processes()]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait(30)
+        self.until_gone(60)
+
     def poll(self) -> int | None:
         assert self._process is not None
         return self._process.poll()

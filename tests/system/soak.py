@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from megarl.explore.store import Store
+from megarl.explore.store.tables import WHOLE
 from megarl.weights.checkpoint.training.manifest import read_manifest
 from tests.system.jobs import TINY, Job
 
@@ -61,8 +62,8 @@ def doing(job: Job, step: int) -> str:
     groups = [str(state) for (state,) in job.query(f"select state from groups where rollout_id = 'train-{step:06d}'")]
     if not groups:
         what = "between two steps, or in a sync"
-    elif groups.count("done") < len(groups):
-        what = f"in a rollout, {groups.count('done')} of {len(groups)} groups done"
+    elif (whole := sum(state in WHOLE for state in groups)) < len(groups):
+        what = f"in a rollout, {whole} of {len(groups)} groups ready"
     else:
         what = "behind a rollout"
     return what + (f", writing {writing[0]}" if writing else "")

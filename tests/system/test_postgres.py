@@ -189,11 +189,11 @@ SCRIPT: list[tuple[str, Callable[[Store, list[Any]], Any]]] = [
     ("add_tasks", lambda store, held: store.add_tasks("train", [make_task(i) for i in range(6)])),
     ("request_rollout", lambda store, held: request(store)),
     ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("a", 3, max_samples=4)) or held)),
-    ("finish_group", lambda store, held: finish(store, held.pop())),
+    ("put", lambda store, held: finish(store, held.pop())),
     ("release_claims", lambda store, held: [store.release_claims("a")][:0]),  # how many it were may get lost
     ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("b", 2)) or held)),
-    ("finish_group", lambda store, held: [finish(store, claim) for claim in held[1:]]),  # what a had is released
-    ("old finish_group", lambda store, held: finish(store, held.pop(0))),
+    ("put", lambda store, held: [finish(store, claim) for claim in held[1:]]),  # what a had is released
+    ("old put", lambda store, held: finish(store, held.pop(0))),
     ("record_step", lambda store, held: store.record_step(1, {"reward": 1.0})),
     ("record_step", lambda store, held: store.record_step(1, {"reward": 2.0})),
     ("record_event", lambda store, held: store.record_event("trainer", "evaluation", {"step": 9})),

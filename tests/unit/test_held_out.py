@@ -16,6 +16,7 @@ from megarl.explore.experience.held_out import pass_at, right_answers, sampled_m
 from megarl.explore.store import Store
 from megarl.run.loop.context import RunContext
 from megarl.run.loop.evaluation import Evaluation
+from megarl.run.loop.held_out import record_evaluations
 from megarl.run.loop.reporter import Reporter
 from megarl.run.loop.state import TrainState
 from tests.trajectories import one_turn
@@ -118,10 +119,12 @@ class Evaluated:
         monkeypatch.setattr(reporter, "write", lambda step, metrics: self.metrics.update(metrics))
         monkeypatch.setattr(reporter, "log", self.lines.append)
 
-        def wait(rollout_id: str, label: str) -> bool:
+        def wait(rollout_id: str, label: str, *, updated: bool = False) -> bool:
             for claim in self.store.claim_groups("w", 100):
                 self.sampling, found = claim.sampling, right[int(claim.task.task_id[1:])]
-                assert self.store.finish_group(claim, [answered(claim, j, j < found) for j in range(claim.group_size)])
+                assert self.store.put(claim, [answered(claim, j, j < found) for j in range(claim.group_size)])
+                record_evaluations(self.store, "w", claim.rollout_id)
+            assert self.store.is_complete(rollout_id)
             return True
 
         assert Evaluation(context, self.store, reporter, wait).run(TrainState("rl", step), VERSION, f"eval-{step}")

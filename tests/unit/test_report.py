@@ -116,7 +116,7 @@ def answer_all(
             turns=one_turn([0] * 3, [token] * (1 + i % 2), version=VERSION),
             reward=Reward(float(status == "ok"), status),
         )
-        assert store.finish_group(claim, [trajectory])
+        assert store.put(claim, [trajectory])
     store.record_event("trainer", "evaluation", {"rollout_id": rollout_id, "step": step, "accuracy": right / len(ids)})
 
 

@@ -45,7 +45,9 @@ class Waited:
         self._stop_at = stop_at
         config: Any = SimpleNamespace(store=SimpleNamespace(poll_s=0.001), cluster=SimpleNamespace(stall_s=300.0))
         store: Any = SimpleNamespace(
-            progress=lambda rollout_id: progress.pop(0) if len(progress) > 1 else progress[0], events=lambda *_: []
+            progress=lambda rollout_id: progress.pop(0) if len(progress) > 1 else progress[0],
+            is_complete=lambda rollout_id: True,
+            events=lambda *_: [],
         )
         this: Any = self
         self.waiter = RolloutWaiter(RunContext(config, Path(), 1, rank), store, this, this, this, this)
@@ -190,11 +192,11 @@ class AnsweringStore(Store):
 
     outcome: Callable[[int], str]
 
-    def request_rollout(self, rollout_id: str, *args: Any) -> None:
-        super().request_rollout(rollout_id, *args)
+    def request_rollout(self, rollout_id: str, *args: Any, **more: Any) -> None:
+        super().request_rollout(rollout_id, *args, **more)
         for claim in reversed(self.claim_groups("e", 1000)):
             answers = [self._answer(claim, index) for index in claim.indices]
-            assert self.finish_group(claim, answers, {"samples": 2.0 * len(self.trajectories(rollout_id))})
+            assert self.put(claim, answers, {"samples": 2.0 * len(self.trajectories(rollout_id))})
 
     def _answer(self, claim: Claim, index: int) -> Trajectory:
         number = int(claim.task.task_id.split("/")[1])
@@ -235,7 +237,7 @@ class Step:
         self.timeline = reporter.timeline
         reader = RolloutReader(NodeReader(), self.store, lambda: False)
         needed = replace(algorithms.get("grpo"), needs=frozenset(needs))
-        self._rollouts = rollouts.Rollouts(context, needed, self.store, reporter, reader, lambda *_: not stopped)
+        self._rollouts = rollouts.Rollouts(context, needed, self.store, reporter, reader, lambda *_, **__: not stopped)
 
     def groups(self) -> rollouts.StepGroups | None:
         return self._rollouts.groups(self.state, WeightsVersion(1, 2), 64)
@@ -254,6 +256,7 @@ def test_a_step_without_dynamic_sampling_is_one_rollout(tmp_path: Path) -> None:
     assert found.metrics["rollout/extra"] == 0 and found.metrics["rollout/kept_groups"] == 4
     assert "rollout/all_right" not in found.metrics and list(s.timeline.seconds) == ["rollout", "batch"]
     assert all(e.greedy is None for e in found.trajectories)
+    assert found.used == (tuple(groups_of(found)), {})
 
 
 def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: Path) -> None:
@@ -280,6 +283,13 @@ def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: P
     assert (m["rollout/all_right"], m["rollout/all_wrong"]) == (outcomes["all"], outcomes["none"])
     assert m["rollout/samples"] == sum(s.store.rollout_metrics(name)["samples"] for name in names[:needed])
     assert m["reward/parts/overlong"] == 0.0
+    reasons = {"all": "all_right", "none": "all_wrong", "broken": "reward_error", "mixed": "surplus"}
+    of_task = {
+        f"{n}/{p}": outcome(int(t.split("/")[1])) for n, ts in zip(names, asked, strict=False) for p, t in enumerate(ts)
+    }
+    left_out = [g for n in names[:needed] for p in range(4) if (g := f"{n}/{p}") not in expected[:4]]
+    assert found.used.consumed == tuple(expected[:4])
+    assert found.used.dropped == {group: reasons[of_task[group]] for group in left_out}
     # All of them belong to the step: the trainer that resumes there forgets them, one that is past it keeps them.
     s.store.discard_rollouts(4)
     assert all(s.store.progress(name) == (4, 4) for name in found.rollout_ids)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store import OWN_SERVER, Store, check_url, database
+from megarl.explore.store import OWN_SERVER, Store, Used, check_url, database, journal
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.database import shown
 from megarl.run.launch.postgres import without_password
@@ -145,7 +145,7 @@ def test_a_database_gives_back_what_it_was_given(store: Store) -> None:
         metadata={"text": "ü \U0001f600 \x00 \\ '", "n": [1, None]},
     )
     second = replace(make_trajectory(claim, 1), reward=Reward(0.1 + 0.2, "ok"))
-    assert store.finish_group(claim, [first, second])
+    assert store.put(claim, [first, second])
     for got, wanted in zip(store.trajectories("r0"), (first, second), strict=True):
         assert [values(turn) for turn in got.turns] == [values(turn) for turn in wanted.turns]
         for name in ("metadata", "group_stats"):
@@ -173,7 +173,7 @@ def test_a_wrong_array_is_refused(store: Store, changes: dict[str, Any], words: 
     members = [make_trajectory(claim, i) for i in range(2)]
     members[1] = replace(members[1], turns=(members[1].prompt, replace(members[1].response, **changes)))
     with pytest.raises(TypeError, match=rf"r0/0\[1\]: {words}"):
-        store.finish_group(claim, members)
+        store.put(claim, members)
     assert store.progress("r0") == (0, 6)
 
 
@@ -181,7 +181,7 @@ def test_an_incomplete_group_is_refused(store: Store) -> None:
     request(store)
     (claim,) = store.claim_groups("a", 1)
     with pytest.raises(AssertionError, match=r"finished with indices \[1\]"):
-        store.finish_group(claim, [make_trajectory(claim, 1)])
+        store.put(claim, [make_trajectory(claim, 1)])
 
 
 def test_a_greedy_answer_belongs_to_its_group_and_comes_with_its_members(store: Store) -> None:
@@ -190,10 +190,10 @@ def test_a_greedy_answer_belongs_to_its_group_and_comes_with_its_members(store: 
     assert first.indices == [GREEDY, 0, 1]
     members = [make_trajectory(first, i) for i in range(2)]
     with pytest.raises(AssertionError, match=r"finished with indices \[0, 1\]"):
-        store.finish_group(first, members)
+        store.put(first, members)
     baseline = replace(make_trajectory(first, GREEDY, length=7), reward=Reward(math.nan, "timeout"))
-    assert store.finish_group(first, [*members, baseline]) and finish(store, second)
-    assert not store.finish_group(first, [*members, baseline]), "written twice"
+    assert store.put(first, [*members, baseline]) and finish(store, second)
+    assert not store.put(first, [*members, baseline]), "written twice"
     got = store.trajectories("r0")
     assert [(e.group_id, e.index) for e in got] == [(f"r0/{p}", i) for p in range(2) for i in range(2)]
     assert [len(e.greedy.response.token_ids) for e in got if e.greedy] == [7, 7, 4, 4]
@@ -258,6 +258,81 @@ def test_discard_rollouts_from_a_step_on(store: Store) -> None:
     assert store.steps() == [(1, {"reward": 9.0})]
 
 
+def states(store: Store, rollout_id: str = "r0") -> list[str]:
+    return [state for state, _, _ in store.group_states(rollout_id).values()]
+
+
+def test_a_group_from_pending_to_consumed_or_dropped(store: Store) -> None:
+    request(store, groups=4)
+    claims = store.claim_groups("a", 3)
+    for claim in claims[1:]:
+        finish(store, claim)
+    assert states(store) == ["claimed", "ready", "ready", "pending"] and not store.is_complete("r0")
+    for claim in [claims[0], *store.claim_groups("a", 1)]:
+        finish(store, claim)
+    assert states(store) == ["ready"] * 4 and store.is_complete("r0")
+    assert store.take(2, step=0, min_weights=0) == ["r0/0", "r0/1"]
+    assert store.take(9, step=0, min_weights=0, without=["r0/0"]) == ["r0/1", "r0/2", "r0/3"]
+    assert states(store) == ["ready"] * 4  # a step that is killed finds them again
+    store.record_step(1, {"reward": 1.0}, Used(("r0/0", "r0/2"), {"r0/1": "all_right", "r0/3": "surplus"}))
+    assert store.group_states("r0") == {
+        "r0/0": ("consumed", 1, None),
+        "r0/1": ("dropped", 1, "all_right"),
+        "r0/2": ("consumed", 1, None),
+        "r0/3": ("dropped", 1, "surplus"),
+    }
+    assert store.take(9, step=0, min_weights=0) == [] and len(store.trajectories("r0")) == 8
+
+
+def test_a_step_and_its_consumption_are_one_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    request(store, groups=1)
+    finish(store, store.claim_groups("a", 1)[0])
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("killed here")
+
+    monkeypatch.setattr(journal, "mark_used", broken)
+    with pytest.raises(RuntimeError, match="killed here"):
+        store.record_step(1, {"reward": 1.0}, Used(("r0/0",)))
+    assert store.steps() == [] and states(store) == ["ready"]
+
+
+def test_groups_that_were_asked_for_ahead(store: Store) -> None:
+    """Of step 2, with weights of one step; a job that resumes at step 2 keeps them, one that resumes at step 1 not."""
+    ids = store.task_ids("train")[:2]
+    request(store, "r1", step=1, groups=2)
+    store.request_rollout("r2", "train", 2, VERSION, ids, 2, {}, weights_step=1)
+    for claim in store.claim_groups("a", 9):
+        finish(store, claim)
+    assert store.take(9, step=2, min_weights=2) == [] and not store.is_requested("r2", 2)
+    assert store.take(9, step=2, min_weights=1) == ["r2/0", "r2/1"] and store.is_requested("r2", 1)
+    store.record_step(2, {}, Used(("r1/0", "r1/1")))
+    store.record_step(3, {}, Used(("r2/1",), {"r2/0": "surplus"}))
+    store.discard_rollouts(2)  # the step that had used them is made again
+    assert states(store, "r1") == ["consumed"] * 2 and store.group_states("r2")["r2/0"] == ("ready", None, None)
+    assert store.take(9, step=2, min_weights=1) == ["r2/0", "r2/1"]
+    store.discard_rollouts(2, ahead=True)  # after a rollback its tasks are others
+    assert states(store, "r1") == ["consumed"] * 2 and states(store, "r2") == []
+    store.discard_rollouts(1)
+    assert states(store, "r1") == []
+
+
+def test_an_evaluation_is_recorded_once_and_with_its_groups(store: Store) -> None:
+    store.request_rollout("eval-0", "eval", 0, VERSION, store.task_ids("train")[:3], 2, {})
+    claims = store.claim_groups("a", 9)
+    for claim in claims[:2]:
+        finish(store, claim)
+    assert store.to_evaluate() == []
+    finish(store, claims[2])
+    assert store.to_evaluate() == [("eval-0", 0, 2)] and not store.is_complete("eval-0")
+    assert store.take(9, step=0, min_weights=0) == []
+    for accuracy in (0.5, 0.25):  # the second explorer was late
+        store.record_evaluation("a", "eval-0", {"rollout_id": "eval-0", "step": 0, "accuracy": accuracy})
+    assert store.is_complete("eval-0") and states(store, "eval-0") == ["consumed"] * 3 and store.to_evaluate() == []
+    assert [event["data"]["accuracy"] for event in store.events("evaluation")] == [0.5]
+    assert store.evaluation("eval-0")["accuracy"] == 0.5
+
+
 def test_job_state_and_events(store: Store) -> None:
     assert store.job_state() == "open"
     store.close_job()
@@ -317,12 +392,14 @@ def test_a_rollout_is_read_in_parts_of_limited_size(store: Store) -> None:
     request(store)
     for claim in store.claim_groups("a", 6)[:4]:
         finish(store, claim)
-    done = [range(i, i + 1) for i in range(4)]
-    assert store.spans("r0", 1) == done and store.spans("r0") == [range(0, 4)] and store.spans("none") == []
-    one = store.trajectories("r0", done[2])
+    ids = [f"r0/{i}" for i in range(4)]
+    done = [[group_id] for group_id in ids]
+    assert store.group_ids("r0") == ids and store.group_ids("none") == []
+    assert store.parts(ids, 1) == done and store.parts(ids) == [ids] and store.parts([]) == []
+    one = store.read(done[2])
     assert [(e.group_id, e.index) for e in one] == [("r0/2", 0), ("r0/2", 1)]
     size = sum(len(trajectory_to_row(e)["tensors"]) for e in one)
-    assert store.spans("r0", 2 * size) == [range(0, 2), range(2, 4)] and store.spans("r0", 2 * size - 1) == done
+    assert store.parts(ids, 2 * size) == [ids[:2], ids[2:]] and store.parts(ids, 2 * size - 1) == done
 
 
 def test_every_write_is_in_the_table_of_writes() -> None:
@@ -332,7 +409,15 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "progress",
         "rollout_metrics",
         "trajectories",
-        "spans",
+        "parts",
+        "read",
+        "take",
+        "group_ids",
+        "group_states",
+        "is_complete",
+        "is_requested",
+        "to_evaluate",
+        "evaluation",
         "steps",
         "events",
         "job_state",

@@ -14,14 +14,35 @@ from megarl.core.schema import GREEDY, WeightsSpan, WeightsVersion
 from megarl.explore.store import Store, repair
 from megarl.explore.store.checksums import sealed
 from megarl.explore.store.codec import dumps
-from megarl.explore.store.tables import TRAJECTORIES
+from megarl.explore.store.tables import JOB, TRAJECTORIES
 from tests.stores import VERSION, finish, make_task, request
 
 NUM_GROUPS = 6
 
 
+def as_schema_4(path: Path) -> None:
+    """Make a store what that version wrote: groups that are done, whatever has become of them."""
+    store = sqlite3.connect(path)
+    for table, column in (("groups", "used_by"), ("groups", "reason"), ("rollouts", "weights_step")):
+        store.execute(f"alter table {table} drop column {column}")
+    store.execute("update groups set state = 'done'")
+    number(store, 4)
+
+
+def number(store: sqlite3.Connection, schema: int) -> None:
+    """Write the number of the schema, and close."""
+    store.row_factory = sqlite3.Row
+    key = dict(store.execute("select * from job where key = 'schema'").fetchone()) | {"value": str(schema)}
+    store.execute(
+        "update job set value = ?, checksum = ? where key = 'schema'", (key["value"], sealed(JOB, key)["checksum"])
+    )
+    store.commit()
+    store.close()
+
+
 def as_schema_3(path: Path) -> None:
-    """Make a store what the version before wrote: rows called experiences, with one response each."""
+    """Make a store what that version wrote: rows called experiences, with one response each."""
+    as_schema_4(path)
     store = sqlite3.connect(path)
     store.execute("drop index trajectories_by_rollout")
     store.execute("alter table trajectories rename to experiences")
@@ -44,13 +65,7 @@ def as_schema_3(path: Path) -> None:
             'update experiences set record = ?, tensors = ?, checksum = ? where group_id = ? and "index" = ?',
             (new["record"], new["tensors"], new["checksum"], row["group_id"], row["index"]),
         )
-    store.execute("update job set value = '3' where key = 'schema'")
-    key = store.execute("select * from job where key = 'schema'").fetchone()
-    from megarl.explore.store.tables import JOB
-
-    store.execute("update job set checksum = ? where key = 'schema'", (sealed(JOB, dict(key))["checksum"],))
-    store.commit()
-    store.close()
+    number(store, 3)
 
 
 @pytest.fixture
@@ -109,4 +124,24 @@ def test_it_is_repaired(earlier: Path) -> None:
     repair.rebuild(earlier)
     store = Store(f"sqlite:///{earlier}")
     check_rollout(store)
+    store.close()
+
+
+def test_groups_of_schema_4_that_recorded_steps_had_trained_on_are_consumed(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = Store(f"sqlite:///{path}")
+    store.add_tasks("train", [make_task(i) for i in range(2)])
+    for step in range(3):
+        request(store, f"r{step}", step, groups=2)
+    assert all(finish(store, claim) for claim in store.claim_groups("a", 6))
+    store.record_step(2, {"reward": 1.0})
+    store.close()
+    as_schema_4(path)
+    read_only = Store(f"sqlite:///{path}", read_only=True)
+    assert len(read_only.trajectories("r2")) == 4 and read_only.progress("r2") == (2, 2)
+    read_only.close()
+    store = Store(f"sqlite:///{path}")
+    consumed = [set(store.group_states(f"r{step}").values()) for step in range(3)]
+    assert consumed == [{("consumed", 1, None)}, {("consumed", 2, None)}, {("ready", None, None)}]
+    assert store.take(9, step=2, min_weights=2) == ["r2/0", "r2/1"]
     store.close()

@@ -20,6 +20,9 @@ class SyncConfig:
     """Longest wait for the other side within a sync."""
     probe_tokens: Annotated[int, Bound(2, 2**20)] = 16
     """Length of the probe text whose log-probs are compared on both sides after every sync."""
+    max_staleness: Annotated[int, Bound(0, 1)] = 0
+    """Steps by which the weights that sample may be behind those that are trained: 0 samples and trains in turn; 1
+    samples for the next step while this one trains (docs/algorithms.md)."""
     probe_tolerance: Positive | None = None
     """Largest log-prob difference that the probe text may show; None takes 1e-3 for float32 and 0.05 for bfloat16."""
 

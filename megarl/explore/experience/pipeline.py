@@ -66,6 +66,8 @@ class Verified(NamedTuple):
     trajectories: list[Trajectory]
     """Whole groups, in the order given."""
     report: Report
+    dropped: dict[str, str]
+    """Id of a group that was left out -> reason."""
 
 
 def verify(
@@ -87,7 +89,7 @@ def verify(
         greedy: A group needs its greedy answer to be whole.
         step: Counted from 0, for ``reward.length.warmup_steps`` alone.
     """
-    dropped: Counter[str] = Counter()
+    dropped: dict[str, str] = {}
     faults: dict[str, list[str]] = {}
     kept: list[Trajectory] = []
     groups = by_group(trajectories)
@@ -97,11 +99,12 @@ def verify(
             settled = [shaped(_settled(e), config, max_response_tokens) for e in group]
             kept += length_rewarded(settled, config.length, step)
         else:
-            dropped[fault.reason] += 1
+            dropped[group[0].group_id] = fault.reason
             faults.setdefault(fault.message, []).append(fault.where)
     statuses: Counter[str] = Counter(trajectory.reward.status for trajectory in trajectories)
     messages = tuple(_counted(message, where) for message, where in list(faults.items())[:MESSAGES])
-    return Verified(kept, Report(len(groups), dict(dropped), dict(statuses), messages))
+    report = Report(len(groups), dict(Counter(dropped.values())), dict(statuses), messages)
+    return Verified(kept, report, dropped)
 
 
 def by_group(trajectories: Sequence[T]) -> list[list[T]]:
@@ -147,19 +150,19 @@ def _with_part(trajectory: Trajectory, name: str, value: float, weight: float) -
     return dataclasses.replace(trajectory, reward=reward)
 
 
-def split_by_accuracy(groups: Sequence[list[Trajectory]]) -> tuple[list[list[Trajectory]], dict[str, int]]:
-    """Dynamic sampling: the groups with right and wrong answers, and how many are ``all_right`` or ``all_wrong``.
+def split_by_accuracy(groups: Sequence[list[Trajectory]]) -> tuple[list[list[Trajectory]], dict[str, str]]:
+    """Dynamic sampling: the groups with right and wrong answers, and the others' ids: ``all_right`` or ``all_wrong``.
 
     Decided by the verdicts' statuses: scores vary by shaping too.
     """
     kept: list[list[Trajectory]] = []
-    counts = {"all_right": 0, "all_wrong": 0}
+    left_out: dict[str, str] = {}
     for group in groups:
         if is_zero_variance([trajectory.reward.status for trajectory in group]):
-            counts["all_right" if group[0].reward.status == "ok" else "all_wrong"] += 1
+            left_out[group[0].group_id] = "all_right" if group[0].reward.status == "ok" else "all_wrong"
         else:
             kept.append(group)
-    return kept, counts
+    return kept, left_out
 
 
 def shuffle_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:

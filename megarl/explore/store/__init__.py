@@ -2,6 +2,7 @@
 
 from megarl.explore.store.claims import Claim
 from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
+from megarl.explore.store.journal import NOTHING_USED, Used
 from megarl.explore.store.store import Store
 
-__all__ = ["OWN_SERVER", "VARIABLE", "Claim", "Store", "check_url", "sqlite_file"]
+__all__ = ["NOTHING_USED", "OWN_SERVER", "VARIABLE", "Claim", "Store", "Used", "check_url", "sqlite_file"]

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 from sqlalchemy import Column, Float, Integer, LargeBinary, Table
 
 from megarl.core.errors import StoreDamagedError
-from megarl.explore.store.tables import GROUPS
+from megarl.explore.store.tables import GROUPS, ROLLOUTS
 
 CHECKSUM = "checksum"
 _NUMBERED = ("sequence", "event_id")
 """Columns that the database itself fills."""
-_CHANGING = {GROUPS.name: ("state", "claimed_by", "claimed_at", "claim_token", "attempt")}
+_CHANGING = {
+    GROUPS.name: ("state", "claimed_by", "claimed_at", "claim_token", "attempt", "used_by", "reason"),
+    ROLLOUTS.name: ("weights_step",),  # later than the checksum
+}
 _NONE = b"\xff"
 """Begins no text."""
 

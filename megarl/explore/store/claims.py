@@ -1,5 +1,4 @@
-"""Groups handed to workers and back: what ``Store.claim_groups`` and ``Store.finish_group`` do inside their
-transaction."""
+"""Groups handed to workers and back: what ``Store.claim_groups`` and ``Store.put`` do inside their transaction."""
 
 from __future__ import annotations
 
@@ -14,7 +13,16 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, insert, or_, sele
 from megarl.core.schema import GREEDY, Task, WeightsVersion
 from megarl.explore.store.checksums import check
 from megarl.explore.store.codec import dumps, task_from_row
-from megarl.explore.store.tables import GROUPS, ROLLOUT_METRICS, ROLLOUTS, TASK_IMAGES, TASKS, TRAJECTORIES
+from megarl.explore.store.tables import (
+    GROUPS,
+    ROLLOUT_METRICS,
+    ROLLOUTS,
+    TASK_IMAGES,
+    TASKS,
+    TRAJECTORIES,
+    WHOLE,
+    GroupState,
+)
 from megarl.explore.store.transactions import put
 
 RolloutKind = Literal["train", "eval"]
@@ -49,8 +57,12 @@ class Claim:
 def is_free(worker: str, claimed_before: float) -> ColumnElement[bool]:
     """Groups that ``worker`` may claim: those that nobody holds, and those that another has held since before that
     time."""
-    expired = (GROUPS.c.state == "claimed") & (GROUPS.c.claimed_at < claimed_before) & (GROUPS.c.claimed_by != worker)
-    return or_(GROUPS.c.state == "pending", expired)
+    expired = (
+        (GROUPS.c.state == GroupState.CLAIMED)
+        & (GROUPS.c.claimed_at < claimed_before)
+        & (GROUPS.c.claimed_by != worker)
+    )
+    return or_(GROUPS.c.state == GroupState.PENDING, expired)
 
 
 _WITH_ROLLOUT = select(
@@ -74,14 +86,14 @@ def claim(
         samples = itertools.accumulate(group.group_size for group in groups)
         groups = [g for i, (g, n) in enumerate(zip(groups, samples, strict=True)) if i == 0 or n <= max_samples]
     ids = [group.group_id for group in groups]
-    claimed = {"state": "claimed", **held, "attempt": GROUPS.c.attempt + 1}
+    claimed = {"state": GroupState.CLAIMED, **held, "attempt": GROUPS.c.attempt + 1}
     connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(ids)).values(claimed))
     return held_by(connection, held["claim_token"])
 
 
 def held_by(connection: Connection, token: str) -> list[Row[Any]]:
     """Groups claimed by the call with this token that are not finished, as :func:`claim` returns them."""
-    mine = (GROUPS.c.state == "claimed", GROUPS.c.claim_token == token)
+    mine = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claim_token == token)
     return list(connection.execute(_WITH_ROLLOUT.where(*mine).order_by(*_IN_ORDER)))
 
 
@@ -118,10 +130,10 @@ def finish(
     """Write a group's trajectories (``rows``) if the claim is the one that it has now."""
     mine = (GROUPS.c.group_id == claim.group_id, GROUPS.c.claim_token == claim.token)
     # The group's row first: whoever asks for the rollout again deletes that one first too, and waits for us there.
-    done = update(GROUPS).where(*mine, GROUPS.c.state == "claimed").values(state="done")
-    if connection.execute(done).rowcount != 1:
+    ready = update(GROUPS).where(*mine, GROUPS.c.state == GroupState.CLAIMED).values(state=GroupState.READY)
+    if connection.execute(ready).rowcount != 1:
         by_us = select(GROUPS.c.group_id).where(
-            *mine, GROUPS.c.state == "done"
+            *mine, GROUPS.c.state.in_(WHOLE)
         )  # the token stays with what it finished
         return again and connection.execute(by_us).first() is not None
     connection.execute(insert(TRAJECTORIES), rows)

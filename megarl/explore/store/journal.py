@@ -5,27 +5,62 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import Connection, Table, insert, select
+from sqlalchemy import Connection, Table, bindparam, insert, select, update
 
 from megarl.explore.store.checksums import check, sealed
 from megarl.explore.store.codec import dumps
 from megarl.explore.store.handle import Handle
-from megarl.explore.store.tables import EVENTS, JOB, STEPS
+from megarl.explore.store.tables import EVENTS, GROUPS, JOB, STEPS, GroupState
 from megarl.explore.store.transactions import put
 
 JobState = Literal["open", "closed"]
 
 
+class Used(NamedTuple):
+    """Groups that a step has used, by id."""
+
+    consumed: tuple[str, ...] = ()
+    """It has trained on them."""
+    dropped: Mapping[str, str] = {}
+    """Those that it has left out, and why."""
+
+
+NOTHING_USED = Used()
+
+
 class Journal(Handle):
     """Steps, events and the state of the job."""
 
-    def record_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep a step's metrics; a repeated step replaces its first record, so that it is safe to repeat."""
+    def record_step(self, step: int, metrics: Mapping[str, float], used: Used = NOTHING_USED) -> None:
+        """Keep a step's metrics, and mark the groups that it has used, in one transaction.
+
+        A repeated step replaces its first record, so that it is safe to repeat. ``step`` counts from 1.
+        """
         finite = {name: value if value - value == 0 else None for name, value in metrics.items()}
         row = {"step": step, "recorded_at": time.time(), "metrics": dumps(finite)}
-        self._write(lambda connection, again: put(connection, STEPS, [row]))
+
+        def work(connection: Connection, again: bool) -> None:
+            put(connection, STEPS, [row])
+            mark_used(connection, step, used)
+
+        self._write(work)
+
+    def record_evaluation(self, source: str, rollout_id: str, data: Mapping[str, Any]) -> None:
+        """Append the event of an evaluation, and mark its groups consumed, in one transaction.
+
+        Safe to repeat: a rollout is evaluated once.
+        """
+        ready = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state == GroupState.READY)
+        event = {"at": time.time(), "source": source, "kind": "evaluation", "data": dumps(dict(data))}
+
+        def work(connection: Connection, again: bool) -> None:
+            consumed = update(GROUPS).where(*ready).values(state=GroupState.CONSUMED)
+            if connection.execute(consumed).rowcount:
+                connection.execute(insert(EVENTS), [sealed(EVENTS, event)])
+
+        self._write(work)
 
     def steps(self) -> list[tuple[int, dict[str, float | None]]]:
         """Recorded (step, metrics) in order; a metric that was not finite reads None."""
@@ -80,6 +115,15 @@ class Journal(Handle):
 
     def _set_job(self, key: str, value: str) -> None:
         self._write(lambda connection, again: put(connection, JOB, [{"key": key, "value": value}]))
+
+
+def mark_used(connection: Connection, step: int, used: Used) -> None:
+    """Mark the groups that step number ``step`` has used."""
+    marks = [{"id": group_id, "state": GroupState.CONSUMED, "reason": None} for group_id in used.consumed]
+    marks += [{"id": group_id, "state": GroupState.DROPPED, "reason": why} for group_id, why in used.dropped.items()]
+    if marks:
+        values = {"state": bindparam("state"), "used_by": step, "reason": bindparam("reason")}
+        connection.execute(update(GROUPS).where(GROUPS.c.group_id == bindparam("id")).values(values), marks)
 
 
 def metrics_of(table: Table, row: Any) -> dict[str, Any]:

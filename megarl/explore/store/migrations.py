@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Connection, Table, inspect, select, update
+from sqlalchemy import BigInteger, Column, Connection, Table, func, inspect, select, update
 
 from megarl.core import heartbeat
 from megarl.core.errors import ConfigError
 from megarl.explore.store.checksums import CHECKSUM, sealed
-from megarl.explore.store.tables import EARLIER_NAMES, JOB, METADATA, SCHEMA
+from megarl.explore.store.tables import EARLIER_NAMES, GROUPS, JOB, METADATA, ROLLOUTS, SCHEMA, STEPS, GroupState
 
 SCHEMA_KEY = "schema"
 
@@ -64,6 +64,20 @@ def _add_checksums(connection: Connection, op: Any) -> None:
         _seal(connection, table)
 
 
+def _add_consumption(connection: Connection, op: Any) -> None:
+    """Schema 5: groups know the step that used them. Of those that were done, recorded steps have consumed theirs."""
+    new = ((GROUPS, ("used_by", "reason")), (ROLLOUTS, ("weights_step",)))
+    for table, columns in new:
+        there = {column["name"] for column in inspect(connection).get_columns(table.name)}
+        for name in set(columns) - there:
+            op.add_column(table.name, Column(name, table.c[name].type))
+    last = connection.scalar(select(func.max(STEPS.c.step))) or 0
+    step = select(ROLLOUTS.c.step).where(ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id).scalar_subquery()
+    done = update(GROUPS).where(GROUPS.c.state == "done")
+    connection.execute(done.where(step < last).values(state=GroupState.CONSUMED, used_by=step + 1))
+    connection.execute(done.values(state=GroupState.READY))
+
+
 def _seal(connection: Connection, table: Table) -> None:
     """Give rows without a checksum theirs."""
     keys = list(table.primary_key)
@@ -74,5 +88,5 @@ def _seal(connection: Connection, table: Table) -> None:
         connection.execute(update(table).where(*this).values({CHECKSUM: sealed(table, row)[CHECKSUM]}))
 
 
-MIGRATIONS: tuple[Callable[[Connection, Any], None], ...] = (_rename_tables, _add_checksums)
-"""Names first: the others know tables by today's."""
+MIGRATIONS: tuple[Callable[[Connection, Any], None], ...] = (_rename_tables, _add_consumption, _add_checksums)
+"""Names first: the others know tables by today's. Checksums last: they read whole rows."""

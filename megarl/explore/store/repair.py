@@ -19,7 +19,7 @@ from megarl.core.schema import GREEDY
 from megarl.explore.store.checksums import CHECKSUM, is_intact, sealed
 from megarl.explore.store.database import BUSY_TIMEOUT_S, open_read_only, reason, sync_folder
 from megarl.explore.store.rollouts import delete_rollouts
-from megarl.explore.store.tables import EARLIER_NAMES, GROUPS, METADATA, ROLLOUTS, TRAJECTORIES
+from megarl.explore.store.tables import EARLIER_NAMES, GROUPS, METADATA, ROLLOUTS, TRAJECTORIES, WHOLE
 from megarl.explore.store.transactions import SQLITE_LOCKED, Transactions, is_damage
 
 LARGE = (TRAJECTORIES,)
@@ -213,7 +213,7 @@ def _incomplete(connection: Connection) -> list[str]:
     def counts(query: Any) -> dict[str, int]:
         return {rollout_id: count for rollout_id, count in connection.execute(query.group_by("rollout_id"))}
 
-    groups = counts(select(GROUPS.c.rollout_id, func.count()).where(GROUPS.c.state == "done"))
+    groups = counts(select(GROUPS.c.rollout_id, func.count()).where(GROUPS.c.state.in_(WHOLE)))
     members = counts(select(TRAJECTORIES.c.rollout_id, func.count()).where(TRAJECTORIES.c.index != GREEDY))
     return [
         row.rollout_id

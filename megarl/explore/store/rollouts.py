@@ -1,26 +1,34 @@
-"""The trainer's side of rollouts: asked for, followed, read."""
+"""Rollouts: asked for, followed, forgotten."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, case, delete, func, insert, select
+from sqlalchemy import Connection, case, delete, func, insert, not_, select, update
 
 from megarl.core.errors import DataError
-from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
+from megarl.core.schema import WeightsVersion
 from megarl.explore.store.checksums import sealed
 from megarl.explore.store.claims import RolloutKind
-from megarl.explore.store.codec import dumps, trajectory_from_row
+from megarl.explore.store.codec import dumps
 from megarl.explore.store.handle import Handle
 from megarl.explore.store.journal import event_of, metrics_of
-from megarl.explore.store.tables import EVENTS, GROUPS, ROLLOUT_METRICS, ROLLOUTS, STEPS, TASKS, TRAJECTORIES
+from megarl.explore.store.tables import (
+    EVENTS,
+    GROUPS,
+    ROLLOUT_METRICS,
+    ROLLOUTS,
+    STEPS,
+    TASKS,
+    TRAJECTORIES,
+    WHOLE,
+    GroupState,
+)
 
-SPAN_BYTES = 64 * 2**20
-"""Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
-side."""
+UNUSED = {"state": GroupState.READY, "used_by": None, "reason": None}
+"""Values of a group that no step has used."""
 
 
 class RolloutTable(Handle):
@@ -35,11 +43,16 @@ class RolloutTable(Handle):
         task_ids: Sequence[str],
         group_size: int,
         sampling: Mapping[str, Any],
+        *,
+        weights_step: int | None = None,
     ) -> None:
         """Ask for ``group_size`` samples of every task. A rollout of the same id is replaced with all it produced,
         so that a resumed trainer asks again with its new weights; a claim on the old one can no longer be finished.
 
-        ``sampling``: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples.
+        Args:
+            step: Steps done before the one that the groups are for; of an evaluation, those of its weights.
+            sampling: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples.
+            weights_step: Steps of training in the weights of ``version``, where that is another number than ``step``.
 
         Safe to repeat: a call knows its own rollout by the time at which it asked, and does not replace that one, whose
         groups may be claimed already.
@@ -55,6 +68,7 @@ class RolloutTable(Handle):
             "group_size": group_size,
             "sampling": dumps(dict(sampling)),
             "requested_at": time.time(),
+            "weights_step": weights_step,
         }
         groups = [
             {
@@ -62,7 +76,7 @@ class RolloutTable(Handle):
                 "rollout_id": rollout_id,
                 "position": position,
                 "task_id": task_id,
-                "state": "pending",
+                "state": GroupState.PENDING,
                 "attempt": 0,
             }
             for position, task_id in enumerate(task_ids)
@@ -86,20 +100,24 @@ class RolloutTable(Handle):
 
         self._write(work)
 
-    def discard_rollouts(self, from_step: int) -> None:
-        """Forget every rollout of a step >= ``from_step`` with its trajectories, and metrics and evaluations of later
-        steps.
-
-        Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
-        ``from_step`` itself stay.
+    def discard_rollouts(self, from_step: int, *, ahead: bool = False) -> None:
+        """Forget every rollout of weights with >= ``from_step`` steps, and metrics and evaluations of later steps.
 
         A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
-        weights that no longer exist. Safe to repeat: then there is nothing left to forget.
+        weights that no longer exist. Groups of earlier weights which a later step had used are ready again.
+
+        Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
+        ``from_step`` itself stay. Safe to repeat: then there is nothing left to forget.
+
+        Args:
+            ahead: Forget the rollouts of step ``from_step`` that were asked for ahead of it, too.
         """
+        steps = ROLLOUTS.c.step if ahead else func.coalesce(ROLLOUTS.c.weights_step, ROLLOUTS.c.step)
 
         def work(connection: Connection, again: bool) -> None:
-            ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.step >= from_step)))
+            ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(steps >= from_step)))
             delete_rollouts(connection, ids)
+            connection.execute(update(GROUPS).where(GROUPS.c.used_by > from_step).values(UNUSED))
             connection.execute(delete(STEPS).where(STEPS.c.step > from_step))
             evaluations = connection.execute(select(EVENTS).where(EVENTS.c.kind == "evaluation"))
             later = [row.event_id for row in evaluations if event_of(row)["data"].get("step", 0) > from_step]
@@ -108,11 +126,47 @@ class RolloutTable(Handle):
         self._write(work)
 
     def progress(self, rollout_id: str) -> tuple[int, int]:
-        """(groups done, groups in all)."""
-        done = func.sum(case((GROUPS.c.state == "done", 1), else_=0))
-        query = select(done, func.count()).where(GROUPS.c.rollout_id == rollout_id)
+        """(groups that are whole, groups in all)."""
+        whole = func.sum(case((GROUPS.c.state.in_(WHOLE), 1), else_=0))
+        query = select(whole, func.count()).where(GROUPS.c.rollout_id == rollout_id)
         row = self._read(lambda connection: connection.execute(query).one())
         return int(row[0] or 0), int(row[1])
+
+    def is_complete(self, rollout_id: str) -> bool:
+        """True when all groups are whole, and those of an evaluation have been counted."""
+        done = case((ROLLOUTS.c.kind == "eval", GROUPS.c.state == GroupState.CONSUMED), else_=GROUPS.c.state.in_(WHOLE))
+        missing = (
+            select(GROUPS.c.group_id)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(GROUPS.c.rollout_id == rollout_id, not_(done))
+        )
+        return self._read(lambda connection: connection.execute(missing.limit(1)).first()) is None
+
+    def to_evaluate(self) -> list[tuple[str, int, int]]:
+        """(id, step, answers to each task) of evaluations whose groups are all ready."""
+        not_ready = case((GROUPS.c.state == GroupState.READY, 0), else_=1)
+        query = (
+            select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.step, ROLLOUTS.c.group_size)
+            .join(GROUPS, GROUPS.c.rollout_id == ROLLOUTS.c.rollout_id)
+            .where(ROLLOUTS.c.kind == "eval")
+            .group_by(ROLLOUTS.c.rollout_id, ROLLOUTS.c.step, ROLLOUTS.c.group_size, ROLLOUTS.c.sequence)
+            .having(func.sum(not_ready) == 0)
+            .order_by(ROLLOUTS.c.sequence)
+        )
+        return [tuple(row) for row in self._read(lambda connection: connection.execute(query).all())]
+
+    def evaluation(self, rollout_id: str) -> dict[str, Any]:
+        """Content of the event of a complete evaluation."""
+        query = select(EVENTS).where(EVENTS.c.kind == "evaluation").order_by(EVENTS.c.event_id.desc())
+        events = self._read(lambda connection: [event_of(row)["data"] for row in connection.execute(query)])
+        found: dict[str, Any] = next(data for data in events if data["rollout_id"] == rollout_id)
+        return found
+
+    def is_requested(self, rollout_id: str, min_weights: int) -> bool:
+        """True for a rollout of weights with at least ``min_weights`` steps of training."""
+        weights = func.coalesce(ROLLOUTS.c.weights_step, ROLLOUTS.c.step)
+        query = select(ROLLOUTS.c.sequence).where(ROLLOUTS.c.rollout_id == rollout_id, weights >= min_weights)
+        return self._read(lambda connection: connection.execute(query).first()) is not None
 
     def rollout_metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of the explorers for a rollout, summed over them (seconds, tokens, samples)."""
@@ -124,45 +178,6 @@ class RolloutTable(Handle):
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
         return total
-
-    def trajectories(self, rollout_id: str, span: range | None = None) -> list[Trajectory]:
-        """Trajectories of the groups done so far (at the positions of ``span``), ordered by (group position, index).
-
-        A greedy answer comes with each trajectory of its group, not as one of them.
-        """
-        if span is None:
-            return [e for span in self.spans(rollout_id) for e in self.trajectories(rollout_id, span)]
-        query = (
-            select(TRAJECTORIES)
-            .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
-            .where(TRAJECTORIES.c.rollout_id == rollout_id, GROUPS.c.state == "done")
-            .where(GROUPS.c.position.between(span.start, span.stop - 1))
-            .order_by(GROUPS.c.position, TRAJECTORIES.c.index)
-        )
-        found = self._read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
-        greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
-        return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
-
-    def spans(self, rollout_id: str, nbytes: int = SPAN_BYTES) -> list[range]:
-        """Positions of the groups done so far, in runs whose arrays have ``nbytes`` at most, one group at least."""
-        size = func.coalesce(func.sum(func.length(TRAJECTORIES.c.tensors)), 0)
-        query = (
-            select(GROUPS.c.position, size)
-            .outerjoin(TRAJECTORIES, TRAJECTORIES.c.group_id == GROUPS.c.group_id)
-            .where(GROUPS.c.rollout_id == rollout_id, GROUPS.c.state == "done")
-            .group_by(GROUPS.c.position)
-            .order_by(GROUPS.c.position)
-        )
-        found: list[range] = []
-        room = 0
-        for position, needed in self._read(lambda connection: connection.execute(query).all()):
-            if found and needed <= room:
-                found[-1] = range(found[-1].start, position + 1)
-            else:
-                found.append(range(position, position + 1))
-                room = nbytes
-            room -= needed
-        return found
 
 
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:

@@ -1,25 +1,24 @@
 """Tasks, rollouts, groups and trajectories in one SQL database.
 
-The trainer asks for a rollout (one group per task); explorers claim groups and hand each back whole, in one
-transaction; the trainer reads what is done. A claim carries a token, and only the claim that a group has *now* may
-finish it: whatever happens to explorers, a group's trajectories are written once.
+The trainer asks for a rollout (one group per task); explorers claim groups and put each back whole, in one
+transaction; the trainer takes what is ready, and commits what it has used with its step. A claim carries a token.
+Only the claim that a group has *now* may put it, so whatever happens to explorers, trajectories are written once.
 
 Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
 (``transactions.py``); each docstring explains why a repetition does no harm. SQLite runs in WAL mode with
 ``synchronous=NORMAL``: killing any process loses no committed transaction. A power cut may lose those since the last
-    ``sync``, which comes
-before every checkpoint's manifest. WAL needs a local file system.
+``sync``, which comes before every checkpoint's manifest. WAL needs a local file system.
 """
 
 from __future__ import annotations
 
-from megarl.explore.store.groups import GroupTable
+from megarl.explore.store.buffer import Buffer
 from megarl.explore.store.journal import Journal
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tasks import TaskTable
 
 
-class Store(TaskTable, RolloutTable, GroupTable, Journal):
+class Store(TaskTable, RolloutTable, Buffer, Journal):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA = 4
+SCHEMA = 5
 """Number of these tables, kept in ``job``. 1, or none: without checksums; 2: with rows of schema 1 that have none; 3:
-with single responses, called experiences, whose rows are as they were (``codec.py`` reads them)."""
+with single responses, called experiences, whose rows are as they were (``codec.py`` reads them); 4: groups without
+consumption, whose last state was ``done``."""
 EARLIER_NAMES = {"trajectories": "experiences"}
 """Name of a table: its name before schema 4."""
+
+
+class GroupState(StrEnum):
+    """Life of a group in the buffer, in this order; the last two are committed with a step."""
+
+    PENDING = "pending"
+    """Asked for."""
+    CLAIMED = "claimed"
+    """An explorer works on it."""
+    READY = "ready"
+    """Whole: all its trajectories are there."""
+    CONSUMED = "consumed"
+    """A step has trained on it; an evaluation has counted it."""
+    DROPPED = "dropped"
+    """A step has left it out; ``reason`` says why."""
+
+
+WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED, "done")
+"""States in which a group's trajectories are there; ``done`` in a store of schema 4 that is only read."""
 
 
 def _checksum() -> Column[int]:
@@ -55,6 +77,7 @@ ROLLOUTS = Table(
     Column("sampling", Text, nullable=False),
     Column("requested_at", Float, nullable=False),
     _checksum(),
+    Column("weights_step", Integer),  # steps of training in the weights asked for; NULL: ``step``
 )
 
 GROUPS = Table(
@@ -65,11 +88,13 @@ GROUPS = Table(
     Column("position", Integer, nullable=False),
     Column("task_id", String, nullable=False),
     _checksum(),
-    Column("state", String, nullable=False),  # pending | claimed | done
+    Column("state", String, nullable=False),  # a GroupState
     Column("claimed_by", String),
     Column("claimed_at", Float),
     Column("claim_token", String),
     Column("attempt", Integer, nullable=False),
+    Column("used_by", Integer),  # number of the step, from 1, that consumed or dropped it
+    Column("reason", String),  # why it was dropped
     Index("groups_by_rollout", "rollout_id", "position"),
     Index("groups_by_state", "state"),
 )

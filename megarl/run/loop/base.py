@@ -19,7 +19,7 @@ import numpy as np
 from megarl.core import heartbeat
 from megarl.core.config import Config
 from megarl.core.schema import WeightsVersion
-from megarl.explore.store import Store
+from megarl.explore.store import NOTHING_USED, Store, Used
 from megarl.learn import algorithms
 from megarl.learn.parallel import groups
 from megarl.run.loop.checkpoints import Checkpointer
@@ -186,7 +186,7 @@ class Trainer(ABC):
             return True
         return self.evaluate(state, f"eval-{number}" if number else "eval-before")
 
-    def end_step(self, state: TrainState, metrics: dict[str, float]) -> TrainState:
+    def end_step(self, state: TrainState, metrics: dict[str, float], used: Used = NOTHING_USED) -> TrainState:
         """Count the step, and checkpoint where that is due; return the state after it. Adds to ``metrics``."""
         config, number = self.config.trainer, state.step
         self.checkpoints.settle()
@@ -195,7 +195,7 @@ class Trainer(ABC):
         metrics["checkpoint/failed"] = float(self.checkpoints.failed)
         if state.step % config.checkpoint_interval == 0 and state.step < config.steps:
             # A job that is killed after its checkpoint resumes after this step: its metrics must be there by then.
-            self.reporter.keep(state.step, metrics)
+            self.reporter.keep(state.step, metrics, used)
             self.commit(state, interval=True, step=number)
             metrics["checkpoint/failed"] = float(self.checkpoints.failed)
         return state
@@ -218,7 +218,7 @@ class Trainer(ABC):
         if not state.warming_up:
             self.begin(state)
             if self.context.rank == 0:
-                self.store.discard_rollouts(state.step)
+                self.store.discard_rollouts(state.step, ahead=True)
         event = {"from_step": before, "to_step": state.step, "rollbacks": state.rollbacks, "why": str(bad)}
         self.reporter.event("rollback", event)
         self.reporter.rewind(state)

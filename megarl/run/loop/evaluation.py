@@ -1,15 +1,12 @@
-"""Evaluation of the actor on held-out tasks, by the explorer and its engines."""
+"""The trainer's side of an evaluation: asked for, awaited, reported. ``held_out.py`` is the explorer's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from megarl.core.config import Config
 from megarl.core.config.schema import EvaluationConfig
 from megarl.core.schema import WeightsVersion
-from megarl.explore.experience.held_out import right_answers, sampled_metrics, standard_error
 from megarl.explore.store import Store
 from megarl.run.loop.context import RunContext
 from megarl.run.loop.data import EVALUATION, drawn_seed
@@ -19,7 +16,7 @@ from megarl.run.loop.state import TrainState
 
 
 class Evaluation:
-    """Asks for answers to every held-out task and records their accuracy. Every rank makes the same calls."""
+    """Asks the explorer to evaluate, and reports what it found. Every rank makes the same calls."""
 
     def __init__(self, context: RunContext, store: Store, reporter: Reporter, wait: Wait) -> None:
         self._context = context
@@ -29,7 +26,7 @@ class Evaluation:
         self._tasks = store.task_ids("eval")
 
     def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> bool:
-        """Evaluate as the setting ``evaluation`` asks; record ``val/accuracy``. False when the job is asked to stop."""
+        """Evaluate as the setting ``evaluation`` asks; report ``val/accuracy``. False when the job is asked to stop."""
         config = self._context.config
         with self._reporter.timeline.phase("evaluation", step=state.step):
             if self._context.rank == 0:
@@ -42,29 +39,10 @@ class Evaluation:
         return True
 
     def _record(self, step: int, rollout_id: str) -> None:
-        config, tasks = self._context.config.evaluation, self._tasks
-        n, right, errors = config.samples, np.zeros(len(tasks), dtype=np.int64), 0
-        for span in self._store.spans(rollout_id):  # never all answers at once
-            answers = self._store.trajectories(rollout_id, span)
-            right += right_answers(answers, tasks)
-            errors += sum(e.reward.status in ("error", "timeout") for e in answers)
-        accuracy = int(right.sum()) / (len(tasks) * n)
-        metrics = {"val/accuracy": accuracy, "val/error_rate": errors / (len(tasks) * n)}
-        if n > 1:
-            sources = {task.task_id: task.data_source for task in self._store.tasks("eval", images=False)}
-            metrics |= sampled_metrics(right, n, [sources[task] for task in tasks])
-        event = {
-            "rollout_id": rollout_id,
-            "step": step,
-            "accuracy": accuracy,
-            "samples": n,
-            "standard_error": standard_error(right / n),
-        }
-        if n > 1:
-            event |= {"pass": metrics[f"val/pass@{n}"], "pass_standard_error": metrics.get(f"val/pass@{n}_se")}
-        self._reporter.event("evaluation", event)
+        event = self._store.evaluation(rollout_id)
+        metrics, errors = event["metrics"], event["errors"]
         self._reporter.write(step, metrics)
-        text = evaluation_text(metrics, int(right.sum()), len(tasks), config)
+        text = evaluation_text(metrics, event["right"], event["tasks"], self._context.config.evaluation)
         without = f"; {errors} without a verdict" if errors else ""
         self._reporter.log(f"held-out accuracy at step {step}: {text}{without}")
 

@@ -1,5 +1,5 @@
-"""The explorer process: claims groups, runs a workflow for each trajectory, has it scored as it ends, writes whole
-groups.
+"""The explorer process: claims groups, runs a workflow for each trajectory, gets it scored as it ends, puts whole
+groups into the buffer, and evaluates.
 
 ``python -m megarl.run.loop.explorer --config RUN/resolved.json`` with the engines' URLs in ``MEGARL_ENGINES`` (commas
 between), the job's key in ``MEGARL_JOB_KEY`` and its attempt in ``MEGARL_ATTEMPT``. Ends with 0 when the job is closed,
@@ -40,6 +40,7 @@ from megarl.explore.rollout.gather import Engine, Gatherer
 from megarl.explore.store import Claim, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
+from megarl.run.loop.held_out import record_evaluations
 from megarl.run.loop.recorder import Recorder, RenderedPrompt
 from megarl.run.loop.rollout_clock import RolloutClock
 
@@ -131,6 +132,7 @@ class Explorer:
         flights: set[asyncio.Task[None]] = set()
         try:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
+            await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
                 ticking = tasks.create_task(heartbeat.beat_periodically(self._at))
                 reporting = tasks.create_task(self._report())
@@ -247,11 +249,13 @@ class Explorer:
         counts["greedy"] += len(members) - group.claim.group_size
         counts["prompt_tokens"] += sum(member.prompt_length for member in members)
         counts["response_tokens"] += sum(member.response_length for member in members)
-        if not await self._call(self._store.finish_group, group.claim, members, group.clock.metrics()):
+        if not await self._call(self._store.put, group.claim, members, group.clock.metrics()):
             log.warning(
                 "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
                 group.claim.group_id,
             )
+        elif group.claim.kind == "eval":
+            await self._call(record_evaluations, self._store, self._worker, group.claim.rollout_id)
 
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()

@@ -87,11 +87,13 @@ class OnlineTrainer(Trainer):
                 differences = mismatch(batch.sequences)
                 filter_overlong(batch, settings)
             with phase("update", step=number):
-                state, trained = self.learner.train_step(state, batch)
+                before, (state, trained) = state, self.learner.train_step(state, batch)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
-            state = self.end_step(state, metrics)
-        self.reporter.record_step(state.step, metrics | groups.metrics, tokens=len(batch.sequences.tokens))
+            self.rollouts.drain(before)
+            state = self.end_step(state, metrics, groups.used)
+        metrics |= groups.metrics
+        self.reporter.record_step(state.step, metrics, tokens=len(batch.sequences.tokens), used=groups.used)
         return state
 
     def rewarded(self, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:

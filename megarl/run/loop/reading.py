@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -115,13 +115,16 @@ class RolloutReader:
         self._store = store
         self._stopping = stopping
 
-    def trajectories(self, rollout_id: str) -> list[Trajectory] | None:
-        """Trajectories of a rollout; None on every rank when the job is asked to stop."""
+    def take(self, n: int, *, step: int, min_weights: int, without: Collection[str] = ()) -> list[Trajectory] | None:
+        """Trajectories of the groups that ``Buffer.take`` chooses; None on every rank when the job is asked to stop."""
         store = self._store
-        parts = self._reader.read(
-            lambda: (store.trajectories(rollout_id, span) for span in store.spans(rollout_id)), self._stopping
-        )
-        return None if parts is None else [trajectory for part in parts for trajectory in part]
+
+        def parts() -> Iterator[list[Trajectory]]:
+            groups = store.take(n, step=step, min_weights=min_weights, without=without)
+            return (store.read(part) for part in store.parts(groups))
+
+        found = self._reader.read(parts, self._stopping)
+        return None if found is None else [trajectory for part in found for trajectory in part]
 
     def metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of a rollout, as its explorers measured them."""

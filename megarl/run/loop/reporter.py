@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megarl.core.config import Config, to_dict
 from megarl.core.metrics import CONSOLE, MetricWriter, Timeline, console_line
-from megarl.explore.store import Store
+from megarl.explore.store import NOTHING_USED, Store, Used
 from megarl.learn import algorithms
 from megarl.run.loop.context import RunContext
 from megarl.run.loop.state import TrainState
@@ -85,13 +85,22 @@ class Reporter:
         if self._writer is not None:
             self._writer.write(step, metrics)
 
-    def keep(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics to the store, from rank 0; a later call replaces them."""
+    def keep(self, step: int, metrics: Mapping[str, float], used: Used = NOTHING_USED) -> None:
+        """Commit a step to the store, from rank 0: its metrics, and the groups that it has used.
+
+        A later call replaces the metrics.
+        """
         if self._context.rank == 0:
-            self._store.record_step(step, metrics)
+            self._store.record_step(step, metrics, used)
 
     def record_step(
-        self, step: int, metrics: dict[str, float], *, tokens: int, console: Iterable[tuple[str, str, str]] = CONSOLE
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        tokens: int,
+        used: Used = NOTHING_USED,
+        console: Iterable[tuple[str, str, str]] = CONSOLE,
     ) -> None:
         """Write the metrics of the step that has ended, with the seconds of its phases, and print a line."""
         config, seconds = self._context.config, self.timeline.seconds
@@ -99,7 +108,7 @@ class Reporter:
         metrics |= {"perf/total_num_tokens": float(tokens), "perf/time_per_step": seconds["step"]}
         metrics["perf/throughput"] = tokens / (seconds["step"] * num_devices(config))
         self.write(step, metrics)
-        self.keep(step, metrics)
+        self.keep(step, metrics, used)
         self.log(console_line(step, config.trainer.steps, metrics, console))
 
 

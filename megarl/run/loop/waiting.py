@@ -61,15 +61,19 @@ class RolloutWaiter:
         self._checkpoints = checkpoints
         self._event_lines = EventLines(store)
 
-    def wait(self, rollout_id: str, label: str) -> bool:
-        """Wait on every rank until all groups are done, with a progress bar; False when the job is asked to stop."""
+    def wait(self, rollout_id: str, label: str, *, updated: bool = False) -> bool:
+        """Wait on every rank until a rollout is complete, with a progress bar; False when the job is asked to stop.
+
+        Args:
+            updated: The actor has other weights than those published last.
+        """
         with self._reporter.progress(None, label, "group") as bar:
             while True:
                 with self._weights.watch() as watch:
                     done = self._wait(rollout_id, bar, watch)
                 if done is not None:
                     return done
-                self._weights.publish_again(watch.lost)
+                self._weights.publish_again(watch.lost, updated=updated)
 
     def _wait(self, rollout_id: str, bar: Any, watch: EngineWatch) -> bool | None:
         """Wait as ``wait``; None, on every rank, when a new engine needs the weights that another had in its place."""
@@ -84,7 +88,7 @@ class RolloutWaiter:
                 return None
 
     def _follow(self, rollout_id: str, bar: Any, watch: EngineWatch) -> bool:
-        """Show the progress until ranks meet; True when all groups are done.
+        """Show the progress until ranks meet; True when the rollout is complete.
 
         Returns False early when the job is asked to stop or an engine needs weights.
         """
@@ -96,6 +100,7 @@ class RolloutWaiter:
             bar.update(done - bar.n)
             for line in self._event_lines.lines():
                 self._reporter.log(line)
-            if done == bar.total or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:
-                return done == bar.total
+            complete = done == bar.total and self._store.is_complete(rollout_id)
+            if complete or self._ranks.stopping or watch.lost is not None or time.monotonic() > until:
+                return complete
             time.sleep(config.store.poll_s)

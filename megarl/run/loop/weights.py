@@ -56,14 +56,17 @@ class WeightSync:
         self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
         return self._again_if_one_dies(self._publish, join=False)
 
-    def publish_again(self, why: str | None) -> None:
-        """Give the same weights under the same version to an engine that has replaced one that had them.
+    def publish_again(self, why: str | None, *, updated: bool = False) -> None:
+        """Give the weights to an engine that has replaced one that had them, under the same version.
 
         The others are asked again for what they are computing.
 
         Args:
             why: State of the engine, on the rank that saw it.
+            updated: The actor has been updated since the last version: these weights are a new one.
         """
+        if updated:
+            self.version = WeightsVersion(self._context.attempt, self.version.n + 1)
         self._reporter.log(f"{why}: it has replaced one that died; joining it")
         self._again_if_one_dies(lambda: self._publish(abort=True), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")

@@ -1,0 +1,180 @@
+"""The buffer between explorer and trainer: groups claimed, put, taken.
+
+``pending`` → ``claimed`` → ``ready`` → ``consumed`` or ``dropped`` (``tables.GroupState``). Explorers claim groups and
+put each back whole. A trainer takes those that are ready; ``Journal.record_step`` commits what a step has used.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, func, select, update
+
+from megarl.core.schema import GREEDY, Trajectory
+from megarl.explore.store import claims
+from megarl.explore.store.claims import Claim, images_of
+from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
+from megarl.explore.store.handle import Handle
+from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES, WHOLE, GroupState
+
+PART_BYTES = 64 * 2**20
+"""Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
+side."""
+IDS = 1000
+"""Most ids in one statement."""
+LEASE_S = 3600.0
+"""Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
+
+
+class Buffer(Handle):
+    """Groups on their way from explorers to a trainer."""
+
+    def claim_groups(
+        self, worker: str, limit: int, *, max_samples: int | None = None, lease_s: float = LEASE_S
+    ) -> list[Claim]:
+        """Claim up to ``limit`` groups, oldest rollout first; groups that others claimed over ``lease_s`` ago count as
+        free (one's own do not: who is slow would be given its own work again; ``release_claims`` frees those of a
+        predecessor).
+
+        With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
+
+        No two claims hold the same group: SQLite's writers take turns, PostgreSQL skips rows that another locks.
+
+        Safe to repeat: a call knows by its token what it has claimed already, and claims nothing beside that.
+        """
+        now, token = time.time(), uuid.uuid4().hex
+        free = claims.is_free(worker, claimed_before=now - lease_s)
+        look = (
+            select(GROUPS.c.group_id).where(free).limit(1)
+        )  # without the write lock: an idle explorer disturbs nobody
+        if limit < 1 or self._read(lambda connection: connection.execute(look).first()) is None:
+            return []
+        held = {"claimed_by": worker, "claimed_at": now, "claim_token": token}
+
+        def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]]]:
+            groups = claims.held_by(connection, token) if again else []
+            groups = groups or claims.claim(connection, free, limit, max_samples, held)
+            return groups, claims.tasks_of(connection, {group.task_id for group in groups})
+
+        groups, tasks = self._write(work)
+        # Images may be many bytes: not under the write lock.
+        return self._read(
+            lambda connection: claims.claims_of(groups, tasks, images_of(connection, {task.task_id for task in tasks}))
+        )
+
+    def put(self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None) -> bool:
+        """Write a whole group's trajectories and mark it ready, in one transaction.
+
+        ``metrics`` replaces what this worker has reported for the rollout so far. Returns False, writing nothing,
+        when the claim is no longer the group's (released, expired, or the rollout was asked for again).
+
+        Safe to repeat: a group becomes ready with its trajectories, once; finding it so with this claim's token, a
+        repetition writes nothing and returns True, since it was this call that did it.
+        """
+        rows = [trajectory_to_row(trajectory) for trajectory in trajectories]
+        indices = sorted(row["index"] for row in rows)
+        assert indices == claim.indices, (
+            f"group {claim.group_id} of size {claim.group_size} finished with indices {indices}"
+        )
+        assert all(row["group_id"] == claim.group_id for row in rows), (
+            f"a trajectory of another group in {claim.group_id}"
+        )
+        return self._write(lambda connection, again: claims.finish(connection, again, claim, rows, metrics))
+
+    def release_claims(self, worker: str) -> int:
+        """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died.
+
+        Safe to repeat, since the worker claims nothing meanwhile; the number is then what was left to give back.
+        """
+        held = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by == worker)
+        free = {"state": GroupState.PENDING, "claimed_by": None, "claimed_at": None, "claim_token": None}
+        return self._write(
+            lambda connection, again: connection.execute(update(GROUPS).where(*held).values(free)).rowcount
+        )
+
+    def take(self, n: int, *, step: int, min_weights: int, without: Collection[str] = ()) -> list[str]:
+        """Choose up to ``n`` ready groups for a training step; return their ids in the order in which they were asked
+        for.
+
+        Nothing is written: groups are consumed with the step that has trained on them, so that a killed step finds
+        them again.
+
+        Args:
+            step: Steps done before the one that trains on them.
+            min_weights: Least number of steps in the weights that they were asked for with: ``step`` - staleness.
+            without: Ids of groups that the step has already.
+        """
+        weights = func.coalesce(ROLLOUTS.c.weights_step, ROLLOUTS.c.step)
+        query = (
+            select(GROUPS.c.group_id)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(GROUPS.c.state == GroupState.READY, ROLLOUTS.c.kind == "train")
+            .where(ROLLOUTS.c.step == step, weights >= min_weights)
+            .order_by(ROLLOUTS.c.sequence, GROUPS.c.position)
+        )
+        ready = self._read(lambda connection: list(connection.scalars(query)))
+        without = set(without)
+        return [group_id for group_id in ready if group_id not in without][:n]
+
+    def parts(self, group_ids: Sequence[str], nbytes: int = PART_BYTES) -> list[list[str]]:
+        """Cut groups into runs whose arrays have ``nbytes`` at most, one group at least."""
+        size = func.coalesce(func.sum(func.length(TRAJECTORIES.c.tensors)), 0)
+        sizes: dict[str, int] = {}
+        for few in _chunks(group_ids):
+            query = select(TRAJECTORIES.c.group_id, size).where(TRAJECTORIES.c.group_id.in_(few))
+            query = query.group_by(TRAJECTORIES.c.group_id)
+            sizes |= {row[0]: int(row[1]) for row in self._read(lambda c, query=query: c.execute(query).all())}  # type: ignore[misc]
+        found: list[list[str]] = []
+        room = 0
+        for group_id in group_ids:
+            needed = sizes.get(group_id, 0)
+            if found and needed <= room and len(found[-1]) < IDS:
+                found[-1].append(group_id)
+            else:
+                found.append([group_id])
+                room = nbytes
+            room -= needed
+        return found
+
+    def read(self, group_ids: Sequence[str]) -> list[Trajectory]:
+        """Trajectories of whole groups, ordered by (rollout, position of the group, index).
+
+        A greedy answer comes with each trajectory of its group, not as one of them.
+        """
+        return [e for few in _chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
+
+    def group_ids(self, rollout_id: str) -> list[str]:
+        """Ids of a rollout's whole groups, by position."""
+        mine = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state.in_(WHOLE))
+        query = select(GROUPS.c.group_id).where(*mine).order_by(GROUPS.c.position)
+        return self._read(lambda connection: list(connection.scalars(query)))
+
+    def trajectories(self, rollout_id: str) -> list[Trajectory]:
+        """Trajectories of a rollout's groups that are whole so far, as ``read`` orders them."""
+        return [e for part in self.parts(self.group_ids(rollout_id)) for e in self.read(part)]
+
+    def group_states(self, rollout_id: str) -> dict[str, tuple[str, int | None, str | None]]:
+        """Group id -> (state, number of the step that used it, reason why it was dropped)."""
+        query = select(GROUPS).where(GROUPS.c.rollout_id == rollout_id).order_by(GROUPS.c.position)
+        rows = self._read(lambda connection: connection.execute(query).all())
+        return {row.group_id: (row.state, row.used_by, row.reason) for row in rows}
+
+    def _read_where(self, which: ColumnElement[bool]) -> list[Trajectory]:
+        query = (
+            select(TRAJECTORIES)
+            .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(which, GROUPS.c.state.in_(WHOLE))
+            .order_by(ROLLOUTS.c.sequence, GROUPS.c.position, TRAJECTORIES.c.index)
+        )
+        found = self._read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
+        greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
+        return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
+
+
+def _chunks(group_ids: Sequence[str]) -> list[Sequence[str]]:
+    return [group_ids[i : i + IDS] for i in range(0, len(group_ids), IDS)]

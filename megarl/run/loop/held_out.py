@@ -1,0 +1,55 @@
+"""The explorer's side of an evaluation: accuracy of the answers to held-out tasks, recorded once they are all there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megarl.explore.experience.held_out import right_answers, sampled_metrics, standard_error
+from megarl.explore.store import Store
+
+
+def record_evaluations(store: Store, worker: str, rollout_id: str | None = None) -> None:
+    """Record every evaluation whose groups are all ready: its event, and that it has consumed them.
+
+    Safe to repeat, and after a kill: what is recorded is not ready any more.
+
+    Args:
+        rollout_id: Looks only when this one is whole.
+    """
+    if rollout_id is not None:
+        done, total = store.progress(rollout_id)
+        if done < total:
+            return
+    for rollout_id, step, samples in store.to_evaluate():
+        store.record_evaluation(worker, rollout_id, evaluated(store, rollout_id, step, samples))
+
+
+def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[str, Any]:
+    """Content of an evaluation's event: counts, accuracy with its standard error, and ``metrics``."""
+    tasks = store.task_ids("eval")
+    right, errors = np.zeros(len(tasks), dtype=np.int64), 0
+    for part in store.parts(store.group_ids(rollout_id)):  # never all answers at once
+        answers = store.read(part)
+        right += right_answers(answers, tasks)
+        errors += sum(e.reward.status in ("error", "timeout") for e in answers)
+    answered = len(tasks) * samples
+    metrics = {"val/accuracy": int(right.sum()) / answered, "val/error_rate": errors / answered}
+    if samples > 1:
+        sources = {task.task_id: task.data_source for task in store.tasks("eval", images=False)}
+        metrics |= sampled_metrics(right, samples, [sources[task] for task in tasks])
+    event = {
+        "rollout_id": rollout_id,
+        "step": step,
+        "accuracy": metrics["val/accuracy"],
+        "samples": samples,
+        "standard_error": standard_error(right / samples),
+        "tasks": len(tasks),
+        "right": int(right.sum()),
+        "errors": errors,
+        "metrics": metrics,
+    }
+    if samples > 1:
+        event |= {"pass": metrics[f"val/pass@{samples}"], "pass_standard_error": metrics.get(f"val/pass@{samples}_se")}
+    return event

@@ -1,0 +1,72 @@
+"""A job with sync.max_staleness=1 samples for the next step while it trains; killed and resumed, it has the same
+bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.core.schema import WeightsVersion
+from megarl.explore.store import Store
+from tests.system.jobs import START_S, TINY, Job
+
+pytestmark = pytest.mark.timeout(4 * START_S)
+STEPS = 4
+SETTINGS = (*TINY, f"trainer.steps={STEPS}", "trainer.checkpoint_interval=1", "sync.max_staleness=1")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """A job that was left alone, and one that was killed in its third step and went on."""
+    root = tmp_path_factory.mktemp("ahead")
+    whole, killed = Job(root / "whole", SETTINGS).start(), Job(root / "killed", SETTINGS)
+    try:
+        assert whole.wait(START_S) == 0, whole.output.read_text()
+        killed.start()
+        killed.until(lambda: 2 in killed.steps(), "two steps", poll_s=0.002)
+        killed.kill_all()
+        again = Job(root / "killed", SETTINGS).start()
+        try:
+            assert again.wait(START_S) == 0, again.output.read_text()
+        finally:
+            again.clean_up()
+        yield whole.run_dir, killed.run_dir
+    finally:
+        killed.clean_up()
+        whole.clean_up()
+
+
+def steps(run_dir: Path) -> list[dict[str, float]]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "actor/pg_loss" in record]
+
+
+def test_every_step_but_the_first_trains_on_what_earlier_weights_sampled(runs: tuple[Path, Path]) -> None:
+    assert [record["rollout/stale_tokens"] for record in steps(runs[0])] == [0.0, 1.0, 1.0, 1.0]
+    store = Store(f"sqlite:///{runs[0]}/store.db", read_only=True)
+    for step in range(STEPS):
+        spans = {s.version for e in store.trajectories(f"train-{step:06d}") for s in e.response.spans}
+        # an evaluation published version 1; step s publishes version s + 2
+        assert spans == {WeightsVersion(1, max(step + 1, 2))}
+        assert {(state, used) for state, used, _ in store.group_states(f"train-{step:06d}").values()} == {
+            ("consumed", step + 1)
+        }
+    store.close()
+
+
+def test_the_engines_log_probs_are_those_of_the_weights_before(runs: tuple[Path, Path]) -> None:
+    differences = [record["training/rollout_logp_diff_max"] for record in steps(runs[0])]
+    assert differences[0] < 1e-3 < min(differences[1:])
+
+
+def test_a_killed_job_has_the_same_bits(runs: tuple[Path, Path]) -> None:
+    whole, killed = (load_file(run / "hf" / "model.safetensors") for run in runs)
+    assert whole.keys() == killed.keys() and all(torch.equal(whole[name], killed[name]) for name in whole)
+    names = ("actor/pg_loss", "critic/score/mean", "rollout/stale_tokens", "training/rollout_logp_diff_max")
+    a, b = ([{name: record[name] for name in names} for record in steps(run)] for run in runs)
+    assert a == b
