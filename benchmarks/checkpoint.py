@@ -202,10 +202,8 @@ def main() -> None:
         f"{os.getloadavg()[0]:.1f} after"
     )
     base = statistics.median(first["none"])
-    say(
-        "| checkpoint | a step, s (quartiles) | lost to it, s | share of a step | more processor time of both ranks "
-        "and their writers, s |"
-    )
+    say("")
+    say("| checkpoint | a step, s (quartiles) | lost to it, s | share of a step | processor time more, s |")
     say("|---|---|---|---|---|")
     processor = statistics.median(first["processor none"])
     for arm in ARMS:
@@ -217,16 +215,17 @@ def main() -> None:
             f"| {arm} | {middle:.2f} ({low:.2f} to {high:.2f}) | {lost:.2f} | {lost / base:.1%} | {more:.2f} of "
             f"{processor:.2f} |"
         )
+    say("")
     for name, label in (
         ("begin", "snapshot and fork"),
         ("finish", "making it count"),
         ("at once alone", "written at once"),
     ):
-        say(f"{label}: {statistics.median(first[name]):.2f} s, {statistics.median(first[name]) / base:.1%} of a step")
-    say(f"the writer outlasted the step in {sum(first['late'])} of {len(first['late'])}")
+        say(f"- {label}: {statistics.median(first[name]):.2f} s, {statistics.median(first[name]) / base:.1%} of a step")
+    say(f"- the writer outlasted the step in {sum(first['late'])} of {len(first['late'])}")
     size = first["bytes"]
     say(
-        f"SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores "
+        f"- SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores "
         f"{size / first['verify'] / 1e9:.2f} GB/s, "
         f"disk writes with fsync {first['disk'] / 1e9:.2f} GB/s"
     )

@@ -70,13 +70,22 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 
 
+def _wrapped(text: str) -> str:
+    """Lines of 120 columns at most, rows of tables aside."""
+    lines = [
+        [line] if line.startswith("|") else textwrap.wrap(line, 120, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    ]
+    return "\n".join("\n".join(found or [""]) for found in lines)
+
+
 def write(page: str, text: str, name: str | None = None) -> None:
     """Put ``text``, under the line of ``measured``, between the marks of ``name`` (default: the script) in ``page``,
     below docs/."""
     name = name or f"benchmarks/{Path(sys.argv[0]).name}"
     path = ROOT / "docs" / page
     begin, end = BEGIN.format(name=name), END.format(name=name)
-    part = f"{begin}\n{measured()}\n\n{text.strip()}\n{end}"
+    part = f"{begin}\n{measured()}\n\n{_wrapped(text.strip())}\n{end}"
     old = path.read_text() if path.is_file() else f"# {path.stem}\n\n"
     start, stop = old.find(begin), old.find(end)
     new = f"{old.rstrip()}\n\n{part}\n" if start < 0 or stop < start else old[:start] + part + old[stop + len(end) :]

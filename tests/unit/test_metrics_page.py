@@ -22,7 +22,7 @@ GROUPS = (
     "reward_model",
     "rewards",
 )
-WRITERS = ("algorithms", "experience", "loop", "sync", "training", "metrics.py")
+WRITERS = ("learn/algorithms", "explore/experience", "run/loop", "run/sync", "learn/training", "core/metrics.py")
 SPREAD = {"critic/advantages", "critic/returns", "critic/score", "critic/values", "reward_model/score"}
 """First halves of names, to which /mean, /max and /min are added."""
 

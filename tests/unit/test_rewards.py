@@ -21,8 +21,9 @@ import pytest
 from megarl.core.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
-from megarl.explore import rewards
 from megarl.explore.rewards import RewardPool, Verdict, compute_score
+from megarl.explore.rewards.pool import process as reward_process
+from megarl.explore.rewards.pool import worker_queue
 from megarl.explore.rewards.pool.host import RewardHost
 from megarl.explore.rewards.verdict import to_verdict
 
@@ -166,7 +167,7 @@ def test_loading_a_verifier_is_no_part_of_a_tasks_time() -> None:
 def test_a_users_function_that_fails_costs_one_sample(
     user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewards.process, "MAX_LINE_BYTES", 2**16)
+    monkeypatch.setattr(reward_process, "MAX_LINE_BYTES", 2**16)
 
     async def work(pool: RewardPool) -> list[Verdict]:
         return [
@@ -435,6 +436,6 @@ def test_who_waits_for_a_worker_is_told_when_the_pool_closes_or_gets_stuck(
             await pool._queue.take()  # its worker is lost to a fault of the pool
             return await pool.score(TASK, "12")
 
-    monkeypatch.setattr(rewards.worker_queue, "STUCK_S", 0.1)
+    monkeypatch.setattr(worker_queue, "STUCK_S", 0.1)
     verdict = asyncio.run(stuck())
     assert verdict.reward.status == "error" and "none has become free" in str(verdict.message)

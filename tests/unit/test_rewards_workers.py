@@ -19,8 +19,9 @@ import pytest
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward
-from megarl.explore import rewards
 from megarl.explore.rewards import RewardPool, Verdict
+from megarl.explore.rewards.pool import process as reward_process
+from megarl.explore.rewards.pool import worker_queue
 from megarl.explore.rewards.pool.host import RewardHost
 from tests.unit.test_rewards import KEY, TASK, run_pool
 
@@ -119,7 +120,7 @@ def test_killing_half_of_the_workers_again_and_again_loses_no_item_and_scores_no
 
 def test_a_worker_that_cannot_have_a_verifier_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two workers one has no such package: it is free first again and again, and every answer is the other's."""
-    monkeypatch.setattr(rewards.worker_queue, "REVIVE_DELAYS_S", (0.05, 0.05))
+    monkeypatch.setattr(worker_queue, "REVIVE_DELAYS_S", (0.05, 0.05))
 
     class Unfit(RewardHost):
         async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -184,7 +185,7 @@ def test_workers_of_another_host_score_and_are_replaced_like_our_own(flaky: Path
 def test_answers_outlive_a_host_and_end_with_the_last_worker(flaky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host goes: what it had in hand is scored here. Then our own file goes, and the processes with it: errors, no
     waiting."""
-    monkeypatch.setattr(rewards.worker_queue, "REVIVE_DELAYS_S", (0.0, 0.05))
+    monkeypatch.setattr(worker_queue, "REVIVE_DELAYS_S", (0.0, 0.05))
 
     async def main() -> tuple[list[Verdict], Verdict]:
         async with RewardHost("127.0.0.1", 0, KEY, workers=3) as host:
@@ -229,7 +230,7 @@ def test_a_host_that_is_not_there_or_has_another_key_is_named(flaky: Path) -> No
 @pytest.mark.parametrize("reply", [b"<html>\n", b"[" * 5000 + b"\n", b"[1]\n", b"{}\n", b'{"score": 1}\n'], ids=str)
 def test_a_host_that_sends_no_reply_costs_no_thread_of_the_pool(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the score, and of the next connection: whoever waits gets an error."""
-    monkeypatch.setattr(rewards.worker_queue, "REVIVE_DELAYS_S", (0.0, 0.01))
+    monkeypatch.setattr(worker_queue, "REVIVE_DELAYS_S", (0.0, 0.01))
 
     class Broken(RewardHost):
         async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -288,9 +289,9 @@ def test_whoever_listens_at_the_address_of_a_host_learns_neither_key_nor_setting
     async def main() -> None:
         async with asyncio.timeout(60), await asyncio.start_server(listen, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            worker = rewards.process.RemoteWorker(RewardConfig(), f"127.0.0.1:{port}", KEY)
+            worker = reward_process.RemoteWorker(RewardConfig(), f"127.0.0.1:{port}", KEY)
             with pytest.raises(
-                rewards.process.WorkerDied, match=rf"127\.0\.0\.1:{port} gives no worker: it has another key"
+                reward_process.WorkerDied, match=rf"127\.0\.0\.1:{port} gives no worker: it has another key"
             ):
                 await worker.ready()
             await worker.kill()
@@ -306,7 +307,7 @@ def test_a_malformed_request_is_an_error_of_one_line() -> None:
 
     async def main() -> list[dict[str, Any]]:
         async with asyncio.timeout(60), RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
-            worker = rewards.process.RemoteWorker(RewardConfig(), f"127.0.0.1:{host.port}", KEY)
+            worker = reward_process.RemoteWorker(RewardConfig(), f"127.0.0.1:{host.port}", KEY)
             await worker.ready()
             assert worker._reader is not None and worker._writer is not None
             replies = []
