@@ -10,7 +10,7 @@ import numpy as np
 from sqlalchemy import select
 
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.store import Claim, Store, Used
+from megarl.explore.store import Claim, RegisteredEngine, Store, Used
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import METADATA
 from tests.trajectories import one_turn
@@ -59,6 +59,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"})),
     "record_evaluation": lambda store, claims: store.record_evaluation("a", "r0", {"step": 1}),
     "record_event": lambda store, claims: store.record_event("trainer", "evaluation", {"step": 1}),
+    "register_engines": lambda store, claims: store.register_engines([RegisteredEngine(0, "http://e", 2)]),
     "set_run_id": lambda store, claims: store.set_run_id("r" * 32),
     "sync": lambda store, claims: store.sync(),
     "open_job": lambda store, claims: store.open_job(),

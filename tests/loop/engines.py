@@ -178,7 +178,7 @@ class RunningEngine:
 
     def addresses(self) -> JobAddresses:
         [port] = ports.choose(HOST, 1, None)
-        return JobAddresses((self._url,), HOST, port, KEY)
+        return JobAddresses(HOST, port, KEY)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
         """All samples, ordered by prompt and index."""

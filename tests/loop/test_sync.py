@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +185,28 @@ def test_a_lost_message_is_named_and_a_retry_mends_it(
     ranks.publish_whole(model)
 
 
+def test_of_two_engines_the_one_that_was_replaced_is_joined_alone(
+    engine: RunningEngine, zygote: Zygote, model: Qwen3ForCausalLM, tmp_path: Path
+) -> None:
+    second = RunningEngine(engine.config, tmp_path, zygote).ready()
+    try:
+        both = ranks_of(engine, others=[second])
+        both.publish_whole(model)
+        links = [dict(p._links._links) for p in both.publishers]
+        second.stop()
+        second.ready()
+        assert both.call(lambda rank, p: p.connect()) == [None, None]
+        for before, publisher in zip(links, both.publishers, strict=True):
+            after = publisher._links._links
+            assert after[0] is before[0] and after[1] is not before[1]
+        new = perturbed(model, 9)
+        report = both.publish_whole(new)
+        assert report.digests == 2 * len(list(new.parameters()))
+        assert max(difference(engine, new), difference(second, new)) < FP32_TOLERANCE
+    finally:
+        second.stop()
+
+
 def test_trainer_and_engine_that_do_not_agree_are_told_apart(engine: RunningEngine, ranks: Ranks) -> None:
     """Before anything joins, so at once; the engine goes on with the weights it has."""
     config = replace(engine.config, model=replace(engine.config.model, dtype="bfloat16"))
@@ -196,7 +219,7 @@ def test_trainer_and_engine_that_do_not_agree_are_told_apart(engine: RunningEngi
 def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
     engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader, timeout = ranks.publishers[0], ranks.publishers[0]._address.timeout_s
+    leader, timeout = ranks.publishers[0], ranks.publishers[0]._timeout_s
     told = leader._init_info
 
     def other_plan(replica: int, *places: Any) -> dict[str, Any]:
@@ -204,7 +227,8 @@ def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
 
     def connect(timeout_s: float) -> list[Any]:
         for publisher in ranks.publishers:
-            publisher._address = replace(publisher._address, timeout_s=timeout_s)
+            publisher._timeout_s = timeout_s
+            publisher._disconnect()
         return ranks.call(lambda rank, p: p.connect())
 
     with monkeypatch.context() as patched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +76,17 @@ class Ranks:
         return first
 
 
-def ranks_of(engine: RunningEngine, config: Config | None = None) -> Ranks:
+def ranks_of(engine: RunningEngine, config: Config | None = None, others: Sequence[RunningEngine] = ()) -> Ranks:
     config = config or engine.config
     hf_config = read_hf_config(engine.model_path)
     layout = megatron_layout(hf_config, megatron_grid(config.parallel))
     addresses = engine.addresses()
-    publishers = (WeightPublisher(config, layout, hf_config, r, addresses=addresses) for r in range(layout.num_ranks))
+    publishers = (
+        WeightPublisher(
+            config, layout, hf_config, r, engines=lambda: [e.url for e in (engine, *others)], addresses=addresses
+        )
+        for r in range(layout.num_ranks)
+    )
     return Ranks(tuple(publishers), layout)
 
 

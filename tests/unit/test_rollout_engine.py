@@ -98,12 +98,8 @@ def test_members_of_a_process_group() -> None:
 
 
 def test_addresses_come_from_the_environment() -> None:
-    environment = {
-        "MEGARL_ENGINES": "http://127.0.0.1:81,http://127.0.0.1:82",
-        "MEGARL_LINK": "127.0.0.1:83",
-        "MEGARL_JOB_KEY": "k",
-    }
-    expected = JobAddresses(("http://127.0.0.1:81", "http://127.0.0.1:82"), "127.0.0.1", 83, "k")
+    environment = {"MEGARL_LINK": "127.0.0.1:83", "MEGARL_JOB_KEY": "k"}
+    expected = JobAddresses("127.0.0.1", 83, "k")
     assert JobAddresses.from_environment(environment) == expected
     del environment["MEGARL_LINK"]
     with pytest.raises(ConfigError, match="MEGARL_LINK"):

@@ -418,6 +418,8 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "is_requested",
         "to_evaluate",
         "evaluation",
+        "engines",
+        "task_sources",
         "steps",
         "events",
         "job_state",

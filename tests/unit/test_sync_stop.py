@@ -30,7 +30,7 @@ def test_a_stop_ends_the_wait_for_an_engine() -> None:
 def test_a_stop_ends_the_wait_of_every_rank() -> None:
     """Rank 0 looks at the request; the others wait for its word."""
     engine, link = ports.choose(HOST, 2, None)
-    addresses = JobAddresses((f"http://{HOST}:{engine}",), HOST, link, "key")
+    addresses, engines = JobAddresses(HOST, link, "key"), [f"http://{HOST}:{engine}"]
     config = Config(
         model=ModelConfig(path="unused"), parallel=ParallelConfig(tp=2), rollout=RolloutConfig(start_timeout_s=600)
     )
@@ -38,7 +38,9 @@ def test_a_stop_ends_the_wait_of_every_rank() -> None:
     layout = megatron_layout(hf_config, megatron_grid(config.parallel))
     asked = threading.Event()
     ranks = [
-        WeightPublisher(config, layout, hf_config, rank, addresses=addresses, stopping=asked.is_set)
+        WeightPublisher(
+            config, layout, hf_config, rank, engines=lambda: engines, addresses=addresses, stopping=asked.is_set
+        )
         for rank in range(2)
     ]
 

@@ -1,4 +1,4 @@
-"""Addresses of a job's engines and its weight link, which the supervisor gives to every process of the job."""
+"""Address of a job's weight link, which the supervisor gives to every process of the job."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from megarl.explore.rollout.auth import KEY_VARIABLE
 
 @dataclass(frozen=True)
 class JobAddresses:
-    engines: tuple[str, ...]
-    """URL of every engine server, in the order of the ranks that their workers have in the weight link."""
     link_host: str
     link_port: int
     """TCP store of the weight link; trainer rank 0 listens there."""
@@ -21,13 +19,13 @@ class JobAddresses:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> JobAddresses:
-        """Reads MEGARL_ENGINES (comma-separated URLs), MEGARL_LINK (host:port) and MEGARL_JOB_KEY.
+        """Read MEGARL_LINK (host:port) and MEGARL_JOB_KEY.
 
         Raises:
             ConfigError: one of them is missing.
         """
-        missing = [name for name in ("MEGARL_ENGINES", "MEGARL_LINK", KEY_VARIABLE) if not environment.get(name)]
+        missing = [name for name in ("MEGARL_LINK", KEY_VARIABLE) if not environment.get(name)]
         if missing:
             raise ConfigError(f"{', '.join(missing)} not in the environment: this process is started by `megarl train`")
         host, _, port = environment["MEGARL_LINK"].rpartition(":")
-        return cls(tuple(environment["MEGARL_ENGINES"].split(",")), host, int(port), environment[KEY_VARIABLE])
+        return cls(host, int(port), environment[KEY_VARIABLE])

@@ -2,7 +2,18 @@
 
 from megarl.explore.store.claims import Claim
 from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
+from megarl.explore.store.engines import RegisteredEngine
 from megarl.explore.store.journal import NOTHING_USED, Used
 from megarl.explore.store.store import Store
 
-__all__ = ["NOTHING_USED", "OWN_SERVER", "VARIABLE", "Claim", "Store", "Used", "check_url", "sqlite_file"]
+__all__ = [
+    "NOTHING_USED",
+    "OWN_SERVER",
+    "VARIABLE",
+    "Claim",
+    "RegisteredEngine",
+    "Store",
+    "Used",
+    "check_url",
+    "sqlite_file",
+]

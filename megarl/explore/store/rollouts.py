@@ -155,6 +155,16 @@ class RolloutTable(Handle):
         )
         return [tuple(row) for row in self._read(lambda connection: connection.execute(query).all())]
 
+    def task_sources(self, rollout_id: str) -> dict[str, str]:
+        """Id of each task of a rollout -> its data source, by position."""
+        query = (
+            select(GROUPS.c.task_id, TASKS.c.data_source)
+            .join(TASKS, TASKS.c.task_id == GROUPS.c.task_id)
+            .where(GROUPS.c.rollout_id == rollout_id)
+            .order_by(GROUPS.c.position)
+        )
+        return {row[0]: row[1] for row in self._read(lambda connection: connection.execute(query).all())}
+
     def evaluation(self, rollout_id: str) -> dict[str, Any]:
         """Content of the event of a complete evaluation."""
         query = select(EVENTS).where(EVENTS.c.kind == "evaluation").order_by(EVENTS.c.event_id.desc())

@@ -13,12 +13,13 @@ Every write is one transaction, fenced by the job's attempt and repeated when th
 from __future__ import annotations
 
 from megarl.explore.store.buffer import Buffer
+from megarl.explore.store.engines import EngineRegistry
 from megarl.explore.store.journal import Journal
 from megarl.explore.store.rollouts import RolloutTable
 from megarl.explore.store.tasks import TaskTable
 
 
-class Store(TaskTable, RolloutTable, Buffer, Journal):
+class Store(TaskTable, RolloutTable, Buffer, EngineRegistry, Journal):
     """A connection to the store, for one process (make a new one after a fork).
 
     Args:

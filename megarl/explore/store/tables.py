@@ -143,6 +143,15 @@ EVENTS = Table(
     _checksum(),
 )
 
+ENGINES = Table(
+    "engines",
+    METADATA,
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("url", String, nullable=False),
+    Column("workers", Integer, nullable=False),
+)
+"""Engines of the running attempt; each start writes them again."""
+
 JOB = Table(
     "job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False), _checksum()
 )

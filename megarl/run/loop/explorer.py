@@ -1,8 +1,8 @@
 """The explorer process: claims groups, runs a workflow for each trajectory, gets it scored as it ends, puts whole
 groups into the buffer, and evaluates.
 
-``python -m megarl.run.loop.explorer --config RUN/resolved.json`` with the engines' URLs in ``MEGARL_ENGINES`` (commas
-between), the job's key in ``MEGARL_JOB_KEY`` and its attempt in ``MEGARL_ATTEMPT``. Ends with 0 when the job is closed,
+``python -m megarl.run.loop.explorer --config RUN/resolved.json`` with the job's key in ``MEGARL_JOB_KEY`` and its
+attempt in ``MEGARL_ATTEMPT``; it finds the engines in the store. Ends with 0 when the job is closed,
 with 143 on SIGTERM or SIGINT (its claims are given back), with 1 and the reason when the engines or the store fail for
 good. Imports no torch.
 """
@@ -32,6 +32,7 @@ from megarl.core.errors import EngineError, InputError, JobError
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.explore.rewards import RewardPool, Verdict
+from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rewards.pool.pool import Judging
 from megarl.explore.rewards.pool.process import await_hosts
 from megarl.explore.rewards.pool.tally import EVENT
@@ -274,7 +275,7 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobErro
     return failure
 
 
-async def explore(config: Config, engines: Sequence[str], key: str, worker: str) -> None:
+async def explore(config: Config, key: str, worker: str) -> None:
     """Run one explorer of a job until the job is closed. Raises EngineError, JobError or ConfigError when it cannot go
     on."""
     tokenizer = ChatTokenizer.of(config)
@@ -283,6 +284,10 @@ async def explore(config: Config, engines: Sequence[str], key: str, worker: str)
     )  # an engine is replaced, and given the weights
     store = Store(config.store.url, attempt=int(os.environ["MEGARL_ATTEMPT"]), outage_s=config.store.outage_s)
     try:
+        engines = [engine.url for engine in store.engines()]
+        if not engines:
+            raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
+        os.environ[ENGINES] = ",".join(engines)  # for verifiers in worker processes that ask the judge themselves
         async with (
             EngineClient(engines, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
             _judge(config, engines, key, engine_timeout_s) as judge,
@@ -334,12 +339,12 @@ async def _judge(
         yield judge
 
 
-async def _until_signal(config: Config, engines: Sequence[str], key: str, worker: str) -> int:
+async def _until_signal(config: Config, key: str, worker: str) -> int:
     """:func:`explore`, ended in order by SIGTERM or SIGINT; returns the exit status.
 
     The supervisor reads in it whether the job is closed: without an explorer the trainer would wait forever.
     """
-    work = asyncio.ensure_future(explore(config, engines, key, worker))
+    work = asyncio.ensure_future(explore(config, key, worker))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     try:
@@ -361,13 +366,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    missing = [name for name in ("MEGARL_ENGINES", "MEGARL_JOB_KEY", "MEGARL_ATTEMPT") if not os.environ.get(name)]
+    missing = [name for name in ("MEGARL_JOB_KEY", "MEGARL_ATTEMPT") if not os.environ.get(name)]
     if missing:
         parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
-    engines = os.environ["MEGARL_ENGINES"].split(",")
     try:
         return asyncio.run(
-            _until_signal(load_resolved(arguments.config), engines, os.environ["MEGARL_JOB_KEY"], arguments.worker)
+            _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
         )
     except (EngineError, JobError, InputError) as error:
         log.error("explorer %s: %s", arguments.worker, error)

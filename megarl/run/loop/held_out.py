@@ -28,7 +28,8 @@ def record_evaluations(store: Store, worker: str, rollout_id: str | None = None)
 
 def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[str, Any]:
     """Content of an evaluation's event: counts, accuracy with its standard error, and ``metrics``."""
-    tasks = store.task_ids("eval")
+    sources = store.task_sources(rollout_id)
+    tasks = list(sources)
     right, errors = np.zeros(len(tasks), dtype=np.int64), 0
     for part in store.parts(store.group_ids(rollout_id)):  # never all answers at once
         answers = store.read(part)
@@ -37,8 +38,7 @@ def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[st
     answered = len(tasks) * samples
     metrics = {"val/accuracy": int(right.sum()) / answered, "val/error_rate": errors / answered}
     if samples > 1:
-        sources = {task.task_id: task.data_source for task in store.tasks("eval", images=False)}
-        metrics |= sampled_metrics(right, samples, [sources[task] for task in tasks])
+        metrics |= sampled_metrics(right, samples, list(sources.values()))
     event = {
         "rollout_id": rollout_id,
         "step": step,

@@ -48,7 +48,12 @@ class OnlineTrainer(Trainer):
         with self.timeline.phase("wait_for_engine"):
             actor, rank = self.models.actor, self.context.rank
             publisher = WeightPublisher(
-                self.config, actor.layout, self.models.hf_config, rank, stopping=lambda: self.ranks.stopping
+                self.config,
+                actor.layout,
+                self.models.hf_config,
+                rank,
+                engines=lambda: [engine.url for engine in self.store.engines()],
+                stopping=lambda: self.ranks.stopping,
             )
             self.weights = WeightSync(self.context, self.ranks, self.reporter, self.models, publisher)
             waiter = RolloutWaiter(self.context, self.store, self.ranks, self.reporter, self.weights, self.checkpoints)

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from megarl.core.errors import EngineError
-from megarl.explore.rollout.addresses import JobAddresses
 from megarl.explore.rollout.control import EngineControl
 from megarl.explore.rollout.watch import EngineWatch
 
@@ -22,15 +21,20 @@ _STATE_S = 10.0
 class EngineFleet:
     """Controls of the engines, in the order of their replicas."""
 
-    def __init__(self, addresses: JobAddresses, timeout_s: float) -> None:
-        self._engines = [EngineControl(url, addresses.key, timeout_s) for url in addresses.engines]
-        self._processes: list[str] = []
+    def __init__(self, urls: Sequence[str], key: str, timeout_s: float) -> None:
+        self._engines = [EngineControl(url, key, timeout_s) for url in urls]
+        self.processes: list[str] = []
         """Processes of the engines, as the last ``wait_ready`` found them."""
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs of the engines."""
+        return [engine.url for engine in self._engines]
 
     @contextmanager
     def calling(self, call: Call[T]) -> Iterator[list[Future[T]]]:
         """Call every engine in threads; leaving waits for all."""
-        with ThreadPoolExecutor(len(self._engines)) as pool:
+        with ThreadPoolExecutor(max(len(self._engines), 1)) as pool:
             yield [pool.submit(call, i, engine) for i, engine in enumerate(self._engines)]
 
     def each(self, call: Call[T]) -> list[T]:
@@ -40,12 +44,12 @@ class EngineFleet:
 
     def forget_processes(self) -> None:
         """Forget who was there: ``died`` finds nobody until ``wait_ready`` has found them again."""
-        self._processes = []
+        self.processes = []
 
     def wait_ready(self, start_s: float, stopping: Callable[[], bool]) -> None:
         """Wait until every engine serves. Raises EngineError."""
         self.each(lambda i, engine: engine.wait_ready(start_s, stopping=stopping))
-        self._processes = [state.process for state in self.each(lambda i, engine: engine.state())]
+        self.processes = [state.process for state in self.each(lambda i, engine: engine.state())]
 
     def died(self) -> list[str]:
         """Fates of engines that have ended since ``wait_ready``, even where others are in their place by now.
@@ -55,12 +59,12 @@ class EngineFleet:
 
         def fate(i: int, engine: EngineControl) -> str | None:
             try:
-                replaced = engine.state(timeout_s=_STATE_S).process != self._processes[i]
+                replaced = engine.state(timeout_s=_STATE_S).process != self.processes[i]
             except EngineError as error:
                 return str(error)
             return f"the engine at {engine.url} has been replaced" if replaced else None
 
-        return [found for found in self.each(fate) if found is not None] if self._processes else []
+        return [found for found in self.each(fate) if found is not None] if self.processes else []
 
     def watch(self, version: str) -> EngineWatch:
         """Watch the engines, which have this version."""

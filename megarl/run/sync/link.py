@@ -1,6 +1,6 @@
-"""The weight link: one process group of trainer ranks and engine workers, beside both sides' default groups.
+"""Weight links: for each engine a process group of trainer ranks and its workers, beside both sides' default groups.
 
-Ranks of the link are the trainer's 0 .. W-1, then the workers of engine 0, of engine 1, and so on.
+Ranks of a link are the trainer's 0 .. W-1, then the engine's workers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ProcessGroupGloo: Any = dist.ProcessGroupGloo
 
 @dataclass(frozen=True)
 class LinkAddress:
-    """``generation`` counts the links of a job: a new one replaces a link that a failure has broken."""
+    """``name``: never used before in the job; a new link replaces one that a failure has broken."""
 
     host: str
     port: int
-    generation: int
+    name: str
     world_size: int
     timeout_s: float
 
@@ -75,6 +75,44 @@ class Link:
         return self._group
 
 
+class EngineLinks:
+    """The links of all engines as one transport, whose ranks are those of all engines' workers one after another.
+
+    Args:
+        workers: Number of workers of each engine.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._links: dict[int, Link] = {}
+
+    def add(self, engine: int, link: Link) -> None:
+        """Take the link of an engine, in place of its earlier one."""
+        self.remove(engine)
+        self._links[engine] = link
+
+    def remove(self, engine: int) -> None:
+        """Close the link of an engine, if it has one."""
+        if (link := self._links.pop(engine, None)) is not None:
+            link.close()
+
+    def close(self) -> None:
+        """Close all links."""
+        for engine in list(self._links):
+            self.remove(engine)
+
+    def allocate(self, nbytes: int, /) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def isend(self, message: torch.Tensor, rank: int, /) -> Work:
+        engine, worker = divmod(rank, self._workers)
+        return self._links[engine].isend(message, worker)
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Received:
+        engine, worker = divmod(rank, self._workers)
+        return self._links[engine].irecv(nbytes, worker, spare)
+
+
 def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
     """The link's key-value store; the master listens on ``address.host`` alone, others wait for it up to the
     timeout."""
@@ -99,7 +137,7 @@ def join(store: Store, address: LinkAddress, rank: int, peers: int) -> Link:
     options = ProcessGroupGloo._Options()
     options._timeout = address.timeout
     options._devices = [_device(address.host)]
-    prefix = PrefixStore(f"link/{address.generation}", store)
+    prefix = PrefixStore(f"link/{address.name}", store)
     return Link(ProcessGroupGloo(prefix, rank, address.world_size, options), peers)
 
 

@@ -38,7 +38,7 @@ class InitInfo(WeightTransferInitInfo):
 
     host: str
     port: int
-    generation: int
+    name: str
     world_size: int
     timeout_s: float
     grid: dict[str, int | None]
@@ -151,17 +151,15 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the link; returns when every trainer rank and every worker has."""
+        """Joins the engine's link; returns when every trainer rank and every worker of the engine has."""
         self.shutdown()
         assert self._agreed == init_info.fingerprint, (
             "another plan: megarl_agree comes before init_weight_transfer_engine"
         )
-        address = LinkAddress(
-            init_info.host, init_info.port, init_info.generation, init_info.world_size, init_info.timeout_s
-        )
+        address = LinkAddress(init_info.host, init_info.port, init_info.name, init_info.world_size, init_info.timeout_s)
         self._store = open_store(address, master=False)
         trainers = self._plan.source.num_ranks
-        self._link = join(self._store, address, trainers + self._rank, peers=0)
+        self._link = join(self._store, address, trainers + self.parallel_config.rank, peers=0)
         places = Places(**init_info.places)
         self._plan = replace(self._plan, nearness=places.nearness())
         self._borrower = Borrower(self._link, places.lenders_near(self._rank) if places.workers else {})

@@ -10,6 +10,9 @@ from typing import Any
 
 from megarl.core.config.rewards import RewardConfig
 
+ENGINES = "MEGARL_ENGINES"
+"""Variable with the URLs of engines, commas between, for reward functions that ask the judge themselves."""
+
 
 def scorer(config: RewardConfig) -> Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]:
     """Opens connection and cache for each answer, whose question is ``extra_info['question']``. Not from within an
@@ -20,7 +23,7 @@ def scorer(config: RewardConfig) -> Callable[[str, Any, dict[str, Any] | None], 
     from megarl.explore.rewards.judge.judge import Judge  # aiohttp: 0.3 s, only where there is a judge
 
     async def once(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:
-        engines = [url for url in os.environ.get("MEGARL_ENGINES", "").split(",") if url]
+        engines = [url for url in os.environ.get(ENGINES, "").split(",") if url]
         async with Judge(config.judge, engines, os.environ.get("MEGARL_JOB_KEY")) as judge:
             return await judge.score(solution_str, ground_truth, extra_info)
 

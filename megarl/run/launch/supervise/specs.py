@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from megarl.core.config import Config
 from megarl.core.jobs import ProcessKind
+from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rollout.engine import UNTIL_PUBLISHED
 from megarl.explore.store import VARIABLE
 from megarl.learn import algorithms
@@ -60,6 +61,11 @@ class _Attempt:
         return Spec(name, tuple(argv), {**self.env, **env}, str(self.logs / log), echo, listens, gpus)
 
 
+def urls(addresses: Addresses) -> list[str]:
+    """URLs of the engines, by number."""
+    return [f"http://{address}" for address in addresses.engines]
+
+
 def resolved(config: Config) -> Path:
     """The file with the settings of a run, which its processes read."""
     return Path(config.run.dir) / "resolved.json"
@@ -74,7 +80,6 @@ def specs(
     """
     env = {
         **environment,
-        "MEGARL_ENGINES": ",".join(f"http://{address}" for address in addresses.engines),
         "MEGARL_LINK": addresses.link,
         "MEGARL_REWARD_HOSTS": ",".join(f"{address}*{config.reward.workers}" for address in addresses.reward_hosts),
         "PYTHONUNBUFFERED": "1",
@@ -125,7 +130,8 @@ def _reward_hosts(attempt: _Attempt) -> Iterator[Placed]:
         argv = ["-m", "megarl", "rewards", "serve", "--host", host, "--port", port]
         argv += ["--workers", str(attempt.config.reward.workers)]
         argv += ["--output", str(attempt.logs / f"reward_output_{node}.log")]
-        yield node, attempt.spec(kind.named(node), argv, {"OMP_NUM_THREADS": "1"}, kind.log(node), listens=address)
+        env = {"OMP_NUM_THREADS": "1", ENGINES: ",".join(urls(attempt.addresses))}
+        yield node, attempt.spec(kind.named(node), argv, env, kind.log(node), listens=address)
 
 
 def _explorers(attempt: _Attempt) -> Iterator[Placed]:

@@ -14,13 +14,14 @@ from megarl.core.config import Config, save_resolved
 from megarl.core.errors import FencedError, JobError, NonRetryableError
 from megarl.core.jobs import ProcessKind, kind_of
 from megarl.explore.rollout.auth import KEY_VARIABLE
+from megarl.explore.store import RegisteredEngine, Store
 from megarl.run.launch.nodes.node import Node, Process, Started, on_every_node
 from megarl.run.launch.nodes.placement import NodeInfo, Placement, place, table
 from megarl.run.launch.postgres import Server
 from megarl.run.launch.run_dir.owner import check_fence
 from megarl.run.launch.supervise.interrupt import StopRequest
 from megarl.run.launch.supervise.replace import SETTLE_S, Replacements, ending, failed
-from megarl.run.launch.supervise.specs import Addresses, resolved, specs
+from megarl.run.launch.supervise.specs import Addresses, resolved, specs, urls
 from megarl.run.launch.supervise.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def start_attempt(
     logs = _logs(config, attempt)
     environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), "MEGARL_TTY": "1" if sys.stderr.isatty() else "0"}
     save_resolved(config, resolved(config))
+    _register_engines(config, addresses, attempt)
     started: list[Started] = []
     try:
         for rank, spec in specs(config, placement, addresses, environment, logs):
@@ -68,6 +70,18 @@ def start_attempt(
     names = ", ".join(s.process.name + (f" on {s.node.name}" if len(nodes) > 1 else "") for s in started)
     log.info("started %s; logs in %s", names, logs)
     return started
+
+
+def _register_engines(config: Config, addresses: Addresses, attempt: int) -> None:
+    """Write the engines into the store, where explorer and trainer look for them."""
+    if not addresses.engines:
+        return
+    workers = config.rollout.tp * config.rollout.pp
+    store = Store(config.store.url, attempt=attempt, outage_s=config.store.outage_s)
+    try:
+        store.register_engines([RegisteredEngine(i, url, workers) for i, url in enumerate(urls(addresses))])
+    finally:
+        store.close()
 
 
 def _addresses(config: Config, placement: Placement, nodes: dict[int, Node]) -> Addresses:
