@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
     report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart")
     add_arguments(
-        add("convert", "Convert checkpoints between HF and Megatron-Core, cut them again, say what is in them.")
+        add("convert", "Convert checkpoints between HF and Megatron-Core, reshard them, print their content.")
     )
     sandbox = add("sandbox", "Run programs in isolation: prove it on this machine, or serve it to others.")
     actions = sandbox.add_subparsers(dest="action", required=True, metavar="action")
@@ -86,10 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8765, help="default %(default)s")
     serve.add_argument("--workers", type=int, help="programs at a time (default: one for each core)")
     serve.add_argument(
-        "--queue",
-        type=int,
-        default=64,
-        help="requests that may wait (default %(default)s); others are told to come again",
+        "--queue", type=int, default=64, help="requests that may wait (default %(default)s); others are refused for now"
     )
     for action in (check, serve):
         action.add_argument(
@@ -101,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
         "serve", help="accept connections of a job; MEGARL_JOB_KEY is the key to it"
     )
     offer.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    offer.add_argument("--port", type=int, default=8766, help="default %(default)s; 0 takes a free one and says which")
+    offer.add_argument("--port", type=int, default=8766, help="default %(default)s; 0 takes a free one and prints it")
     offer.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes at a time (default: one for each core)"
     )
@@ -191,7 +188,7 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.multirun or not arguments.check
     ):
         raise ConfigError(
-            "--nodes and --gpus-per-node say what --check is to assume of one job; a job takes the nodes that its "
+            "--nodes and --gpus-per-node are what --check assumes of one job; a job takes the nodes that its "
             "launcher gives it"
         )
     if arguments.multirun:
@@ -200,7 +197,7 @@ def _train(arguments: argparse.Namespace) -> int:
         raise ConfigError("--index and --count are of a sweep; add -m")
     config = compose(
         arguments.overrides, own=arguments.config_dir
-    )  # before the imports that take seconds: a mistyped key is told at once
+    )  # before the imports that take seconds: a mistyped key is reported at once
     from megarl.run.launch.checks.job import check
     from megarl.run.launch.job import run
 

@@ -18,7 +18,7 @@ _torch_library = torch.library.Library("megarl", "DEF")
 
 
 def use(implementation: Literal["megarl", "torch"]) -> None:
-    """Run the ops by megarl's kernels, or by their plain-torch twins (slower, larger; to tell one's own faults from
+    """Run the ops by megarl's kernels, or by their plain-torch twins (slower, larger; to separate one's own faults from
     ours)."""
     global _twin
     if implementation not in ("megarl", "torch"):

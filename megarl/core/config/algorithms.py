@@ -47,7 +47,7 @@ class AlgorithmConfig:
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
     )
-    """Reduction of token losses to one number: a mean over all tokens of the update, or per answer first
+    """Reduction of token losses to one number: a mean over all tokens of the update, or per response first
     (docs/algorithms.md)."""
     aggregation_length: Count = 1024
     """L of ``seq_mean_token_sum_norm``."""
@@ -56,9 +56,9 @@ class AlgorithmConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the reference model."""
     dynamic_sampling: bool = False
-    """Groups whose answers are all right or all wrong are replaced by new ones before training (DAPO)."""
+    """Groups whose responses are all right or all wrong are replaced by new ones before training (DAPO)."""
     overlong_filtering: bool = False
-    """Leave answers that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them
+    """Leave responses that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them
     (DAPO)."""
     max_extra_rollouts: NonNegative = 10
     """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
@@ -82,7 +82,7 @@ class MirrorDescentConfig(AlgorithmConfig):
 @dataclass(frozen=True)
 class OPMDConfig(MirrorDescentConfig):
     opmd: Literal["mean", "pairwise"] = "mean"
-    """Baseline for an answer: the mean of its group, or each other answer of it."""
+    """Baseline for a response: the mean of its group, or each other response of it."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class PPOConfig(ReMaxConfig):
     lam: UnitInterval = 1.0
     """λ of generalised advantage estimation."""
     bootstrap_truncated: bool = False
-    """Value after an answer that reached ``rollout.max_response_tokens``: 0 as after a finished one, because the limit
-    is where episodes end; or, where True, the critic's value of the state there, as if the answer went on."""
+    """Value after a response that reached ``rollout.max_response_tokens``: 0 as after a finished one, because the limit
+    is where episodes end; or, where True, the critic's value of the state there, as if the response went on."""
     value_clip: Positive | None = 0.5
     """Distance that the critic's value may move from the one that the step started with; None for no bound."""
 

@@ -37,7 +37,7 @@ JUDGE_IS_ROLLOUT = "rollout"
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """A language model that judges answers, at any OpenAI-compatible server (docs/judge.md)."""
+    """A language model that judges responses, at any OpenAI-compatible server (docs/judge.md)."""
 
     url: str | None = None
     """The server's base URL (http://HOST:PORT/v1), whose key is in MEGARL_JUDGE_KEY; ``rollout`` is the job's own
@@ -47,8 +47,8 @@ class JudgeConfig:
     rubric: str | None = None
     """A text file with {question}, {answer} and, where there is one, {reference}; None takes megarl's own."""
     votes: Annotated[int, Bound(1, 101)] = 1
-    """Judgements of an answer, each with a seed of its own; the majority decides, a tie is wrong. More than one needs a
-    temperature."""
+    """Judgements of a response, each with a seed of its own; the majority decides, a tie is wrong. More than one needs
+    a temperature."""
     temperature: Temperature = 0.0
     """Temperature of the judge; 0 is greedy."""
     max_tokens: Count = 1024
@@ -65,7 +65,7 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class FormatConfig:
-    """1 for an answer of the wanted form, else 0 (DeepSeek-R1, 2501.12948 §2.2.2)."""
+    """1 for a response of the wanted form, else 0 (DeepSeek-R1, 2501.12948 §2.2.2)."""
 
     weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
@@ -75,7 +75,7 @@ class FormatConfig:
 
 @dataclass(frozen=True)
 class LengthConfig:
-    """k1.5's reward for being short among the answers of a group (2501.12599 §2.3.3)."""
+    """k1.5's reward for being short among the responses of a group (2501.12599 §2.3.3)."""
 
     weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
@@ -85,7 +85,7 @@ class LengthConfig:
 
 @dataclass(frozen=True)
 class RepetitionConfig:
-    """The share of an answer's n-grams of words that occur earlier in it, as a number from -1 to 0 (Open-R1)."""
+    """The share of a response's n-grams of words that occur earlier in it, as a number from -1 to 0 (Open-R1)."""
 
     weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
@@ -95,7 +95,7 @@ class RepetitionConfig:
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """The share of an answer's words that are of one language (DeepSeek-R1, 2501.12948 §2.3.2)."""
+    """The share of a response's words that are of one language (DeepSeek-R1, 2501.12948 §2.3.2)."""
 
     weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
@@ -117,11 +117,11 @@ class RewardConfig:
     hosts: list[str] = field(default_factory=list)
     """HOST:PORT*N: N further processes, at a ``megarl rewards serve`` on another node."""
     timeout_s: Seconds = 10.0
-    """Seconds for the verdict of one answer; then its worker is killed."""
+    """Seconds for the verdict of one response; then its worker is killed."""
     retries: Annotated[int, Bound(0, 100)] = 1
-    """Times that an answer without a verdict (error, timeout) is tried again. The death of its worker is no try."""
+    """Times that a response without a verdict (error, timeout) is tried again. The death of its worker is no try."""
     max_kills: Annotated[int, Bound(1, 100)] = 3
-    """An answer whose worker has died or hung so often is tried no more, and is an error wherever it comes again."""
+    """A response whose worker has died or hung so often is tried no more, and is an error wherever it comes again."""
     backlog: Count = 8192
     """Answers that may wait for their score; when there are more, no further group is begun."""
     on_error: Literal["drop", "zero"] = "drop"
@@ -133,9 +133,9 @@ class RewardConfig:
     """Tokens before ``rollout.max_response_tokens`` over which DAPO's length penalty grows to ``overlong_penalty``;
     None for none."""
     overlong_penalty: Coefficient = 1.0
-    """Penalty of DAPO's length reward for an answer of full length."""
+    """Penalty of DAPO's length reward for a response of full length."""
     format: FormatConfig = field(default_factory=FormatConfig)
-    """Reward for the form of an answer."""
+    """Reward for the form of a response."""
     length: LengthConfig = field(default_factory=LengthConfig)
     """Reward for being short."""
     repetition: RepetitionConfig = field(default_factory=RepetitionConfig)

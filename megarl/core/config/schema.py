@@ -273,8 +273,8 @@ class RolloutConfig:
     """None takes the longest prompt of ``taskset.train`` and ``taskset.eval``, and in a run that has begun the one of
     its start."""
     max_response_tokens: Count = 64
-    """Longest answer; longer ones are cut and have finish reason ``length``."""
-    temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy answers of a group would all be equal
+    """Longest response; longer ones are truncated and have finish reason ``length``."""
+    temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy responses of a group would all be equal
     """Temperature of sampling, and of the log-probs on both sides."""
     max_num_seqs: Count = 512
     """Most sequences that an engine computes at once (vLLM's)."""
@@ -288,7 +288,7 @@ class RolloutConfig:
     """Longest start of an engine until it serves."""
     request_timeout_s: Seconds = 300.0
     """Longest time in which an engine that has samples to compute generates no token, weight updates left out; no limit
-    of an answer."""
+    of a response."""
     concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
     workflow: str = "single_turn"
@@ -297,7 +297,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Answers to the held-out tasks; ``trainer.eval_interval`` sets how often. One greedy answer by default."""
+    """Responses to the held-out tasks; ``trainer.eval_interval`` sets how often. One greedy response by default."""
 
     samples: Count = 1
     """Answers to each task; more than one need a temperature, and give avg@k and pass@k with standard errors."""
@@ -376,7 +376,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class RewardModelConfig:
     path: str | None = None
-    """HF sequence-classification checkpoint with one label; its score of each answer is added to the reward. None for
+    """HF sequence-classification checkpoint with one label; its score of each response is added to the reward. None for
     none."""
     parallel: ParallelConfig | None = None
     """Its own grid on the same ranks; None takes the actor's."""

@@ -182,9 +182,9 @@ class EngineClient:
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:
                 if answer.status != 200:
-                    said = await _text(answer)
+                    reason = await _text(answer)
                     kind = RequestRefused if 400 <= answer.status < 500 else EngineError
-                    raise kind(f"the engine at {url} answered {answer.status} to /megarl/generate: {said}")
+                    raise kind(f"the engine at {url} answered {answer.status} to /megarl/generate: {reason}")
                 async for chunk in answer.content.iter_any():
                     for record in decoder.feed(chunk):
                         if isinstance(record, StreamHeartbeat):

@@ -169,8 +169,8 @@ class EngineControl:
             with urllib.request.urlopen(request, timeout=timeout_s or self.timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
-            said = _message(_rest(error).decode(errors="replace"))
-            raise EngineError(f"the engine at {self.url} answered {error.code} to {asked}: {said}") from error
+            reason = _message(_rest(error).decode(errors="replace"))
+            raise EngineError(f"the engine at {self.url} answered {error.code} to {asked}: {reason}") from error
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(
                 self._with_log(f"the engine at {self.url} did not answer {asked}: {error or type(error).__name__}")
@@ -209,7 +209,7 @@ def _rest(error: urllib.error.HTTPError) -> bytes:
 def _message(text: str) -> str:
     """The message within vLLM's or our own error body, or the body itself."""
     try:
-        said = json.loads(text)["error"]
+        found = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return text.strip()
-    return said["message"] if isinstance(said, dict) and "message" in said else str(said)
+    return found["message"] if isinstance(found, dict) and "message" in found else str(found)

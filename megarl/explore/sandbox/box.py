@@ -95,9 +95,9 @@ class Zygote:
     def __init__(self, host: Host) -> None:
         self._outer = Outer(host, "zygote", ZYGOTE_TMP_BYTES, None, filtered=False)
         if read(self._outer.link, 1, time.monotonic() + START_S) != b"R":
-            said = self._outer.last_words()
+            output = self._outer.last_words()
             self._outer.close()
-            raise SandboxError(f"bwrap did not start the sandbox: {said or f'nothing within {START_S:g} s'}")
+            raise SandboxError(f"bwrap did not start the sandbox: {output or f'nothing within {START_S:g} s'}")
 
     def __del__(self) -> None:
         if hasattr(self, "_outer"):
@@ -192,8 +192,8 @@ class Box:
         if first == b"!":  # a zygote's child that could not become a launcher
             raise SandboxError(f"the sandbox does not start: {self._link.recv(1000).decode(errors='replace')}")
         if first != b"R":
-            said = self._source.last_words() if isinstance(self._source, Outer) else "its zygote has ended"
-            raise SandboxError(f"bwrap did not start the sandbox: {said or f'nothing within {START_S:g} s'}")
+            output = self._source.last_words() if isinstance(self._source, Outer) else "its zygote has ended"
+            raise SandboxError(f"bwrap did not start the sandbox: {output or f'nothing within {START_S:g} s'}")
         self._ready = True
 
     def receive(self, timeout_s: float) -> Result | None:

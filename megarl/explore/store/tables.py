@@ -27,7 +27,7 @@ class GroupState(StrEnum):
     CONSUMED = "consumed"
     """A step has trained on it; an evaluation has counted it."""
     DROPPED = "dropped"
-    """A step has left it out; ``reason`` says why."""
+    """A step has left it out; ``reason`` is why."""
 
 
 WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED, "done")

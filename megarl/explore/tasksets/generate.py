@@ -118,7 +118,7 @@ def recipe(
     settings = _settings(name, options or {})
     assert kind in get_args(Kind), f"kind of rows {kind!r}"
     return {
-        **({} if kind == "tasks" else {"kind of rows": kind}),  # files of earlier versions have tasks and do not say so
+        **({} if kind == "tasks" else {"kind of rows": kind}),  # files of earlier versions have tasks and no such entry
         "taskset.generate": name,
         **({"its code": user.digest(name)} if user.is_file(name) else {}),
         "taskset.seed": seed,

@@ -30,7 +30,7 @@ def loss(batch: LossInput, config: MixConfig) -> Loss:
     """[2] sums: see the file's head. What expert rows hold beside ``logp`` does not matter.
 
     Raises:
-        ConfigError: it is not said which rows are expert rows.
+        ConfigError: expert rows are not marked.
     """
     if batch.expert is None:
         raise ConfigError("mix needs to know which rows are expert rows; the trainer must give LossInput.expert")

@@ -35,8 +35,7 @@ def load(path: str) -> Algorithm:
 
 
 def try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -> None:
-    """Advantages of a group and the loss of one ``token``: what its settings or its inputs do not admit is told before
-    launch.
+    """Advantages of a group and the loss of one ``token``: faults of settings and inputs are reported before launch.
 
     Raises:
         ConfigError: of the algorithm itself, or with what went wrong in a user's file and where.

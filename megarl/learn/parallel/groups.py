@@ -21,7 +21,7 @@ from megarl.learn.parallel import cpu
 from megarl.learn.parallel.grid import check_parallel
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
-"""``parallel.backend`` in torch's words. What a step says of itself stays on the host, and goes by gloo there too."""
+"""``parallel.backend`` in torch's words. Messages about a step stay on the host, and goes by gloo there too."""
 LOOPBACK = "lo"
 """Linux' name of the interface."""
 USUAL_S = 600.0

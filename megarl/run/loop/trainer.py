@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="resolved.json of the run")
     config = load_resolved(parser.parse_args(argv).config)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # Megatron logs its settings and warns of every fusion that needs TransformerEngine or apex; `megarl doctor` says
+    # Megatron logs its settings and warns of every fusion that needs TransformerEngine or apex; `megarl doctor` reports
     # which.
     for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -116,14 +116,14 @@ class EngineConnection:
         self._generation += 1
         topic = f"connect/{self._generation}"
         if self._rank == 0:
-            with self._messages.announcing(topic) as told:
-                told.update(self._agree(topic))
+            with self._messages.announcing(topic) as message:
+                message.update(self._agree(topic))
         else:
             self._messages.post(f"{topic}/{self._rank}", [self.transport is not None, machine(), *self._memory])
-            told = self._messages.received(topic)
-            self._make_plan(told["engines"])
-        places, joining = Places(**told["places"]), told["joining"]
-        if len(joining) == told["engines"]:
+            message = self._messages.received(topic)
+            self._make_plan(message["engines"])
+        places, joining = Places(**message["places"]), message["joining"]
+        if len(joining) == message["engines"]:
             self._links.close()  # those of engines that are gone, too
         for engine in joining:
             self._links.remove(engine)
@@ -170,7 +170,7 @@ class EngineConnection:
         return {"engines": len(urls), "joining": joining, "places": asdict(places)}
 
     def _machines(self, before: Joined, joining: Sequence[int]) -> list[list[str]]:
-        """Machines of each engine's workers; those of ``joining`` build the plan, and say where they are."""
+        """Machines of each engine's workers; those of ``joining`` build the plan, and return where they are."""
 
         def of_engine(i: int, engine: EngineControl) -> list[str]:
             if i not in joining:

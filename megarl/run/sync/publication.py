@@ -65,7 +65,7 @@ class Publication:
             nbytes: Sent over the link by all ranks together.
         """
         read_by_all = self._messages.read_by_all()
-        with self._messages.announcing(f"{self._topic}/end") as told:
+        with self._messages.announcing(f"{self._topic}/end") as message:
             try:
                 report = self._drive(send, pause, nbytes)
             except Exception as error:
@@ -74,7 +74,7 @@ class Publication:
                 )
                 self._fleet.close(failure)
                 raise _kind(error)(failure) from error
-            told.update(asdict(report))
+            message.update(asdict(report))
         self._messages.remove(read_by_all)  # every rank has sent since, and so has received what came before
         return report
 
@@ -119,20 +119,20 @@ class Publication:
 
     def _others(self) -> list[str]:
         """Errors of other ranks in a transfer that has failed on rank 0."""
-        said = []
+        errors = []
         for rank in range(1, self._num_trainers):
             try:
                 self._messages.received(f"{self._topic}/sent/{rank}", _FAILURE_S / self._num_trainers)
             except WeightSyncError as error:
-                said.append(f"rank {rank}: {error}")
-        return said
+                errors.append(f"rank {rank}: {error}")
+        return errors
 
     def follow(self, send: Callable[[], Digests], rank: int) -> SyncReport:
         """Publish as another rank: send after rank 0 has paused the engines, and learn how the publication ended."""
         self._messages.received(f"{self._topic}/go")
         try:
-            with self._messages.announcing(f"{self._topic}/sent/{rank}") as told:
-                told["digests"] = _encode(send())
+            with self._messages.announcing(f"{self._topic}/sent/{rank}") as message:
+                message["digests"] = _encode(send())
         except Exception as error:
             try:
                 self._messages.received(f"{self._topic}/end", _FAILURE_S)  # so that every rank ends with the same words

@@ -71,16 +71,16 @@ class WeightPublisher(EngineConnection):
         topic = f"probe/{self._generation}.{self._count}"
         if self._rank != 0:
             return self._messages.received(topic)["max_difference"]
-        with self._messages.announcing(topic) as told:
+        with self._messages.announcing(topic) as message:
             tolerance = self._config.sync.probe_tolerance
             tolerance = PROBE_TOLERANCES[self._config.model.dtype] if tolerance is None else tolerance
             try:
                 answers = self._fleet.each(lambda i, engine: engine.probe(token_ids))
-                told["max_difference"] = max(check_probe(a, trainer_logp, tolerance).max_difference for a in answers)
+                message["max_difference"] = max(check_probe(a, trainer_logp, tolerance).max_difference for a in answers)
             except WeightSyncError as error:
                 self._fleet.close(str(error))
                 raise
-        return told["max_difference"]
+        return message["max_difference"]
 
     def died(self) -> list[str]:
         """``EngineFleet.died`` since ``connect``; empty on ranks other than 0."""

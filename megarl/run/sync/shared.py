@@ -112,12 +112,12 @@ class _Lent:
 
     link: Transport
     rank: int
-    told: Work
+    notice: Work
     offset: torch.Tensor
     """Lives until it has been sent."""
 
     def wait(self) -> None:
-        self.told.wait()
+        self.notice.wait()
         self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, device="cpu")).wait()
 
 
@@ -174,10 +174,10 @@ class _Borrowed:
     borrower: Borrower
     rank: int
     nbytes: int
-    told: Arrival
+    notice: Arrival
 
     def wait(self) -> torch.Tensor:
-        offset = int(self.told.wait().view(torch.int64))
+        offset = int(self.notice.wait().view(torch.int64))
         return self.borrower.read(self.rank, offset, self.nbytes)
 
     def release(self) -> None:

@@ -60,7 +60,7 @@ def copy_weights(
 
     The elements are cast to the destination's dtype on the way and compared as they are there afterwards: the digests
     that the senders made of what they sent against digests of what is in the tensors now. A model with an optimizer
-    must be told afterwards (``weights_changed``).
+    must be notified afterwards (``weights_changed``).
 
     Args:
         source, destination: Layouts of both models over the ranks of ``group`` (None: the default group).

@@ -209,7 +209,7 @@ class Layout:
         return tuple(Copy(*key, tuple(sorted(ranks))) for key, ranks in found.items())
 
     def only(self, tensors: Callable[[str], bool]) -> Layout:
-        """The part that concerns the logical tensors that ``tensors`` says yes to: rows go with all their parts."""
+        """The part that concerns the logical tensors that ``tensors`` accepts: rows go with all their parts."""
         rows = [row for row in self.rows if any(map(tensors, row.parts))]
         kept = {tensor: self.tensors[tensor] for row in rows for tensor in row.parts}
         return Layout(self.name, kept, self.num_ranks, rows, self.dtypes)

@@ -193,7 +193,7 @@ class RewardPool:
     def _verifier(self, task: Task) -> str:
         if self._config.path is not None:
             return USER
-        with contextlib.suppress(DataError):  # the worker says it
+        with contextlib.suppress(DataError):  # the worker reports it
             return route(task.data_source, self._config.routes)[0]
         return ""
 

@@ -74,7 +74,7 @@ class Replacements:
         left = f", {self._left} left" if self._left else " used up" if self._all else ""
         return (
             f"not started again: cluster.replacements={self._all}{left}{f' ({used})' if used else ''}; "
-            "fix what its log tells, raise cluster.replacements, or have cluster.restarts start the job again from "
+            "fix the cause in its log, raise cluster.replacements, or have cluster.restarts start the job again from "
             "its newest checkpoint"
         )
 

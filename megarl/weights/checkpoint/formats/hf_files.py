@@ -74,7 +74,7 @@ class HFFiles:
             if found is None or found.file != path / name:
                 place = "" if found is None else f"; it is in {found.file.name}"
                 raise CheckpointError(
-                    f"{path / INDEX} says that {tensor} is in {name}, which lacks it{place}; copy the checkpoint again"
+                    f"{path / INDEX} lists {tensor} in {name}, which lacks it{place}; copy the checkpoint again"
                 )
         self.shapes = {name: entry.shape for name, entry in self.entries.items()}
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
