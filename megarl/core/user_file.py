@@ -36,7 +36,7 @@ def import_file(path: str, setting: str, wanted: str) -> ModuleType:
 def import_value(path: str, setting: str, name: str, kind: type[T]) -> T:
     """Value ``name`` of the file, an instance of one of megarl's public classes. Raises ConfigError as ``import_file``
     does."""
-    public = f"{'.'.join(kind.__module__.split('.')[:2])}.{kind.__name__}"
+    public = f"{'.'.join(kind.__module__.split('.')[:3])}.{kind.__name__}"
     value = getattr(import_file(path, setting, f"{name}, a {public}"), name, None)
     if not isinstance(value, kind):
         found = "nothing" if value is None else f"a {type(value).__name__}"
