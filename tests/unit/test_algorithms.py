@@ -227,7 +227,7 @@ def take(batch: LossInput, rows: list[int]) -> LossInput:
 
 
 OF_THEIR_OWN = {"dpo", "mix", "online_dpo", "reward_model"}
-"""Whose losses are not of one kind of token: test_algorithms_pairs.py, test_algorithms_mix.py."""
+"""Whose losses are not of one kind of token: test_algorithms_pairs.py."""
 
 
 def test_every_algorithm_is_in_the_battery():

@@ -21,7 +21,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.explore.store import Store
 from megarl.explore.tasksets import read_rows, write_rows
 from megarl.run.launch import job
-from megarl.run.launch.run_dir.changes import FREE, changes, listed
+from megarl.run.launch.run_dir.changes import FREE, changes, is_in, listed
 from megarl.run.launch.run_dir.prepare import prepare_data, prepare_model
 from megarl.run.launch.run_dir.resume import check_settings_of_run, is_finished
 from megarl.weights.checkpoint.training.manifest import LATEST, fingerprints, write_manifest
@@ -281,6 +281,10 @@ def test_a_judge_may_move_to_another_address(tmp_path: Path) -> None:
     for overrides, now in ([], "None"), (["reward.judge.url=rollout"], "rollout"):
         with pytest.raises(ConfigError, match=rf"reward\.judge\.url was http://a:1/v1, now {now}"):
             check_settings_of_run(config_of(tmp_path, *overrides), tmp_path)
+
+
+def test_staleness_is_no_free_setting() -> None:
+    assert is_in("sync.timeout_s", FREE) and not is_in("sync.max_staleness", FREE)
 
 
 def test_a_group_confirms_what_is_in_it_and_a_part_of_a_name_does_not(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from megarl.explore.rewards import RewardPool, Verdict, compute_score
 from megarl.explore.rewards.pool import process as reward_process
 from megarl.explore.rewards.pool import worker_queue
 from megarl.explore.rewards.pool.host import RewardHost
+from megarl.explore.rewards.router import ROUTES
 from megarl.explore.rewards.verdict import to_verdict
 
 TASK = Task("t/0", "reasoning_gym/chain_sum", ({"role": "user", "content": "9 + 3 ="},), "math", {"ground_truth": "12"})
@@ -439,3 +440,14 @@ def test_who_waits_for_a_worker_is_told_when_the_pool_closes_or_gets_stuck(
     monkeypatch.setattr(worker_queue, "STUCK_S", 0.1)
     verdict = asyncio.run(stuck())
     assert verdict.reward.status == "error" and "none has become free" in str(verdict.message)
+
+
+def test_the_page_names_every_prefix_with_its_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    entries = " ".join(page.split("## Which verifier")[1].split("Rows are verl's")[0].split()).split("- **")
+    listed = {}
+    for entry in entries[1:]:
+        family = re.search(r"Family: `(\w+)`", entry)
+        assert family is not None, entry
+        listed |= dict.fromkeys(re.findall(r"`([^`]+)`", entry.split("**")[0]), family[1])
+    assert {prefix.rstrip("/"): family for prefix, family in listed.items()} == ROUTES

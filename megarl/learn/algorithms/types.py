@@ -14,7 +14,7 @@ import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
-from megarl.core.jobs import JOBS, Job
+from megarl.core.jobs import JOBS, Job, Mode
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms.terms.parts import counts, doubles, repeated
 
@@ -182,9 +182,14 @@ class Algorithm(Generic[C]):
     positions within the group."""
 
     @property
+    def mode(self) -> Mode:
+        """Mode of a job with this algorithm."""
+        return "offline" if self.offline else "both"
+
+    @property
     def job(self) -> Job:
         """Processes of a job with this algorithm, and where its rows come from."""
-        return JOBS["offline" if self.offline else "both"]
+        return JOBS[self.mode]
 
     def has_reference(self, config: C) -> bool:
         """Return True if the trainer computes ``ref_logp``, and has a model for it."""

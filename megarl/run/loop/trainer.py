@@ -12,14 +12,14 @@ import torch
 from megarl import ops
 from megarl.core.config import load_resolved
 from megarl.core.errors import MegarlError, NonRetryableError
+from megarl.core.jobs import Mode
 from megarl.learn import algorithms
 from megarl.run.loop.offline import OfflineTrainer
 from megarl.run.loop.online import OnlineTrainer
 
 log = logging.getLogger(__name__)
 
-TRAINERS: dict[bool, type[OnlineTrainer | OfflineTrainer]] = {True: OnlineTrainer, False: OfflineTrainer}
-"""Trainers by ``Job.rollouts``."""
+TRAINERS: dict[Mode, type[OnlineTrainer | OfflineTrainer]] = {"both": OnlineTrainer, "offline": OfflineTrainer}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
     try:
-        with TRAINERS[algorithms.get(config.algorithm.name).job.rollouts](config) as trainer:
+        with TRAINERS[algorithms.get(config.algorithm.name).mode](config) as trainer:
             trainer.train()
     except MegarlError as error:
         log.error("trainer: %s", error)

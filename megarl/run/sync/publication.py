@@ -69,9 +69,7 @@ class Publication:
             try:
                 report = self._drive(send, pause, nbytes)
             except Exception as error:
-                failure = "; ".join(
-                    [f"weights {self._version} did not reach the engines whole: {error}", *self._others()]
-                )
+                failure = "; ".join([f"weights {self._version} {_fate(error)}: {error}", *self._others()])
                 self._fleet.close(failure)
                 raise _kind(error)(failure) from error
             message.update(asdict(report))
@@ -139,6 +137,10 @@ class Publication:
             except WeightSyncError as verdict:
                 raise _kind(verdict)(f"{verdict} (here: {error})") from error
         return SyncReport(**self._messages.received(f"{self._topic}/end"))
+
+
+def _fate(error: Exception) -> str:
+    return "are refused" if isinstance(error, WeightsDiffer) else "did not reach the engines whole"
 
 
 def _kind(error: Exception) -> type[WeightSyncError]:

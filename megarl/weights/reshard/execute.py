@@ -37,7 +37,7 @@ add."""
 
 _MODULUS = 1 << 64
 _SYNC_FAILURE = (
-    "weights differ after the sync from what was sent; do not sample from this engine, sync again or restart it"
+    "weights differ after the sync from what was sent; nothing is sampled with them (docs/weight_sync.md, Proof)"
 )
 _ALIGNMENT = 16
 """Bytes; every dtype may be viewed at a multiple of it."""

@@ -20,7 +20,7 @@ FREE = (
     "run",
     "cluster",
     "store",
-    "sync",
+    *(f"sync.{name}" for name in ("bucket_bytes", "shared_memory", "timeout_s", "probe_tokens", "probe_tolerance")),
     "evaluation",
     "parallel",
     "reference.parallel",
