@@ -28,6 +28,7 @@ from megarl.explore.rollout.frames import Completion, VersionSpan, encode
 from megarl.explore.store import RegisteredEngine, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import RolloutModel
+from megarl.explore.workflows.reflect import FEEDBACK, reflect
 from megarl.run.loop.explorer import Explorer
 from megarl.run.loop.rollout_clock import RolloutClock
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
@@ -311,7 +312,7 @@ def process(
         run=RunConfig(dir=str(tmp_path)),
         model=ModelConfig(path=str(model_path)),
         taskset=TasksetConfig(train="-", eval="-"),
-        rollout=RolloutConfig(request_timeout_s=5, start_timeout_s=2),
+        rollout=RolloutConfig(max_prompt_tokens=64, request_timeout_s=5, start_timeout_s=2),
         sync=SyncConfig(timeout_s=1),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
     )
@@ -368,6 +369,27 @@ def test_a_workflow_of_two_turns(store: Store, tokenizer: ChatTokenizer) -> None
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=corrected)
     again = {(e.group_id, e.index): e.turns[3].token_ids.tolist() for e in store.trajectories("r0")}
     assert again == first, "an engine's failure changed what was sampled"
+
+
+def test_a_second_response_after_a_wrong_one(store: Store, tokenizer: ChatTokenizer) -> None:
+    """A right one, one without a verdict, and a trajectory without room have one response."""
+    request(store, groups=12)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=reflect)
+    feedback = tokenizer.turn_ids("user", FEEDBACK, tokenizer.end_id).tolist()
+    turns = {"ok": set(), "wrong": set(), "error": set()}  # type: dict[str, set[int]]
+    for e in store.trajectories("r0"):
+        models = [turn for turn in e.turns if turn.author == "model"]
+        turns[e.reward.status].add(len(models))
+        if len(models) == 2:
+            assert e.turns[2].author == "user" and e.turns[2].token_ids.tolist() == feedback
+            first = tokenizer.decode(models[0].token_ids)
+            assert first != "2" and first != str(int(e.task_id.split("/")[1]) + 1)
+    assert 2 in turns["wrong"] and 1 not in turns["wrong"] and 1 in turns["ok"]
+    store.open_job()
+    request(store, groups=12)
+    longest = max(e.prompt_length for e in store.trajectories("r0")) if store.trajectories("r0") else 20
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=reflect, limit=longest + 8)
+    assert {len(e.turns) for e in store.trajectories("r0")} == {2}
 
 
 def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(

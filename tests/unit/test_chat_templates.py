@@ -106,6 +106,22 @@ def test_demonstrations_end_as_the_template_ends_answers(opened: Opened, name: s
     )
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_message_after_a_response_is_what_the_template_renders_there(opened: Opened, name: str) -> None:
+    """Prompt, response with its end, and message: the ids are those of the whole conversation."""
+    tokenizer = opened(name)
+    chat = [USER, {"role": "assistant", "content": "four"}, {"role": "user", "content": "That is wrong."}]
+    whole = tokenizer.prompt_ids(chat).tolist()
+    message = tokenizer.turn_ids("user", "That is wrong.", tokenizer.end_id).tolist()
+    before = whole[: -len(message)]
+    assert whole[-len(message) :] == message and tokenizer.decode(before).rstrip().endswith("four")
+    if before[-1] != tokenizer.end_id:  # the template ends with another token than sampling, or with none
+        assert name in ("gptoss", "glm4moe") or tokenizer.ends_otherwise is not None
+    if name == "glm4moe":  # a response of GLM-4 ends with the token that begins a user's message
+        [user] = [end for end in tokenizer.eos_ids if tokenizer.token(end) == "<|user|>"]
+        assert tokenizer.turn_ids("user", "That is wrong.", user).tolist() == message[1:] and message[0] == user
+
+
 def test_one_end_for_every_kind_of_row(opened: Opened, tmp_path: Path) -> None:
     """SFT, warm start, MIX, DPO and reward model; texts and messages."""
     tokenizer = opened("llama3")

@@ -13,5 +13,5 @@ def prompt_tokens(rollout: RolloutConfig) -> int:
 
 
 def context_tokens(rollout: RolloutConfig) -> int:
-    """Most tokens of a prompt and its response together."""
-    return prompt_tokens(rollout) + rollout.max_response_tokens
+    """Most tokens of a trajectory: a prompt and its response, or more turns."""
+    return rollout.max_trajectory_tokens or prompt_tokens(rollout) + rollout.max_response_tokens

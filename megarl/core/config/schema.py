@@ -274,6 +274,8 @@ class RolloutConfig:
     its start."""
     max_response_tokens: Count = 64
     """Longest response; longer ones are truncated and have finish reason ``length``."""
+    max_trajectory_tokens: Count | None = None
+    """Most tokens of a trajectory: its prompt and all turns. None is a prompt and one response."""
     temperature: Annotated[float, Bound(0, 100, above=True)] = 1.0  # greedy responses of a group would all be equal
     """Temperature of sampling, and of the log-probs on both sides."""
     max_num_seqs: Count = 512
@@ -292,7 +294,8 @@ class RolloutConfig:
     concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
     workflow: str = "single_turn"
-    """Workflow that makes a trajectory of a task: ``single_turn`` is one response to the prompt."""
+    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, or a Python file of yours
+    (docs/workflows.md)."""
 
 
 @dataclass(frozen=True)

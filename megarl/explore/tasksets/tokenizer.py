@@ -123,6 +123,34 @@ class ChatTokenizer:
         """int32 [P]; ids of a rendered prompt. The template writes the special tokens, so none are added."""
         return _array(self._encode(text).ids)
 
+    def turn_ids(self, role: str, text: str, last: int, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
+        """int32 [T]; a message after an ended response, up to where the model goes on, as the template renders it.
+
+        The token that ended the response is not repeated, be it another one than the template writes there (gpt-oss:
+        ``<|return|>``), or the first of the message (GLM-4: ``<|user|>``).
+
+        Args:
+            last: Token that ended the response.
+
+        Raises:
+            DataError: the template refuses the message, or drops a part of it.
+        """
+        chat = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": PROBE},
+            {"role": role, "content": text},
+        ]
+        after = self._render(chat, kwargs).partition(PROBE)[2]
+        if text.strip() not in after:
+            raise DataError(
+                f"the model's chat template drops a message of role {role!r} after a response: {text[:60]!r}"
+            )
+        ids = self._encode(after).ids
+        end = next((i for i, token in enumerate(self._encode(self._behind).ids) if token in self.eos_ids), None)
+        if end is None and ids[:1] == [last]:
+            end = 0
+        return _array(ids if end is None else ids[end + 1 :])
+
     def response_ids(self, text: str) -> np.ndarray:
         """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
         return self.encode_responses([text])[0]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megarl.core.schema import Author, Task, Turn
+from megarl.core.schema import Author, Reward, Task, Turn
 
 
 class RolloutModel(Protocol):
@@ -17,12 +17,33 @@ class RolloutModel(Protocol):
         """Add the task's prompt, rendered by the chat template, with its images."""
         ...
 
+    def add(self, author: Author, text: str) -> Turn | None:
+        """Add a message after the model's turn, rendered by the chat template up to where the model goes on.
+
+        None, adding nothing, where it leaves no room for a token of the model. Raises DataError where the template has
+        no place for such a message.
+        """
+        ...
+
     def write(self, author: Author, token_ids: np.ndarray) -> Turn:
         """Add a turn of another author, int32 [T], with all that the chat template puts around it."""
         ...
 
+    @property
+    def room(self) -> int:
+        """Tokens that the trajectory may still get (``rollout.max_trajectory_tokens``)."""
+        ...
+
     async def generate(self) -> Turn:
         """Sample the model's next turn from all turns so far, and add it. Raises EngineError, RequestRefused."""
+        ...
+
+    def text(self, turn: Turn) -> str:
+        """Text of a model's turn without special tokens."""
+        ...
+
+    async def verify(self) -> Reward:
+        """Reward of the model's last turn, as the trajectory would get it."""
         ...
 
 

@@ -27,10 +27,12 @@ import numpy as np
 
 from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
+from megarl.core.config.lengths import context_tokens
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
+from megarl.explore import workflows
 from megarl.explore.rewards import RewardPool, Verdict
 from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rewards.pool.pool import Judging
@@ -81,6 +83,7 @@ class Explorer:
         capacity: Samples kept in generation at once; greedy answers are not counted.
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
         calls: Calls over which newly claimed groups are spread (one for each engine).
+        limit: Most tokens of a trajectory; None: whatever fits the engine.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
         event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
             the terminal.
@@ -98,6 +101,7 @@ class Explorer:
         capacity: int,
         backlog: int = 8192,
         calls: int = 1,
+        limit: int | None = None,
         poll_s: float = 0.02,
         engine_timeout_s: float = 7.5,
         retry_s: float = RETRY_S,
@@ -115,6 +119,7 @@ class Explorer:
         self._capacity = capacity
         self._backlog = backlog
         self._calls = calls
+        self._limit = limit
         self._poll_s = poll_s
         self._engine_timeout_s = engine_timeout_s
         self._retry_s = retry_s
@@ -212,21 +217,32 @@ class Explorer:
                     tasks.create_task(self._run_trajectory(group, index, gatherer))
 
     async def _run_trajectory(self, group: _Group, index: int, gatherer: Gatherer) -> None:
-        recorder = Recorder(group.claim, index, group.prompt, group.seed, gatherer)
+        recorder = Recorder(
+            group.claim,
+            index,
+            group.prompt,
+            group.seed,
+            gatherer,
+            self._tokenizer,
+            partial(self._verdict, group),
+            self._limit,
+        )
         await self._workflow(group.claim.task, recorder)
         self._generating -= index != GREEDY
         await self._score(group, index, recorder)
 
-    async def _score(self, group: _Group, index: int, recorder: Recorder) -> None:
+    async def _verdict(self, group: _Group, text: str, opened: bool) -> Verdict:
         group.clock.change("reward", 1)
         self._scoring += 1
         try:
-            text = self._tokenizer.decode(recorder.response.token_ids)
-            verdict = await self._scorer.score(group.claim.task, text, opened=recorder.opened)
+            return await self._scorer.score(group.claim.task, text, opened=opened)
         finally:
             heartbeat.count_work()
             self._scoring -= 1
             group.clock.change("reward", -1)
+
+    async def _score(self, group: _Group, index: int, recorder: Recorder) -> None:
+        verdict = await recorder.verdict()
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
         message = {} if verdict.message is None else {"reward_message": verdict.message}
@@ -300,11 +316,12 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 engine,
                 scorer,
                 tokenizer,
-                WORKFLOWS[config.rollout.workflow],
+                workflows.get(config.rollout.workflow),
                 worker=worker,
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 backlog=config.reward.backlog,
                 calls=len(engines),
+                limit=context_tokens(config.rollout),
                 engine_timeout_s=engine_timeout_s,
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megarl.core.schema import Author, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import Author, Reward, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.rollout.frames import Completion
 from megarl.explore.rollout.gather import Gatherer, SampleRequest
@@ -38,14 +41,30 @@ class Recorder:
         claim: The group's; its version is that of engines which name none.
         index: Of the trajectory in the group.
         seed: The group's.
+        limit: Most tokens of the trajectory.
+        judge: Verdict of a text, which may begin inside a thought.
     """
 
-    def __init__(self, claim: Claim, index: int, prompt: RenderedPrompt, seed: int | None, gatherer: Gatherer) -> None:
+    def __init__(
+        self,
+        claim: Claim,
+        index: int,
+        prompt: RenderedPrompt,
+        seed: int | None,
+        gatherer: Gatherer,
+        tokenizer: ChatTokenizer,
+        judge: Callable[[str, bool], Awaitable[Verdict]],
+        limit: int | None = None,
+    ) -> None:
         self._claim = claim
         self._index = index
         self._prompt = prompt
         self._seed = seed
         self._gatherer = gatherer
+        self._tokenizer = tokenizer
+        self._judge = judge
+        self._limit = limit
+        self._verdict: tuple[Turn, Verdict] | None = None
         self.turns: list[Turn] = []
         self.opened = False
         """The context of the model's last turn ended inside a thought."""
@@ -68,6 +87,34 @@ class Recorder:
         assert self.turns and author != "model", "a model's turns are generated, and follow a prompt"
         self.opened = False
         return self._add(Turn(author, token_ids))
+
+    def add(self, author: Author, text: str) -> Turn | None:
+        """Add a message after the model's turn, by the chat template; None where it leaves no room."""
+        assert self.turns[-1].author == "model", "a message follows a response"
+        last = int(self.turns[-1].token_ids[-1])
+        token_ids = self._tokenizer.turn_ids(author, text, last, self._claim.task.chat_template_kwargs)
+        return self.write(author, token_ids) if len(token_ids) < self.room else None
+
+    @property
+    def room(self) -> int:
+        """Tokens that the trajectory may still get."""
+        limit = sys.maxsize if self._limit is None else self._limit
+        return limit - sum(map(len, self.turns))
+
+    def text(self, turn: Turn) -> str:
+        """Text of a turn without special tokens."""
+        return self._tokenizer.decode(turn.token_ids)
+
+    async def verify(self) -> Reward:
+        """Reward of the model's last turn."""
+        return (await self.verdict()).reward
+
+    async def verdict(self) -> Verdict:
+        """Verdict of the model's last turn, asked for once."""
+        response = self.response
+        if self._verdict is None or self._verdict[0] is not response:
+            self._verdict = response, await self._judge(self.text(response), self.opened)
+        return self._verdict[1]
 
     async def generate(self) -> Turn:
         """Sample the model's next turn, and add it."""

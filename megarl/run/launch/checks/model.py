@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.core.config import Config
-from megarl.core.config.lengths import context_tokens
+from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
 from megarl.learn.models.specs import check_implementation
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
@@ -96,9 +96,16 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
     check_engine(config.model.path, hf_config)
     context = int(hf_config["max_position_embeddings"])
     wanted = context_tokens(config.rollout)
+    one = prompt_tokens(config.rollout) + config.rollout.max_response_tokens
+    if wanted < one:
+        raise ConfigError(
+            f"rollout.max_trajectory_tokens={wanted} does not hold a prompt and a response: "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {one}"
+        )
     if wanted > context:
         raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {wanted} is more than the model's context of "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens (or rollout.max_trajectory_tokens) = {wanted} "
+            "is more than the model's context of "
             f"{context} (max_position_embeddings); lower one of them"
         )
 

@@ -14,10 +14,10 @@ from megarl.core.config.algorithms import MixConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.core.machine import available_memory
+from megarl.explore import workflows
 from megarl.explore.rewards.pool.process import addresses
 from megarl.explore.rewards.router import FAMILIES
 from megarl.explore.store import check_url
-from megarl.explore.workflows import WORKFLOWS
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.run.launch.checks.roles import check_role_settings
@@ -56,16 +56,8 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
     if ProcessKind.EXPLORER in job.processes:
-        check_workflow(config)
+        workflows.get(config.rollout.workflow)
         check_reward_settings(config)
-
-
-def check_workflow(config: Config) -> None:
-    """Raise ConfigError if ``rollout.workflow`` is no workflow's name."""
-    if config.rollout.workflow not in WORKFLOWS:
-        raise ConfigError(
-            f"rollout.workflow={config.rollout.workflow!r} is not there; there are {', '.join(WORKFLOWS)}"
-        )
 
 
 def check_algorithm(config: Config) -> None:

@@ -1,0 +1,40 @@
+"""Workflows by name, and from a user's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import ConfigError
+from megarl.explore import workflows
+
+
+def test_by_name() -> None:
+    assert {name: workflows.get(name) for name in workflows.WORKFLOWS} == workflows.WORKFLOWS
+    with pytest.raises(ConfigError, match=r"'agent' is not there; there are single_turn, reflect, or give a Python"):
+        workflows.get("agent")
+
+
+def test_of_a_users_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("async def workflow(task, model):\n    model.ask(task)\n    await model.generate()\n")
+    assert workflows.get(str(path)).__name__ == "workflow"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def workflow(task, model): ...", "has no async def workflow"),
+        ("x = 1", "has no async def workflow"),
+        ("1 / 0", "cannot be imported: ZeroDivisionError"),
+        (None, "no such file"),
+    ],
+)
+def test_a_file_without_one_is_refused(tmp_path: Path, source: str | None, words: str) -> None:
+    path = tmp_path / "mine.py"
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(ConfigError, match=words) as refused:
+        workflows.get(str(path))
+    assert f"rollout.workflow={path}" in str(refused.value)
