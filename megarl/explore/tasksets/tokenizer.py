@@ -53,12 +53,13 @@ class ChatTokenizer:
         """Tokens that end a response: generation_config.json's, else the tokenizer's own."""
         self.multimodal = multimodal
         """True if the model has a processor. Some of its templates then pass over a content that is a plain text."""
-        self._behind = self._after_answers()
-        written = next((i for i in self._encode(self._behind).ids if i in eos_ids), None)
+        self.suffix = self._after_answers()
+        """Text that the template writes after a response; "" where that is unknown."""
+        written = next((i for i in self._encode(self.suffix).ids if i in eos_ids), None)
         self.end_id: int = next(i for i in (written, own_eos, eos_ids[0]) if i in eos_ids)
         """Token that ends demonstrations: the one with which the template ends an answer, where sampling ends with it;
         else the tokenizer's own eos_token, else the first of ``eos_ids``."""
-        self.ends_otherwise: str | None = self._behind.strip() or None if written is None else None
+        self.ends_otherwise: str | None = self.suffix.strip() or None if written is None else None
         """Text that the template writes after an answer, where sampling does not end with it."""
 
     @classmethod
@@ -123,34 +124,6 @@ class ChatTokenizer:
         """int32 [P]; ids of a rendered prompt. The template writes the special tokens, so none are added."""
         return _array(self._encode(text).ids)
 
-    def turn_ids(self, role: str, text: str, last: int, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
-        """int32 [T]; a message after an ended response, up to where the model goes on, as the template renders it.
-
-        The token that ended the response is not repeated, be it another one than the template writes there (gpt-oss:
-        ``<|return|>``), or the first of the message (GLM-4: ``<|user|>``).
-
-        Args:
-            last: Token that ended the response.
-
-        Raises:
-            DataError: the template refuses the message, or drops a part of it.
-        """
-        chat = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": PROBE},
-            {"role": role, "content": text},
-        ]
-        after = self._render(chat, kwargs).partition(PROBE)[2]
-        if text.strip() not in after:
-            raise DataError(
-                f"the model's chat template drops a message of role {role!r} after a response: {text[:60]!r}"
-            )
-        ids = self._encode(after).ids
-        end = next((i for i, token in enumerate(self._encode(self._behind).ids) if token in self.eos_ids), None)
-        if end is None and ids[:1] == [last]:
-            end = 0
-        return _array(ids if end is None else ids[end + 1 :])
-
     def response_ids(self, text: str) -> np.ndarray:
         """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
         return self.encode_responses([text])[0]
@@ -186,8 +159,8 @@ class ChatTokenizer:
         last = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
         if last is not None:
             ids, text = ids[: last + 1], text[: ends[last]]
-        elif text.endswith(self._behind):
-            text = text[: len(text) - len(self._behind)]
+        elif text.endswith(self.suffix):
+            text = text[: len(text) - len(self.suffix)]
             ids = [*self._following(prompt, prompt + text, start, self._encode(prompt + text))[0], self.end_id]
         else:
             raise DataError(

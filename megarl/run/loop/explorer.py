@@ -186,13 +186,10 @@ class Explorer:
         return [groups[i :: self._calls] for groups in rollouts.values() for i in range(min(self._calls, len(groups)))]
 
     def _group(self, claim: Claim) -> _Group:
-        seed = claim.sampling.get("seed")
-        if seed is not None:  # of its own for every group, so that no two groups draw the same numbers
-            seed = int(np.random.SeedSequence([seed, claim.position]).generate_state(1)[0])
         clock = self._clocks.setdefault(
             (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
         )
-        return _Group(claim, RenderedPrompt.of(claim.task, self._tokenizer), seed, clock)
+        return _Group(claim, RenderedPrompt.of(claim.task, self._tokenizer), _seed(claim), clock)
 
     async def _run_groups(self, groups: Sequence[_Group]) -> None:
         """Run the workflow for every trajectory of some groups of one rollout."""
@@ -277,6 +274,12 @@ class Explorer:
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
+
+
+def _seed(claim: Claim) -> int | None:
+    """Seed of a group's own, so that no two groups draw the same numbers; None where sampling has none."""
+    seed = claim.sampling.get("seed")
+    return None if seed is None else int(np.random.SeedSequence([seed, claim.position]).generate_state(1)[0])
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobError | None:

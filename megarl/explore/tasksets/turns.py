@@ -1,0 +1,38 @@
+"""Messages between the responses of a model, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megarl.core.errors import DataError
+from megarl.explore.tasksets.tokenizer import PROBE, ChatTokenizer
+
+
+def turn_ids(
+    tokenizer: ChatTokenizer, role: str, text: str, last: int, kwargs: Mapping[str, Any] | None = None
+) -> np.ndarray:
+    """int32 [T]; a message after an ended response, up to where the model goes on, as the template renders it.
+
+    The token that ended the response is not repeated, be it another one than the template writes there (gpt-oss:
+    ``<|return|>``), or the first of the message (GLM-4: ``<|user|>``).
+
+    Args:
+        last: Token that ended the response.
+        kwargs: Template options of the row.
+
+    Raises:
+        DataError: the template refuses the message, or drops a part of it.
+    """
+    before = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
+    after = tokenizer.render([*before, {"role": role, "content": text}], kwargs).partition(PROBE)[2]
+    if text.strip() not in after:
+        raise DataError(f"the model's chat template drops a {role} message after a response: {text[:60]!r}")
+    ids = tokenizer.rendered_ids(after)
+    written = tokenizer.rendered_ids(tokenizer.suffix)
+    end = next((i for i, token in enumerate(written) if token in tokenizer.eos_ids), None)
+    if end is None and ids[0] == last:
+        end = 0
+    return ids if end is None else ids[end + 1 :]
