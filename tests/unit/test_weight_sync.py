@@ -99,6 +99,25 @@ def test_a_stop_hides_no_difference_of_weights() -> None:
         connect(s)
 
 
+@pytest.mark.parametrize("updated", [False, True])
+def test_weights_that_an_update_has_changed_are_another_version(monkeypatch: pytest.MonkeyPatch, updated: bool) -> None:
+    """An engine is replaced while the groups of the next step are awaited, after the update of this one."""
+    s = Syncs()
+    given: list[WeightsVersion] = []
+
+    def publish(tensors: Any, version: WeightsVersion, *, written: Any, abort: bool) -> Any:
+        given.append(version)
+        return SimpleNamespace(metrics=dict)
+
+    s.publisher.publish = publish
+    s.models.actor = SimpleNamespace(tensors={}, written=dict)
+    sync = s.sync()
+    monkeypatch.setattr(sync, "_probe", lambda: 0.0)
+    sync.publish()
+    sync.publish_again("the engine at e is another", updated=updated)
+    assert given == [WeightsVersion(1, 1), WeightsVersion(1, 2 if updated else 1)] and sync.version == given[-1]
+
+
 def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Syncs()
     given: list[Any] = []
