@@ -27,7 +27,7 @@ from megarl.explore.rollout.client import Prompt, Sampling
 from megarl.explore.rollout.frames import Completion, VersionSpan, encode
 from megarl.explore.store import RegisteredEngine, Store
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tasksets.turns import turn_ids
+from megarl.explore.tasksets.turns import render_turn, turn_ids
 from megarl.explore.workflows import RolloutModel
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
 from megarl.run.loop.explorer import Explorer
@@ -376,7 +376,7 @@ def test_a_second_response_after_a_wrong_one(store: Store, tokenizer: ChatTokeni
     """A right one, one without a verdict, and a trajectory without room have one response."""
     request(store, groups=12)
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=reflect)
-    feedback = turn_ids(tokenizer, "user", FEEDBACK, tokenizer.end_id).tolist()
+    feedback = turn_ids(tokenizer, render_turn(tokenizer, "user", FEEDBACK), tokenizer.end_id).tolist()
     turns = {"ok": set(), "wrong": set(), "error": set()}  # type: dict[str, set[int]]
     for e in store.trajectories("r0"):
         models = [turn for turn in e.turns if turn.author == "model"]

@@ -29,7 +29,7 @@ from megarl.explore.tasksets import (
     read_rows,
 )
 from megarl.explore.tasksets.template import ChatTemplate
-from megarl.explore.tasksets.turns import turn_ids
+from megarl.explore.tasksets.turns import render_turn, turn_ids
 from tests.chat_battery import (
     ANSWER,
     CALL,
@@ -113,14 +113,15 @@ def test_a_message_after_a_response_is_what_the_template_renders_there(opened: O
     tokenizer = opened(name)
     chat = [USER, {"role": "assistant", "content": "four"}, {"role": "user", "content": "That is wrong."}]
     whole = tokenizer.prompt_ids(chat).tolist()
-    message = turn_ids(tokenizer, "user", "That is wrong.", tokenizer.end_id).tolist()
+    rendered = render_turn(tokenizer, "user", "That is wrong.")
+    message = turn_ids(tokenizer, rendered, tokenizer.end_id).tolist()
     before = whole[: -len(message)]
     assert whole[-len(message) :] == message and tokenizer.decode(before).rstrip().endswith("four")
     if before[-1] != tokenizer.end_id:  # the template ends with another token than sampling, or with none
         assert name in ("gptoss", "glm4moe") or tokenizer.ends_otherwise is not None
     if name == "glm4moe":  # a response of GLM-4 ends with the token that begins a user's message
         [user] = [end for end in tokenizer.eos_ids if tokenizer.token(end) == "<|user|>"]
-        assert turn_ids(tokenizer, "user", "That is wrong.", user).tolist() == message[1:] and message[0] == user
+        assert turn_ids(tokenizer, rendered, user).tolist() == message[1:] and message[0] == user
 
 
 def test_one_end_for_every_kind_of_row(opened: Opened, tmp_path: Path) -> None:

@@ -11,16 +11,10 @@ from megarl.core.errors import DataError
 from megarl.explore.tasksets.tokenizer import PROBE, ChatTokenizer
 
 
-def turn_ids(
-    tokenizer: ChatTokenizer, role: str, text: str, last: int, kwargs: Mapping[str, Any] | None = None
-) -> np.ndarray:
-    """int32 [T]; a message after an ended response, up to where the model goes on, as the template renders it.
-
-    The token that ended the response is not repeated, be it another one than the template writes there (gpt-oss:
-    ``<|return|>``), or the first of the message (GLM-4: ``<|user|>``).
+def render_turn(tokenizer: ChatTokenizer, role: str, text: str, kwargs: Mapping[str, Any] | None = None) -> str:
+    """All that the template writes after a response's text, with a message, up to where the model goes on.
 
     Args:
-        last: Token that ended the response.
         kwargs: Template options of the row.
 
     Raises:
@@ -30,7 +24,19 @@ def turn_ids(
     after = tokenizer.render([*before, {"role": role, "content": text}], kwargs).partition(PROBE)[2]
     if text.strip() not in after:
         raise DataError(f"the model's chat template drops a {role} message after a response: {text[:60]!r}")
-    ids = tokenizer.rendered_ids(after)
+    return after
+
+
+def turn_ids(tokenizer: ChatTokenizer, rendered: str, last: int) -> np.ndarray:
+    """int32 [T]; a message that ``render_turn`` has rendered, after a response that has ended.
+
+    The token that ended the response is not repeated, be it another one than the template writes there (gpt-oss:
+    ``<|return|>``), or the first of the message (GLM-4: ``<|user|>``).
+
+    Args:
+        last: Token that ended the response.
+    """
+    ids = tokenizer.rendered_ids(rendered)
     written = tokenizer.rendered_ids(tokenizer.suffix)
     end = next((i for i, token in enumerate(written) if token in tokenizer.eos_ids), None)
     if end is None and ids[0] == last:

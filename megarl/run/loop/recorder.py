@@ -15,7 +15,7 @@ from megarl.explore.rollout.frames import Completion
 from megarl.explore.rollout.gather import Gatherer, SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
-from megarl.explore.tasksets.turns import turn_ids
+from megarl.explore.tasksets.turns import render_turn, turn_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +92,13 @@ class Recorder:
     def add(self, author: Author, text: str) -> Turn | None:
         """Add a message after the model's turn, by the chat template; None where it leaves no room."""
         assert self.turns[-1].author == "model", "a message follows a response"
-        last = int(self.turns[-1].token_ids[-1])
-        token_ids = turn_ids(self._tokenizer, author, text, last, self._claim.task.chat_template_kwargs)
-        return self.write(author, token_ids) if len(token_ids) < self.room else None
+        rendered = render_turn(self._tokenizer, author, text, self._claim.task.chat_template_kwargs)
+        token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
+        if len(token_ids) >= self.room:
+            return None
+        turn = self.write(author, token_ids)
+        self.opened = opens_thinking(rendered)
+        return turn
 
     @property
     def room(self) -> int:
