@@ -33,6 +33,7 @@ from megarl.explore.workflows.reflect import FEEDBACK, reflect
 from megarl.run.loop.explorer import Explorer
 from megarl.run.loop.rollout_clock import RolloutClock
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
+from tests.stores import finish
 
 VERSION = WeightsVersion(2, 7)
 
@@ -290,6 +291,17 @@ def test_a_predecessors_claims_are_taken_up(store: Store, tokenizer: ChatTokeniz
     assert len(store.claim_groups("e0", 2)) == 2  # and then it was killed
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer)
     assert store.progress("r0") == (3, 3)
+
+
+def test_an_evaluation_that_a_predecessor_left_is_recorded(store: Store, tokenizer: ChatTokenizer) -> None:
+    store.request_rollout("r0", "eval", 5, VERSION, store.task_ids("train")[:3], 2, {"temperature": 0.0})
+    for claim in store.claim_groups("killed", 3):
+        assert finish(store, claim)
+    assert not store.is_complete("r0")
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer)
+    assert store.is_complete("r0") and {state for state, _, _ in store.group_states("r0").values()} == {"consumed"}
+    event = store.evaluation("r0")
+    assert (event["right"], event["tasks"], event["samples"], event["metrics"]["val/accuracy"]) == (6, 3, 2, 1.0)
 
 
 def test_clock() -> None:
