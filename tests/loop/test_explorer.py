@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import os
 import signal
 import subprocess
@@ -403,6 +405,31 @@ def test_a_second_response_after_a_wrong_one(store: Store, tokenizer: ChatTokeni
     longest = max(e.prompt_length for e in store.trajectories("r0")) if store.trajectories("r0") else 20
     explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=reflect, limit=longest + 8)
     assert {len(e.turns) for e in store.trajectories("r0")} == {2}
+
+
+counter = itertools.count()
+
+
+async def failing(task: Task, model: RolloutModel) -> None:
+    """Fails for one trajectory of each task before its prompt, for another after a response."""
+    number = next(counter)
+    if number % 4 == 0:
+        raise ValueError("no such tool")
+    model.ask(task)
+    await model.generate()
+    if number % 4 == 1:
+        raise KeyError("after a response")
+
+
+def test_a_workflow_that_fails_costs_its_own_trajectory(store: Store, tokenizer: ChatTokenizer) -> None:
+    request(store)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=failing)
+    got = store.trajectories("r0")
+    failed = [e for e in got if "reward_message" in e.metadata and "two" not in e.metadata["reward_message"]]
+    assert len(got) == 12 and len(failed) == 6 and {e.reward.status for e in failed} == {"error"}
+    reasons = {e.metadata["reward_message"].partition(" (")[0] for e in failed}
+    assert reasons == {"ValueError: no such tool", "KeyError: 'after a response'"}
+    assert all(math.isnan(e.reward.score) for e in failed)
 
 
 def test_a_stream_cut_within_a_frame_loses_only_the_samples_that_were_not_whole(

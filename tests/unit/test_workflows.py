@@ -6,20 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.explore import workflows
 
 
 def test_by_name() -> None:
-    assert {name: workflows.get(name) for name in workflows.WORKFLOWS} == workflows.WORKFLOWS
-    with pytest.raises(ConfigError, match=r"'agent' is not there; there are single_turn, reflect, or give a Python"):
-        workflows.get("agent")
+    assert {name: workflows.get(RolloutConfig(workflow=name)) for name in workflows.WORKFLOWS} == workflows.WORKFLOWS
+    with pytest.raises(
+        ConfigError, match=r"'agent' is not there; there are single_turn, reflect, environment, or give"
+    ):
+        workflows.get(RolloutConfig(workflow="agent"))
 
 
 def test_of_a_users_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("async def workflow(task, model):\n    model.ask(task)\n    await model.generate()\n")
-    assert workflows.get(str(path)).__name__ == "workflow"
+    assert workflows.get(RolloutConfig(workflow=str(path))).__name__ == "workflow"
 
 
 @pytest.mark.parametrize(
@@ -36,5 +39,5 @@ def test_a_file_without_one_is_refused(tmp_path: Path, source: str | None, words
     if source is not None:
         path.write_text(source)
     with pytest.raises(ConfigError, match=words) as refused:
-        workflows.get(str(path))
+        workflows.get(RolloutConfig(workflow=str(path)))
     assert f"rollout.workflow={path}" in str(refused.value)

@@ -293,9 +293,11 @@ class RolloutConfig:
     of a response."""
     concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
+    environment: str = "guess"
+    """Environment of ``rollout.workflow=environment``: ``guess``, or a Python file of yours (docs/environments.md)."""
     workflow: str = "single_turn"
-    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, or a Python file of yours
-    (docs/workflows.md)."""
+    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``environment``, or a Python file
+    of yours (docs/workflows.md)."""
 
 
 @dataclass(frozen=True)

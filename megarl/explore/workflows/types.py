@@ -42,6 +42,14 @@ class RolloutModel(Protocol):
         """Text of a model's turn without special tokens."""
         ...
 
+    def finish(self, reward: Reward) -> None:
+        """Give the trajectory this reward; the verifier is not asked."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Give the trajectory no verdict: the status is ``error``."""
+        ...
+
     async def verify(self) -> Reward:
         """Reward of the model's last turn, as the trajectory would get it."""
         ...

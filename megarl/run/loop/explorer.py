@@ -29,7 +29,7 @@ from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
 from megarl.core.config.lengths import context_tokens
 from megarl.core.config.rewards import RewardConfig
-from megarl.core.errors import EngineError, InputError, JobError
+from megarl.core.errors import EngineError, InputError, JobError, MegarlError, describe
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.explore import workflows
@@ -224,7 +224,13 @@ class Explorer:
             partial(self._verdict, group),
             self._limit,
         )
-        await self._workflow(group.claim.task, recorder)
+        try:
+            await self._workflow(group.claim.task, recorder)
+            assert recorder.has_response, "the workflow ended without a response of the model"
+        except MegarlError:
+            raise
+        except Exception as error:  # of a workflow: it costs its own group
+            recorder.fail(describe(error))
         self._generating -= index != GREEDY
         await self._score(group, index, recorder)
 
@@ -319,7 +325,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 engine,
                 scorer,
                 tokenizer,
-                workflows.get(config.rollout.workflow),
+                workflows.get(config.rollout),
                 worker=worker,
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 backlog=config.reward.backlog,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from megarl.explore.rollout.gather import Gatherer, SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.turns import render_turn, turn_ids
+
+ROLES: dict[Author, str] = {"environment": "user"}
+"""Authors whose messages chat templates know under another role."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,16 +70,20 @@ class Recorder:
         self._judge = judge
         self._limit = limit
         self._verdict: tuple[Turn, Verdict] | None = None
+        self._given: Verdict | None = None
         self.turns: list[Turn] = []
         self.opened = False
         """The context of the model's last turn ended inside a thought."""
 
     @property
+    def has_response(self) -> bool:
+        """True if the model has written a turn."""
+        return any(turn.author == "model" for turn in self.turns)
+
+    @property
     def response(self) -> Turn:
         """The model's last turn."""
-        responses = [turn for turn in self.turns if turn.author == "model"]
-        assert responses, "the workflow ended without a turn of the model"
-        return responses[-1]
+        return next(turn for turn in reversed(self.turns) if turn.author == "model")
 
     def ask(self, task: Task) -> Turn:
         """Add the prompt of the group's task."""
@@ -92,7 +100,8 @@ class Recorder:
     def add(self, author: Author, text: str) -> Turn | None:
         """Add a message after the model's turn, by the chat template; None where it leaves no room."""
         assert self.turns[-1].author == "model", "a message follows a response"
-        rendered = render_turn(self._tokenizer, author, text, self._claim.task.chat_template_kwargs)
+        role = ROLES.get(author, author)
+        rendered = render_turn(self._tokenizer, role, text, self._claim.task.chat_template_kwargs)
         token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
         if len(token_ids) >= self.room:
             return None
@@ -110,12 +119,24 @@ class Recorder:
         """Text of a turn without special tokens."""
         return self._tokenizer.decode(turn.token_ids)
 
+    def finish(self, reward: Reward) -> None:
+        """Give the trajectory this reward."""
+        self._given = Verdict(reward, verifier="workflow")
+
+    def fail(self, reason: str) -> None:
+        """Give the trajectory no verdict."""
+        if not self.turns:
+            self.ask(self._claim.task)
+        self._given = Verdict(Reward(math.nan, "error"), reason, verifier="workflow")
+
     async def verify(self) -> Reward:
         """Reward of the model's last turn."""
         return (await self.verdict()).reward
 
     async def verdict(self) -> Verdict:
         """Verdict of the model's last turn, asked for once."""
+        if self._given is not None:
+            return self._given
         response = self.response
         if self._verdict is None or self._verdict[0] is not response:
             self._verdict = response, await self._judge(self.text(response), self.opened)

@@ -299,7 +299,8 @@ def _samples(
     def answer(trajectory: Trajectory | None) -> Answer | None:
         if trajectory is None:
             return None
-        ids = trajectory.response.token_ids.tolist()
+        responses = [turn for turn in trajectory.turns if turn.author == "model"]
+        ids = responses[-1].token_ids.tolist() if responses else []  # none where its workflow failed
         text = tokenizer.decode(ids, skip_special_tokens=True) if tokenizer else " ".join(map(str, ids))
         return Answer(text, trajectory.reward.status)
 
