@@ -224,13 +224,7 @@ class Explorer:
             partial(self._verdict, group),
             self._limit,
         )
-        try:
-            await self._workflow(group.claim.task, recorder)
-            assert recorder.has_response, "the workflow ended without a response of the model"
-        except MegarlError:
-            raise
-        except Exception as error:  # of a workflow: it costs its own group
-            recorder.fail(describe(error))
+        await _run(self._workflow, group.claim.task, recorder)
         self._generating -= index != GREEDY
         await self._score(group, index, recorder)
 
@@ -280,6 +274,17 @@ class Explorer:
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
+
+
+async def _run(workflow: Workflow, task: Task, recorder: Recorder) -> None:
+    """Run a workflow; an exception of its own costs its trajectory the verdict. Raises MegarlError."""
+    try:
+        await workflow(task, recorder)
+        assert recorder.has_response, "the workflow ended without a response of the model"
+    except MegarlError:
+        raise
+    except Exception as error:
+        recorder.fail(describe(error))
 
 
 def _seed(claim: Claim) -> int | None:
