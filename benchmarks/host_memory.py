@@ -129,19 +129,20 @@ def model_of(kind: str, config: Any) -> Any:
     return Layerless()
 
 
-def fill(store: Any, rollout_id: str, answers: int, tokens: int) -> None:
-    """A rollout whose answers have ``tokens`` tokens each."""
+def fill(store: Any, step: int, answers: int, tokens: int) -> None:
+    """Groups of a step, whose responses have ``tokens`` tokens each."""
     import numpy as np
 
     from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 
+    rollout_id = f"train-{step:06d}"
     version, random = WeightsVersion(1, 1), np.random.default_rng(0)
     tasks = [
         Task(f"{rollout_id}/{i}", "s", ({"role": "user", "content": "?"},), "a", {})
         for i in range(answers // ANSWERS_OF_A_GROUP)
     ]
     store.add_tasks(rollout_id, tasks)
-    store.request_rollout(rollout_id, "train", 0, version, [task.task_id for task in tasks], ANSWERS_OF_A_GROUP, {})
+    store.request_rollout(rollout_id, "train", step, version, [task.task_id for task in tasks], ANSWERS_OF_A_GROUP, {})
     for claim in store.claim_groups("benchmark", len(tasks)):
         prompt = random.integers(0, VOCAB, PROMPT).astype(np.int32)
         store.put(claim, [
@@ -178,12 +179,14 @@ def trainer_of(config: Any, store: Any) -> Any:
     )  # fmt: skip
     trainer.weights, trainer.expert = SimpleNamespace(publish=dict, version=None), None
     trainer.reporter = SimpleNamespace(
-        timeline=trainer.timeline, say=lambda text: None, record_step=lambda *_, **__: None
+        timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None
     )
-    trainer.end_step = lambda state, metrics: state
+    trainer.end_step = lambda state, metrics, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)
     context = RunContext(config, Path(), 1, 0)
-    trainer.rollouts = rollouts.Rollouts(context, trainer.algorithm, store, trainer.reporter, reader, lambda *_: True)
+    trainer.rollouts = rollouts.Rollouts(
+        context, trainer.algorithm, store, trainer.reporter, reader, lambda *_, **__: True
+    )
     updates: Any = SimpleNamespace(begin=lambda: None, end=lambda state: {}, admits=lambda state, *_: (True, state))
     ranks: Any = SimpleNamespace(gather=lambda sums: sums)
     trainer.learner = Learner(config, trainer.algorithm, trainer.models, updates, ranks)
@@ -216,12 +219,11 @@ def measure(algorithm: str, answers: int, tokens: int) -> dict[str, tuple[float,
     )
     with tempfile.TemporaryDirectory(prefix="megarl-memory-") as folder:
         store = Store(f"sqlite:///{folder}/store.db")
-        fill(store, "small", 2 * ANSWERS_OF_A_GROUP, 64)
-        fill(store, "whole", answers, tokens)
+        fill(store, 0, 2 * ANSWERS_OF_A_GROUP, 64)
+        fill(store, 1, answers, tokens)
         trainer = trainer_of(config, store)
-        for rollout_id in ("small", "whole"):
-            trainer.rollouts._request = lambda *_, asked=rollout_id: asked
-            trainer.step(TrainState("rl"))
+        for step in (0, 1):
+            trainer.step(TrainState("rl", step))
             trainer.timeline.end()
         store.close()
     number = answers * (PROMPT + tokens)

@@ -169,7 +169,7 @@ def test_an_index_that_names_the_wrong_file(tmp_path: Path) -> None:
     wrong = next(file for file in value["weight_map"].values() if file != right)
     value["weight_map"][NAME] = wrong
     index.write_text(json.dumps(value))
-    message = rf"index\.json says that {NAME} is in {wrong}, which lacks it; it is in {right}"
+    message = rf"index\.json lists {NAME} in {wrong}, which lacks it; it is in {right}"
     with pytest.raises(CheckpointError, match=message):
         convert_hf_to_megatron(path, tmp_path / "out", QUIET)
     with pytest.raises(CheckpointError, match=message):

@@ -98,6 +98,12 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
             ["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
             ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"],
         ),
+        (["rollout.max_trajectory_tokens=200"], ["rollout.max_trajectory_tokens = 200", "context of 128", "lower it"]),
+        (
+            ["rollout.max_trajectory_tokens=9"],
+            ["rollout.max_trajectory_tokens=9 does not hold a prompt and a response"],
+        ),
+        (["rollout.workflow=agent"], ["rollout.workflow='agent'", "single_turn, reflect"]),
         (["algorithm.group_size=1"], ["algorithm.group_size=1", "grpo"]),
         (["rollout.replicas=200"], ["rollout.replicas=200", "GiB"]),
         (["store.url=foo"], ["store.url=foo", "sqlite:///PATH"]),

@@ -285,11 +285,11 @@ def test_dapos_rewards_are_the_sources_on_another_scale() -> None:
     full = config.rollout.max_response_tokens
     there = {(1.0, full): 0.0, (1.0, full - 2048): 0.5, (0.0, 100): -1.0, (0.0, full): -2.0}
     group = [answer(config, length, score, index) for index, (score, length) in enumerate(there)]
-    trajectories, _ = verify(group, config.reward, vocab_size=4, max_response_tokens=full)
+    trajectories, *_ = verify(group, config.reward, vocab_size=4, max_response_tokens=full)
     scores = [trajectory.reward.score for trajectory in trajectories]
     assert scores == [(r + 1.0) / 2.0 for r in there.values()]
     right_but_long, _, wrong_but_short, _ = scores
     assert right_but_long > wrong_but_short
     stricter = replace(config.reward, overlong_penalty=1.0)
-    again, _ = verify(group, stricter, vocab_size=4, max_response_tokens=full)
+    again, *_ = verify(group, stricter, vocab_size=4, max_response_tokens=full)
     assert again[0].reward.score == again[2].reward.score, "what the source's penalty would do to scores of 0 and 1"

@@ -96,17 +96,17 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
     check_engine(config.model.path, hf_config)
     context = int(hf_config["max_position_embeddings"])
     wanted = context_tokens(config.rollout)
-    one = prompt_tokens(config.rollout) + config.rollout.max_response_tokens
+    one = prompt_tokens(rollout) + rollout.max_response_tokens
+    sum_of = "rollout.max_prompt_tokens + rollout.max_response_tokens"
     if wanted < one:
         raise ConfigError(
-            f"rollout.max_trajectory_tokens={wanted} does not hold a prompt and a response: "
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {one}"
+            f"rollout.max_trajectory_tokens={wanted} does not hold a prompt and a response: {sum_of} = {one}"
         )
     if wanted > context:
+        limit = sum_of if rollout.max_trajectory_tokens is None else "rollout.max_trajectory_tokens"
         raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens (or rollout.max_trajectory_tokens) = {wanted} "
-            "is more than the model's context of "
-            f"{context} (max_position_embeddings); lower one of them"
+            f"{limit} = {wanted} is more than the model's context of {context} (max_position_embeddings); lower "
+            f"{'one of them' if rollout.max_trajectory_tokens is None else 'it'}"
         )
 
 
