@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,6 +20,32 @@ GREEDY = -1
 RewardStatus = Literal["ok", "wrong", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
 Author = Literal["system", "user", "environment", "tool", "model"]
+
+
+class End(StrEnum):
+    """Cause of a trajectory's end. Only what the policy can have caused is trained on."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    """At the limit of a response, or of the trajectory."""
+    WORKFLOW_ERROR = "workflow_error"
+    """The workflow has raised an exception."""
+    ENVIRONMENT_ERROR = "environment_error"
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
+    TOOL_ERROR = "tool_error"
+    """A tool has failed, such as a sandbox that died; a program that fails in it is an observation."""
+    REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
+
+    @property
+    def by_policy(self) -> bool:
+        """True for ends that the policy can have caused."""
+        return self in (End.FINISHED, End.TRUNCATED)
+
+    @property
+    def by_reward(self) -> bool:
+        """True for trajectories that the verifier gave no verdict of."""
+        return self in (End.REWARD_ERROR, End.REWARD_TIMEOUT)
 
 
 Message = dict[str, Any]
@@ -177,6 +204,16 @@ class Trajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     greedy: Trajectory | None = None
     """The greedy attempt at the same task, where the rollout asked for one (ReMax's baseline)."""
+    cause: End | None = None
+    """End that the workflow has named; None: by the reward's status and the model's last turn."""
+
+    @property
+    def end(self) -> End:
+        """Cause of its end."""
+        if self.reward.status in ("error", "timeout"):
+            return self.cause or End(f"reward_{self.reward.status}")
+        truncated = [turn.finish_reason == "length" for turn in self.turns if turn.author == "model"][-1:]
+        return self.cause or (End.TRUNCATED if any(truncated) else End.FINISHED)
 
     @property
     def prompt(self) -> Turn:

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
-from megarl.core.schema import Reward, Task, Turn
+from megarl.core.schema import End, Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import Observation
 from megarl.explore.workflows.environment import environment
@@ -25,6 +25,7 @@ class Model:
         self.messages: list[tuple[str, str]] = []
         self.reward: Reward | None = None
         self.reason: str | None = None
+        self.cause: End | None = None
 
     def ask(self, task: Task) -> None: ...
 
@@ -45,8 +46,8 @@ class Model:
     def finish(self, reward: Reward) -> None:
         self.reward = reward
 
-    def fail(self, reason: str) -> None:
-        self.reason = reason
+    def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
+        self.reason, self.cause = reason, cause
 
 
 def task(number: int = 7, tries: int = 4) -> Task:
@@ -61,7 +62,7 @@ def run(model: Model, make: Any = environments.ENVIRONMENTS["guess"], row: Task 
 
 def test_an_episode_until_it_is_won() -> None:
     model = run(Model("3", "it is 9", "7"))
-    assert model.messages == [("environment", ">"), ("environment", "<")]
+    assert model.messages == [("environment", "higher"), ("environment", "lower")]
     assert model.reward == Reward(1.0, "ok", {"turn_1": 0.0, "turn_2": 0.0, "turn_3": 1.0})
 
 
@@ -99,6 +100,7 @@ def test_a_fault_is_no_verdict_and_never_a_reward_of_0(at: str, words: str) -> N
     Broken.closed = 0
     model = run(Model("1"), lambda row: Broken(row, at))
     assert model.reward is None and model.reason is not None and words in model.reason
+    assert model.cause is End.ENVIRONMENT_ERROR
     assert Broken.closed == (at == "step")
 
 

@@ -70,7 +70,7 @@ def test_whole_groups_get_their_statistics() -> None:
     assert a is not None and b is not None
     assert (a.mean, a.std, a.size) == (pytest.approx(1 / 3), pytest.approx(math.sqrt(1 / 3)), 3)
     assert (b.mean, b.std, b.size) == (1.0, 0.0, 2)
-    assert report.groups == report.kept == 2 and report.dropped == {} and report.statuses == {"ok": 3, "wrong": 2}
+    assert report.groups == report.kept == 2 and report.dropped == {} and report.ends == {"finished": 5}
 
 
 def test_group_order_does_not_matter() -> None:
@@ -167,7 +167,7 @@ def test_missing_verdicts_drop_the_group_or_count_as_zero() -> None:
     raw = [make(index=0), failed, *group("b", 0.0)]
     verified, report, dropped = verify(raw, RewardConfig(on_error="drop"), vocab_size=VOCAB)
     assert [e.group_id for e in verified] == ["b"] and dropped == {"g0": "reward_timeout"}
-    assert report.dropped == {"reward_timeout": 1} and report.statuses == {"ok": 1, "timeout": 1, "wrong": 1}
+    assert report.dropped == {"reward_timeout": 1} and report.ends == {"finished": 2, "reward_timeout": 1}
     assert report.messages == ("group g0[1]: no verdict within 1 s",)
     verified, report, _ = verify(raw, RewardConfig(on_error="zero"), vocab_size=VOCAB)
     assert [e.reward.score for e in verified] == [1.0, 0.0, 0.0] and report.dropped == {}
@@ -216,7 +216,7 @@ def test_a_greedy_answer_changes_nothing_of_its_group() -> None:
     verified, report, _ = verify(compared, RewardConfig(), vocab_size=VOCAB, greedy=True)
     alone = verify(plain, RewardConfig(), vocab_size=VOCAB).trajectories
     assert [e.group_stats for e in with_group_stats(verified)] == [e.group_stats for e in with_group_stats(alone)]
-    assert report.statuses == {"ok": 1, "wrong": 1} and len(verified) == 2
+    assert report.ends == {"finished": 2} and len(verified) == 2
     assert [e.greedy.reward.score for e in verified if e.greedy] == [0.25, 0.25]
 
 
@@ -299,7 +299,7 @@ def test_reports_add_up() -> None:
     second = verify([*group("b", 0.0, 1.0), make("c", size=3)], RewardConfig(), vocab_size=VOCAB).report
     both = first + second
     assert (both.groups, both.kept, both.dropped) == (3, 1, {"reward_timeout": 1, "incomplete": 1})
-    assert both.statuses == {"ok": 3, "wrong": 1, "timeout": 1}
+    assert both.ends == {"finished": 4, "reward_timeout": 1}
     assert both.messages == first.messages + second.messages
 
 

@@ -291,6 +291,8 @@ class RolloutConfig:
     request_timeout_s: Seconds = 300.0
     """Longest time in which an engine that has samples to compute generates no token, weight updates left out; no limit
     of a response."""
+    retries: Annotated[int, Bound(0, 100)] = 2
+    """Times that a trajectory begins again, with the same seeds, after an error of its workflow or environment."""
     concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
     environment: str = "guess"

@@ -30,7 +30,7 @@ class Guess:
             return Observation("", 1.0, done=True, success=True)
         if guess is None or not self._left:
             return Observation("", done=True, success=False)
-        return Observation(">" if guess < self._number else "<")
+        return Observation("higher" if guess < self._number else "lower")
 
     def close(self) -> None:
         """Nothing is held."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, SupportsFloat
 
-from megarl.core.schema import Task
+from megarl.core.schema import End, Task
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,17 @@ class Observation:
     success: bool | None = None
     """Outcome of an episode that has ended; None: whether its score is 1.0 or more."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"Observation.text must be a text, got {self.text!r:.60}")
+        if not isinstance(self.reward, SupportsFloat) or not math.isfinite(self.reward):
+            raise ValueError(f"Observation.reward must be a finite number, got {self.reward!r:.60}")
+
 
 class EnvironmentFault(Exception):
     """An environment has raised an exception."""
+
+    cause = End.ENVIRONMENT_ERROR
 
 
 class Environment(Protocol):

@@ -42,8 +42,8 @@ class Report:
     groups: int
     dropped: dict[str, int]
     """Reason -> number of groups."""
-    statuses: dict[str, int]
-    """Verdict status -> number of samples, before anything is dropped. Greedy answers are not counted."""
+    ends: dict[str, int]
+    """``End`` -> number of trajectories, before anything is dropped. Greedy ones are not counted."""
     messages: tuple[str, ...]
     """Reasons: the first few different texts, each with its first group and how many groups more it befell."""
 
@@ -57,7 +57,7 @@ class Report:
         return Report(
             self.groups + other.groups,
             dict(Counter(self.dropped) + Counter(other.dropped)),
-            dict(Counter(self.statuses) + Counter(other.statuses)),
+            dict(Counter(self.ends) + Counter(other.ends)),
             (*self.messages, *other.messages)[:MESSAGES],
         )
 
@@ -101,9 +101,9 @@ def verify(
         else:
             dropped[group[0].group_id] = fault.reason
             faults.setdefault(fault.message, []).append(fault.where)
-    statuses: Counter[str] = Counter(trajectory.reward.status for trajectory in trajectories)
+    ends: Counter[str] = Counter(trajectory.end.value for trajectory in trajectories)
     messages = tuple(_counted(message, where) for message, where in list(faults.items())[:MESSAGES])
-    report = Report(len(groups), dict(Counter(dropped.values())), dict(statuses), messages)
+    report = Report(len(groups), dict(Counter(dropped.values())), dict(ends), messages)
     return Verified(kept, report, dropped)
 
 
@@ -224,13 +224,12 @@ def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: 
     answers = [(str(trajectory.index), trajectory) for trajectory in group]
     answers += [("greedy", baseline)] if baseline is not None else []
     for name, trajectory in answers:
+        end = trajectory.end
+        if not end.by_policy and not (end.by_reward and config.on_error == "zero"):
+            return _Fault(end.value, f"group {first.group_id}[{name}]", _why(trajectory.metadata))
         reason = check_trajectory(trajectory, vocab_size) or _check_score(trajectory)
         if reason is not None:
             return _Fault("invalid", f"group {first.group_id}[{name}]", reason)
-    for name, trajectory in answers:
-        status = trajectory.reward.status
-        if status in NO_VERDICT and config.on_error == "drop":
-            return _Fault(f"reward_{status}", f"group {first.group_id}[{name}]", _why(trajectory.metadata))
     return None
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from megarl.core.errors import DataError
-from megarl.core.schema import GroupStats, Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import End, GroupStats, Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.store.checksums import check, sealed
 from megarl.explore.store.tables import TASKS, TRAJECTORIES
 
@@ -93,6 +93,8 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
         "group_stats": None if stats is None else [stats.mean, stats.std, stats.size],
         "metadata": trajectory.metadata,
     }
+    if trajectory.cause is not None:
+        record["cause"] = trajectory.cause
     tensors = {
         "token_ids": np.concatenate([turn.token_ids for turn in trajectory.turns]),
         "logp": np.concatenate([*logp, np.empty(0, np.float32)]),
@@ -125,6 +127,7 @@ def trajectory_from_row(row: Any) -> Trajectory:
         reward=Reward(score=math.nan if row.score is None else row.score, status=row.status, parts=record["parts"]),
         group_stats=None if stats is None else GroupStats(*stats),
         metadata=record["metadata"],
+        cause=End(record["cause"]) if "cause" in record else None,
     )
 
 

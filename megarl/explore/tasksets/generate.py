@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
-from megarl.explore.tasksets import school, user
+from megarl.explore.tasksets import guess, school, user
 from megarl.explore.tasksets.entries import (
     ARITHMETIC,
     OPTION_BOUNDS,
@@ -133,6 +133,7 @@ GENERATORS = {
     "math": Generator(school.math, SUMS),
     "k12": Generator(school.k12, SUMS),
     "code": Generator(school.code, SUMS),
+    "guess": Generator(guess.guess, guess.OPTIONS),
 }
 
 

@@ -14,7 +14,12 @@ from megarl.explore.workflows.types import RolloutModel, Workflow
 WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn, "reflect": reflect}
 """By the names of ``rollout.workflow``."""
 
-__all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "get"]
+__all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "get"]
+
+
+def asks_verifier(rollout: RolloutConfig) -> bool:
+    """Return False where rewards come from the environment, so that rows need no verifier."""
+    return rollout.workflow != "environment"
 
 
 def get(rollout: RolloutConfig) -> Workflow:

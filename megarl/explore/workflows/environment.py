@@ -34,13 +34,13 @@ def environment(make: MakeEnvironment) -> Workflow:
             episode = await _called(make, task)
             while True:
                 response = await model.generate()
-                seen = await _called(episode.step, model.text(response))
+                seen = await _called(_step, episode, model.text(response))
                 rewards.append(float(seen.reward))
                 if seen.done or response.finish_reason != "stop" or model.add("environment", seen.text) is None:
                     break
             model.finish(_reward(rewards, seen))
         except EnvironmentFault as fault:
-            model.fail(str(fault))
+            model.fail(str(fault), fault.cause)
         finally:
             if episode is not None:
                 await _closed(episode)
@@ -48,20 +48,34 @@ def environment(make: MakeEnvironment) -> Workflow:
     return workflow
 
 
+def _step(episode: Environment, response: str) -> Observation:
+    seen = episode.step(response)
+    if not isinstance(seen, Observation):
+        raise TypeError(f"step must return an Observation, got {seen!r:.60}")
+    return seen
+
+
 async def _called(function: Callable[..., T], *args: Any) -> T:
     """Call in a thread. Raises EnvironmentFault."""
+    return await asyncio.to_thread(_guarded, function, *args)
+
+
+def _guarded(function: Callable[..., T], *args: Any) -> T:
+    """Call foreign code, whose exceptions stop here: SystemExit would end the process, StopIteration an await."""
     try:
-        return await asyncio.to_thread(function, *args)
-    except Exception as error:
+        return function(*args)
+    except EnvironmentFault:
+        raise
+    except BaseException as error:
         raise EnvironmentFault(describe(error)) from error
 
 
 async def _closed(episode: Environment) -> None:
     """Close an episode; a fault changes nothing of what it has given."""
     try:
-        await asyncio.to_thread(episode.close)
-    except Exception as error:
-        log.warning("an environment did not close: %s", describe(error))
+        await _called(episode.close)
+    except EnvironmentFault as fault:
+        log.warning("an environment did not close: %s", fault)
 
 
 def _reward(rewards: list[float], last: Observation) -> Reward:

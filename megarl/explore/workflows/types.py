@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megarl.core.schema import Author, Reward, Task, Turn
+from megarl.core.schema import Author, End, Reward, Task, Turn
 
 
 class RolloutModel(Protocol):
@@ -46,8 +46,8 @@ class RolloutModel(Protocol):
         """Give the trajectory this reward; the verifier is not asked."""
         ...
 
-    def fail(self, reason: str) -> None:
-        """Give the trajectory no verdict: the status is ``error``."""
+    def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
+        """Give the trajectory no verdict: the status is ``error``. It begins again ``rollout.retries`` times."""
         ...
 
     async def verify(self) -> Reward:

@@ -29,7 +29,7 @@ from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
 from megarl.core.config.lengths import context_tokens
 from megarl.core.config.rewards import RewardConfig
-from megarl.core.errors import EngineError, InputError, JobError, MegarlError, describe
+from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.explore import workflows
@@ -39,7 +39,7 @@ from megarl.explore.rewards.pool.pool import Judging
 from megarl.explore.rewards.pool.process import await_hosts
 from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.rollout.client import EngineClient, Sampling
-from megarl.explore.rollout.gather import Engine, Gatherer
+from megarl.explore.rollout.gather import LONGEST_RETRY_S, Engine, Gatherer
 from megarl.explore.store import Claim, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
@@ -84,6 +84,7 @@ class Explorer:
         backlog: Answers that may wait for their score; when there are more, no further group is claimed.
         calls: Calls over which newly claimed groups are spread (one for each engine).
         limit: Most tokens of a trajectory; None: whatever fits the engine.
+        retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
         event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
             the terminal.
@@ -102,6 +103,7 @@ class Explorer:
         backlog: int = 8192,
         calls: int = 1,
         limit: int | None = None,
+        retries: int = 0,
         poll_s: float = 0.02,
         engine_timeout_s: float = 7.5,
         retry_s: float = RETRY_S,
@@ -120,6 +122,7 @@ class Explorer:
         self._backlog = backlog
         self._calls = calls
         self._limit = limit
+        self._retries = retries
         self._poll_s = poll_s
         self._engine_timeout_s = engine_timeout_s
         self._retry_s = retry_s
@@ -214,17 +217,24 @@ class Explorer:
                     tasks.create_task(self._run_trajectory(group, index, gatherer))
 
     async def _run_trajectory(self, group: _Group, index: int, gatherer: Gatherer) -> None:
-        recorder = Recorder(
-            group.claim,
-            index,
-            group.prompt,
-            group.seed,
-            gatherer,
-            self._tokenizer,
-            partial(self._verdict, group),
-            self._limit,
-        )
-        await _run(self._workflow, group.claim.task, recorder)
+        for retry in range(self._retries + 1):
+            recorder = Recorder(
+                group.claim,
+                index,
+                group.prompt,
+                group.seed,
+                gatherer,
+                self._tokenizer,
+                partial(self._verdict, group),
+                self._limit,
+            )
+            await _run(self._workflow, group.claim.task, recorder)
+            if recorder.cause is None or recorder.cause.by_policy or retry == self._retries:
+                break
+            group.clock.counts["restarts"] += 1
+            message = (await recorder.verdict()).message
+            log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, recorder.cause, message)
+            await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
         self._generating -= index != GREEDY
         await self._score(group, index, recorder)
 
@@ -252,6 +262,7 @@ class Explorer:
             turns=tuple(recorder.turns),
             reward=verdict.reward,
             metadata={"reward": verdict.record} | message,
+            cause=recorder.cause,
         )
         if len(group.scored) == len(group.claim.indices):
             await self._finish(group)
@@ -277,11 +288,14 @@ class Explorer:
 
 
 async def _run(workflow: Workflow, task: Task, recorder: Recorder) -> None:
-    """Run a workflow; an exception of its own costs its trajectory the verdict. Raises MegarlError."""
+    """Run a workflow; an exception of its own costs its trajectory the verdict.
+
+    Raises EngineError and JobError, which are not the workflow's.
+    """
     try:
         await workflow(task, recorder)
         assert recorder.has_response, "the workflow ended without a response of the model"
-    except MegarlError:
+    except (EngineError, JobError):
         raise
     except Exception as error:
         recorder.fail(describe(error))
@@ -336,6 +350,7 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 backlog=config.reward.backlog,
                 calls=len(engines),
                 limit=context_tokens(config.rollout),
+                retries=config.rollout.retries,
                 engine_timeout_s=engine_timeout_s,
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),

@@ -6,7 +6,7 @@ from megarl.core.config import Config
 from megarl.core.config.algorithms import MixConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.metrics import spread
-from megarl.core.schema import Outcome, Trajectory, WeightsVersion
+from megarl.core.schema import End, Outcome, Trajectory, WeightsVersion
 from megarl.explore.experience import Report, add_model_scores, with_group_stats
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.loop.base import Trainer
@@ -126,7 +126,7 @@ class OnlineTrainer(Trainer):
 
 
 def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[str, float]:
-    """Scores, lengths and statuses of a step's answers."""
+    """Scores, lengths and ends of a step's trajectories."""
     lengths = [float(e.response_length) for e in trajectories]
     scores = [e.reward.score for e in trajectories]
     metrics = spread("critic/score", scores) | spread("critic/rewards", scores)
@@ -134,7 +134,8 @@ def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[st
     metrics |= spread("prompt_length", [float(e.prompt_length) for e in trajectories])
     metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in trajectories) / len(trajectories)
     metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in trajectories) / len(trajectories)
-    errors = verified.statuses.get("error", 0) + verified.statuses.get("timeout", 0)
-    metrics["reward/error_rate"] = errors / max(1, sum(verified.statuses.values()))
+    errors = sum(count for end, count in verified.ends.items() if End(end).by_reward)
+    metrics["reward/error_rate"] = errors / max(1, sum(verified.ends.values()))
+    metrics |= {f"ends/{end}": float(verified.ends.get(end, 0)) for end in End}
     metrics["reward/dropped_groups"] = float(verified.groups - verified.kept)
     return metrics

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megarl.core.schema import Author, Reward, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.core.durable import without_surrogates
+from megarl.core.schema import Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
+from megarl.explore.rewards.verdict import MAX_REASON
 from megarl.explore.rollout.frames import Completion
 from megarl.explore.rollout.gather import Gatherer, SampleRequest
 from megarl.explore.store import Claim
@@ -71,6 +73,8 @@ class Recorder:
         self._limit = limit
         self._verdict: tuple[Turn, Verdict] | None = None
         self._given: Verdict | None = None
+        self.cause: End | None = None
+        """End that the workflow has named, or that the limit has made."""
         self.turns: list[Turn] = []
         self.opened = False
         """The context of the model's last turn ended inside a thought."""
@@ -104,6 +108,7 @@ class Recorder:
         rendered = render_turn(self._tokenizer, role, text, self._claim.task.chat_template_kwargs)
         token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
         if len(token_ids) >= self.room:
+            self.cause = End.TRUNCATED
             return None
         turn = self.write(author, token_ids)
         self.opened = opens_thinking(rendered)
@@ -123,10 +128,13 @@ class Recorder:
         """Give the trajectory this reward."""
         self._given = Verdict(reward, verifier="workflow")
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
         """Give the trajectory no verdict."""
+        assert not cause.by_policy, "a trajectory that the policy ended has a reward"
         if not self.turns:
             self.ask(self._claim.task)
+        self.cause = cause
+        reason = without_surrogates(reason[:MAX_REASON])
         self._given = Verdict(Reward(math.nan, "error"), reason, verifier="workflow")
 
     async def verify(self) -> Reward:

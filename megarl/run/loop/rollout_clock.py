@@ -21,7 +21,9 @@ class RolloutClock:
         self._active = {"generation": 0, "reward": 0}
         self._last = now()
         self._seconds = {"generation_s": 0.0, "reward_s": 0.0, "overlap_s": 0.0}
-        self.counts = {"groups": 0, "samples": 0, "greedy": 0, "prompt_tokens": 0, "response_tokens": 0, "retries": 0}
+        self.counts = dict.fromkeys(
+            ("groups", "samples", "greedy", "prompt_tokens", "response_tokens", "retries", "restarts"), 0
+        )
 
     def change(self, phase: str, by: int) -> None:
         """``by`` more (or fewer) samples are in ``phase``: generation or reward."""

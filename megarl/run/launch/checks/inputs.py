@@ -22,6 +22,7 @@ from megarl.explore.rewards.pool.process import check_hosts
 from megarl.explore.rewards.router import JUDGE, check_row, route
 from megarl.explore.rewards.school.verifier import is_multiple_choice
 from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of
+from megarl.explore.workflows import asks_verifier
 from megarl.run.launch.checks.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
     Raises:
         ConfigError, DataError: naming the setting, or the row.
     """
+    if not asks_verifier(config.rollout):
+        return
     reward = config.reward
     key = os.environ.get("MEGARL_JOB_KEY", "")
     if reward.path is not None:
@@ -103,7 +106,7 @@ def verifiable(config: Config, split: str, rows: list[Task]) -> list[Task]:
     Raises:
         DataError: there are others, with the first of them; or none is left.
     """
-    if config.reward.path is not None:
+    if config.reward.path is not None or not asks_verifier(config.rollout):
         return rows
     kept: list[Task] = []
     faults: list[tuple[int, DataError]] = []
