@@ -193,9 +193,9 @@ class ChatTokenizer:
         texts = [self.render(messages, given) for messages, given in zip(found, options, strict=True)]
         return [_array(encoding.ids) for encoding in self.encode_texts(texts)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of a response without its special tokens."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Text of a response, with or without its special tokens."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
         if self.multimodal:
