@@ -14,9 +14,9 @@ from megarl.explore import workflows
 def test_by_name() -> None:
     assert {name: workflows.get(RolloutConfig(workflow=name)) for name in workflows.WORKFLOWS} == workflows.WORKFLOWS
     with pytest.raises(
-        ConfigError, match=r"'agent' is not there; there are single_turn, reflect, environment, or give"
+        ConfigError, match=r"'debate' is not there; there are single_turn, reflect, environment, agent, or give"
     ):
-        workflows.get(RolloutConfig(workflow="agent"))
+        workflows.get(RolloutConfig(workflow="debate"))
 
 
 def test_of_a_users_file(tmp_path: Path) -> None:

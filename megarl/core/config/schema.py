@@ -297,9 +297,13 @@ class RolloutConfig:
     """Groups the explorer keeps in flight."""
     environment: str = "guess"
     """Environment of ``rollout.workflow=environment``: ``guess``, or a Python file of yours (docs/environments.md)."""
+    agent: str = ""
+    """Agent of ``rollout.workflow=agent``: a Python file with ``run``, or a command line (docs/agents.md)."""
+    agent_timeout_s: Seconds = 3600.0
+    """Longest run of an agent."""
     workflow: str = "single_turn"
-    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``environment``, or a Python file
-    of yours (docs/workflows.md)."""
+    """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``environment``, ``agent``, or a
+    Python file of yours (docs/workflows.md)."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Prompt:
     greedy: bool = False
     images: Sequence[bytes] = ()
     """Files of images, one for each placeholder among the ids as the chat template wrote it (not expanded)."""
+    max_tokens: int | None = None
+    """Most tokens of a sample, where fewer than the request's."""
 
 
 @dataclass(frozen=True)
@@ -204,12 +206,14 @@ class EngineClient:
 
 
 def _body(prompt: Prompt) -> dict[str, Any]:
-    body = {
+    body: dict[str, Any] = {
         "token_ids": [int(t) for t in prompt.token_ids],
         "n": prompt.n,
         "seed": prompt.seed,
         "greedy": prompt.greedy,
     }
+    if prompt.max_tokens is not None:
+        body["max_tokens"] = prompt.max_tokens
     images = [base64.b64encode(image).decode() for image in prompt.images]
     return body | ({"images": images} if images else {})
 

@@ -59,6 +59,7 @@ class PromptBody(msgspec.Struct, frozen=True):
     seed: int | None = None
     greedy: bool = False
     images: list[bytes] = []  # msgspec copies it
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -257,6 +258,8 @@ def _seeded(sampling: SamplingParams, prompt: PromptBody, j: int) -> SamplingPar
     own.skip_clone = True  # a fresh copy already: vLLM's deep copy of it costs more than the request
     if prompt.seed is not None:
         own.seed = prompt.seed + j
+    if prompt.max_tokens is not None:
+        own.max_tokens = min(prompt.max_tokens, own.max_tokens or prompt.max_tokens)
     return own
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,7 +42,9 @@ class SampleRequest:
     images: tuple[bytes, ...]
     group_seed: int | None
     turn: int = 0
-    """Number of samples that the trajectory has had before."""
+    """Number of samples that the trajectory has asked for before."""
+    max_tokens: int | None = None
+    """Most tokens, where fewer than the sampling's."""
 
     @property
     def seed(self) -> int | None:
@@ -157,17 +159,22 @@ def _asks(requests: Sequence[SampleRequest]) -> list[_Ask]:
     asks: list[_Ask] = []
     for members in groups.values():
         sampled = [r for r in members if r.index != GREEDY]
-        asks += [_Ask(Prompt(r.token_ids, greedy=True, images=r.images), [r]) for r in members if r.index == GREEDY]
+        asks += [_Ask(_prompt(r, greedy=True), [r]) for r in members if r.index == GREEDY]
         if sampled and _is_one_prompt(sampled):
             first, whole = sampled[0], sorted(sampled, key=lambda r: r.index)
-            asks.append(_Ask(Prompt(first.token_ids, len(whole), first.group_seed, images=first.images), whole))
+            asks.append(_Ask(_prompt(first, n=len(whole), seed=first.group_seed), whole))
         else:
-            asks += [_Ask(Prompt(r.token_ids, 1, r.seed, images=r.images), [r]) for r in sampled]
+            asks += [_Ask(_prompt(r, seed=r.seed), [r]) for r in sampled]
     return asks
+
+
+def _prompt(request: SampleRequest, **settings: Any) -> Prompt:
+    return Prompt(request.token_ids, images=request.images, max_tokens=request.max_tokens, **settings)
 
 
 def _is_one_prompt(requests: Sequence[SampleRequest]) -> bool:
     first = requests[0]
     return len(requests) == first.group_size and all(
-        r.turn == 0 and np.array_equal(r.token_ids, first.token_ids) for r in requests
+        r.turn == 0 and r.max_tokens == first.max_tokens and np.array_equal(r.token_ids, first.token_ids)
+        for r in requests
     )

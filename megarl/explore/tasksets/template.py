@@ -40,6 +40,8 @@ class ChatTemplate:
 
         Raises jinja2.TemplateSyntaxError."""
         environment = _environment(lambda: datetime.now() if day is None else datetime.combine(day, time()))
+        self.text = "\n".join(sources.values())
+        """Sources of all templates."""
         self._variables = dict(variables)
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         self._names = {

@@ -99,6 +99,11 @@ class ChatTokenizer:
         return cls(tokenizer, template, tuple(ends), own, multimodal, kwargs)
 
     @property
+    def template(self) -> str:
+        """Source of the chat template."""
+        return self._template.text
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

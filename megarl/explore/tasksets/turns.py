@@ -8,22 +8,31 @@ from typing import Any
 import numpy as np
 
 from megarl.core.errors import DataError
+from megarl.explore.tasksets.template import Messages
 from megarl.explore.tasksets.tokenizer import PROBE, ChatTokenizer
 
 
 def render_turn(tokenizer: ChatTokenizer, role: str, text: str, kwargs: Mapping[str, Any] | None = None) -> str:
-    """All that the template writes after a response's text, with a message, up to where the model goes on.
+    """:func:`render_turns` of one message."""
+    return render_turns(tokenizer, [{"role": role, "content": text}], kwargs)
+
+
+def render_turns(tokenizer: ChatTokenizer, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> str:
+    """All that the template writes after a response's text, with some messages, up to where the model goes on.
 
     Args:
         kwargs: Template options of the row.
 
     Raises:
-        DataError: the template refuses the message, or drops a part of it.
+        DataError: the template refuses a message, or drops a part of it.
     """
     before = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
-    after = tokenizer.render([*before, {"role": role, "content": text}], kwargs).partition(PROBE)[2]
-    if text.strip() not in after:
-        raise DataError(f"the model's chat template drops a {role} message after a response: {text[:60]!r}")
+    after = tokenizer.render([*before, *messages], kwargs).partition(PROBE)[2]
+    for message in messages:
+        if (text := message["content"]).strip() not in after:
+            raise DataError(
+                f"the model's chat template drops a {message['role']} message after a response: {text[:60]!r}"
+            )
     return after
 
 

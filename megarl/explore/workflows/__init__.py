@@ -1,11 +1,16 @@
 """Workflows: what happens in a trajectory, from a task to its last turn."""
 
 import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
 from megarl.explore import environments
+from megarl.explore.agents import runner
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.workflows.agent import serving_agents
 from megarl.explore.workflows.environment import environment
 from megarl.explore.workflows.reflect import reflect
 from megarl.explore.workflows.single_turn import single_turn
@@ -14,7 +19,7 @@ from megarl.explore.workflows.types import RolloutModel, Workflow
 WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn, "reflect": reflect}
 """By the names of ``rollout.workflow``."""
 
-__all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "get"]
+__all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "check", "opened"]
 
 
 def asks_verifier(rollout: RolloutConfig) -> bool:
@@ -22,9 +27,26 @@ def asks_verifier(rollout: RolloutConfig) -> bool:
     return rollout.workflow != "environment"
 
 
+@asynccontextmanager
+async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncIterator[Workflow]:
+    """Workflow of ``rollout.workflow``, with what it serves meanwhile. Raises ConfigError where there is none."""
+    if rollout.workflow == "agent":
+        async with serving_agents(rollout, tokenizer) as workflow:
+            yield workflow
+    else:
+        yield get(rollout)
+
+
+def check(rollout: RolloutConfig) -> None:
+    """Raise ConfigError unless there is such a workflow."""
+    if rollout.workflow == "agent":
+        runner.load(rollout.agent)
+    else:
+        get(rollout)
+
+
 def get(rollout: RolloutConfig) -> Workflow:
-    """Workflow of ``rollout.workflow``: one of ``WORKFLOWS``, ``environment`` with that of ``rollout.environment``, or
-    the function ``workflow`` of a user's file.
+    """Workflow that needs nothing served: one of ``WORKFLOWS``, ``environment``, or ``workflow`` of a user's file.
 
     Raises ConfigError where there is none.
     """
@@ -35,7 +57,7 @@ def get(rollout: RolloutConfig) -> Workflow:
         return WORKFLOWS[name]
     if not name.endswith(".py"):
         raise ConfigError(
-            f"rollout.workflow={name!r} is not there; there are {', '.join(WORKFLOWS)}, environment, or give "
+            f"rollout.workflow={name!r} is not there; there are {', '.join(WORKFLOWS)}, environment, agent, or give "
             "a Python file (.py)"
         )
     wanted = "async def workflow(task, model)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,8 +25,28 @@ class RolloutModel(Protocol):
         """
         ...
 
-    def write(self, author: Author, token_ids: np.ndarray) -> Turn:
-        """Add a turn of another author, int32 [T], with all that the chat template puts around it."""
+    def begin(self, token_ids: np.ndarray, *, opened: bool = False) -> Turn:
+        """Add a rendered prompt, int32 [T], that follows no turn: a context that was rewritten, or a sub-agent's.
+
+        ``opened``: it ends inside a thought.
+        """
+        ...
+
+    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, opened: bool = False) -> Turn:
+        """Add a turn of another author, int32 [T], with all that the chat template puts around it.
+
+        ``after``: index of the turn that it follows, -1 for the last one.
+        """
+        ...
+
+    @property
+    def index(self) -> int:
+        """Index of the trajectory in its group; ``GREEDY`` for the greedy one."""
+        ...
+
+    @property
+    def has_response(self) -> bool:
+        """True if the model has written a turn."""
         ...
 
     @property
@@ -34,8 +54,25 @@ class RolloutModel(Protocol):
         """Tokens that the trajectory may still get (``rollout.max_trajectory_tokens``)."""
         ...
 
-    async def generate(self) -> Turn:
-        """Sample the model's next turn from all turns so far, and add it. Raises EngineError, RequestRefused."""
+    @property
+    def limit(self) -> int:
+        """Most tokens of a line of turns."""
+        ...
+
+    def room_after(self, turn: int) -> int:
+        """Tokens that may still follow a turn, by its index."""
+        ...
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Turns so far."""
+        ...
+
+    async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
+        """Sample a turn of the model from the turns up to ``after`` (-1: the last one), and add it.
+
+        ``max_tokens``: where fewer than ``rollout.max_response_tokens``. Raises EngineError, RequestRefused.
+        """
         ...
 
     def text(self, turn: Turn) -> str:
@@ -44,6 +81,10 @@ class RolloutModel(Protocol):
 
     def finish(self, reward: Reward) -> None:
         """Give the trajectory this reward; the verifier is not asked."""
+        ...
+
+    def truncate(self) -> None:
+        """End the trajectory for want of room; the reward is that of its last response."""
         ...
 
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:

@@ -18,10 +18,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,23 +29,24 @@ from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
 from megarl.core.config.lengths import context_tokens
 from megarl.core.config.rewards import RewardConfig
-from megarl.core.errors import EngineError, InputError, JobError, describe
+from megarl.core.errors import EngineError, InputError, JobError
 from megarl.core.metrics import Timeline
-from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
+from megarl.core.schema import GREEDY, WeightsVersion
 from megarl.explore import workflows
-from megarl.explore.rewards import RewardPool, Verdict
+from megarl.explore.rewards import RewardPool
 from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rewards.pool.pool import Judging
 from megarl.explore.rewards.pool.process import await_hosts
 from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.rollout.client import EngineClient, Sampling
-from megarl.explore.rollout.gather import LONGEST_RETRY_S, Engine, Gatherer
+from megarl.explore.rollout.gather import Engine, Gatherer
 from megarl.explore.store import Claim, Store
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
 from megarl.run.loop.held_out import record_evaluations
-from megarl.run.loop.recorder import Recorder, RenderedPrompt
+from megarl.run.loop.recorder import RenderedPrompt
 from megarl.run.loop.rollout_clock import RolloutClock
+from megarl.run.loop.trajectories import ClaimedGroup, Scorer, TrajectoryRunner
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +58,6 @@ EVENTS_S = 1.0
 
 STOPPED = 128 + signal.SIGTERM
 """Exit status of an explorer that was asked to stop before the job was closed."""
-
-
-class Scorer(Protocol):
-    """Part of ``rewards.RewardPool``."""
-
-    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict: ...
-
-
-@dataclass
-class _Group:
-    """A claimed group on its way."""
-
-    claim: Claim
-    prompt: RenderedPrompt
-    seed: int | None
-    clock: RolloutClock
-    scored: dict[int, Trajectory] = field(default_factory=dict)
 
 
 class Explorer:
@@ -114,20 +98,16 @@ class Explorer:
         self._event_lines = event_lines
         self._store = store
         self._engine = engine
-        self._scorer = scorer
         self._tokenizer = tokenizer
-        self._workflow = workflow
+        self._runner = TrajectoryRunner(workflow, scorer, tokenizer, limit=limit, retries=retries, retry_s=retry_s)
         self._worker = worker
         self._capacity = capacity
         self._backlog = backlog
         self._calls = calls
-        self._limit = limit
-        self._retries = retries
         self._poll_s = poll_s
         self._engine_timeout_s = engine_timeout_s
         self._retry_s = retry_s
         self._generating = 0
-        self._scoring = 0
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
         # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
         # claims given back at the end cannot be overtaken by a claim that was still waiting.
@@ -171,30 +151,30 @@ class Explorer:
                 await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
 
     def _at(self) -> str:
-        return f"{self._generating} samples being generated, {self._scoring} scored"
+        return f"{self._generating} samples being generated, {self._runner.scoring} scored"
 
     async def _claim(self) -> list[Claim]:
         free = self._capacity - self._generating
-        if free < 1 or self._scoring >= self._backlog:
+        if free < 1 or self._runner.scoring >= self._backlog:
             return []
         claims = await self._call(self._store.claim_groups, self._worker, free, max_samples=free)
         self._generating += sum(claim.group_size for claim in claims)
         return claims
 
-    def _batches(self, claims: Sequence[Claim]) -> list[list[_Group]]:
+    def _batches(self, claims: Sequence[Claim]) -> list[list[ClaimedGroup]]:
         """One list of groups for each call to an engine: same rollout, spread over the engines."""
-        rollouts: dict[str, list[_Group]] = {}
+        rollouts: dict[str, list[ClaimedGroup]] = {}
         for claim in claims:
             rollouts.setdefault(claim.rollout_id, []).append(self._group(claim))
         return [groups[i :: self._calls] for groups in rollouts.values() for i in range(min(self._calls, len(groups)))]
 
-    def _group(self, claim: Claim) -> _Group:
+    def _group(self, claim: Claim) -> ClaimedGroup:
         clock = self._clocks.setdefault(
             (claim.rollout_id, claim.version), RolloutClock(timeline=self._timeline, rollout_id=claim.rollout_id)
         )
-        return _Group(claim, RenderedPrompt.of(claim.task, self._tokenizer), _seed(claim), clock)
+        return ClaimedGroup(claim, RenderedPrompt.of(claim.task, self._tokenizer), _seed(claim), clock)
 
-    async def _run_groups(self, groups: Sequence[_Group]) -> None:
+    async def _run_groups(self, groups: Sequence[ClaimedGroup]) -> None:
         """Run the workflow for every trajectory of some groups of one rollout."""
         clock, settings = groups[0].clock, groups[0].claim.sampling
 
@@ -216,58 +196,15 @@ class Explorer:
                 for index in group.claim.indices:
                     tasks.create_task(self._run_trajectory(group, index, gatherer))
 
-    async def _run_trajectory(self, group: _Group, index: int, gatherer: Gatherer) -> None:
-        for retry in range(self._retries + 1):
-            recorder = Recorder(
-                group.claim,
-                index,
-                group.prompt,
-                group.seed,
-                gatherer,
-                self._tokenizer,
-                partial(self._verdict, group),
-                self._limit,
-            )
-            await _run(self._workflow, group.claim.task, recorder)
-            if recorder.cause is None or recorder.cause.by_policy or retry == self._retries:
-                break
-            group.clock.counts["restarts"] += 1
-            message = (await recorder.verdict()).message
-            log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, recorder.cause, message)
-            await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
-        self._generating -= index != GREEDY
-        await self._score(group, index, recorder)
-
-    async def _verdict(self, group: _Group, text: str, opened: bool) -> Verdict:
-        group.clock.change("reward", 1)
-        self._scoring += 1
-        try:
-            return await self._scorer.score(group.claim.task, text, opened=opened)
-        finally:
-            heartbeat.count_work()
-            self._scoring -= 1
-            group.clock.change("reward", -1)
-
-    async def _score(self, group: _Group, index: int, recorder: Recorder) -> None:
-        verdict = await recorder.verdict()
-        if verdict.message is not None:
-            log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
-        message = {} if verdict.message is None else {"reward_message": verdict.message}
-        group.scored[index] = Trajectory(
-            rollout_id=group.claim.rollout_id,
-            task_id=group.claim.task.task_id,
-            group_id=group.claim.group_id,
-            index=index,
-            group_size=group.claim.group_size,
-            turns=tuple(recorder.turns),
-            reward=verdict.reward,
-            metadata={"reward": verdict.record} | message,
-            cause=recorder.cause,
-        )
+    async def _run_trajectory(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> None:
+        group.scored[index] = await self._runner.run(group, index, gatherer, partial(self._generated, index))
         if len(group.scored) == len(group.claim.indices):
             await self._finish(group)
 
-    async def _finish(self, group: _Group) -> None:
+    def _generated(self, index: int) -> None:
+        self._generating -= index != GREEDY
+
+    async def _finish(self, group: ClaimedGroup) -> None:
         counts, members = group.clock.counts, [group.scored[j] for j in group.claim.indices]
         counts["groups"] += 1
         counts["samples"] += group.claim.group_size
@@ -285,20 +222,6 @@ class Explorer:
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._store_thread, lambda: function(*args, **kwargs))
-
-
-async def _run(workflow: Workflow, task: Task, recorder: Recorder) -> None:
-    """Run a workflow; an exception of its own costs its trajectory the verdict.
-
-    Raises EngineError and JobError, which are not the workflow's.
-    """
-    try:
-        await workflow(task, recorder)
-        assert recorder.has_response, "the workflow ended without a response of the model"
-    except (EngineError, JobError):
-        raise
-    except Exception as error:
-        recorder.fail(describe(error))
 
 
 def _seed(claim: Claim) -> int | None:
@@ -338,13 +261,14 @@ async def explore(config: Config, key: str, worker: str) -> None:
             RewardPool(
                 await _with_hosts_of_nodes(config.reward), judge, key, _logs(config) / "reward_output.log"
             ) as scorer,
+            workflows.opened(config.rollout, tokenizer) as workflow,
         ):
             explorer = Explorer(
                 store,
                 engine,
                 scorer,
                 tokenizer,
-                workflows.get(config.rollout),
+                workflow,
                 worker=worker,
                 capacity=config.rollout.concurrent_groups * config.algorithm.group_size,
                 backlog=config.reward.backlog,

@@ -48,7 +48,7 @@ class Recorder:
         claim: The group's; its version is that of engines which name none.
         index: Of the trajectory in the group.
         seed: The group's.
-        limit: Most tokens of the trajectory.
+        limit: Most tokens of a line of turns.
         judge: Verdict of a text, which may begin inside a thought.
     """
 
@@ -70,14 +70,16 @@ class Recorder:
         self._gatherer = gatherer
         self._tokenizer = tokenizer
         self._judge = judge
-        self._limit = limit
+        self.limit = sys.maxsize if limit is None else limit
         self._verdict: tuple[Turn, Verdict] | None = None
         self._given: Verdict | None = None
+        self._asked = 0
+        """Samples that were asked for."""
+        self._opened: set[int] = set()
+        """Turns that end inside a thought."""
         self.cause: End | None = None
         """End that the workflow has named, or that the limit has made."""
         self.turns: list[Turn] = []
-        self.opened = False
-        """The context of the model's last turn ended inside a thought."""
 
     @property
     def has_response(self) -> bool:
@@ -85,21 +87,28 @@ class Recorder:
         return any(turn.author == "model" for turn in self.turns)
 
     @property
-    def response(self) -> Turn:
-        """The model's last turn."""
-        return next(turn for turn in reversed(self.turns) if turn.author == "model")
+    def opened(self) -> bool:
+        """True if the context of the model's last turn ended inside a thought."""
+        return self._last_of_model().follows in self._opened
+
+    @property
+    def index(self) -> int:
+        """Index of the trajectory in its group; ``GREEDY`` for the greedy one."""
+        return self._index
 
     def ask(self, task: Task) -> Turn:
         """Add the prompt of the group's task."""
         assert task is self._claim.task and not self.turns, "a trajectory begins with the task of its group"
-        self.opened = self._prompt.opened
-        return self._add(Turn("user", self._prompt.token_ids))
+        return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.opened)
 
-    def write(self, author: Author, token_ids: np.ndarray) -> Turn:
+    def begin(self, token_ids: np.ndarray, *, opened: bool = False) -> Turn:
+        """Add a prompt that follows nothing."""
+        return self._add(Turn("user", token_ids), -1, opened)
+
+    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, opened: bool = False) -> Turn:
         """Add a turn that the model did not write."""
         assert self.turns and author != "model", "a model's turns are generated, and follow a prompt"
-        self.opened = False
-        return self._add(Turn(author, token_ids))
+        return self._add(Turn(author, token_ids), self._after(after), opened)
 
     def add(self, author: Author, text: str) -> Turn | None:
         """Add a message after the model's turn, by the chat template; None where it leaves no room."""
@@ -110,15 +119,16 @@ class Recorder:
         if len(token_ids) >= self.room:
             self.cause = End.TRUNCATED
             return None
-        turn = self.write(author, token_ids)
-        self.opened = opens_thinking(rendered)
-        return turn
+        return self.write(author, token_ids, opened=opens_thinking(rendered))
 
     @property
     def room(self) -> int:
-        """Tokens that the trajectory may still get."""
-        limit = sys.maxsize if self._limit is None else self._limit
-        return limit - sum(map(len, self.turns))
+        """Tokens that the last line of turns may still get."""
+        return self.room_after(-1)
+
+    def room_after(self, turn: int) -> int:
+        """Tokens that may follow a turn."""
+        return self.limit - sum(len(self.turns[i]) for i in self._line(self._after(turn)))
 
     def text(self, turn: Turn) -> str:
         """Text of a turn without special tokens."""
@@ -127,6 +137,10 @@ class Recorder:
     def finish(self, reward: Reward) -> None:
         """Give the trajectory this reward."""
         self._given = Verdict(reward, verifier="workflow")
+
+    def truncate(self) -> None:
+        """End the trajectory for want of room; the reward is that of its last response."""
+        self.cause = End.TRUNCATED
 
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
         """Give the trajectory no verdict."""
@@ -145,32 +159,53 @@ class Recorder:
         """Verdict of the model's last turn, asked for once."""
         if self._given is not None:
             return self._given
-        response = self.response
+        response = self._last_of_model()
         if self._verdict is None or self._verdict[0] is not response:
             self._verdict = response, await self._judge(self.text(response), self.opened)
         return self._verdict[1]
 
-    async def generate(self) -> Turn:
-        """Sample the model's next turn, and add it."""
+    async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
+        """Sample a turn of the model, and add it."""
         assert self.turns, "nothing has been asked"
-        later = [turn.token_ids for turn in self.turns[1:]]
+        after = self._after(after)
+        first, *later = self._line(after)
+        ids = [self.turns[i].token_ids for i in later]
+        # the prompt as it was rendered: the engine expands the placeholders of its images again
+        start = self._prompt.token_ids if self._prompt.images else self.turns[first].token_ids
         request = SampleRequest(
             self._claim.group_id,
             self._index,
             self._claim.group_size,
-            np.concatenate([self._prompt.token_ids, *later]) if later else self._prompt.token_ids,
+            np.concatenate([start, *ids]) if ids else start,
             self._prompt.images,
             self._seed,
-            turn=sum(turn.author == "model" for turn in self.turns),
+            turn=self._asked,
+            max_tokens=max_tokens,
         )
+        self._asked += 1
         completion = await self._gatherer.sample(request)
         if completion.prompt_ids is not None:  # the prompt with its images' placeholders expanded, and what came later
-            end = len(completion.prompt_ids) - sum(map(len, later))
-            self.turns[0] = replace(self.turns[0], token_ids=completion.prompt_ids[:end])
-        return self._add(_model_turn(completion, self._claim.version))
+            end = len(completion.prompt_ids) - sum(map(len, ids))
+            self.turns[first] = replace(self.turns[first], token_ids=completion.prompt_ids[:end])
+        return self._add(_model_turn(completion, self._claim.version), after)
 
-    def _add(self, turn: Turn) -> Turn:
-        turn = replace(turn, follows=len(self.turns) - 1)
+    def _after(self, turn: int) -> int:
+        return turn % len(self.turns)
+
+    def _line(self, turn: int) -> list[int]:
+        """Indices of the turns up to a turn, from the one that follows nothing."""
+        line = [turn]
+        while (before := self.turns[line[-1]].follows) >= 0:
+            line.append(before)
+        return line[::-1]
+
+    def _last_of_model(self) -> Turn:
+        return next(turn for turn in reversed(self.turns) if turn.author == "model")
+
+    def _add(self, turn: Turn, follows: int, opened: bool = False) -> Turn:
+        turn = replace(turn, follows=follows)
+        if opened:
+            self._opened.add(len(self.turns))
         self.turns.append(turn)
         return turn
 

@@ -56,7 +56,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
     if ProcessKind.EXPLORER in job.processes:
-        workflows.get(config.rollout)
+        workflows.check(config.rollout)
         check_reward_settings(config)
 
 

@@ -1,0 +1,122 @@
+"""The endpoint of agents on loopback: OpenAI's chat completions and Anthropic's messages, a URL for each trajectory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+from aiohttp import web
+
+from megarl.explore.agents import anthropic, openai
+from megarl.explore.agents.session import BadRequest, Session
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+MAX_BODY_BYTES = 64 * 2**20
+MODEL = "megarl"
+"""Name of the model, for agents that ask for a list; any other is taken too."""
+
+
+class AgentServer:
+    """Serves sessions. Use as an async context manager; ``url`` is known within."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._served = 0
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/{session}/v1/chat/completions", self._chat),
+                web.post("/{session}/v1/messages", self._messages),
+                web.get("/{session}/v1/models", self._models),
+            ]
+        )
+        # An agent that gives a request up must not get a response recorded that it never saw.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextmanager
+    def serving(self, session: Session) -> Iterator[str]:
+        """Base URL of a session, which nobody can guess, without the ``/v1``. It is gone afterwards."""
+        name = secrets.token_urlsafe(16)
+        self._sessions[name] = session
+        try:
+            yield f"http://{HOST}:{self._port}/{name}"
+        finally:
+            del self._sessions[name]
+
+    def _session(self, request: web.Request) -> Session:
+        session = self._sessions.get(request.match_info["session"])
+        if session is None:
+            raise BadRequest("this session has ended", "not_found")
+        return session
+
+    def _number(self, prefix: str) -> str:
+        self._served += 1
+        return f"{prefix}-{self._served}"
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        try:
+            session, body = self._session(request), await _body(request)
+            replies = await session.complete(openai.asked_of(body))
+        except BadRequest as error:
+            return _refused({"error": {"message": str(error), "type": "invalid_request_error", "code": error.code}})
+        number = self._number("chatcmpl")
+        if body.get("stream"):
+            return await _stream(request, openai.chunks_of(replies, number, body))
+        return web.json_response(openai.response_of(replies, number, body))
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        try:
+            session, body = self._session(request), await _body(request)
+            [reply] = await session.complete(anthropic.asked_of(body))
+        except BadRequest as error:
+            return _refused({"type": "error", "error": {"type": "invalid_request_error", "message": str(error)}})
+        number = self._number("msg")
+        if body.get("stream"):
+            return await _stream(request, anthropic.events_of(reply, number, body))
+        return web.json_response(anthropic.response_of(reply, number, body))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}
+        return web.json_response({"object": "list", "data": [model]})
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    """Raises BadRequest."""
+    try:
+        body = json.loads(await request.read())
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be an object")
+    return body
+
+
+def _refused(error: dict[str, Any]) -> web.Response:
+    return web.json_response(error, status=400)
+
+
+async def _stream(request: web.Request, events: Iterator[str]) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await stream.prepare(request)
+    await stream.write("".join(events).encode())
+    await stream.write_eof()
+    return stream

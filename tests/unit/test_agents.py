@@ -1,0 +1,372 @@
+"""Agents against the endpoint: what they send back goes on from the tokens that were sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.core.config.schema import RolloutConfig
+from megarl.core.errors import ConfigError
+from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
+from megarl.explore import workflows
+from megarl.explore.agents import AgentServer, Session
+from megarl.explore.rewards import Verdict
+from megarl.explore.rollout.frames import Completion
+from megarl.explore.rollout.gather import SampleRequest
+from megarl.explore.store import Claim
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.run.loop.recorder import Recorder, RenderedPrompt
+from tests.chat_battery import TOOLS, checkpoint
+
+TASK = Task("t", "s", ({"role": "user", "content": "Wie viel ist 12 + 3?"},), "", {"ground_truth": "15"})
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "<3>"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer.open(checkpoint(tmp_path_factory.mktemp("qwen") / "qwen2_5", "qwen2_5"))
+
+
+class Model:
+    """A gatherer that writes given texts, and keeps what it was asked; of a text ``…`` the end is missing."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *texts: str) -> None:
+        self.tokenizer, self.texts = tokenizer, iter(texts)
+        self.requests: list[SampleRequest] = []
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        text = next(self.texts, f"text {len(self.requests)}")
+        ids = self.tokenizer.response_ids(text)
+        ids, reason = (ids[:-1], "length") if text.endswith("…") else (ids, "stop")
+        return Completion(0, 0, ids, np.full(len(ids), -0.5, np.float32), reason, ())
+
+
+async def judge(text: str, opened: bool) -> Verdict:
+    return Verdict(Reward(float(text == "15"), "ok" if text == "15" else "wrong"))
+
+
+def recorder(model: Model, limit: int | None = 4096) -> Recorder:
+    claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
+    prompt = RenderedPrompt.of(TASK, model.tokenizer)
+    gatherer: Any = model
+    return Recorder(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, limit)
+
+
+def trajectory(recorded: Recorder) -> Trajectory:
+    return Trajectory("r", "t", "g", 0, 1, tuple(recorded.turns), Reward(0.0, "wrong"), cause=recorded.cause)
+
+
+def play(model: Model, agent: Callable[[str], Awaitable[Any]], limit: int | None = 4096) -> Recorder:
+    """An agent that is given the base URL of its session."""
+    recorded = recorder(model, limit)
+
+    async def main() -> None:
+        async with AgentServer() as server:
+            with server.serving(Session(recorded, model.tokenizer, TASK)) as url:
+                await agent(url)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    return recorded
+
+
+def client(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def lines(recorded: Recorder) -> list[list[int]]:
+    """Token ids of all lines of turns."""
+    return [[*sample.prompt_ids, *sample.response_ids] for sample in trajectory(recorded).samples()]
+
+
+def contexts_are_those_recorded(model: Model, recorded: Recorder) -> None:
+    """The engine was asked with the very tokens that the trajectory has before each of the model's turns."""
+    asked = []
+    for turn in (turn for turn in recorded.turns if turn.author == "model"):
+        before, line = turn.follows, list[np.ndarray]()
+        while before >= 0:
+            line.append(recorded.turns[before].token_ids)
+            before = recorded.turns[before].follows
+        asked.append(np.concatenate(line[::-1]).tolist())
+    assert sorted(asked) == sorted(request.token_ids.tolist() for request in model.requests)
+
+
+def test_a_loop_with_tools_is_one_line_of_turns(tokenizer: ChatTokenizer) -> None:
+    model = Model(tokenizer, f"I add.\n{CALL}", CALL, "15")
+
+    async def agent(url: str) -> None:
+        messages: list[Any] = [dict(TASK.prompt[0])]
+        for _ in range(2):
+            response = await client(url).chat.completions.create(model="any", messages=messages, tools=TOOLS)
+            message = response.choices[0].message
+            assert response.choices[0].finish_reason == "tool_calls" and message.tool_calls
+            call = message.tool_calls[0]
+            assert json.loads(call.function.arguments) == {"a": 12, "b": "<3>"} and call.function.name == "add"
+            messages += [message, {"role": "tool", "content": "15", "tool_call_id": call.id}]
+        last = await client(url).chat.completions.create(model="any", messages=messages, tools=TOOLS)
+        assert last.choices[0].message.content == "15" and last.choices[0].finish_reason == "stop"
+        assert last.usage and last.usage.prompt_tokens == len(model.requests[-1].token_ids)
+
+    recorded = play(model, agent)
+    assert [turn.author for turn in recorded.turns] == ["user", "model", "tool", "model", "tool", "model"]
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, 1, 2, 3, 4]
+    contexts_are_those_recorded(model, recorded)
+    [sample] = trajectory(recorded).samples()
+    written = np.concatenate([turn.token_ids for turn in recorded.turns if turn.author == "model"])
+    np.testing.assert_array_equal(sample.response_ids[sample.response_mask], written)
+    whole = tokenizer.decode([*sample.prompt_ids, *sample.response_ids], special=True)
+    assert whole.count("<tool_response>\n15\n</tool_response>") == 2 and whole.count("<|im_start|>assistant") == 3
+
+
+def test_a_response_in_pieces_and_several_at_once(tokenizer: ChatTokenizer) -> None:
+    model = Model(tokenizer, "one", "two", "three", "15")
+
+    async def agent(url: str) -> None:
+        messages: list[Any] = [dict(TASK.prompt[0])]
+        both = await client(url).chat.completions.create(model="any", messages=messages, n=2, max_tokens=9)
+        assert [choice.message.content for choice in both.choices] == ["one", "two"]
+        messages += [both.choices[1].message, {"role": "user", "content": "More."}]
+        stream = await client(url).chat.completions.create(
+            model="any", messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "three"
+        assert chunks[-1].usage is not None and chunks[-2].choices[0].finish_reason == "stop"
+        again = await client(url).chat.completions.create(model="any", messages=messages)
+        assert again.choices[0].message.content == "15"
+
+    recorded = play(model, agent)
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, 0, 2, 3, 3]
+    assert [request.max_tokens for request in model.requests] == [9, 9, None, None]
+    assert len({request.seed for request in model.requests}) == 4
+    contexts_are_those_recorded(model, recorded)
+
+
+def test_a_rewritten_context_and_a_sub_agent_are_samples_of_their_own(tokenizer: ChatTokenizer) -> None:
+    model = Model(tokenizer, "a", "b", "c")
+
+    async def agent(url: str) -> None:
+        for messages in (
+            [TASK.prompt[0]],
+            [{"role": "system", "content": "Summarise."}, {"role": "user", "content": "The page."}],
+            [TASK.prompt[0], {"role": "assistant", "content": "another a"}, {"role": "user", "content": "More."}],
+        ):
+            given: Any = [dict(message) for message in messages]
+            await client(url).chat.completions.create(model="any", messages=given)
+
+    recorded = play(model, agent)
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, -1, 2, -1, 4]
+    assert len(lines(recorded)) == 3 and len({tuple(line) for line in lines(recorded)}) == 3
+    contexts_are_those_recorded(model, recorded)
+
+
+def test_a_context_without_room_is_refused_as_agents_know_it(tokenizer: ChatTokenizer) -> None:
+    model = Model(tokenizer, "a")
+
+    async def agent(url: str) -> None:
+        messages: list[Any] = [dict(TASK.prompt[0])]
+        first = await client(url).chat.completions.create(model="any", messages=messages)
+        messages += [first.choices[0].message, {"role": "user", "content": "word " * 200}]
+        with pytest.raises(openai.BadRequestError, match="leaves no room within rollout.max_trajectory_tokens=200"):
+            await client(url).chat.completions.create(model="any", messages=messages)
+        with pytest.raises(openai.BadRequestError) as error:
+            await client(url).chat.completions.create(model="any", messages=messages[2:])
+        assert error.value.code == "context_length_exceeded"
+
+    assert len(play(model, agent, limit=200).turns) == 2
+
+
+def test_what_cannot_be_honoured_is_refused(tokenizer: ChatTokenizer) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"stop": ["x"]}, "`stop` is not supported"),
+        ({"logprobs": True}, "`logprobs` is not supported"),
+        ({"presence_penalty": 1.0}, "set it to 0"),
+        ({"tool_choice": "required"}, "cannot be enforced"),
+        ({"response_format": {"type": "json_object"}}, "`response_format`"),
+        ({"n": 0}, "`n` must be a positive integer"),
+        ({"messages": []}, "an object with `messages`"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "parts of type text"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "chat template"),
+    ]
+
+    async def agent(url: str) -> None:
+        body = {"messages": list(TASK.prompt)}
+        async with aiohttp.ClientSession() as session:
+            for changes, words in refused:
+                async with session.post(f"{url}/v1/chat/completions", json=body | changes) as response:
+                    assert response.status == 400 and words in (await response.json())["error"]["message"], changes
+            async with session.post(f"{url}x/v1/chat/completions", json=body) as response:
+                assert response.status == 400 and "has ended" in await response.text()
+            async with session.get(f"{url}/v1/models") as response:
+                assert (await response.json())["data"][0]["id"] == "megarl"
+
+    assert play(Model(tokenizer), agent).turns == []
+
+
+def test_anthropics_messages(tokenizer: ChatTokenizer) -> None:
+    model = Model(tokenizer, f"I add.\n{CALL}", "15", "more…")
+    tool = {"name": "add", "description": "Adds.", "input_schema": TOOLS[0]["function"]["parameters"]}
+
+    async def agent(url: str) -> None:
+        messages: list[Any] = [{"role": "user", "content": "12 + 3?"}]
+        body: dict[str, Any] = {"model": "any", "max_tokens": 50, "system": "Be brief.", "tools": [tool]}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/v1/messages", json=body | {"messages": messages}) as response:
+                found = await response.json()
+            assert found["stop_reason"] == "tool_use" and found["content"][0] == {"type": "text", "text": "I add."}
+            use = found["content"][1]
+            assert use["name"] == "add" and use["input"] == {"a": 12, "b": "<3>"}
+            result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "15"}]}
+            messages += [
+                {"role": "assistant", "content": found["content"]},
+                {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+            ]
+            streamed = body | {"messages": messages, "stream": True}
+            async with session.post(f"{url}/v1/messages", json=streamed) as response:
+                events = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: ")]
+            assert [e["type"] for e in events][:3] == ["message_start", "content_block_start", "content_block_delta"]
+            assert events[2]["delta"] == {"type": "text_delta", "text": "15"} and events[-1]["type"] == "message_stop"
+            messages += [{"role": "assistant", "content": "15"}, {"role": "user", "content": "And?"}]
+            async with session.post(f"{url}/v1/messages", json=body | {"messages": messages}) as response:
+                assert (await response.json())["stop_reason"] == "max_tokens"
+            async with session.post(f"{url}/v1/messages", json=streamed | {"max_tokens": None}) as response:
+                assert response.status == 400 and "`max_tokens`" in (await response.json())["error"]["message"]
+
+    recorded = play(model, agent)
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, 1, 2, 3, 4]
+    contexts_are_those_recorded(model, recorded)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100)), min_size=1, max_size=12))
+@settings(max_examples=30, deadline=None)
+def test_every_sampled_token_is_trained_once_whatever_an_agent_does(
+    tokenizer: ChatTokenizer, steps: list[tuple[int, int]]
+) -> None:
+    """Conversations go on, branch, are asked again, begin anew, and lose their past."""
+    model = Model(tokenizer)
+
+    async def agent(url: str) -> None:
+        conversations: list[list[Any]] = [[dict(TASK.prompt[0])]]
+        for kind, number in steps:
+            messages = list(conversations[number % len(conversations)])
+            if kind == 0:
+                messages = [{"role": "user", "content": f"new {number}"}]
+            elif kind == 1 and len(messages) > 2:
+                messages = messages[2:]
+            elif kind == 2:
+                messages = messages[: 1 + 2 * (number % ((len(messages) + 1) // 2))]
+            response = await client(url).chat.completions.create(model="any", messages=messages, n=1 + (kind == 3))
+            message = response.choices[-1].message
+            messages += [message, {"role": "user", "content": f"next {number}"}]
+            conversations.append(messages)
+
+    recorded = play(model, agent)
+    contexts_are_those_recorded(model, recorded)
+    written = [turn.token_ids.tolist() for turn in recorded.turns if turn.author == "model"]
+    trained = [sample.response_ids[sample.response_mask].tolist() for sample in trajectory(recorded).samples()]
+    assert sorted(sum(trained, [])) == sorted(sum(written, []))
+    assert sum(map(len, trained)) == sum(map(len, written))
+
+
+AGENT = """
+import asyncio, openai
+async def run(base_url, prompt, request_kwargs, metadata):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+    response = await client.chat.completions.create(messages=prompt, **request_kwargs)
+    {after}
+"""
+COMMAND = """
+import json, os, sys, urllib.request
+given = json.load(sys.stdin)
+assert "MEGARL_JOB_KEY" not in os.environ
+body = {"messages": given["prompt"], **given["request_kwargs"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print("thinking")
+{after}
+"""
+
+
+@pytest.fixture
+def agents(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[Callable[..., Recorder]]:
+    def run(source: str, after: str, *texts: str, command: bool = False, **changes: Any) -> Recorder:
+        path = tmp_path / f"agent_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(source.replace("{after}", after))
+        agent = f"python {path}" if command else str(path)
+        rollout = RolloutConfig(workflow="agent", agent=agent, max_prompt_tokens=100, **changes)
+        recorded = recorder(Model(tokenizer, *texts), limit=200)
+
+        async def main() -> None:
+            async with workflows.opened(rollout, tokenizer) as workflow:
+                await workflow(TASK, recorded)
+
+        asyncio.run(asyncio.wait_for(main(), 60))
+        return recorded
+
+    yield run
+
+
+@pytest.mark.parametrize(
+    ("after", "score", "end"),
+    [
+        ("return None", 1.0, End.FINISHED),
+        ("return 0.25", 0.25, End.FINISHED),
+        ("return {'score': 2.0, 'acc': False}", 2.0, End.FINISHED),
+        ("return 'good'", None, End.WORKFLOW_ERROR),
+        ("raise ValueError('no key')", None, End.WORKFLOW_ERROR),
+        ("await asyncio.sleep(100)", None, End.WORKFLOW_TIMEOUT),
+        (
+            "await client.chat.completions.create(messages=[*prompt, *prompt] * 20, **request_kwargs)",
+            1.0,
+            End.TRUNCATED,
+        ),
+    ],
+)
+def test_an_agent_of_a_file(agents: Callable[..., Recorder], after: str, score: float | None, end: End) -> None:
+    recorded = agents(AGENT, after, "15", agent_timeout_s=3.0)
+    verdict = asyncio.run(recorded.verdict())
+    found = Trajectory("r", "t", "g", 0, 1, tuple(recorded.turns), verdict.reward, cause=recorded.cause)
+    assert found.end is end and len(recorded.turns) == 2
+    assert verdict.reward.score == score if score is not None else verdict.reward.status == "error"
+
+
+@pytest.mark.parametrize(
+    ("after", "score", "words"),
+    [
+        ("", 1.0, ""),
+        ("print('MEGARL_RESULT', json.dumps({'score': 0.5, 'steps': 3}))", 0.5, ""),
+        ("sys.exit('no such tool')", None, "ended with status 1: no such tool"),
+        ("print('MEGARL_RESULT', text + '{')", None, "JSONDecodeError"),
+    ],
+)
+def test_an_agent_as_a_command(
+    agents: Callable[..., Recorder], monkeypatch: pytest.MonkeyPatch, after: str, score: float | None, words: str
+) -> None:
+    monkeypatch.setenv("MEGARL_JOB_KEY", "secret")
+    verdict = asyncio.run(agents(COMMAND, after, "15", command=True).verdict())
+    assert verdict.reward.score == score if score is not None else words in str(verdict.message)
+
+
+def test_an_agent_that_asks_for_nothing(agents: Callable[..., Recorder]) -> None:
+    recorded = agents("async def run(base_url, prompt, request_kwargs, metadata):\n    return 1.0\n", "")
+    assert recorded.cause is End.WORKFLOW_ERROR and "no response" in str(asyncio.run(recorded.verdict()).message)
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"), [("", "needs rollout.agent"), ("nowhere.py", "nowhere.py"), ("", "async def run")]
+)
+def test_agents_that_are_refused(agent: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        workflows.check(RolloutConfig(workflow="agent", agent=agent, max_prompt_tokens=1))
