@@ -1,6 +1,7 @@
 """The game of `experiment=guess`, played by an agent: a loop against the openai package that knows nothing of megarl.
 
-    megarl train experiment=guess rollout.workflow=agent rollout.agent=configs/agents/guess.py
+    megarl train experiment=guess rollout.workflow=agent rollout.agent=configs/agents/guess.py \
+        rollout.agent_rewards=true
 """
 
 import re

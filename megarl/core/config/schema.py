@@ -299,6 +299,8 @@ class RolloutConfig:
     """Environment of ``rollout.workflow=environment``: ``guess``, or a Python file of yours (docs/environments.md)."""
     agent: str = ""
     """Agent of ``rollout.workflow=agent``: a Python file with ``run``, or a command line (docs/agents.md)."""
+    agent_rewards: bool = False
+    """The agent returns the reward of every trajectory, so rows need no verifier."""
     agent_timeout_s: Seconds = 3600.0
     """Longest run of an agent."""
     workflow: str = "single_turn"

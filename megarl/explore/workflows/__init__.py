@@ -23,8 +23,8 @@ __all__ = ["WORKFLOWS", "RolloutModel", "Workflow", "asks_verifier", "check", "o
 
 
 def asks_verifier(rollout: RolloutConfig) -> bool:
-    """Return False where rewards come from the environment, so that rows need no verifier."""
-    return rollout.workflow != "environment"
+    """Return False where rewards come from the environment or the agent, so that rows need no verifier."""
+    return not (rollout.workflow == "environment" or (rollout.workflow == "agent" and rollout.agent_rewards))
 
 
 @asynccontextmanager

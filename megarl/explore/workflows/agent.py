@@ -47,7 +47,7 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
                     return
             if not model.has_response:
                 model.fail("the agent has asked the model for no response")
-            elif result is not None:
+            elif result is not None or rollout.agent_rewards:
                 _finish(model, result)
 
         yield workflow
