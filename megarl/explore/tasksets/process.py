@@ -1,0 +1,94 @@
+"""From rows to tasks: a user's own function, the templates of prompts, the difficulty."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megarl.core.config.taskset import TasksetConfig
+from megarl.core.errors import ConfigError, DataError, MegarlError, describe
+from megarl.core.schema import Message, Task
+from megarl.core.user_file import import_file
+from megarl.explore.tasksets.sources import place_of_row
+
+SETTING = "taskset.process"
+WANTED = "def process(task), which returns a task, or None to drop it"
+PROMPT = "{prompt}"
+"""Stands for the prompt in ``taskset.prompt_template``."""
+
+Process = Callable[[Task], Task | None]
+
+
+def processed(
+    rows: Sequence[Task], taskset: TasksetConfig, split: str, dropped: Counter[str] | None = None
+) -> list[Task]:
+    """Tasks of rows: what ``taskset.process`` makes of each, with the templates of ``taskset``.
+
+    Args:
+        dropped: Is given the number of rows that ``taskset.process`` drops, as ``process``.
+
+    Raises:
+        ConfigError: the file lacks the function.
+        DataError: the function raises, or returns no task, with the row.
+    """
+    tasks = list(rows)
+    if taskset.process is not None:
+        process = _load(taskset.process)
+        found = [_called(process, taskset, split, row) for row in rows]
+        tasks = [task for task in found if task is not None]
+        if dropped is not None:
+            dropped["process"] += len(rows) - len(tasks)
+        if not tasks:
+            raise DataError(f"{SETTING}={taskset.process} drops all {len(rows)} rows of taskset.{split}; keep some")
+    return [with_templates(task, taskset) for task in tasks]
+
+
+def _load(path: str) -> Process:
+    process: Process | None = getattr(import_file(path, SETTING, WANTED), "process", None)
+    if not callable(process):
+        raise ConfigError(f"{SETTING}={path} has no {WANTED}")
+    return process
+
+
+def _called(process: Process, taskset: TasksetConfig, split: str, row: Task) -> Task | None:
+    """The task that the function makes of a row; its id is the row's."""
+    try:
+        task = process(row)
+    except Exception as error:
+        where = place_of_row(taskset, split, row)
+        if isinstance(error, MegarlError):
+            raise type(error)(f"{where}: {error}") from error
+        raise DataError(f"{where}: {SETTING}: {describe(error, taskset.process, process)}") from error
+    if task is None:
+        return None
+    if not isinstance(task, Task) or not task.prompt:
+        raise DataError(
+            f"{place_of_row(taskset, split, row)}: {SETTING}={taskset.process} must return a megarl.core.schema.Task "
+            f"with a prompt, or None; got {type(task).__name__}"
+        )
+    return replace(task, task_id=row.task_id)
+
+
+def with_templates(task: Task, taskset: TasksetConfig) -> Task:
+    """The task with ``taskset.prompt_template`` around its last message, and ``taskset.system_prompt`` before its
+    prompt. A prompt that begins with a system message keeps that."""
+    template, system = taskset.prompt_template, taskset.system_prompt
+    prompt: tuple[Message, ...] = task.prompt
+    if template is not None and prompt[-1]["role"] == "user":
+        last = {**prompt[-1], "content": template.replace(PROMPT, prompt[-1]["content"])}
+        prompt = (*prompt[:-1], last)
+    if system is not None and prompt[0]["role"] not in ("system", "developer"):
+        prompt = ({"role": "system", "content": system}, *prompt)
+    return task if prompt is task.prompt else replace(task, prompt=prompt)
+
+
+def difficulty_of(task: Task, key: str) -> float | None:
+    """Number that a task has in ``extra_info`` under ``key`` (``a.b`` is b within a); None where there is none."""
+    value: object = task.extra_info
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
