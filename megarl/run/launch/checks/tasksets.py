@@ -24,6 +24,10 @@ OF_TASKS = (
     "system_prompt",
     "order",
     "difficulty",
+    "min_difficulty",
+    "max_difficulty",
+    "curriculum_steps",
+    "priority_floor",
     "duplicates",
     "overlong_prompts",
 )
