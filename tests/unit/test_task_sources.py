@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from megarl.core.config import Config, compose
+from megarl.core.config.rewards import JudgeConfig
 from megarl.core.config.taskset import SourceConfig, TasksetConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
@@ -155,6 +162,73 @@ def test_a_function_changes_and_drops_tasks(tmp_path: Path) -> None:
 def test_functions_that_cannot_be(tmp_path: Path, text: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         processed([task("a")], of_file(tmp_path, text), "train")
+
+
+RATE = """
+from dataclasses import replace
+
+async def process(task, ask):
+    reply = await ask(f"How hard is {task.question}?")
+    return replace(task, extra_info={"level": int(reply)}) if reply != "9" else None
+"""
+
+
+class Rater:
+    """A server whose model writes the number of words of the prompt."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def chat(self, request: web.Request) -> web.Response:
+        [message] = (await request.json())["messages"]
+        self.asked.append(message["content"])
+        text = str(len(message["content"].split()))
+        return web.json_response({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
+
+    @contextmanager
+    def serve(self) -> Iterator[str]:
+        """Run in a thread; yield the base URL."""
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.chat)
+        server = TestServer(app)
+        asyncio.run_coroutine_threadsafe(server.start_server(), loop).result()
+        yield str(server.make_url("/v1"))
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def test_a_model_rates_tasks_once(tmp_path: Path) -> None:
+    rater, dropped = Rater(), Counter[str]()
+    rows = [task("1 + 1"), task("a b"), task("1 2 3 4 5 6")]
+    with rater.serve() as url:
+        judge = JudgeConfig(url=url, model="m", cache=str(tmp_path / "cache.db"))
+        for _ in range(2):
+            found = processed(rows, of_file(tmp_path, RATE), "train", dropped, judge)
+    assert [t.extra_info for t in found] == [{"level": 6}, {"level": 5}] and dropped == {"process": 2}
+    assert sorted(rater.asked) == ["How hard is 1 + 1?", "How hard is 1 2 3 4 5 6?", "How hard is a b?"]
+
+
+@pytest.mark.parametrize(
+    ("judge", "words"),
+    [
+        (JudgeConfig(), "reward.judge.url=None, give a server's base URL"),
+        (JudgeConfig(url="rollout"), "before any engine runs"),
+        (JudgeConfig(url="http://127.0.0.1:9/v1"), "reward.judge.cache=null"),
+    ],
+)
+def test_models_that_cannot_be_asked(tmp_path: Path, judge: JudgeConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        processed([task("a")], of_file(tmp_path, RATE), "train", None, judge)
+
+
+def test_a_model_that_does_not_answer(tmp_path: Path) -> None:
+    judge = JudgeConfig(url="http://127.0.0.1:9/v1", model="m", retries=0, cache=str(tmp_path / "cache.db"))
+    with pytest.raises(DataError, match=r"d.parquet: row 1: taskset.process: RequestFailed: .* cannot be reached"):
+        processed([task("a")], of_file(tmp_path, RATE), "train", None, judge)
 
 
 def test_templates_of_prompts() -> None:

@@ -35,8 +35,8 @@ class TasksetConfig:
     data_source: str | None = None
     """``data_source`` of tasks whose row has none; it selects the verifier."""
     process: str | None = None
-    """Python file with ``def process(task)``, which returns each task as it is to be, or None to drop it
-    (docs/tasksets.md)."""
+    """Python file with ``def process(task)``, which returns each task as it is to be, or None to drop it; or with
+    ``async def process(task, ask)``, which may ask the model at ``reward.judge.url`` (docs/tasksets.md)."""
     prompt_template: str | None = None
     """Text with {prompt}, which stands for the content of a prompt's last message."""
     system_prompt: str | None = None

@@ -60,7 +60,7 @@ def read_split(config: Config, split: str, dropped: Counter[str] | None = None) 
     """
     taskset, kind = config.taskset, kind_of_rows(config) if split in SPLITS else "demonstrations"
     if kind == "tasks":
-        return processed(read_tasks(taskset, split), taskset, split, dropped)
+        return processed(read_tasks(taskset, split), taskset, split, dropped, config.reward.judge)
     path = Path(single_file(taskset, split))
     if kind == "preferences":
         return read_preferences(path, split=split)

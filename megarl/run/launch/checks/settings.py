@@ -233,7 +233,8 @@ def check_reward_settings(config: Config) -> None:
         return
     if not Path(str(reward.path)).is_file():
         raise ConfigError(f"reward.path={reward.path}: no such file; give a Python file with compute_score")
-    for setting, value in (("reward.routes", reward.routes), ("reward.judge.url", reward.judge.url)):
+    judge_url = reward.judge.url if config.taskset.process is None else None  # which may ask that model
+    for setting, value in (("reward.routes", reward.routes), ("reward.judge.url", judge_url)):
         if value:
             raise ConfigError(
                 f"{setting} does nothing beside reward.path, whose function scores every row; leave one of them out"
