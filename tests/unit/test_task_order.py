@@ -196,11 +196,11 @@ def test_priorities_of_a_step_do_not_depend_on_when_it_is_asked_for(tmp_path: Pa
     """A step that is asked for ahead, a resumed run and one that went back choose alike."""
     config = config_of(3, staleness, order="prioritized")
     choice = choice_of(tmp_path, config)
-    asked = []
+    asked: list[list[str]] = []
     for step in range(1, 5):
-        ahead = [choice.tasks(step - 1 + later, 7) for later in range(staleness + 1)]
-        asked.append(ahead[0])
-        answered(choice._store, step, {task: (step + i) % 5 for i, task in enumerate(ahead[0])})
+        asked += [choice.tasks(number, 7) for number in range(len(asked), step + staleness)]
+        assert choice.tasks(step - 1, 7) == asked[step - 1], "asked for ahead, and now"
+        answered(choice._store, step, {task: (step + i) % 5 for i, task in enumerate(asked[step - 1])})
     assert [choice.tasks(step, 7) for step in (3, 1, 2, 0)] == [asked[step] for step in (3, 1, 2, 0)]
     resumed = Store(f"sqlite:///{tmp_path}/store.db")
     resumed.discard_rollouts(2)

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.core.config import Config, compose
+from megarl.core.config import Config, compose, load_resolved, save_resolved
 from megarl.core.config.rewards import JudgeConfig
 from megarl.core.config.taskset import SourceConfig, TasksetConfig
 from megarl.core.errors import ConfigError, DataError
@@ -108,6 +108,8 @@ def test_sources_on_the_command_line(tmp_path: Path) -> None:
         "hard": SourceConfig(f"{tmp_path}/b.parquet"),
     }
     assert config.taskset.columns == {"prompt": "question", "extra_info.n": "n"}
+    save_resolved(config, tmp_path / "resolved.json")
+    assert load_resolved(tmp_path / "resolved.json") == config
 
 
 @pytest.mark.parametrize(
