@@ -21,7 +21,7 @@ import pytest
 from megarl.core.errors import ConfigError
 from megarl.explore.store import OWN_SERVER, Store
 from megarl.run.launch.postgres import job_store, live_url
-from megarl.run.loop.rollouts import tasks_of_step
+from megarl.run.loop.data import tasks_of_step
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.system.jobs import TINY, last_of_each
 from tests.system.slurm_cluster import NODES, SlurmCluster, missing

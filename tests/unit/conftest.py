@@ -14,5 +14,5 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("prepared")
     tasks = checks.check(config_of(folder))
-    assert {split: len(rows) for split, rows in tasks.items()} == {"train": 30, "eval": 10}
+    assert {split: len(found.tasks) for split, found in tasks.items()} == {"train": 30, "eval": 10}
     return folder

@@ -61,7 +61,7 @@ def test_what_was_made_with_other_settings_is_kept(prepared: Path, tmp_path: Pat
     shutil.copytree(prepared, tmp_path / "run")
     before = state(tmp_path / "run")
     tasks = check(config_of(tmp_path / "run", "taskset.train_size=20", "model.from_scratch.hidden_size=64"), dry=True)
-    assert len(tasks["train"]) == 20
+    assert len(tasks["train"].tasks) == 20
     assert state(tmp_path / "run") == before
 
 

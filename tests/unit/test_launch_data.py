@@ -71,7 +71,7 @@ def test_files_of_the_same_name_are_different_tasks(prepared: Path, tmp_path: Pa
         path.parent.mkdir()
     overrides = [rewritten(prepared, path.parent.name, path, 0) for path in paths]
     tasks = checks.check(config_of(prepared, *overrides))
-    assert [rows[7].task_id for rows in tasks.values()] == ["train/7", "eval/7"]
+    assert [found.tasks[7].task_id for found in tasks.values()] == ["train/7", "eval/7"]
 
 
 @pytest.mark.parametrize("source", ["my/own", "reasoning_gym/chain_summ"])

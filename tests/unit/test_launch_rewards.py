@@ -95,7 +95,7 @@ def test_rows_that_no_answer_can_be_judged_by(prepared: Path, tmp_path: Path) ->
     )
     refused(DataError, config_of(prepared, override), "row 4 (taskset.train)", "'essay'", "taskset.unverifiable=drop")
     tasks = checks.check(config_of(prepared, override, "taskset.unverifiable=drop"))
-    assert len(tasks["train"]) == 29 and "train/3" not in {task.task_id for task in tasks["train"]}
+    assert len(tasks["train"].tasks) == 29 and "train/3" not in {task.task_id for task in tasks["train"].tasks}
 
 
 def test_tasks_for_choice_are_left_out(prepared: Path, tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_tasks_for_choice_are_left_out(prepared: Path, tmp_path: Path) -> None:
     overrides = [options("train", 3, tmp_path / "train.parquet"), options("eval", 2, tmp_path / "eval.parquet")]
     kept = checks.check(config_of(prepared, *overrides))
     left = checks.check(config_of(prepared, *overrides, "taskset.multiple_choice=drop"))
-    assert [len(kept["train"]), len(kept["eval"])] == [30, 10] and len(left["eval"]) == 10
-    assert [task.task_id for task in kept["train"] if task not in left["train"]] == ["train/3"]
+    assert [len(kept["train"].tasks), len(kept["eval"].tasks)] == [30, 10] and len(left["eval"].tasks) == 10
+    assert [task.task_id for task in kept["train"].tasks if task not in left["train"].tasks] == ["train/3"]
     rows = read_rows(tmp_path / "train.parquet")
     assert len(rows) == 30, "the file is as it was"
 

@@ -100,10 +100,10 @@ def test_the_command_of_the_page_with_its_generator(tmp_path: Path) -> None:
 def test_a_generator_of_ones_own(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", *own(tmp_path), "taskset.options.largest=30")
     tasks = check(config)
-    assert {split: len(rows) for split, rows in tasks.items()} == {"train": 30, "eval": 10}
-    questions = {split: {row.prompt[-1]["content"] for row in rows} for split, rows in tasks.items()}
+    assert {split: len(found.tasks) for split, found in tasks.items()} == {"train": 30, "eval": 10}
+    questions = {split: {row.prompt[-1]["content"] for row in found.tasks} for split, found in tasks.items()}
     assert len(questions["train"]) == 30 and not questions["train"] & questions["eval"]
-    for row in tasks["train"]:
+    for row in tasks["train"].tasks:
         first, _, second, _ = row.prompt[-1]["content"].split()
         assert row.ground_truth == str(int(first) * int(second)) and max(int(first), int(second)) <= 30
     warm_start = read_rows(tmp_path / "run" / "data" / "warm_start.parquet", require_response=True)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.config.schema import Config, TrainerConfig
+from megarl.core.config.taskset import TasksetConfig
 from megarl.core.errors import DataError, JobError
 from megarl.core.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
 from megarl.explore.rollout.watch import EngineWatch
@@ -165,7 +166,7 @@ def test_expert_rows_are_read_and_encoded(prepared: Path, tmp_path: Path) -> Non
     tokenizer = ChatTokenizer.open(prepared / "model")
     rows = [task_of(i, response=str(i + 1)) for i in range(5)]
     write_rows(tmp_path / "expert.parquet", rows)
-    experts = data.ExpertRows.read(str(tmp_path / "expert.parquet"), tokenizer)
+    experts = data.ExpertRows.read(TasksetConfig(expert=str(tmp_path / "expert.parquet")), tokenizer)
     for prompt, response in experts.of_step(0, 5, 3):
         question = tokenizer.decode(prompt)
         i = next(i for i in range(5) if f"{i} + 1 =" in question)
@@ -173,7 +174,7 @@ def test_expert_rows_are_read_and_encoded(prepared: Path, tmp_path: Path) -> Non
         np.testing.assert_array_equal(response, tokenizer.response_ids(str(i + 1)))
     write_rows(tmp_path / "none.parquet", [task_of(0)])
     with pytest.raises(DataError, match="column 'response' is missing"):
-        data.ExpertRows.read(str(tmp_path / "none.parquet"), tokenizer)
+        data.ExpertRows.read(TasksetConfig(expert=str(tmp_path / "none.parquet")), tokenizer)
 
 
 def task_of(i: int, response: str | None = None) -> Task:

@@ -402,6 +402,25 @@ def test_a_rollout_is_read_in_parts_of_limited_size(store: Store) -> None:
     assert store.parts(ids, 2 * size) == [ids[:2], ids[2:]] and store.parts(ids, 2 * size - 1) == done
 
 
+def test_the_success_of_tasks_is_that_of_their_newest_used_group(store: Store) -> None:
+    """Of four samples so many are right; None is an error, and a greedy answer is no sample."""
+    for step, right in ((1, [4, 1]), (2, [2, 0, None])):
+        request(store, f"r{step}", step=step - 1, groups=len(right), group_size=4, greedy=True)
+        for claim, wanted in zip(store.claim_groups("a", 9), right, strict=True):
+            answers = [make_trajectory(claim, i) for i in claim.indices]
+            statuses = ["error" if wanted is None else "ok" if GREEDY < e.index < wanted else "wrong" for e in answers]
+            given = [replace(e, reward=Reward(0.0, s)) for e, s in zip(answers, statuses, strict=True)]  # type: ignore[arg-type]
+            assert store.put(claim, given)
+    assert store.successes(0, 9) == {}, "no step has used them"
+    store.record_step(1, {}, Used(("r1/0",), {"r1/1": "all_wrong"}))
+    store.record_step(2, {}, Used(("r2/0", "r2/1", "r2/2")))
+    assert store.successes(0, 1) == {"train/0": 1.0, "train/1": 0.25}
+    assert store.successes(0, 2) == {"train/0": 0.5, "train/1": 0.0}
+    assert store.successes(1, 1) == {}
+    store.discard_rollouts(1)
+    assert store.successes(0, 2) == {"train/0": 1.0, "train/1": 0.25}
+
+
 def test_every_write_is_in_the_table_of_writes() -> None:
     reads = {
         "task_ids",
@@ -422,6 +441,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
         "task_sources",
         "steps",
         "events",
+        "successes",
         "job_state",
     }
     methods = {name for part in Store.__mro__[:-1] for name in vars(part) if not name.startswith("_")}

@@ -27,8 +27,11 @@ _OPTIMIZER = {
 }
 
 VERL: dict[str, str] = {
-    "data.train_files": "taskset.train, one file",
-    "data.val_files": "taskset.eval, one file",
+    "data.train_files": "taskset.train, one file, or several by name",
+    "data.val_files": "taskset.eval, one file, or several by name",
+    "data.prompt_key": "taskset.columns, {prompt: COLUMN}",
+    "data.shuffle": "taskset.order",
+    "data.filter_overlong_prompts": "taskset.overlong_prompts, drop in place of true",
     "data.train_batch_size": "trainer.tasks_per_step",
     "data.max_prompt_length": "rollout.max_prompt_tokens",
     "data.max_response_length": "rollout.max_response_tokens",

@@ -1,5 +1,5 @@
-"""Every setting of megarl, once; those of rewards are in ``rewards.py``, those of the job around the training in
-``job.py``. YAML files under ``configs/`` only set values of these frozen dataclasses.
+"""Every setting of megarl, once; those of rewards are in ``rewards.py``, those of tasks in ``taskset.py``, those of the
+job around the training in ``job.py``. YAML files under ``configs/`` only set values of these frozen dataclasses.
 
 Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docstring is its help text.
 """
@@ -7,7 +7,7 @@ Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.config.bounds import (
@@ -25,6 +25,7 @@ from megarl.core.config.bounds import (
 )
 from megarl.core.config.job import ClusterConfig, RunConfig, StoreConfig, SyncConfig
 from megarl.core.config.rewards import RewardConfig
+from megarl.core.config.taskset import TasksetConfig
 
 
 @dataclass(frozen=True)
@@ -320,45 +321,6 @@ class EvaluationConfig:
     """Sample from the fewest tokens whose probabilities add up to this; 1 keeps all."""
     top_k: NonNegative = 0
     """Sample from so many of the likeliest tokens; 0 keeps all."""
-
-
-@dataclass(frozen=True)
-class TasksetConfig:
-    train: str = "???"
-    """Parquet or jsonl file of verl rows; of demonstrations or preferences where the algorithm learns offline
-    (docs/offline.md)."""
-    eval: str = "???"
-    """Held-out rows of the same kind."""
-    warm_start: str | None = None
-    """Parquet or jsonl file of rows with a ``response``."""
-    expert: str | None = None
-    """Parquet or jsonl file of rows with a ``response``: the expert rows of mix."""
-    generate: str | None = None
-    """Generator that writes these files when they are missing (``megarl data``): a name, or a Python file
-    (docs/own_experiments.md)."""
-    seed: Seed = 7
-    """Seed of generated rows."""
-    train_size: Count = 20000
-    """Generated training rows."""
-    eval_size: Count = 500
-    """Generated held-out rows."""
-    warm_start_size: Count = 20000
-    """Generated demonstrations for the warm start."""
-    expert_size: Count = 2000
-    """Generated expert rows."""
-    options: dict[str, int] = field(default_factory=dict)
-    """Options of the generator, e.g. the digits of its numbers."""
-    unverifiable: Literal["refuse", "drop"] = "refuse"
-    """Treatment of rows that no answer can be judged by (no readable answer, tests that cannot run): the job is refused
-    with the first of them, or they are left out and counted."""
-    multiple_choice: Literal["keep", "drop"] = "keep"
-    """True if tasks that offer their answers for choice are trained on: they can be guessed (R1 keeps them, k1.5 drops
-    them)."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the model's chat template for every row, e.g. {enable_thinking: false}; a row's own go before them."""
-    date: str | None = None
-    """Day (YYYY-MM-DD) that chat templates with ``strftime_now`` write into prompts; None takes that of the run's first
-    start."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ Rules that need a model, a grid or a machine are not here: ``run/launch/checks/j
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, get_type_hints
 
 from megarl.core.config.bounds import Bound, bound_of, number_text
 from megarl.core.config.schema import Config, FromScratchConfig, ModelConfig
+from megarl.core.config.taskset import SourceConfig
 from megarl.core.errors import ConfigError, masked_text
 
 
@@ -31,10 +33,14 @@ def validate(config: Config) -> None:
 
 
 def numbers(group: Any, where: str = "") -> Iterator[Number]:
-    """Every number in a dataclass and those within it; those of free dicts are their owner's to check."""
+    """Every number in a dataclass and those within it; those of other free dicts are their owner's to check."""
     hints = get_type_hints(type(group), include_extras=True)
     for field in fields(group):
         name, value = where + field.name, getattr(group, field.name)
+        inner = value if isinstance(value, dict) else {}
+        for key, item in inner.items():
+            if is_dataclass(item):
+                yield from numbers(item, f"{name}.{key}.")
         if is_dataclass(value):
             yield from numbers(value, name + ".")
         elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -73,3 +79,18 @@ def _check_texts(config: Config) -> None:
             "set PGPASSWORD or ~/.pgpass, or export the whole URL as MEGARL_STORE_URL and set "
             "store.url=env://MEGARL_STORE_URL"
         )
+    for split in ("train", "eval"):
+        _check_sources(f"taskset.{split}", getattr(config.taskset, split))
+
+
+def _check_sources(setting: str, sources: str | Mapping[str, SourceConfig]) -> None:
+    if isinstance(sources, str):
+        return
+    if not sources:
+        raise ConfigError(f"{setting}={{}} names no file; give a file, or {{NAME: {{path: FILE}}}}")
+    for name in sources:
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ConfigError(
+                f"{setting}: a source is called {name!r}; take a name of letters, digits, '_' and '-', which "
+                "task ids and metrics can have"
+            )

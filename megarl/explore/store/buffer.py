@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, func, select, update
+from sqlalchemy import ColumnElement, Connection, Row, case, func, select, update
 
 from megarl.core.schema import GREEDY, Trajectory
 from megarl.explore.store import claims
@@ -162,6 +162,22 @@ class Buffer(Handle):
         query = select(GROUPS).where(GROUPS.c.rollout_id == rollout_id).order_by(GROUPS.c.position)
         rows = self._read(lambda connection: connection.execute(query).all())
         return {row.group_id: (row.state, row.used_by, row.reason) for row in rows}
+
+    def successes(self, after: int, until: int) -> dict[str, float]:
+        """Task id -> share of right responses among those with a verdict, in the newest training group of the task that
+        one of the steps ``after`` + 1 to ``until`` has used. Tasks without a verdict are left out."""
+        right = func.sum(case((TRAJECTORIES.c.status == "ok", 1.0), else_=0.0))
+        query = (
+            select(GROUPS.c.task_id, right, func.count())
+            .join(TRAJECTORIES, TRAJECTORIES.c.group_id == GROUPS.c.group_id)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .where(GROUPS.c.used_by > after, GROUPS.c.used_by <= until, ROLLOUTS.c.kind == "train")
+            .where(TRAJECTORIES.c.index != GREEDY, TRAJECTORIES.c.status.in_(("ok", "wrong")))
+            .group_by(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by, ROLLOUTS.c.sequence, GROUPS.c.position)
+            .order_by(GROUPS.c.used_by, ROLLOUTS.c.sequence, GROUPS.c.position)
+        )
+        rows = self._read(lambda connection: connection.execute(query).all())
+        return {row[0]: float(row[1]) / int(row[2]) for row in rows}
 
     def _read_where(self, which: ColumnElement[bool]) -> list[Trajectory]:
         query = (

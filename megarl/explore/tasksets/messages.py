@@ -59,10 +59,10 @@ def _message(location: RowLocation, field: str, message: Any) -> Message:
     return {"role": role, **({"content": content} if "content" in message else {}), **others}
 
 
-def prompt_of(location: RowLocation, field: str, value: Any, *, text: bool) -> tuple[Message, ...]:
-    """Chat messages that end with the user's or a tool's; with ``text`` a plain text is one such message. Raises
-    DataError otherwise."""
-    if text and isinstance(value, str) and value:
+def prompt_of(location: RowLocation, field: str, value: Any) -> tuple[Message, ...]:
+    """Chat messages that end with the user's or a tool's; a plain text is one such message. Raises DataError
+    otherwise."""
+    if isinstance(value, str) and value:
         return ({"role": "user", "content": value},)
     found = messages_of(location, field, value)
     if found[-1]["role"] not in ASKING:

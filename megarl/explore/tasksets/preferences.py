@@ -68,7 +68,7 @@ def _preference(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> 
         location.refuse(
             "prompt", "a text or messages, where chosen and rejected are not messages that repeat it", given
         )
-    prompt = before if given is None and before else prompt_of(location, "prompt", given, text=True)
+    prompt = before if given is None and before else prompt_of(location, "prompt", given)
     if before and before != prompt:
         location.refuse("chosen", "an answer to prompt, or the prompt's own messages with one", row["chosen"])
     if prompt[-1]["role"] not in ASKING:

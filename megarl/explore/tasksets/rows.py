@@ -1,5 +1,7 @@
 """Rows of tasks, in verl's form: ``data_source, prompt, ability, reward_model{style, ground_truth}, extra_info``.
 
+``columns.py`` brings those of other forms into it.
+
 A demonstration is a prompt with its answer: ``prompt`` and ``response`` (TRL: ``completion``), or ``messages`` whose
 last one is the assistant's. A text is the answer as the model is to write it; a message is rendered by the model's chat
 template. A row may have ``tools``, ``enable_thinking`` and ``chat_template_kwargs`` (``explore/tasksets/messages.py``).
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.schema import Message, Task
+from megarl.explore.tasksets.columns import SLIME, in_verl_form
 from megarl.explore.tasksets.files import (
     RowLocation,
     check_columns,
@@ -31,19 +34,29 @@ DEMONSTRATION = ("prompt", "response")
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info", "response", "images", "videos", *OPTIONS)
 
 
-def read_rows(path: str | os.PathLike[str], *, require_response: bool = False, split: str | None = None) -> list[Task]:
+def read_rows(
+    path: str | os.PathLike[str],
+    *,
+    require_response: bool = False,
+    split: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    data_source: str | None = None,
+) -> list[Task]:
     """Read and check every row of a parquet or jsonl file.
 
     A row's task id is ``<split>/<row>``, the split being the file's stem unless given. With ``require_response`` the
-    rows are
-    demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may be left
-        out.
+    rows are demonstrations: each has a response, and what only a reward needs (``data_source``, ``reward_model``) may
+    be left out.
+
+    Args:
+        columns, data_source: Of tasks: ``taskset.columns`` and ``taskset.data_source``.
 
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
-    path = Path(path)
-    names, rows = read_table(path, (*COLUMNS, "completion", "messages"))
+    path, columns = Path(path), columns or {}
+    names, rows = read_table(path, (*COLUMNS, "completion", "messages", *SLIME, *columns.values()))
     if not require_response:
+        names, rows = in_verl_form(path, names, rows, columns, data_source)
         check_columns(path, names, TASK)
     elif "messages" not in names:
         check_columns(path, [*names, "response"] if "completion" in names else names, DEMONSTRATION)
@@ -78,8 +91,8 @@ def _row(task: Task, with_response: bool) -> dict[str, Any]:
 
 def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     source = text_of(location, "data_source", row["data_source"])
-    images, messages = images_of(location, row)
-    prompt = prompt_of(location, "prompt", messages, text=False)
+    images, messages = images_of(location, _with_messages(row))
+    prompt = prompt_of(location, "prompt", messages)
     reward_model = row["reward_model"]
     if not isinstance(reward_model, dict):
         location.refuse("reward_model", "a struct {style, ground_truth}", reward_model)
@@ -91,13 +104,19 @@ def _task(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     return Task(task_id, source, prompt, *_common(location, row), response, images, template_kwargs_of(location, row))
 
 
+def _with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row whose prompt is a text, with the text as a message of the user."""
+    prompt = row["prompt"]
+    return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) and prompt else row
+
+
 def _demonstration(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> Task:
     refuse_images(location, row, "training on images is not supported")
     field = "completion" if row.get("response") is None and row.get("completion") is not None else "response"
     response = row.get(field)
     if response is None and row.get("messages") is not None:
         return _chat(location, task_id, row)
-    prompt = prompt_of(location, "prompt", row.get("prompt"), text=True)
+    prompt = prompt_of(location, "prompt", row.get("prompt"))
     if isinstance(response, list):
         text, answer, before = answer_of(location, field, response)
     else:

@@ -7,7 +7,7 @@ explorer and the launcher need for nothing else. A test compares the two.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -257,11 +257,11 @@ def _as_parts(content: Any) -> Any:
 
 
 Row = Task | Preference
+Place = str | os.PathLike[str] | Callable[[Row], str]
+"""The file of rows, all of them in order; or a function that names the place of a row."""
 
 
-def check_prompts(
-    tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *, path: str | os.PathLike[str] | None = None
-) -> None:
+def check_prompts(tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *, path: Place | None = None) -> None:
     """Refuse prompts of more than ``limit`` tokens. ``tasks`` are all rows of ``path`` in order (for the message).
 
     Raises DataError naming file, row, length and limit.
@@ -275,9 +275,7 @@ def check_prompts(
             )
 
 
-def encode_rows(
-    tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
-) -> list[np.ndarray]:
+def encode_rows(tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: Place | None = None) -> list[np.ndarray]:
     """Ids of each row's prompt. Raises DataError naming file and row of a prompt that the chat template refuses."""
     try:
         return tokenizer.encode_prompts((_messages(row) for row in tasks), (row.chat_template_kwargs for row in tasks))
@@ -289,7 +287,7 @@ def encode_rows(
 
 
 def encode_demonstrations(
-    tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
+    tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: Place | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(prompt ids, response ids with the end token) of each row, int32. Raises DataError as :func:`encode_rows`
     does."""
@@ -300,7 +298,7 @@ def encode_demonstrations(
 
 
 def encode_preferences(
-    rows: Sequence[Preference], tokenizer: ChatTokenizer, *, path: str | os.PathLike[str] | None = None
+    rows: Sequence[Preference], tokenizer: ChatTokenizer, *, path: Place | None = None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(prompt, chosen, rejected) ids of each row, int32, answers with the end token. Raises as :func:`encode_rows`
     does."""
@@ -310,10 +308,7 @@ def encode_preferences(
 
 
 def _encode_answers(
-    rows: Sequence[Row],
-    answers: Sequence[tuple[str, Message | None]],
-    tokenizer: ChatTokenizer,
-    path: str | os.PathLike[str] | None,
+    rows: Sequence[Row], answers: Sequence[tuple[str, Message | None]], tokenizer: ChatTokenizer, path: Place | None
 ) -> list[np.ndarray]:
     """Ids of each row's answer: of a text as it stands, of a message as the template renders it."""
     found = tokenizer.encode_responses("" if message else text for text, message in answers)
@@ -332,7 +327,7 @@ def _encode_answers(
 
 
 @contextmanager
-def _named(rows: Sequence[Row], number: int, path: str | os.PathLike[str] | None) -> Iterator[None]:
+def _named(rows: Sequence[Row], number: int, path: Place | None) -> Iterator[None]:
     """DataErrors with the row's file and number before them."""
     try:
         yield
@@ -344,8 +339,10 @@ def _messages(row: Row) -> Messages:
     return chat_messages(row) if isinstance(row, Task) else row.prompt
 
 
-def _where(tasks: Sequence[Row], row: int, path: str | os.PathLike[str] | None) -> str:
-    return place_of(path, row) if path is not None else f"task {tasks[row].task_id}"
+def _where(tasks: Sequence[Row], row: int, path: Place | None) -> str:
+    if path is None:
+        return f"task {tasks[row].task_id}"
+    return path(tasks[row]) if callable(path) else place_of(path, row)
 
 
 def _pieces(answer: Message) -> list[str]:

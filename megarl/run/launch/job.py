@@ -6,16 +6,18 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from megarl.core.config import Config
 from megarl.core.errors import DiskFullError, FencedError, JobError, NonRetryableError
-from megarl.core.schema import Task
 from megarl.explore.rollout.auth import KEY_VARIABLE
 from megarl.explore.rollout.leftovers import remove_stale_folders
 from megarl.explore.store import Store
+from megarl.explore.tasksets import source_of
+from megarl.run.launch.checks.filters import Selected
 from megarl.run.launch.checks.job import check, check_sizes
 from megarl.run.launch.nodes import agent, health
 from megarl.run.launch.nodes.allocation import Allocation, find
@@ -83,7 +85,7 @@ def run(config: Config) -> int:
 
 
 def _run_attempts(
-    config: Config, tasks: Mapping[str, list[Task]], allocation: Allocation, gathering: Gathering, lock: int,
+    config: Config, tasks: Mapping[str, Selected], allocation: Allocation, gathering: Gathering, lock: int,
     server: Server | None, key: str, last: int,
 ) -> None:  # fmt: skip
     """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
@@ -216,7 +218,7 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
     return [node for node in others if node.name not in faults]
 
 
-def _fill_store(config: Config, tasks: Mapping[str, list[Task]], attempt: int) -> None:
+def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> None:
     """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for
     and the newest checkpoint knows nothing of.
 
@@ -230,8 +232,11 @@ def _fill_store(config: Config, tasks: Mapping[str, list[Task]], attempt: int) -
     store.set_run_id(run_id(run_dir))
     found = latest(run_dir / "checkpoints")
     store.discard_rollouts(0 if found is None else int(read_state(found)["step"]))
-    for split, rows in tasks.items():
-        if store.tasks(split) != rows:
-            store.add_tasks(split, rows)
+    for split, selected in tasks.items():
+        if store.tasks(split) != selected.tasks:
+            store.add_tasks(split, selected.tasks)
+            sources = Counter(source_of(task.task_id) for task in selected.tasks)
+            data = {"split": split, "tasks": len(selected.tasks), "dropped": selected.dropped}
+            store.record_event("supervisor", "tasks", data | ({} if "" in sources else {"sources": dict(sources)}))
     store.open_job()
     store.close()

@@ -4,17 +4,18 @@ on."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows
+from megarl.core.config.taskset import TasksetConfig
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows, single_file, with_templates
 from megarl.run.loop.state import TrainState
 
-EXTRA, EXPERT, ROLLBACK, EVALUATION = 1, 2, 3, 4
+EXTRA, EXPERT, ROLLBACK, EVALUATION, SOURCE, CURRICULUM, PRIORITY = 1, 2, 3, 4, 5, 6, 7
 """Streams of random numbers beside that of the tasks, so that one's choices are independent of another's."""
 
 Demonstration = tuple[np.ndarray, np.ndarray]
@@ -41,9 +42,14 @@ def tasks_of_step(task_ids: Sequence[str], step: int, count: int, seed: int) -> 
 
 def numbers_of_step(size: int, step: int, count: int, seed: int, *stream: int) -> list[int]:
     """``count`` of 0 .. ``size``-1 for a step, as :func:`tasks_of_step` takes tasks."""
+    return numbers_from(size, step * count, count, seed, *stream)
+
+
+def numbers_from(size: int, start: int, count: int, seed: int, *stream: int) -> list[int]:
+    """``count`` of 0 .. ``size``-1, after the first ``start`` of the permutations of all epochs in a row."""
     order: list[int] = []
     while len(order) < count:
-        epoch, offset = divmod(step * count + len(order), size)
+        epoch, offset = divmod(start + len(order), size)
         permutation = np.random.default_rng([seed, epoch, *stream]).permutation(size)
         order += permutation[offset : offset + count - len(order)].tolist()
     return order
@@ -54,11 +60,18 @@ def extra_tasks(task_ids: Sequence[str], step: int, extra: int, count: int, seed
 
     Tasks new to the step while there are any, then all of them again.
     """
-    permutation = np.random.default_rng([seed, step, EXTRA]).permutation(len(task_ids))
-    first = set(tasks_of_step(task_ids, step, count, seed))
-    order = [task_ids[i] for i in permutation if task_ids[i] not in first]
-    order += [task_ids[i] for i in permutation if task_ids[i] in first]
-    return [order[i % len(order)] for i in range((extra - 1) * count, extra * count)]
+    first = numbers_of_step(len(task_ids), step, count, seed)
+    return [task_ids[i] for i in extra_numbers(len(task_ids), first, step, extra, count, seed)]
+
+
+def extra_numbers(
+    size: int, first: Collection[int], step: int, extra: int, count: int, seed: int, *stream: int
+) -> list[int]:
+    """``count`` of 0 .. ``size``-1 for an extra rollout, as :func:`extra_tasks` takes tasks; ``first``: the step's."""
+    permutation = np.random.default_rng([seed, step, EXTRA, *stream]).permutation(size).tolist()
+    taken = set(first)
+    order = [i for i in permutation if i not in taken] + [i for i in permutation if i in taken]
+    return [order[i % size] for i in range((extra - 1) * count, extra * count)]
 
 
 def data_cursor(num_tasks: int, step: int, count: int, seed: int) -> dict[str, int] | None:
@@ -86,9 +99,11 @@ class ExpertRows:
         self._demonstrations = demonstrations
 
     @classmethod
-    def read(cls, path: str, tokenizer: ChatTokenizer) -> Self:
-        """Raises DataError naming the row that cannot be used."""
-        return cls(encode_demonstrations(read_rows(Path(path), require_response=True), tokenizer, path=path))
+    def read(cls, taskset: TasksetConfig, tokenizer: ChatTokenizer) -> Self:
+        """Read ``taskset.expert``. Raises DataError naming the row that cannot be used."""
+        path = single_file(taskset, "expert")
+        rows = [with_templates(row, taskset) for row in read_rows(Path(path), require_response=True)]
+        return cls(encode_demonstrations(rows, tokenizer, path=path))
 
     def of_step(self, step: int, count: int, seed: int) -> list[Demonstration]:
         """``count`` rows for a step, each row as often as any other over the epochs of steps with this count."""

@@ -19,6 +19,7 @@ from megarl.explore.tasksets import (
     encode_preferences,
     read_preferences,
     read_rows,
+    single_file,
 )
 from megarl.learn import algorithms
 from megarl.learn.batching import Sequences, of_demonstrations
@@ -80,7 +81,7 @@ class OfflineTrainer(Trainer):
         with self.timeline.phase("load"), starting(self.config):
             tokenizer, pairs = ChatTokenizer.of(self.config), "pairs" in self.algorithm.needs
             self.rows, held_out = (
-                read(path, tokenizer, pairs=pairs) for path in (self.config.taskset.train, self.config.taskset.eval)
+                read(single_file(self.config.taskset, split), tokenizer, pairs=pairs) for split in ("train", "eval")
             )
             self.test = self.batch_of(held_out, range(len(held_out)))
 

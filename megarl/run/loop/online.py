@@ -35,8 +35,7 @@ class OnlineTrainer(Trainer):
         self.reader = RolloutReader(reader, self.store, lambda: self.ranks.stopping)
         self.expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
-            assert config.taskset.expert is not None, "checked before launch"
-            self.expert = ExpertRows.read(config.taskset.expert, ChatTokenizer.of(config))
+            self.expert = ExpertRows.read(config.taskset, ChatTokenizer.of(config))
 
     @property
     def version(self) -> WeightsVersion:

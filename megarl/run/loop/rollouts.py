@@ -20,8 +20,9 @@ from megarl.explore.experience import (
 )
 from megarl.explore.store import Store, Used
 from megarl.learn.algorithms import Algorithm
+from megarl.run.loop.choice import TaskChoice
 from megarl.run.loop.context import RunContext
-from megarl.run.loop.data import EXTRA, data_seed, drawn_seed, extra_tasks, tasks_of_step
+from megarl.run.loop.data import EXTRA, data_seed, drawn_seed
 from megarl.run.loop.reading import RolloutReader
 from megarl.run.loop.reporter import Reporter
 from megarl.run.loop.state import TrainState
@@ -92,7 +93,7 @@ class Rollouts:
         self._reporter = reporter
         self._reader = reader
         self._wait = wait
-        self._tasks = store.task_ids("train")
+        self._choice = TaskChoice(context.config, store)
 
     def admit(self, state: TrainState, version: WeightsVersion) -> None:
         """Ask for the groups of this step and of those up to ``sync.max_staleness`` ahead, if the store has not got
@@ -162,6 +163,9 @@ class Rollouts:
                 "take other tasks, or set it to false"
             )
         metrics |= part_metrics(trajectories) | verifier_metrics(found.raw)
+        if self._context.rank == 0:
+            asked = {trajectory.group_id: trajectory.task_id for trajectory in found.raw}
+            metrics |= self._choice.metrics(step, list(asked.values()))
         if config.sync.max_staleness:
             metrics |= staleness(trajectories, version)
         if config.reward.shuffle:
@@ -199,14 +203,10 @@ class Rollouts:
     def _request(self, state: TrainState, step: int, version: WeightsVersion, extra: int) -> str:
         """Ask for rollout number ``extra`` of a step beyond its first, if the store has not got it; return its id."""
         config, rollout_id = self._context.config, _rollout_id(step, extra)
-        count, seed = config.trainer.tasks_per_step, data_seed(config.trainer.seed, state)
+        seed = data_seed(config.trainer.seed, state)
         oldest = step - config.sync.max_staleness
         if self._context.rank == 0 and not self._store.is_requested(rollout_id, oldest):
-            tasks = (
-                extra_tasks(self._tasks, step, extra, count, seed)
-                if extra
-                else tasks_of_step(self._tasks, step, count, seed)
-            )
+            tasks = self._choice.tasks(step, seed, extra)
             own_seed = drawn_seed(seed, step, extra, EXTRA) if extra else seed * 1_000_003 + step
             sampling = {
                 "temperature": config.rollout.temperature,

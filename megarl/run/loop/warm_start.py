@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.core.config import Config
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.metrics import mean_of_sums
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, read_rows, with_templates
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching import of_demonstrations
@@ -59,6 +59,7 @@ class WarmStart:
             return
         assert self._config.taskset.warm_start is not None, "checked before launch"
         rows = read_rows(Path(self._config.taskset.warm_start), require_response=True)
+        rows = [with_templates(row, self._config.taskset) for row in rows]
         pairs = encode_demonstrations(rows, ChatTokenizer.of(self._config))
         actor = self._models.actor
         actor.head = replace(self._models.head, temperature=1.0)

@@ -132,6 +132,30 @@ class Judge:
             self.counts["shared"] += 1
         return dict(await asyncio.shield(task))  # who else waits for it does so when this caller gives up
 
+    async def reply(self, prompt: str) -> str:
+        """Text that the model writes after a prompt; from the cache where it is there.
+
+        Raises RequestFailed.
+        """
+        body = self._body(prompt, 0, self._config.temperature)
+        key = hashlib.sha256(json.dumps([CACHE_FORMAT, "reply", self._config.url, body]).encode()).hexdigest()
+        if self._cache is not None and (found := await self._cache.get(key)) is not None:
+            self.counts["cached"] += 1
+            return str(found["text"])
+        text = (await self.server.request("POST", "/chat/completions", body, self._read_reply)).text
+        if self._cache is not None:
+            await self._cache.put(key, {"text": text}, [text])
+        return text
+
+    def _body(self, prompt: str, seed: int, temperature: float) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self._config.max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
+
     def _cache_key(self, question: str, answer: str, reference: str) -> str:
         c = self._config
         parts = [
@@ -172,13 +196,7 @@ class Judge:
         temperature = self._config.temperature
         asked = ((index, temperature), (self._config.votes + index, max(temperature, SECOND_TEMPERATURE)))
         for seed, warmth in asked:
-            body = {
-                "model": self._model,
-                "messages": [{"role": "user", "content": prompt}],
-                "max_tokens": self._config.max_tokens,
-                "temperature": warmth,
-                "seed": seed,
-            }
+            body = self._body(prompt, seed, warmth)
             try:
                 reply = await self.server.request("POST", "/chat/completions", body, self._read_reply)
             except RequestFailed as failure:

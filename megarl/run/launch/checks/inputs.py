@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -19,11 +20,10 @@ from megarl.core.schema import Message, Preference, Task
 from megarl.explore.rewards import RewardPool, Verdict, scorer_for
 from megarl.explore.rewards.code.verifier import check_code
 from megarl.explore.rewards.pool.process import check_hosts
-from megarl.explore.rewards.router import JUDGE, check_row, route
-from megarl.explore.rewards.school.verifier import is_multiple_choice
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of
+from megarl.explore.rewards.router import JUDGE, route
+from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
 from megarl.explore.workflows import asks_verifier
-from megarl.run.launch.checks.rows import Rows
+from megarl.run.launch.checks.rows import Rows, place
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
     families: dict[str, str] = {}
     known: set[str] = set()
     for split, rows in tasks.items():
-        for number, task in enumerate(rows):
+        for task in rows:
             if task.data_source in known:
                 continue
             try:
@@ -71,9 +71,7 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
                 if family != "code":  # tried by itself: it needs a sandbox
                     scorer_for(task.data_source, config.reward)
             except DataError as error:
-                raise DataError(
-                    f"{_place(config, split, number)}, data_source {task.data_source!r}: {error}"
-                ) from error
+                raise DataError(f"{place(config, split, task)}, data_source {task.data_source!r}: {error}") from error
             known.add(task.data_source)
             families.setdefault(family, task.data_source)
     return families
@@ -90,67 +88,13 @@ def _try_reward(config: Config, task: Task) -> None:
     if verdict.message is None:
         return
     if verdict.reported:
-        log.warning("reward.path=%s: for %s %s", config.reward.path, _place(config, "train", 0), verdict.message)
+        log.warning("reward.path=%s: for %s %s", config.reward.path, place(config, "train", task), verdict.message)
         return
     raise ConfigError(
-        f"reward.path={config.reward.path} gives no score for {_place(config, 'train', 0)} (answered with its ground "
+        f"reward.path={config.reward.path} gives no score for {place(config, 'train', task)} (answered with its ground "
         "truth): "
         f"{verdict.message}; fix the function, or raise reward.timeout_s where it needs longer"
     )
-
-
-def verifiable(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The rows that answers can be judged by: all of them, or without those that ``taskset.unverifiable=drop`` leaves
-    out.
-
-    Raises:
-        DataError: there are others, with the first of them; or none is left.
-    """
-    if config.reward.path is not None or not asks_verifier(config.rollout):
-        return rows
-    kept: list[Task] = []
-    faults: list[tuple[int, DataError]] = []
-    for number, task in enumerate(rows):
-        try:
-            check_row(task.data_source, task.ground_truth, task.extra_info, config.reward)
-            kept.append(task)
-        except DataError as error:
-            faults.append((number, error))
-    if not faults:
-        return rows
-    first = f"{_place(config, split, faults[0][0])}: {faults[0][1]}"
-    if config.taskset.unverifiable == "refuse" or not kept:
-        raise DataError(
-            f"{first}{f' ({len(faults)} such rows)' if len(faults) > 1 else ''}; fix or drop them, or leave them out "
-            "by taskset.unverifiable=drop"
-        )
-    log.warning(
-        "taskset.unverifiable=drop: %d of %d rows of taskset.%s are left out; the first is %s",
-        len(faults),
-        len(rows),
-        split,
-        first,
-    )
-    return kept
-
-
-def without_choices(config: Config, rows: Rows) -> Rows:
-    """The tasks that are trained on, where ``taskset.multiple_choice=drop`` leaves some out; logs how many.
-
-    Raises:
-        DataError: none is left.
-    """
-    if config.taskset.multiple_choice == "keep":
-        return rows
-    kept = [row for row in rows if not (isinstance(row, Task) and is_multiple_choice(vars(row)))]
-    if not kept:
-        raise DataError(
-            f"taskset.multiple_choice=drop leaves none of the {len(rows)} rows of {config.taskset.train}; set it to "
-            "keep, or add others"
-        )
-    if len(kept) < len(rows):
-        log.info("taskset.multiple_choice=drop: %d of %d training tasks are left out", len(rows) - len(kept), len(rows))
-    return kept
 
 
 def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, context: int) -> None:
@@ -160,16 +104,17 @@ def check_lengths(config: Config, split: str, rows: Rows, tokenizer: ChatTokeniz
     Raises:
         DataError: one does not, with its row; or the two answers of a preference are the same to this tokenizer.
     """
-    path = getattr(config.taskset, split)
     grids = (config.parallel, config.reference.parallel or config.parallel)
     piece = max(2 * grid.cp if grid.cp > 1 else 1 for grid in grids)  # context parallelism cuts sequences into such
     pairs = [row for row in rows if isinstance(row, Preference)]
     tasks = [row for row in rows if isinstance(row, Task)]
-    for number, (prompt, *answers) in enumerate(
+    path = partial(place_of_row, config.taskset, split)
+    encoded = (
         encode_preferences(pairs, tokenizer, path=path) if pairs else encode_demonstrations(tasks, tokenizer, path=path)
-    ):
+    )
+    for row, (prompt, *answers) in zip(rows, encoded, strict=True):
         if (fault := _fault_of_lengths(config, prompt, answers, context, piece)) is not None:
-            raise DataError(f"{_place(config, split, number)}{fault}")
+            raise DataError(f"{place(config, split, row)}{fault}")
 
 
 def _fault_of_lengths(
@@ -198,32 +143,13 @@ def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -
     """No other row asks a held-out question, spaces and capitals aside. Raises DataError naming the row."""
     questions = {_question(row) for row in held_out}
     for name, rows in others.items():
-        for number, row in enumerate(rows):
+        for row in rows:
             if _question(row) in questions:
                 raise DataError(
-                    f"{_place(config, name, number)} asks a question of taskset.eval: "
+                    f"{place(config, name, row)} asks a question of taskset.eval: "
                     f"{row.prompt[-1].get('content')!r}; "
                     "drop it from one of them (spaces and capitals make no difference here)"
                 )
-
-
-def check_count(config: Config, rows: Rows) -> None:
-    """A step takes no row of taskset.train twice. ``rows``: those that are trained on.
-
-    Raises:
-        ConfigError: there are fewer than ``trainer.tasks_per_step``.
-    """
-    wanted = config.trainer.tasks_per_step
-    if wanted > len(rows):
-        raise ConfigError(
-            f"trainer.tasks_per_step={wanted} is more than the {len(rows)} rows of "
-            f"taskset.train={config.taskset.train} that are trained on; "
-            f"set it to {len(rows)} or less, or add rows"
-        )
-
-
-def _place(config: Config, split: str, number: int) -> str:
-    return f"{place_of(getattr(config.taskset, split), number)} (taskset.{split})"
 
 
 def _question(row: Task | Preference) -> tuple[object, ...]:

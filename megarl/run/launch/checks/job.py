@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,17 @@ from megarl.core.config.lengths import prompt_tokens
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.jobs import ProcessKind
 from megarl.core.schema import Task
-from megarl.explore.tasksets import ChatTokenizer, check_prompts
+from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.parallel.grid import check_roles
-from megarl.run.launch.checks.inputs import (
-    check_count,
-    check_held_out,
-    check_lengths,
-    check_rewards,
-    verifiable,
-    without_choices,
-)
+from megarl.run.launch.checks.filters import Selected, selected
+from megarl.run.launch.checks.inputs import check_held_out, check_lengths, check_rewards
 from megarl.run.launch.checks.model import check_model
 from megarl.run.launch.checks.roles import check_budget, check_role_models, roles_of
 from megarl.run.launch.checks.rows import SPLITS, needs_expert_rows, read_split
 from megarl.run.launch.checks.settings import check_settings
+from megarl.run.launch.checks.tasksets import check_count
 from megarl.run.launch.checks.vision import check_images
 from megarl.run.launch.checks.vocabulary import check_vocabulary
 from megarl.run.launch.run_dir.dry_run import scratch
@@ -46,7 +43,7 @@ EXPORTS = ("hf", "reference")
 """Folders of a run into which the trainer exports HF checkpoints."""
 
 
-def check(config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = False) -> dict[str, list[Task]]:
+def check(config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = False) -> dict[str, Selected]:
     """Check everything that can be checked before a process is launched; make missing data and a missing model.
 
     Args:
@@ -74,10 +71,11 @@ def check(config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = F
         return _check_inputs(made, algorithm)
 
 
-def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]:
+def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, Selected]:
     """Check rows, model and rewards, all of which are there. Returns and raises as ``check``."""
     check_budget(config, algorithm)
-    rows = {split: read_split(config, split) for split in SPLITS}
+    dropped: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
+    rows = {split: read_split(config, split, dropped[split]) for split in SPLITS}
     if config.trainer.warm_start.steps:
         rows["warm_start"] = read_split(config, "warm_start")
     if needs_expert_rows(config):
@@ -89,14 +87,15 @@ def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]
     _check_exports(config)
     for setting, path in _model_paths(config).items():
         check_digests(path, setting, workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints)
+    tokenizer = ChatTokenizer.of(config)
     tasks = {}
     if ProcessKind.EXPLORER in algorithm.job.processes:
-        tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
-        check_rewards(config, tasks)
-        tasks = {split: verifiable(config, split, found) for split, found in tasks.items()}
-        tasks["train"] = [row for row in without_choices(config, tasks["train"]) if isinstance(row, Task)]
-    check_count(config, tasks.get("train", rows["train"]))
-    tokenizer = ChatTokenizer.of(config)
+        found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
+        check_rewards(config, found_tasks)
+        tasks = {
+            split: selected(config, split, found, tokenizer, dropped[split]) for split, found in found_tasks.items()
+        }
+    check_count(config, tasks["train"].tasks if tasks else rows["train"])
     if tokenizer.ends_otherwise is not None and rows.keys() - tasks.keys():
         log.warning(
             "the chat template of model.path=%s ends an answer with %r, and sampling does not end there (eos_token_id "
@@ -108,10 +107,11 @@ def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, list[Task]]
         )
     check_vocabulary(config, rows, tokenizer, int(hf_config["vocab_size"]), sampled=tuple(tasks))
     for split, found in rows.items():
-        if split in tasks:
-            check_prompts(found, tokenizer, prompt_tokens(config.rollout), path=getattr(config.taskset, split))
-        else:
+        if split not in tasks:
             check_lengths(config, split, found, tokenizer, int(hf_config["max_position_embeddings"]))
+        elif config.taskset.overlong_prompts == "refuse":
+            place = partial(place_of_row, config.taskset, split)
+            check_prompts(found, tokenizer, prompt_tokens(config.rollout), path=place)
     return tasks
 
 

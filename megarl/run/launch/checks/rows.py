@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.core.config import Config
 from megarl.core.schema import Preference, Task
-from megarl.explore.tasksets import Kind, read_preferences, read_rows
+from megarl.explore.tasksets import (
+    Kind,
+    place_of_row,
+    processed,
+    read_preferences,
+    read_rows,
+    read_tasks,
+    single_file,
+    sources_of,
+    with_templates,
+)
 
 Rows = Sequence[Task | Preference]
 SPLITS = ("train", "eval")
@@ -38,14 +49,29 @@ def kind_of_rows(config: Config) -> Kind:
     return "preferences" if "pairs" in algorithm.needs else "demonstrations"
 
 
-def read_split(config: Config, split: str) -> Rows:
+def read_split(config: Config, split: str, dropped: Counter[str] | None = None) -> Rows:
     """Rows of train, eval, warm_start or expert; their ids begin with the split's name, since two files may have one.
+
+    Args:
+        dropped: Is given the number of rows that a user's file drops.
 
     Raises:
         DataError: a row is not what the algorithm needs, with file, row and field.
     """
-    path = Path(getattr(config.taskset, split))
-    kind = kind_of_rows(config) if split in SPLITS else "demonstrations"
+    taskset, kind = config.taskset, kind_of_rows(config) if split in SPLITS else "demonstrations"
+    if kind == "tasks":
+        return processed(read_tasks(taskset, split), taskset, split, dropped, config.reward.judge)
+    path = Path(single_file(taskset, split))
     if kind == "preferences":
         return read_preferences(path, split=split)
-    return read_rows(path, require_response=kind == "demonstrations", split=split)
+    return [with_templates(row, taskset) for row in read_rows(path, require_response=True, split=split)]
+
+
+def place(config: Config, split: str, row: Task | Preference) -> str:
+    """``FILE: row N (taskset.SPLIT)`` of a row that ``read_split`` has read."""
+    return f"{place_of_row(config.taskset, split, row)} (taskset.{split})"
+
+
+def files(config: Config, split: str) -> str:
+    """Name the files of train or eval."""
+    return ", ".join(source.path for source in sources_of(config.taskset, split).values())

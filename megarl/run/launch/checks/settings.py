@@ -22,6 +22,7 @@ from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.run.launch.checks.roles import check_role_settings
 from megarl.run.launch.checks.rows import needs_expert_rows
+from megarl.run.launch.checks.tasksets import check_taskset
 from megarl.run.launch.nodes import ports
 from megarl.run.report.doctor import installed_version
 from megarl.run.tracking import check_trackers
@@ -49,6 +50,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
     check_optimizers(config)
     check_evaluation(config)
     check_rows_of_files(config, job)
+    check_taskset(config, job)
     check_trackers(config.trainer.trackers)
     if nodes == 1:  # else each node is asked for its own
         check_ports(config, job)
@@ -231,7 +233,8 @@ def check_reward_settings(config: Config) -> None:
         return
     if not Path(str(reward.path)).is_file():
         raise ConfigError(f"reward.path={reward.path}: no such file; give a Python file with compute_score")
-    for setting, value in (("reward.routes", reward.routes), ("reward.judge.url", reward.judge.url)):
+    judge_url = reward.judge.url if config.taskset.process is None else None  # which may ask that model
+    for setting, value in (("reward.routes", reward.routes), ("reward.judge.url", judge_url)):
         if value:
             raise ConfigError(
                 f"{setting} does nothing beside reward.path, whose function scores every row; leave one of them out"

@@ -8,8 +8,7 @@ from typing import Any
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.explore.tasksets import place_of
-from megarl.run.launch.checks.rows import Rows
+from megarl.run.launch.checks.rows import Rows, place
 
 VISION_KEYS = ("vision_config", "vision_tower", "mm_vision_tower")
 """Keys of config.json; a model that takes images has one of them."""
@@ -37,10 +36,10 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
             "rewards (docs/rewards_vision.md); give a text model"
         )
     for split, found in rows.items():
-        for number, row in enumerate(found):
+        for row in found:
             if isinstance(row, Task) and row.images:
                 raise DataError(
-                    f"{place_of(getattr(config.taskset, split), number)} (taskset.{split}) has {len(row.images)} "
+                    f"{place(config, split, row)} has {len(row.images)} "
                     "images and the model of "
                     f"{config.model.path} takes text only (its config.json has none of {', '.join(VISION_KEYS)}); drop "
                     "the images or the row"

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
-from megarl.explore.tasksets import ChatTokenizer, encode_demonstrations, encode_preferences, encode_rows, place_of
-from megarl.run.launch.checks.rows import Rows
+from megarl.explore.tasksets import (
+    ChatTokenizer,
+    Place,
+    encode_demonstrations,
+    encode_preferences,
+    encode_rows,
+    place_of_row,
+)
+from megarl.run.launch.checks.rows import Rows, place
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +48,17 @@ def check_vocabulary(
     if (end := max(tokenizer.eos_ids)) >= size:
         raise ConfigError(f"{what}: end-of-sequence token {end} has no embedding; {fix}")
     for split, found in rows.items():
-        path = getattr(config.taskset, split)
-        for number, texts in enumerate(_encoded(found, tokenizer, path, split in sampled)):
+        path = partial(place_of_row, config.taskset, split)
+        for row, texts in zip(found, _encoded(found, tokenizer, path, split in sampled), strict=True):
             if (largest := max(int(ids.max(initial=0)) for ids in texts)) >= size:
                 raise DataError(
-                    f"{place_of(path, number)} (taskset.{split}) has token {largest}, {tokenizer.token(largest)!r}, "
+                    f"{place(config, split, row)} has token {largest}, {tokenizer.token(largest)!r}, "
                     f"and {what}; {fix}, or drop the row"
                 )
     log.warning("%s; no row has a token without an embedding", what)
 
 
-def _encoded(rows: Rows, tokenizer: ChatTokenizer, path: str, sampled: bool) -> Iterator[Sequence[np.ndarray]]:
+def _encoded(rows: Rows, tokenizer: ChatTokenizer, path: Place, sampled: bool) -> Iterator[Sequence[np.ndarray]]:
     pairs = [row for row in rows if isinstance(row, Preference)]
     tasks = [row for row in rows if isinstance(row, Task)]
     if pairs:

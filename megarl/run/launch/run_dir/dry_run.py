@@ -46,6 +46,9 @@ def _made_in(folder: Path, config: Config, real: dict[str, str]) -> Config:
     write_data(config, files)
     moved: dict[str, Any] = {split: str(path) for split, path in files.items()}
     config = replace(config, taskset=replace(config.taskset, **moved))
+    if config.taskset.process is not None and config.reward.judge.cache is not None:  # the function may ask a model
+        judge = replace(config.reward.judge, cache=str(folder / "judge_cache.db"))
+        config = replace(config, reward=replace(config.reward, judge=judge))
     if needs_model(config):
         path = Path(config.model.path)
         check_writable(f"model.path={path}", path.parent)

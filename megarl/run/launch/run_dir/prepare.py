@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 from megarl.core.config import Config, hub, load_resolved
 from megarl.core.durable import replace_directory
 from megarl.core.errors import ConfigError
-from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of, read_recipe, recipe
+from megarl.explore.tasksets import ChatTokenizer, encode_rows, generate, place_of_row, read_recipe, recipe, sources_of
 from megarl.explore.tasksets.template import writes_date
 from megarl.run.launch.checks.rows import SPLITS, kind_of_rows, needs_expert_rows, read_split
 from megarl.run.launch.run_dir.changes import Change, changes, described, has_checkpoints
@@ -57,6 +58,15 @@ def missing_data(config: Config) -> dict[str, Path]:
     """
     taskset, files = config.taskset, _files(config)
     missing = {split: path for split, path in files.items() if not path.is_file()}
+    missing_sources = [
+        f"taskset.{split}.{name}.path={source.path}"
+        for split in SPLITS
+        if not isinstance(getattr(taskset, split), str)
+        for name, source in sources_of(taskset, split).items()
+        if not Path(source.path).is_file()
+    ]
+    if missing_sources:
+        raise ConfigError(f"{', '.join(missing_sources)}: no such file; files of several sources are not generated")
     if taskset.generate is None:
         if missing:
             names = ", ".join(f"taskset.{split}={path}" for split, path in missing.items())
@@ -95,7 +105,7 @@ def _files(config: Config) -> dict[str, Path]:
     named = {"train": taskset.train, "eval": taskset.eval, "warm_start": taskset.warm_start}
     if needs_expert_rows(config):
         named["expert"] = taskset.expert
-    return {split: Path(path) for split, path in named.items() if path is not None}
+    return {split: Path(path) for split, path in named.items() if isinstance(path, str)}
 
 
 def _sizes(config: Config) -> dict[str, int]:
@@ -190,13 +200,13 @@ def with_prompt_limit(config: Config) -> Config:
     if config.rollout.max_prompt_tokens is not None or kind_of_rows(config) != "tasks":
         return config
     tokenizer = ChatTokenizer.of(config)
-    longest, place = 0, (config.taskset.train, 0)
+    longest, place = 0, ""
     for split in SPLITS:
-        path = getattr(config.taskset, split)
-        for number, ids in enumerate(encode_rows(read_split(config, split), tokenizer, path=path)):
+        rows, place_of = read_split(config, split), partial(place_of_row, config.taskset, split)
+        for row, ids in zip(rows, encode_rows(rows, tokenizer, path=place_of), strict=True):
             if len(ids) > longest:
-                longest, place = len(ids), (path, number)
-    log.info("rollout.max_prompt_tokens=%d, the longest prompt: %s", longest, place_of(*place))
+                longest, place = len(ids), place_of(row)
+    log.info("rollout.max_prompt_tokens=%d, the longest prompt: %s", longest, place)
     return replace(config, rollout=replace(config.rollout, max_prompt_tokens=longest))
 
 
