@@ -234,11 +234,8 @@ def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: 
 
 
 def _same_group(first: Trajectory, other: Trajectory) -> bool:
-    return (
-        other.group_size == first.group_size
-        and other.task_id == first.task_id
-        and np.array_equal(other.prompt.token_ids, first.prompt.token_ids)
-    )
+    """First turns may differ: an agent writes its own prompts."""
+    return other.group_size == first.group_size and other.task_id == first.task_id
 
 
 def _settled(trajectory: Trajectory) -> Trajectory:
