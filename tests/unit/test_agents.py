@@ -253,7 +253,7 @@ def test_anthropics_messages(tokenizer: ChatTokenizer) -> None:
 def test_every_sampled_token_is_trained_once_whatever_an_agent_does(
     tokenizer: ChatTokenizer, steps: list[tuple[int, int]]
 ) -> None:
-    """Conversations go on, branch, are asked again, begin anew, and lose their past."""
+    """Conversations go on, branch, are asked again, begin again, and lose their past."""
     model = Model(tokenizer)
 
     async def agent(url: str) -> None:

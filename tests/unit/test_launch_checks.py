@@ -103,7 +103,7 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
             ["rollout.max_trajectory_tokens=9"],
             ["rollout.max_trajectory_tokens=9 does not hold a prompt and a response"],
         ),
-        (["rollout.workflow=agent"], ["rollout.workflow='agent'", "single_turn, reflect"]),
+        (["rollout.workflow=agent"], ["needs rollout.agent", "async def run"]),
         (["algorithm.group_size=1"], ["algorithm.group_size=1", "grpo"]),
         (["rollout.replicas=200"], ["rollout.replicas=200", "GiB"]),
         (["store.url=foo"], ["store.url=foo", "sqlite:///PATH"]),

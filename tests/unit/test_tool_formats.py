@@ -16,7 +16,7 @@ WITH = {
     "glm4moe": "glm4",
     "llama3_1": "llama3",
     "llama3_2": "llama3",
-    "mistral_v2v3": "mistral",
+    "mistral_v2v3": "mistral_v3",
     "qwen2_5": "hermes",
     "qwen3": "hermes",
     "qwen3_instruct_2507": "hermes",
@@ -66,8 +66,8 @@ def test_the_format_of_a_template_and_a_call_that_it_has_written(name: str, tmp_
         ),
         ("llama3", '<|python_tag|>{"name": "f", ', "", [("", None)]),
         ("llama3", 'It is {"a": 1}.', 'It is {"a": 1}.', []),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{', "", [("f", {"x": 1}), ("g", None)]),
-        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}', "", [("", None)]),
+        ("mistral_v3", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{', "", [("f", {"x": 1}), ("g", None)]),
+        ("mistral_v3", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}', "", [("", None)]),
     ],
 )
 def test_calls_in_a_response(form: str, text: str, content: str, calls: list[tuple[str, object]]) -> None:

@@ -31,6 +31,7 @@ FUNCTIONS = {"run", "check_output", "check_call", "call", "urlopen", "create_con
 POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
 """As context managers they wait for all their work."""
 LIMITED = {
+    "explore/agents/runner._command.run: process.wait": "the agent's process, which has been killed",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
     "every 4 MiB",
     "weights/checkpoint/convert/pool.each: future.result": "`megarl convert`, a command of a person: it has "

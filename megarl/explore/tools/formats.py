@@ -92,7 +92,7 @@ FORMATS = {
     "qwen3_coder": ToolFormat(re.compile(r"<function="), re.compile(r"(<tool_call>\s*)?<function="), _qwen3_coder),
     "glm4": ToolFormat(re.compile(r"<arg_key>"), re.compile(r"<tool_call>"), _glm4),
     "hermes": ToolFormat(re.compile(r"<tool_call>"), re.compile(r"<tool_call>"), _hermes),
-    "mistral": ToolFormat(re.compile(r"\[TOOL_CALLS\]"), re.compile(r"\[TOOL_CALLS\]"), _mistral),
+    "mistral_v3": ToolFormat(re.compile(r"\[TOOL_CALLS\]"), re.compile(r"\[TOOL_CALLS\]"), _mistral),
     "llama3": ToolFormat(
         re.compile(r"<\|python_tag\|>|\"parameters\": dictionary"),
         re.compile(r"^\s*(<\|python_tag\|>\s*\{|\{\s*\"name\")"),
