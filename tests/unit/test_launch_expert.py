@@ -42,7 +42,7 @@ def config_with(prepared: Path, folder: Path, *overrides: str) -> Config:
 def test_a_right_answer_to_questions_that_are_not_held_out(prepared: Path, tmp_path: Path) -> None:
     kept = {path: path.read_bytes() for path in (prepared / "data").iterdir()}
     config = config_with(prepared, tmp_path)
-    assert {split: len(rows) for split, rows in checks.check(config).items()} == {"train": 30, "eval": 10}
+    assert {split: len(found.tasks) for split, found in checks.check(config).items()} == {"train": 30, "eval": 10}
     rows = read_rows(tmp_path / "expert.parquet", require_response=True)
     assert len(rows) == 30 and all(row.response == row.ground_truth for row in rows), (
         "the careless teacher is not asked"

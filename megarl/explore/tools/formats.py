@@ -21,7 +21,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model family writes calls."""
+    """Form in which a model family writes calls."""
 
     marker: re.Pattern[str]
     """Found in chat templates of the family."""
