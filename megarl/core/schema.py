@@ -31,6 +31,8 @@ class End(StrEnum):
     WORKFLOW_ERROR = "workflow_error"
     """The workflow, or the agent, has raised an exception."""
     WORKFLOW_TIMEOUT = "workflow_timeout"
+    ABANDONED = "abandoned"
+    """The agent has not waited for a response that it had asked for."""
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     TOOL_ERROR = "tool_error"
@@ -210,9 +212,9 @@ class Trajectory:
 
     @property
     def end(self) -> End:
-        """Cause of its end."""
-        if self.reward.status in ("error", "timeout"):
-            return self.cause or End(f"reward_{self.reward.status}")
+        """Cause of its end. A missing verdict comes before an end by the policy, which has a reward."""
+        if self.reward.status in ("error", "timeout") and (self.cause is None or self.cause.by_policy):
+            return End(f"reward_{self.reward.status}")
         truncated = [turn.finish_reason == "length" for turn in self.turns if turn.author == "model"][-1:]
         return self.cause or (End.TRUNCATED if any(truncated) else End.FINISHED)
 

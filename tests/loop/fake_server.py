@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -11,7 +12,7 @@ import numpy as np
 from aiohttp import web
 
 from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
-from megarl.explore.rollout.frames import Completion, StreamHeartbeat, VersionSpan, encode
+from megarl.explore.rollout.frames import Completion, StreamHeartbeat, VersionSpan, encode, unpack_ids
 from megarl.explore.tasksets import ChatTokenizer
 
 KEY = "key of the job"
@@ -59,7 +60,7 @@ class FakeServer:
                 if not self.alive:
                     return broken(http, stream)
                 await asyncio.sleep(self.delay_s)
-                ids = answer(self.tokenizer, Prompt(record["token_ids"]), j)
+                ids = answer(self.tokenizer, Prompt(unpack_ids(base64.b64decode(record["token_ids"]))), j)
                 logprobs, spans = np.full(len(ids), -0.5, np.float32), (VersionSpan("2.7", 0, len(ids)),)
                 frame = encode(Completion(i, j, ids, logprobs, "stop", spans))
                 await stream.write(frame[:left])

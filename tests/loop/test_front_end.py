@@ -16,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 
 from megarl.explore.rollout.endpoint import GenerateBody, Progress, PromptBody, _record, _stream, sampling_params
-from megarl.explore.rollout.frames import Completion, Decoder, Failure, Record, StreamHeartbeat
+from megarl.explore.rollout.frames import Completion, Decoder, Failure, Record, StreamHeartbeat, pack_ids
 
 TOKENS = 4096
 
@@ -71,7 +71,7 @@ class Engine:
 def records_of(engine: Engine) -> list[Record]:
     async def ask() -> list[Record]:
         parameters = sampling_params({"max_tokens": 4})
-        body = GenerateBody([PromptBody([1], n=2)], {}, heartbeat_s=0.05)
+        body = GenerateBody([PromptBody(pack_ids([1]), n=2)], {}, heartbeat_s=0.05)
         async with asyncio.timeout(1):
             chunks = [chunk async for chunk in _stream(engine, Progress(engine), body, parameters, parameters)]  # type: ignore[arg-type]
         return list(Decoder().feed(b"".join(chunks)))

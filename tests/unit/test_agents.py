@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,72 +17,19 @@ from hypothesis import strategies as st
 
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
-from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
+from megarl.core.schema import End, Trajectory
 from megarl.explore import workflows
-from megarl.explore.agents import AgentServer, Session
-from megarl.explore.rewards import Verdict
-from megarl.explore.rollout.frames import Completion
-from megarl.explore.rollout.gather import SampleRequest
-from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.run.loop.recorder import Recorder, RenderedPrompt
+from megarl.run.loop.recorder import Recorder
 from tests.chat_battery import TOOLS, checkpoint
+from tests.unit.agent_model import TASK, Model, client, play, recorder, trajectory
 
-TASK = Task("t", "s", ({"role": "user", "content": "Wie viel ist 12 + 3?"},), "", {"ground_truth": "15"})
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "<3>"}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer.open(checkpoint(tmp_path_factory.mktemp("qwen") / "qwen2_5", "qwen2_5"))
-
-
-class Model:
-    """A gatherer that writes given texts, and keeps what it was asked; of a text ``…`` the end is missing."""
-
-    def __init__(self, tokenizer: ChatTokenizer, *texts: str) -> None:
-        self.tokenizer, self.texts = tokenizer, iter(texts)
-        self.requests: list[SampleRequest] = []
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        self.requests.append(request)
-        await asyncio.sleep(0)
-        text = next(self.texts, f"text {len(self.requests)}")
-        ids = self.tokenizer.response_ids(text)
-        ids, reason = (ids[:-1], "length") if text.endswith("…") else (ids, "stop")
-        return Completion(0, 0, ids, np.full(len(ids), -0.5, np.float32), reason, ())
-
-
-async def judge(text: str, opened: bool) -> Verdict:
-    return Verdict(Reward(float(text == "15"), "ok" if text == "15" else "wrong"))
-
-
-def recorder(model: Model, limit: int | None = 4096) -> Recorder:
-    claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
-    prompt = RenderedPrompt.of(TASK, model.tokenizer)
-    gatherer: Any = model
-    return Recorder(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, limit)
-
-
-def trajectory(recorded: Recorder) -> Trajectory:
-    return Trajectory("r", "t", "g", 0, 1, tuple(recorded.turns), Reward(0.0, "wrong"), cause=recorded.cause)
-
-
-def play(model: Model, agent: Callable[[str], Awaitable[Any]], limit: int | None = 4096) -> Recorder:
-    """An agent that is given the base URL of its session."""
-    recorded = recorder(model, limit)
-
-    async def main() -> None:
-        async with AgentServer() as server:
-            with server.serving(Session(recorded, model.tokenizer, TASK)) as url:
-                await agent(url)
-
-    asyncio.run(asyncio.wait_for(main(), 30))
-    return recorded
-
-
-def client(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def lines(recorded: Recorder) -> list[list[int]]:
@@ -195,7 +142,7 @@ def test_what_cannot_be_honoured_is_refused(tokenizer: ChatTokenizer) -> None:
         ({"tool_choice": "required"}, "cannot be enforced"),
         ({"response_format": {"type": "json_object"}}, "`response_format`"),
         ({"n": 0}, "`n` must be a positive integer"),
-        ({"messages": []}, "an object with `messages`"),
+        ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "parts of type text"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "chat template"),
     ]
@@ -338,7 +285,7 @@ def test_an_agent_of_a_file(agents: Callable[..., Recorder], after: str, score: 
     recorded = agents(AGENT, after, "15", agent_timeout_s=3.0)
     verdict = asyncio.run(recorded.verdict())
     found = Trajectory("r", "t", "g", 0, 1, tuple(recorded.turns), verdict.reward, cause=recorded.cause)
-    assert found.end is end and len(recorded.turns) == 2
+    assert found.end is end and len(recorded.turns) == 2, verdict.message
     assert verdict.reward.score == score if score is not None else verdict.reward.status == "error"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -14,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from megarl.core.errors import EngineError, RequestRefused
 from megarl.explore.rollout.client import EngineClient, Prompt, Sampling
-from megarl.explore.rollout.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode
+from megarl.explore.rollout.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
 
 PROMPTS = [Prompt([1, 2], n=2, seed=5), Prompt([3], greedy=True)]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -75,7 +76,8 @@ def test_what_is_asked_and_what_comes_back() -> None:
     assert last.finish_reason == "length"
     [(header, body)] = asked
     assert header == "Bearer k"
-    assert body["prompts"] == [
+    prompts = [p | {"token_ids": unpack_ids(base64.b64decode(p["token_ids"]))} for p in body["prompts"]]
+    assert prompts == [
         {"token_ids": [1, 2], "n": 2, "seed": 5, "greedy": False},
         {"token_ids": [3], "n": 1, "seed": None, "greedy": True},
     ]

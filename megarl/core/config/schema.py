@@ -256,6 +256,9 @@ class TrainerConfig:
     """Treatment of harmful updates."""
 
 
+WrongEnd = Literal["workflow_error", "workflow_timeout", "abandoned", "environment_error", "environment_timeout"]
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """Rollout engines: ``replicas`` servers of tp * pp workers each."""
@@ -294,6 +297,8 @@ class RolloutConfig:
     of a response."""
     retries: Annotated[int, Bound(0, 100)] = 2
     """Times that a trajectory begins again, with the same seeds, after an error of its workflow or environment."""
+    wrong_ends: list[WrongEnd] = field(default_factory=list)
+    """Ends that count as a wrong response with score 0, where the policy can have caused them (docs/agents.md)."""
     concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
     environment: str = "guess"

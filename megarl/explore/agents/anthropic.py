@@ -8,7 +8,16 @@ from typing import Any
 
 from megarl.core.schema import Message
 from megarl.explore.agents.openai import text_of
-from megarl.explore.agents.session import Asked, BadRequest, Reply
+from megarl.explore.agents.request import (
+    Asked,
+    BadRequest,
+    Reply,
+    count_field,
+    messages_field,
+    object_field,
+    objects_field,
+    text_field,
+)
 
 REFUSED = ("stop_sequences", "mcp_servers", "thinking")
 
@@ -18,22 +27,27 @@ def asked_of(body: Any) -> Asked:
 
     Raises BadRequest.
     """
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise BadRequest("the body must be an object with `messages`")
+    given = messages_field(body)
     for name in REFUSED:
         if body.get(name) and body[name] != {"type": "disabled"}:
             raise BadRequest(f"`{name}` is not supported while training; leave it out")
-    choice = (body.get("tool_choice") or {"type": "auto"}).get("type")
+    choice = object_field(body.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
     if choice not in ("auto", "none"):
-        raise BadRequest(f"`tool_choice`={choice!r} cannot be enforced while training; set it to auto or none")
+        raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
     messages: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
-    for message in body["messages"]:
+    for message in given:
         messages += _messages(message)
-    tools = () if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ())
-    max_tokens = body.get("max_tokens")
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise BadRequest(f"`max_tokens` must be a positive integer, got {max_tokens!r:.40}")
-    return Asked(messages, tools, 1, max_tokens)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects_field(body.get("tools"), "tools"))]
+    max_tokens = count_field(body, "max_tokens")
+    if max_tokens is None:
+        raise BadRequest("`max_tokens` must be a positive integer; it is missing")
+    return Asked(messages, () if choice == "none" else tools, 1, max_tokens)
+
+
+def sent_back(reply: Reply) -> Message:
+    """The assistant's message as a client sends it back."""
+    [message] = _messages({"role": "assistant", "content": list(_blocks(reply))})
+    return message
 
 
 def response_of(reply: Reply, number: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,35 +98,38 @@ def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": value}
 
 
-def _messages(message: Any) -> list[Message]:
+def _messages(message: Mapping[str, Any]) -> list[Message]:
     """One message as those of a chat template: results of tools are messages of their own. Raises BadRequest."""
-    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-        raise BadRequest(f"a message must have the role user or assistant, got {message!r:.80}")
+    if message.get("role") not in ("user", "assistant"):
+        raise BadRequest(f"`role` of a message must be user or assistant, got {message.get('role')!r:.40}")
     content = message.get("content")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or any(not isinstance(block, dict) for block in blocks):
-        raise BadRequest(f"the content of a message must be a text or blocks, got {content!r:.80}")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects_field(content, "content")
     text, found, calls = "", list[Message](), list[Message]()
-    for block in blocks:
-        if block.get("type") == "text":
-            text += block["text"]
-        elif block.get("type") == "tool_use":
-            function = {"name": block["name"], "arguments": block["input"]}
-            calls.append({"id": block["id"], "type": "function", "function": function})
-        elif block.get("type") == "tool_result":
-            result = text_of(block.get("content"))
-            found.append({"role": "tool", "content": result, "tool_call_id": block["tool_use_id"]})
+    for i, block in enumerate(blocks):
+        kind, name = block.get("type"), f"content[{i}]"
+        if kind == "text":
+            text += text_field(block.get("text"), f"{name}.text")
+        elif kind == "tool_use":
+            function = {
+                "name": text_field(block.get("name"), f"{name}.name"),
+                "arguments": object_field(block.get("input"), f"{name}.input"),
+            }
+            calls.append({"id": text_field(block.get("id"), f"{name}.id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            number = text_field(block.get("tool_use_id"), f"{name}.tool_use_id")
+            found.append({"role": "tool", "content": text_of(block.get("content")), "tool_call_id": number})
         else:
-            raise BadRequest(f"blocks of type {block.get('type')!r} are not supported")
+            raise BadRequest(f"`{name}`: blocks of type {kind!r:.40} are not supported")
     if message["role"] == "assistant":
         return [{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}]
     return [*found, {"role": "user", "content": text}] if text or not found else found
 
 
-def _tool(tool: Any) -> Mapping[str, Any]:
-    if not isinstance(tool, dict) or not isinstance(tool.get("input_schema"), dict):
-        raise BadRequest(f"a tool must have `name` and `input_schema`, got {tool!r:.80}")
-    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+def _tool(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    function = {
+        "name": text_field(tool.get("name"), f"{name}.name"),
+        "parameters": object_field(tool.get("input_schema"), f"{name}.input_schema"),
+    }
     if tool.get("description"):
-        function["description"] = tool["description"]
+        function["description"] = text_field(tool["description"], f"{name}.description")
     return {"type": "function", "function": function}

@@ -8,7 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.core.schema import Message
-from megarl.explore.agents.session import Asked, BadRequest, Reply
+from megarl.explore.agents.request import (
+    MAX_N,
+    Asked,
+    BadRequest,
+    Reply,
+    count_field,
+    messages_field,
+    object_field,
+    objects_field,
+    text_field,
+)
 
 ROLES = {"developer": "system", "function": "tool"}
 """Roles of the protocol that chat templates know under another name."""
@@ -22,43 +32,51 @@ def asked_of(body: Any) -> Asked:
 
     Raises BadRequest.
     """
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise BadRequest("the body must be an object with `messages`")
+    messages = messages_field(body)
     for name in REFUSED:
         if body.get(name):
             raise BadRequest(f"`{name}` is not supported while training; leave it out")
     for name in ZERO:
         if body.get(name):
-            raise BadRequest(f"`{name}`={body[name]} is not supported while training; set it to 0")
-    if (form := body.get("response_format")) and form.get("type") != "text":
+            raise BadRequest(f"`{name}`={body[name]!r:.40} is not supported while training; set it to 0")
+    form = object_field(body.get("response_format") or {"type": "text"}, "response_format")
+    if form.get("type") != "text":
         raise BadRequest("`response_format` is not supported while training; leave it out")
+    object_field(body.get("stream_options") or {}, "stream_options")
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
-        raise BadRequest(f"`tool_choice`={choice!r} cannot be enforced while training; set it to auto or none")
-    tools = () if choice == "none" else tuple(body.get("tools") or ())
-    n = _count(body, "n") or 1
-    max_tokens = _count(body, "max_completion_tokens") or _count(body, "max_tokens")
-    return Asked([message_of(message) for message in body["messages"]], tools, n, max_tokens)
+        raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects_field(body.get("tools"), "tools"))]
+    n = count_field(body, "n") or 1
+    if n > MAX_N:
+        raise BadRequest(f"`n` must be at most {MAX_N}, got {n}")
+    max_tokens = count_field(body, "max_completion_tokens") or count_field(body, "max_tokens")
+    return Asked([message_of(m) for m in messages], () if choice == "none" else tools, n, max_tokens)
 
 
-def message_of(message: Any) -> Message:
+def message_of(message: Mapping[str, Any]) -> Message:
     """A message in the form of chat templates. Raises BadRequest."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadRequest(f"a message must be an object with `role`, got {message!r:.80}")
-    role = ROLES.get(message["role"], message["role"])
-    found: Message = {"role": role, "content": text_of(message.get("content"))}
-    if calls := message.get("tool_calls"):
+    role = text_field(message.get("role"), "role")
+    found: Message = {"role": ROLES.get(role, role), "content": text_of(message.get("content"))}
+    if calls := objects_field(message.get("tool_calls"), "tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]
-    return found | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
+    return found | {
+        name: text_field(message[name], name) for name in ("tool_call_id", "name") if message.get(name) is not None
+    }
 
 
 def text_of(content: Any) -> str:
     """Text of a content, which may come in parts. Raises BadRequest."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return text_field(content or "", "content")
     if not isinstance(content, list) or any(not isinstance(p, dict) or p.get("type") != "text" for p in content):
         raise BadRequest("the content of a message must be a text, or parts of type text")
-    return "".join(part["text"] for part in content)
+    return "".join(text_field(part.get("text"), "content[].text") for part in content)
+
+
+def sent_back(reply: Reply) -> Message:
+    """The assistant's message as a client sends it back."""
+    return message_of(_written(reply))
 
 
 def response_of(replies: Sequence[Reply], number: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,14 +131,19 @@ def _usage(replies: Sequence[Reply]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _call(call: Any) -> Message:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest(f"a tool call must have `function.name`, got {call!r:.80}")
+def _tool(tool: dict[str, Any], name: str) -> Mapping[str, Any]:
+    function = object_field(tool.get("function"), f"{name}.function")
+    text_field(function.get("name"), f"{name}.function.name")
+    return tool
+
+
+def _call(call: Mapping[str, Any]) -> Message:
+    function = object_field(call.get("function"), "tool_calls[].function")
+    name = text_field(function.get("name"), "tool_calls[].function.name")
     return {
         "id": call.get("id"),
         "type": "function",
-        "function": {"name": function["name"], "arguments": _parsed(function.get("arguments"))},
+        "function": {"name": name, "arguments": _parsed(function.get("arguments"))},
     }
 
 
@@ -136,10 +159,3 @@ def _parsed(arguments: Any) -> Any:
 
 def _text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _count(body: Mapping[str, Any], name: str) -> int | None:
-    value = body.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise BadRequest(f"`{name}` must be a positive integer, got {value!r:.40}")
-    return value

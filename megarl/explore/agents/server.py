@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from aiohttp import web
 
 from megarl.explore.agents import anthropic, openai
-from megarl.explore.agents.session import BadRequest, Session
+from megarl.explore.agents.request import Asked, BadRequest, Reply, SentBack
+from megarl.explore.agents.session import Session
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 MODEL = "megarl"
 """Name of the model, for agents that ask for a list; any other is taken too."""
 
@@ -40,7 +41,7 @@ class AgentServer:
                 web.get("/{session}/v1/models", self._models),
             ]
         )
-        # An agent that gives a request up must not get a response recorded that it never saw.
+        # So that a session sees when a client has gone.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
@@ -52,15 +53,16 @@ class AgentServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    @contextmanager
-    def serving(self, session: Session) -> Iterator[str]:
-        """Base URL of a session, which nobody can guess, without the ``/v1``. It is gone afterwards."""
+    @asynccontextmanager
+    async def serving(self, session: Session) -> AsyncIterator[str]:
+        """Base URL of a session, which nobody can guess, without the ``/v1``. Afterwards the session is closed."""
         name = secrets.token_urlsafe(16)
         self._sessions[name] = session
         try:
             yield f"http://{HOST}:{self._port}/{name}"
         finally:
             del self._sessions[name]
+            await session.close()
 
     def _session(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["session"])
@@ -74,8 +76,7 @@ class AgentServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         try:
-            session, body = self._session(request), await _body(request)
-            replies = await session.complete(openai.asked_of(body))
+            body, replies = await self._replies(request, openai.asked_of, openai.sent_back)
         except BadRequest as error:
             return _refused({"error": {"message": str(error), "type": "invalid_request_error", "code": error.code}})
         number = self._number("chatcmpl")
@@ -85,8 +86,7 @@ class AgentServer:
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         try:
-            session, body = self._session(request), await _body(request)
-            [reply] = await session.complete(anthropic.asked_of(body))
+            body, [reply] = await self._replies(request, anthropic.asked_of, anthropic.sent_back)
         except BadRequest as error:
             return _refused({"type": "error", "error": {"type": "invalid_request_error", "message": str(error)}})
         number = self._number("msg")
@@ -94,20 +94,24 @@ class AgentServer:
             return await _stream(request, anthropic.events_of(reply, number, body))
         return web.json_response(anthropic.response_of(reply, number, body))
 
+    async def _replies(
+        self, request: web.Request, asked_of: Callable[[Any], Asked], sent_back: SentBack
+    ) -> tuple[dict[str, Any], list[Reply]]:
+        """Body of a request and its responses. Raises BadRequest for whatever the body has, before anything is sampled:
+        clients repeat a request that got status 500."""
+        session = self._session(request)
+        try:
+            body = json.loads(await request.read())
+            asked = asked_of(body)
+        except ValueError as error:
+            raise BadRequest(f"the body is no JSON: {error}") from error
+        except RecursionError as error:
+            raise BadRequest("the body is nested too deeply") from error
+        return body, await session.complete(asked, sent_back)
+
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}
         return web.json_response({"object": "list", "data": [model]})
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    """Raises BadRequest."""
-    try:
-        body = json.loads(await request.read())
-    except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be an object")
-    return body
 
 
 def _refused(error: dict[str, Any]) -> web.Response:

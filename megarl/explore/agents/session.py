@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from megarl.core.errors import DataError
 from megarl.core.schema import Author, Message, Task, Turn
+from megarl.explore.agents.request import Asked, BadRequest, Reply, SentBack
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.tasksets import ChatTokenizer
-from megarl.explore.tasksets.turns import render_turns, turn_ids
+from megarl.explore.tasksets.turns import exceeds, render_turns, turn_ids
 from megarl.explore.tools import FORMATS, ToolCall, format_of
+
+NO_ROOM = "context_length_exceeded"
+"""Code of a refusal for want of room, as agents' libraries know it."""
+ROOM = "leaves no room within rollout.max_trajectory_tokens"
+"""Words of that refusal's message."""
+IN_LOOP = 2**16
+"""Characters that are tokenised in the event loop; longer texts are in a thread, where they hold nobody up."""
 
 
 class TurnRecorder(Protocol):
@@ -32,48 +40,15 @@ class TurnRecorder(Protocol):
     def text(self, turn: Turn) -> str: ...
 
 
-class BadRequest(Exception):
-    """A request that cannot be served, with a text for the agent's author."""
-
-    def __init__(self, text: str, code: str = "invalid_request") -> None:
-        super().__init__(text)
-        self.code = code
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request, whichever protocol it came by."""
-
-    messages: Sequence[Message]
-    """In the form of chat templates: texts as content, tool calls with their arguments as objects."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    n: int = 1
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One sampled response."""
-
-    content: str
-    calls: tuple[Message, ...]
-    """Tool calls in the form of chat templates, each with an ``id``."""
-    truncated: bool
-    prompt_tokens: int
-    completion_tokens: int
-
-    @property
-    def message(self) -> Message:
-        """The assistant's message, as an agent sends it back."""
-        message: Message = {"role": "assistant", "content": self.content}
-        return message | ({"tool_calls": list(self.calls)} if self.calls else {})
-
-
 class Session:
     """The rollout model in one trajectory, for an agent that sends whole conversations.
 
     A request that goes on from a response continues its turns: tokens that were sampled stay as they are. Any other
     one is a prompt of its own, rendered whole, and so another line of turns: a rewritten context, or a sub-agent.
+
+    Samples belong to the session, not to the connection. A client that gives a request up would otherwise keep short
+    responses only: its retry, the same request again, gets the sample that was under way. One that nobody has taken is
+    counted in ``abandoned``.
     """
 
     def __init__(self, model: TurnRecorder, tokenizer: ChatTokenizer, task: Task) -> None:
@@ -81,38 +56,111 @@ class Session:
         self._tokenizer = tokenizer
         self._kwargs = dict(task.chat_template_kwargs)
         self._format = FORMATS.get(format_of(tokenizer.template) or "")
-        self._known: dict[str, int] = {}
-        """Conversations by their text -> index of their last turn."""
+        self._known: dict[bytes, int] = {}
+        """Digest of a conversation -> index of its last turn."""
+        self._last: tuple[list[Message], list[bytes]] = [], []
+        """Messages of the last request and the digests of their conversation, which the next one mostly repeats."""
+        self._contexts = asyncio.Lock()
+        self._open: set[asyncio.Task[list[Reply]]] = set()
+        """Requests without a response yet."""
+        self._left: dict[bytes, list[asyncio.Task[list[Reply]]]] = {}
+        """Requests whose client has gone, by the digest of the request."""
+        self._closed = False
         self.full = False
-        """A request had no room (``rollout.max_trajectory_tokens``)."""
+        """The last request had no room (``rollout.max_trajectory_tokens``)."""
+        self.abandoned = 0
+        """Requests that nobody waited for, once the session is closed."""
 
-    async def complete(self, asked: Asked) -> list[Reply]:
+    async def complete(self, asked: Asked, sent_back: SentBack) -> list[Reply]:
         """Sample ``n`` responses to a conversation. Raises BadRequest; EngineError as ``generate``."""
+        if self._closed:
+            raise BadRequest("this session has ended", "not_found")
         if asked.tools and self._format is None:
             raise BadRequest("the model's chat template writes no tool calls that megarl can read; leave out `tools`")
+        digests = self._digests(asked)
+        request = _digest(digests[-1], [asked.n, asked.max_tokens])
+        if left := self._left.pop(request, []):
+            work, *rest = left
+            self._left |= {request: rest} if rest else {}
+        else:
+            work = self._begun_work(self._answered(asked, digests, sent_back))
         try:
-            context = self._context(asked)
-        except DataError as error:
-            raise BadRequest(str(error)) from error
-        prompt_tokens = self._length(context)
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise BadRequest("this session has ended", "not_found") from None
+            self._left.setdefault(request, []).append(work)  # the client has gone
+            raise
+
+    async def close(self) -> None:
+        """End all requests; nothing is recorded afterwards."""
+        self._closed = True
+        left = {work for works in self._left.values() for work in works}
+        self.abandoned = len(self._open | {work for work in left if not work.done() or work.exception() is None})
+        for work in self._open:
+            work.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    def _begun_work(self, work: Coroutine[Any, Any, list[Reply]]) -> asyncio.Task[list[Reply]]:
+        task = asyncio.create_task(work)
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        return task
+
+    async def _answered(self, asked: Asked, digests: Sequence[bytes], sent_back: SentBack) -> list[Reply]:
+        async with self._contexts:  # one after another, so that a conversation is rendered once
+            try:
+                context = await self._context(asked, digests)
+            except DataError as error:
+                raise BadRequest(str(error)) from error
+            except RecursionError as error:
+                raise BadRequest("a message or tool is nested too deeply") from error
+        self.full = False
+        prompt_tokens = self._model.limit - self._model.room_after(context)
         turns = await asyncio.gather(
             *(self._model.generate(after=context, max_tokens=asked.max_tokens) for _ in range(asked.n))
         )
-        return [self._reply(asked, turn, prompt_tokens) for turn in turns]
+        replies = [self._reply(asked, turn, prompt_tokens) for turn in turns]
+        for turn, reply in zip(turns, replies, strict=True):
+            self._known[_digest(digests[-1], _canonical(sent_back(reply)))] = self._index(turn)
+        return replies
 
-    def _context(self, asked: Asked) -> int:
+    def _digests(self, asked: Asked) -> list[bytes]:
+        """Digests of the conversation up to each message: a chain, so that each message is read once.
+
+        Raises BadRequest.
+        """
+        try:
+            digests = [_digest(b"", asked.tools)]
+            messages, known = self._last
+            if known[:1] == digests:
+                same = zip(asked.messages, messages, known[1:], strict=False)
+                for message, before, digest in same:
+                    if message != before:
+                        break
+                    digests.append(digest)
+            for message in asked.messages[len(digests) - 1 :]:
+                digests.append(_digest(digests[-1], _canonical(message)))
+        except (TypeError, ValueError, RecursionError) as error:  # nothing that JSON, or UTF-8, can hold
+            raise BadRequest(f"a message or tool cannot be written as JSON: {error}") from error
+        self._last = list(asked.messages), digests
+        return digests
+
+    async def _context(self, asked: Asked, digests: Sequence[bytes]) -> int:
         """Index of the turn that responses to a conversation follow. Raises BadRequest, DataError."""
-        kwargs = self._kwargs | ({"tools": list(asked.tools)} if asked.tools else {})
-        keys = [_key(asked.messages[:end], asked.tools) for end in range(len(asked.messages) + 1)]
-        if (known := self._known.get(keys[-1])) is not None:
+        if (known := self._known.get(digests[-1])) is not None:
             return known
-        end = next((k for k in range(len(asked.messages) - 1, 0, -1) if keys[k] in self._known), None)
-        if end is None or (turn := self._continued(asked.messages[end:], self._known[keys[end]], kwargs)) is None:
-            turn = self._begun(asked.messages, kwargs)
-        self._known[keys[-1]] = turn
+        kwargs = self._kwargs | ({"tools": list(asked.tools)} if asked.tools else {})
+        end = next((k for k in range(len(digests) - 2, 0, -1) if digests[k] in self._known), None)
+        turn = None
+        if end is not None:
+            turn = await self._continued(asked.messages[end:], self._known[digests[end]], kwargs)
+        if turn is None:
+            turn = await self._begun(asked.messages, kwargs)
+        self._known[digests[-1]] = turn
         return turn
 
-    def _continued(self, messages: Sequence[Message], after: int, kwargs: Mapping[str, Any]) -> int | None:
+    async def _continued(self, messages: Sequence[Message], after: int, kwargs: Mapping[str, Any]) -> int | None:
         """Add messages after a response; None where they cannot follow it."""
         response = self._model.turns[after]
         if response.finish_reason != "stop" or any(message["role"] == "assistant" for message in messages):
@@ -121,35 +169,45 @@ class Session:
             rendered = render_turns(self._tokenizer, messages, kwargs)
         except DataError:
             return None
-        token_ids = turn_ids(self._tokenizer, rendered, int(response.token_ids[-1]))
-        if len(token_ids) >= self._model.room_after(after):
-            raise self._no_room(self._length(after) + len(token_ids))
+        room = self._model.room_after(after)
+        last = int(response.token_ids[-1])
+        token_ids = await self._encoded(rendered, room, lambda: turn_ids(self._tokenizer, rendered, last))
+        if len(token_ids) >= room:
+            raise self._no_room(f"{self._model.limit - room + len(token_ids)}")
         author: Author = "tool" if all(message["role"] == "tool" for message in messages) else "user"
         self._model.write(author, token_ids, after=after, opened=opens_thinking(rendered))
         return len(self._model.turns) - 1
 
-    def _begun(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> int:
+    async def _begun(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> int:
         """Add a prompt that follows nothing."""
         rendered = self._tokenizer.render(messages, kwargs)
-        token_ids = self._tokenizer.rendered_ids(rendered)
-        if len(token_ids) >= self._model.limit:
-            raise self._no_room(len(token_ids))
+        limit = self._model.limit
+        token_ids = await self._encoded(rendered, limit, lambda: self._tokenizer.rendered_ids(rendered))
+        if len(token_ids) >= limit:
+            raise self._no_room(f"{len(token_ids)}")
         self._model.begin(token_ids, opened=opens_thinking(rendered))
         return len(self._model.turns) - 1
 
-    def _no_room(self, tokens: int) -> BadRequest:
-        self.full = True
-        return BadRequest(
-            f"the context has {tokens} tokens, which leaves no room within rollout.max_trajectory_tokens="
-            f"{self._model.limit}",
-            "context_length_exceeded",
-        )
+    async def _encoded(self, rendered: str, room: int, encode: Callable[[], np.ndarray]) -> np.ndarray:
+        """Tokenise a text; a long one in a thread, and no more of it than shows that there is no room for it.
 
-    def _length(self, turn: int) -> int:
-        return self._model.limit - self._model.room_after(turn)
+        Raises BadRequest.
+        """
+        if len(rendered) <= IN_LOOP:
+            return encode()
+        if await asyncio.to_thread(exceeds, self._tokenizer, rendered, room):
+            raise self._no_room(f"more than {room}")
+        return await asyncio.to_thread(encode)
+
+    def _no_room(self, tokens: str) -> BadRequest:
+        self.full = True
+        return BadRequest(f"the context has {tokens} tokens, which {ROOM}={self._model.limit}", NO_ROOM)
+
+    def _index(self, turn: Turn) -> int:
+        turns = self._model.turns
+        return next(i for i in range(len(turns) - 1, -1, -1) if turns[i] is turn)
 
     def _reply(self, asked: Asked, turn: Turn, prompt_tokens: int) -> Reply:
-        number = next(i for i, one in enumerate(self._model.turns) if one is turn)
         content, calls = self._model.text(turn), list[ToolCall]()
         if asked.tools and self._format is not None:
             ended = turn.finish_reason == "stop"
@@ -157,15 +215,14 @@ class Session:
             before, found = self._format.parse(written)
             calls = [call for call in found if call.name]
             content = before if calls else content
-        reply = Reply(
+        number = self._index(turn)
+        return Reply(
             content,
             tuple(_call(call, f"c{number:04d}{i:04d}") for i, call in enumerate(calls)),
             turn.finish_reason == "length",
             prompt_tokens,
             len(turn),
         )
-        self._known[_key([*asked.messages, reply.message], asked.tools)] = number
-        return reply
 
 
 def _call(call: ToolCall, name: str) -> Message:
@@ -174,14 +231,16 @@ def _call(call: ToolCall, name: str) -> Message:
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-    """Text of a conversation that is the same however an agent's library writes it."""
-    return json.dumps([[_canonical(message) for message in messages], tools], sort_keys=True)
+def _digest(before: bytes, value: Any) -> bytes:
+    """Digest of a conversation that ``value`` goes on. Raises TypeError, ValueError for what JSON cannot hold."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
 def _canonical(message: Message) -> list[Any]:
+    """A message as the same value however an agent's library writes it."""
     calls = [
         [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or ()
     ]
-    return [message["role"], message.get("content") or "", calls, message.get("tool_call_id")]
+    return [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]

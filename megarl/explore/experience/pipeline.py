@@ -96,7 +96,7 @@ def verify(
     for group in groups:
         fault = _group_fault(group, config, vocab_size, greedy)
         if fault is None:
-            settled = [shaped(_settled(e), config, max_response_tokens) for e in group]
+            settled = [shaped(_settled(e, config), config, max_response_tokens) for e in group]
             kept += length_rewarded(settled, config.length, step)
         else:
             dropped[group[0].group_id] = fault.reason
@@ -225,7 +225,7 @@ def _group_fault(group: Sequence[Trajectory], config: RewardConfig, vocab_size: 
     answers += [("greedy", baseline)] if baseline is not None else []
     for name, trajectory in answers:
         end = trajectory.end
-        if not end.by_policy and not (end.by_reward and config.on_error == "zero"):
+        if trajectory.reward.status in NO_VERDICT and not (end.by_reward and config.on_error == "zero"):
             return _Fault(end.value, f"group {first.group_id}[{name}]", _why(trajectory.metadata))
         reason = check_trajectory(trajectory, vocab_size) or _check_score(trajectory)
         if reason is not None:
@@ -238,12 +238,13 @@ def _same_group(first: Trajectory, other: Trajectory) -> bool:
     return other.group_size == first.group_size and other.task_id == first.task_id
 
 
-def _settled(trajectory: Trajectory) -> Trajectory:
+def _settled(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     """Under ``on_error=zero``: the score becomes 0, the status keeps saying why."""
     if trajectory.greedy is not None:
-        trajectory = dataclasses.replace(trajectory, greedy=_settled(trajectory.greedy))
+        trajectory = dataclasses.replace(trajectory, greedy=_settled(trajectory.greedy, config))
     if trajectory.reward.status not in NO_VERDICT:
         return trajectory
+    assert config.on_error == "zero", f"a missing verdict is dropped under reward.on_error={config.on_error}"
     return dataclasses.replace(trajectory, reward=dataclasses.replace(trajectory.reward, score=0.0))
 
 

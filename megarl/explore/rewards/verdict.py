@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.durable import without_surrogates
+from megarl.core.schema import Reward
 from megarl.explore.rewards.shape import shape_parts
 
 STATUSES = ("ok", "wrong", "error", "timeout")
@@ -83,6 +84,13 @@ def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardCon
         getattr(config, name).weight * value for name, value in shape.items()
     )
     return {**verdict, "score": score, "parts": {**verdict["parts"], **shape, ANSWER: verdict["score"]}}
+
+
+def weighed_reward(reward: Reward, text: str, question: str, opened: bool, config: RewardConfig) -> Reward:
+    """A reward that a workflow has given for a trajectory whose last response is ``text``, as ``weighed``."""
+    verdict = {"score": reward.score, "status": reward.status, "parts": reward.parts}
+    found = weigh(verdict, shape_parts(text, question, config, opened=opened), config)
+    return Reward(found["score"], found["status"], found["parts"])
 
 
 def _check_names(parts: Mapping[str, float]) -> None:

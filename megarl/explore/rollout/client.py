@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.core.errors import EngineError, RequestRefused
 from megarl.explore.rollout.auth import bearer
-from megarl.explore.rollout.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat
+from megarl.explore.rollout.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat, pack_ids
 
 HEARTBEAT_S = 5.0
 """Longest time between two frames of an engine; less where ``timeout_s`` is short."""
@@ -207,7 +207,7 @@ class EngineClient:
 
 def _body(prompt: Prompt) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "token_ids": [int(t) for t in prompt.token_ids],
+        "token_ids": base64.b64encode(pack_ids(prompt.token_ids)).decode(),
         "n": prompt.n,
         "seed": prompt.seed,
         "greedy": prompt.greedy,

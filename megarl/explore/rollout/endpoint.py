@@ -37,7 +37,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from megarl.explore.rollout.auth import App, Receive, Scope, Send
 from megarl.explore.rollout.control import failures
 from megarl.explore.rollout.engine import UNTIL_PUBLISHED
-from megarl.explore.rollout.frames import CONTENT_TYPE, Completion, Failure, StreamHeartbeat, VersionSpan, encode
+from megarl.explore.rollout.frames import (
+    CONTENT_TYPE,
+    Completion,
+    Failure,
+    StreamHeartbeat,
+    VersionSpan,
+    encode,
+    unpack_ids,
+)
 
 _GENERATION_PREFIXES = ("/megarl/generate", "/inference/", "/v1/", "/generative_scoring", "/invocations")
 _JOIN_PATH = "/init_weight_transfer_engine"
@@ -50,11 +58,12 @@ class PromptBody(msgspec.Struct, frozen=True):
     """One prompt: ``n`` samples; sample j is seeded with ``seed + j`` when a seed is given. ``greedy``: at temperature
     0.
 
+    ``token_ids``: little-endian int32 in base64.
     ``images``: files in base64, one for each placeholder among the ids; their frames also hold the expanded
         ``prompt_ids``.
     """
 
-    token_ids: list[int]
+    token_ids: bytes
     n: int = 1
     seed: int | None = None
     greedy: bool = False
@@ -275,7 +284,7 @@ async def _answer(
     """Put the frame of one sample, or of its failure."""
     number, i, j = place
     try:
-        inputs = tokens_input(prompt.token_ids) if seen is None else await seen
+        inputs = tokens_input(unpack_ids(prompt.token_ids)) if seen is None else await seen
         outputs = [output async for output in engine.generate(inputs, sampling, f"megarl-{number}-{i}-{j}")]
         if not outputs:
             raise RuntimeError("vLLM ended the request without an output")
@@ -317,7 +326,7 @@ async def _with_images(engine: EngineClient, prompt: PromptBody) -> EngineInput:
     Raises ValueError when an image cannot be decoded or the ids have fewer placeholders than there are images.
     """
     images = await asyncio.to_thread(_decoded, prompt.images)
-    request = TokensPrompt(prompt_token_ids=prompt.token_ids, multi_modal_data={"image": images})
+    request = TokensPrompt(prompt_token_ids=unpack_ids(prompt.token_ids), multi_modal_data={"image": images})
     try:
         # Without vLLM's cache on both sides of the engine: of an image in two prompts, it may leave out the data of the
         # request that reaches the engine first, which then fails with "cache drift".

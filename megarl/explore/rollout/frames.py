@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -26,6 +26,19 @@ MAX_MESSAGE = 2**16
 _HEADER = struct.Struct("<4sII")
 _SAMPLE, _FAILURE, _HEARTBEAT = b"SMPL", b"FAIL", b"BEAT"
 T = TypeVar("T")
+
+
+def pack_ids(token_ids: Sequence[int] | np.ndarray) -> bytes:
+    """Token ids of a prompt as little-endian int32."""
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Read ``pack_ids``. Raises ValueError for bytes that are no int32."""
+    if len(data) % 4:
+        raise ValueError(f"token_ids has {len(data)} bytes, which is no number of int32")
+    token_ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return token_ids
 
 
 class FrameError(ValueError):

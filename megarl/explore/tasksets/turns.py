@@ -11,6 +11,22 @@ from megarl.core.errors import DataError
 from megarl.explore.tasksets.template import Messages
 from megarl.explore.tasksets.tokenizer import PROBE, ChatTokenizer
 
+PIECE = 2**14
+"""Characters that are encoded at once to count tokens."""
+
+
+def exceeds(tokenizer: ChatTokenizer, rendered: str, limit: int) -> bool:
+    """Return True if a rendered text surely has more than ``limit`` tokens; reads no more of it than shows that.
+
+    In pieces: each border may add a token on either side.
+    """
+    count = 0
+    for first in range(0, len(rendered), PIECE):
+        count += max(0, len(tokenizer.rendered_ids(rendered[first : first + PIECE])) - 2)
+        if count > limit:
+            return True
+    return False
+
 
 def render_turn(tokenizer: ChatTokenizer, role: str, text: str, kwargs: Mapping[str, Any] | None = None) -> str:
     """:func:`render_turns` of one message."""

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from megarl.core.durable import without_surrogates
+
+MAX_DEPTH = 64
+"""Most levels of arguments."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ def _llama3(text: str) -> Iterator[ToolCall]:
     while rest.startswith("{"):
         try:
             _, end = json.JSONDecoder().raw_decode(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             yield ToolCall("", None, rest)
             return
         yield _json_call(rest[:end])
@@ -81,11 +87,14 @@ def _mistral(text: str) -> Iterator[ToolCall]:
             continue
         try:
             listed, _ = json.JSONDecoder().raw_decode(body.strip())
-        except ValueError:
+        except (ValueError, RecursionError):
             yield ToolCall("", None, body)
             continue
         for call in listed if isinstance(listed, list) else [listed]:
-            yield _json_call(json.dumps(call))
+            try:
+                yield _json_call(json.dumps(call))
+            except RecursionError:
+                yield ToolCall("", None, body)
 
 
 FORMATS = {
@@ -119,7 +128,7 @@ def _json_call(body: str) -> ToolCall:
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = _loads(text)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
@@ -127,6 +136,27 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _loads(text)
     except ValueError:
         return text
+
+
+def _loads(text: str) -> Any:
+    """Parse what a model wrote. Raises ValueError for what no strict JSON parser would take back from us."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not _is_plain(value, MAX_DEPTH):
+        raise ValueError(f"a number that is not finite, a lone surrogate, or more than {MAX_DEPTH} levels")
+    return value
+
+
+def _is_plain(value: Any, levels: int) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, str):
+        return value == without_surrogates(value)
+    if isinstance(value, dict):
+        return levels > 0 and all(_is_plain(part, levels - 1) for pair in value.items() for part in pair)
+    return not isinstance(value, list) or (levels > 0 and all(_is_plain(part, levels - 1) for part in value))

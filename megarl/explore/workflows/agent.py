@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from megarl.core.schema import End, Reward, Task
 from megarl.explore.agents import AgentServer, Session
 from megarl.explore.agents.runner import load
 from megarl.explore.agents.server import MODEL
+from megarl.explore.agents.session import ROOM
 from megarl.explore.rewards.verdict import NO_VERDICT, to_verdict
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.types import RolloutModel, Workflow
@@ -23,34 +24,55 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
     """Workflow of ``rollout.agent``, whose endpoint is served as long as this is entered. Raises ConfigError.
 
     A number or verdict that the agent returns is the reward; where it returns None, the verifier reads the last
-    response. An exception of the agent costs the trajectory its verdict, unless the agent had run out of room.
+    response. An exception of the agent costs the trajectory its verdict, unless it is the refusal of a context that
+    had no room: the trajectory is then truncated.
     """
     run = load(rollout.agent)
 
     async with AgentServer() as server:
 
         async def workflow(task: Task, model: RolloutModel) -> None:
-            session = Session(model, tokenizer, task)
-            with server.serving(session) as base_url:
+            if task.images:
+                model.fail("the task has images, which agents are not given; take rows of text alone")
+                return
+            session, result, error = Session(model, tokenizer, task), None, None
+            limit = asyncio.timeout(rollout.agent_timeout_s)
+            async with server.serving(session) as base_url:
                 try:
-                    async with asyncio.timeout(rollout.agent_timeout_s):
+                    async with limit:
                         result = await run(base_url, task, _request_kwargs(rollout), _metadata(task, model))
-                except TimeoutError as error:
-                    timeout = f"the agent has not ended within rollout.agent_timeout_s={rollout.agent_timeout_s:g}"
-                    model.fail(f"{timeout} ({error})" if str(error) else timeout, End.WORKFLOW_TIMEOUT)
-                    return
-                except Exception as error:
-                    if session.full and model.has_response:
-                        model.truncate()
-                        return
-                    model.fail(f"the agent failed: {describe(error)}")
-                    return
-            if not model.has_response:
+                except Exception as raised:
+                    error = raised
+            if limit.expired():
+                timeout = f"the agent has not ended within rollout.agent_timeout_s={rollout.agent_timeout_s:g}"
+                model.fail(timeout, End.WORKFLOW_TIMEOUT)
+            elif error is not None and not (session.full and model.has_response and _is_of_room(error)):
+                model.fail(f"the agent failed: {describe(error)}")
+            elif session.abandoned:
+                model.fail(f"the agent has not waited for {session.abandoned} of its requests", End.ABANDONED)
+            elif not model.has_response:
                 model.fail("the agent has asked the model for no response")
+            elif error is not None:
+                model.truncate()
+                if rollout.agent_rewards:
+                    model.finish(Reward(0.0, "wrong"))
             elif result is not None or rollout.agent_rewards:
                 _finish(model, result)
 
         yield workflow
+
+
+def _is_of_room(error: BaseException) -> bool:
+    """Return True if an agent's exception, or one that caused it, is the refusal of a context without room."""
+    return any(ROOM in str(one) for one in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _finish(model: RolloutModel, result: Any) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -31,7 +31,7 @@ from megarl.core.config.lengths import context_tokens
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError
 from megarl.core.metrics import Timeline
-from megarl.core.schema import GREEDY, WeightsVersion
+from megarl.core.schema import GREEDY, End, WeightsVersion
 from megarl.explore import workflows
 from megarl.explore.rewards import RewardPool
 from megarl.explore.rewards.judge.family import ENGINES
@@ -69,6 +69,7 @@ class Explorer:
         calls: Calls over which newly claimed groups are spread (one for each engine).
         limit: Most tokens of a trajectory; None: whatever fits the engine.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
+        rewards: As of :class:`TrajectoryRunner`, as is ``wrong_ends``.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
         event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
             the terminal.
@@ -91,6 +92,8 @@ class Explorer:
         poll_s: float = 0.02,
         engine_timeout_s: float = 7.5,
         retry_s: float = RETRY_S,
+        rewards: RewardConfig | None = None,
+        wrong_ends: Collection[End] = (),
         timeline: Timeline | None = None,
         event_lines: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -99,7 +102,16 @@ class Explorer:
         self._store = store
         self._engine = engine
         self._tokenizer = tokenizer
-        self._runner = TrajectoryRunner(workflow, scorer, tokenizer, limit=limit, retries=retries, retry_s=retry_s)
+        self._runner = TrajectoryRunner(
+            workflow,
+            scorer,
+            tokenizer,
+            limit=limit,
+            retries=retries,
+            retry_s=retry_s,
+            rewards=rewards,
+            wrong_ends=wrong_ends,
+        )
         self._worker = worker
         self._capacity = capacity
         self._backlog = backlog
@@ -275,6 +287,8 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 calls=len(engines),
                 limit=context_tokens(config.rollout),
                 retries=config.rollout.retries,
+                rewards=config.reward,
+                wrong_ends=frozenset(map(End, config.rollout.wrong_ends)),
                 engine_timeout_s=engine_timeout_s,
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),

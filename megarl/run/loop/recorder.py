@@ -80,6 +80,19 @@ class Recorder:
         self.cause: End | None = None
         """End that the workflow has named, or that the limit has made."""
         self.turns: list[Turn] = []
+        """In the order in which they ended, so that an index stays what it is."""
+        self._begun = 0
+        """Turns that were begun."""
+        self._order: list[int] = []
+        """Number of each turn in the order in which they were begun."""
+        self._task_turn: int | None = None
+        """Turn with the task's own prompt, which the images belong to."""
+
+    def recorded(self) -> tuple[Turn, ...]:
+        """Turns in the order in which they were begun: that of requests and their choices, whichever ended first."""
+        order = sorted(range(len(self.turns)), key=self._order.__getitem__)
+        place = {turn: i for i, turn in enumerate(order)} | {-1: -1}
+        return tuple(replace(self.turns[i], follows=place[self.turns[i].follows]) for i in order)
 
     @property
     def has_response(self) -> bool:
@@ -89,7 +102,7 @@ class Recorder:
     @property
     def opened(self) -> bool:
         """True if the context of the model's last turn ended inside a thought."""
-        return self._last_of_model().follows in self._opened
+        return self.last_of_model().follows in self._opened
 
     @property
     def index(self) -> int:
@@ -99,6 +112,7 @@ class Recorder:
     def ask(self, task: Task) -> Turn:
         """Add the prompt of the group's task."""
         assert task is self._claim.task and not self.turns, "a trajectory begins with the task of its group"
+        self._task_turn = len(self.turns)
         return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.opened)
 
     def begin(self, token_ids: np.ndarray, *, opened: bool = False) -> Turn:
@@ -151,6 +165,11 @@ class Recorder:
         reason = without_surrogates(reason[:MAX_REASON])
         self._given = Verdict(Reward(math.nan, "error"), reason, verifier="workflow")
 
+    @property
+    def is_given(self) -> bool:
+        """True if the workflow has given the reward, or none."""
+        return self._given is not None
+
     async def verify(self) -> Reward:
         """Reward of the model's last turn."""
         return (await self.verdict()).reward
@@ -159,7 +178,7 @@ class Recorder:
         """Verdict of the model's last turn, asked for once."""
         if self._given is not None:
             return self._given
-        response = self._last_of_model()
+        response = self.last_of_model()
         if self._verdict is None or self._verdict[0] is not response:
             self._verdict = response, await self._judge(self.text(response), self.opened)
         return self._verdict[1]
@@ -168,16 +187,20 @@ class Recorder:
         """Sample a turn of the model, and add it."""
         assert self.turns, "nothing has been asked"
         after = self._after(after)
+        if self.turns[after].author == "model":
+            raise ValueError("a response follows a response; add a message between them")
+        number, self._begun = self._begun, self._begun + 1
         first, *later = self._line(after)
         ids = [self.turns[i].token_ids for i in later]
+        images = self._prompt.images if first == self._task_turn else ()
         # the prompt as it was rendered: the engine expands the placeholders of its images again
-        start = self._prompt.token_ids if self._prompt.images else self.turns[first].token_ids
+        start = self._prompt.token_ids if images else self.turns[first].token_ids
         request = SampleRequest(
             self._claim.group_id,
             self._index,
             self._claim.group_size,
             np.concatenate([start, *ids]) if ids else start,
-            self._prompt.images,
+            images,
             self._seed,
             turn=self._asked,
             max_tokens=max_tokens,
@@ -187,7 +210,7 @@ class Recorder:
         if completion.prompt_ids is not None:  # the prompt with its images' placeholders expanded, and what came later
             end = len(completion.prompt_ids) - sum(map(len, ids))
             self.turns[first] = replace(self.turns[first], token_ids=completion.prompt_ids[:end])
-        return self._add(_model_turn(completion, self._claim.version), after)
+        return self._add(_model_turn(completion, self._claim.version), after, number=number)
 
     def _after(self, turn: int) -> int:
         return turn % len(self.turns)
@@ -199,11 +222,15 @@ class Recorder:
             line.append(before)
         return line[::-1]
 
-    def _last_of_model(self) -> Turn:
-        return next(turn for turn in reversed(self.turns) if turn.author == "model")
+    def last_of_model(self) -> Turn:
+        """The model's turn that was begun last."""
+        return self.turns[max((n, i) for i, n in enumerate(self._order) if self.turns[i].author == "model")[1]]
 
-    def _add(self, turn: Turn, follows: int, opened: bool = False) -> Turn:
+    def _add(self, turn: Turn, follows: int, opened: bool = False, number: int | None = None) -> Turn:
         turn = replace(turn, follows=follows)
+        if number is None:
+            number, self._begun = self._begun, self._begun + 1
+        self._order.append(number)
         if opened:
             self._opened.add(len(self.turns))
         self.turns.append(turn)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from megarl.core import heartbeat
+from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, JobError, describe
-from megarl.core.schema import Task, Trajectory
+from megarl.core.schema import End, Reward, Task, Trajectory
 from megarl.explore.rewards import Verdict
+from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
 from megarl.explore.rollout.gather import LONGEST_RETRY_S, Gatherer
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
@@ -47,6 +49,8 @@ class TrajectoryRunner:
         limit: Most tokens of a trajectory; None: whatever fits the engine.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
         retry_s: First wait before that; waits double.
+        rewards: Weights of the form, repetition and language of responses, for rewards that a workflow gives.
+        wrong_ends: Ends that count as a wrong response (``rollout.wrong_ends``).
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class TrajectoryRunner:
         limit: int | None,
         retries: int,
         retry_s: float,
+        rewards: RewardConfig | None = None,
+        wrong_ends: Collection[End] = (),
     ) -> None:
         self._workflow = workflow
         self._scorer = scorer
@@ -65,6 +71,8 @@ class TrajectoryRunner:
         self._limit = limit
         self._retries = retries
         self._retry_s = retry_s
+        self._rewards = rewards or RewardConfig()
+        self._wrong_ends = wrong_ends
         self.scoring = 0
         """Responses that wait for their verdict."""
 
@@ -77,7 +85,7 @@ class TrajectoryRunner:
         """
         recorder = await self._recorded(group, index, gatherer)
         generated()
-        verdict = await recorder.verdict()
+        verdict = self._settled(recorder, await recorder.verdict(), group.claim.task)
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
         message = {} if verdict.message is None else {"reward_message": verdict.message}
@@ -87,7 +95,7 @@ class TrajectoryRunner:
             group_id=group.claim.group_id,
             index=index,
             group_size=group.claim.group_size,
-            turns=tuple(recorder.turns),
+            turns=recorder.recorded(),
             reward=verdict.reward,
             metadata={"reward": verdict.record} | message,
             cause=recorder.cause,
@@ -108,13 +116,27 @@ class TrajectoryRunner:
                 self._limit,
             )
             await _run(self._workflow, group.claim.task, recorder)
-            if recorder.cause is None or recorder.cause.by_policy or retry == self._retries:
+            cause = recorder.cause
+            if cause is None or cause.by_policy or self._is_wrong(recorder) or retry == self._retries:
                 return recorder
             group.clock.counts["restarts"] += 1
             message = (await recorder.verdict()).message
             log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, recorder.cause, message)
             await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
             retry += 1
+
+    def _is_wrong(self, recorder: Recorder) -> bool:
+        return recorder.cause in self._wrong_ends and recorder.has_response
+
+    def _settled(self, recorder: Recorder, verdict: Verdict, task: Task) -> Verdict:
+        """The verdict of a workflow in the form of a verifier's."""
+        if self._is_wrong(recorder):
+            verdict = verdict._replace(reward=Reward(0.0, "wrong"))
+        if not recorder.is_given or verdict.reward.status in NO_VERDICT:
+            return verdict
+        text = recorder.text(recorder.last_of_model())
+        reward = weighed_reward(verdict.reward, text, task.question, recorder.opened, self._rewards)
+        return verdict._replace(reward=reward)
 
     async def _verdict(self, group: ClaimedGroup, text: str, opened: bool) -> Verdict:
         group.clock.change("reward", 1)

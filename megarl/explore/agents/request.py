@@ -1,0 +1,95 @@
+"""Requests of agents and their responses, whichever protocol they come by; checks of a request's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.core.schema import Message
+
+MAX_N = 128
+"""Most responses to one request, as OpenAI's."""
+
+
+class BadRequest(Exception):
+    """A request that cannot be served, with a text for the agent's author."""
+
+    def __init__(self, text: str, code: str = "invalid_request") -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request."""
+
+    messages: Sequence[Message]
+    """In the form of chat templates: texts as content, tool calls with their arguments as objects."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    n: int = 1
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One sampled response."""
+
+    content: str
+    calls: tuple[Message, ...]
+    """Tool calls in the form of chat templates, each with an ``id``."""
+    truncated: bool
+    prompt_tokens: int
+    completion_tokens: int
+
+
+SentBack = Callable[[Reply], Message]
+"""The message as which a protocol's client sends a response back: written, and read again."""
+
+
+def text_field(value: Any, name: str) -> str:
+    """Check a text. Raises BadRequest."""
+    if not isinstance(value, str):
+        raise BadRequest(f"`{name}` must be a text, got {value!r:.60}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"`{name}` has a lone surrogate, which no tokenizer takes") from error
+    return value
+
+
+def object_field(value: Any, name: str) -> dict[str, Any]:
+    """Check an object. Raises BadRequest."""
+    if not isinstance(value, dict):
+        raise BadRequest(f"`{name}` must be an object, got {value!r:.60}")
+    return value
+
+
+def objects_field(value: Any, name: str) -> list[dict[str, Any]]:
+    """Check a list of objects; none where it is missing. Raises BadRequest."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRequest(f"`{name}` must be a list of objects, got {value!r:.60}")
+    return [object_field(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def count_field(body: Mapping[str, Any], name: str) -> int | None:
+    """Check a positive integer, which may be missing. Raises BadRequest."""
+    value = body.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise BadRequest(f"`{name}` must be a positive integer, got {value!r:.40}")
+    return value
+
+
+def messages_field(body: Any) -> list[dict[str, Any]]:
+    """Check that a body has messages, of which the last is not the assistant's. Raises BadRequest."""
+    messages = objects_field(object_field(body, "body").get("messages"), "messages")
+    if not messages:
+        raise BadRequest("`messages` must be a list with at least one message")
+    if messages[-1].get("role") == "assistant":
+        raise BadRequest(
+            "the last message is the assistant's; a response that has ended cannot be continued while training. Add a "
+            "message of the user or of a tool"
+        )
+    return messages

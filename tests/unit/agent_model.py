@@ -1,0 +1,74 @@
+"""A rollout model that writes given texts, and agents against its endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import openai
+
+from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.explore.agents import AgentServer, Session
+from megarl.explore.rewards import Verdict
+from megarl.explore.rollout.frames import Completion
+from megarl.explore.rollout.gather import SampleRequest
+from megarl.explore.store import Claim
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.run.loop.recorder import Recorder, RenderedPrompt
+
+TASK = Task("t", "s", ({"role": "user", "content": "Wie viel ist 12 + 3?"},), "", {"ground_truth": "15"})
+
+
+class Model:
+    """A gatherer that writes given texts, and keeps what it was asked; of a text ``…`` the end is missing.
+
+    Args:
+        seconds: Time that each text takes; 0 for those beyond.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, *texts: str, seconds: Sequence[float] = ()) -> None:
+        self.tokenizer, self.texts, self.seconds = tokenizer, iter(texts), iter(seconds)
+        self.requests: list[SampleRequest] = []
+        self.given: list[str] = []
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        self.requests.append(request)
+        text = next(self.texts, f"text {len(self.requests)}")
+        await asyncio.sleep(next(self.seconds, 0))
+        self.given.append(text)
+        ids = self.tokenizer.response_ids(text)
+        ids, reason = (ids[:-1], "length") if text.endswith("…") else (ids, "stop")
+        return Completion(0, 0, ids, np.full(len(ids), -0.5, np.float32), reason, ())
+
+
+async def judge(text: str, opened: bool) -> Verdict:
+    return Verdict(Reward(float(text == "15"), "ok" if text == "15" else "wrong"))
+
+
+def recorder(model: Model, limit: int | None = 4096) -> Recorder:
+    claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
+    prompt = RenderedPrompt.of(TASK, model.tokenizer)
+    gatherer: Any = model
+    return Recorder(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, limit)
+
+
+def trajectory(recorded: Recorder) -> Trajectory:
+    return Trajectory("r", "t", "g", 0, 1, recorded.recorded(), Reward(0.0, "wrong"), cause=recorded.cause)
+
+
+def play(model: Model, agent: Callable[[str], Awaitable[Any]], limit: int | None = 4096) -> Recorder:
+    """An agent that is given the base URL of its session."""
+    recorded = recorder(model, limit)
+
+    async def main() -> None:
+        async with AgentServer() as server, server.serving(Session(recorded, model.tokenizer, TASK)) as url:
+            await agent(url)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    return recorded
+
+
+def client(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
