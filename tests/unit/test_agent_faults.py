@@ -19,6 +19,7 @@ from megarl.core.schema import End, Reward
 from megarl.explore import workflows
 from megarl.explore.agents import Session
 from megarl.explore.agents import openai as protocol
+from megarl.explore.agents.request import Repeated
 from megarl.explore.experience import verify
 from megarl.explore.rewards import Verdict
 from megarl.explore.tasksets import ChatTokenizer
@@ -161,7 +162,7 @@ def test_the_record_is_closed_when_the_agent_ends(tokenizer: ChatTokenizer) -> N
         nonlocal recorded
         recorded = recorder(model)
         session = Session(recorded, tokenizer, TASK)
-        asked = protocol.asked_of({"messages": FIRST})
+        asked = protocol.asked_of({"messages": FIRST}, Repeated())
         await session.complete(asked, protocol.sent_back)
         await session.close()
         with pytest.raises(Exception, match="has ended"):
@@ -324,7 +325,9 @@ def test_each_message_of_a_growing_conversation_is_read_once(
         asking = Session(recorded, tokenizer, TASK)
         messages = list(FIRST)
         for _ in range(turns):
-            [reply] = await asking.complete(protocol.asked_of({"messages": messages}), protocol.sent_back)
+            [reply] = await asking.complete(
+                protocol.asked_of({"messages": list(messages)}, asking.repeated), protocol.sent_back
+            )
             messages += [{"role": "assistant", "content": reply.content}, *MORE]
         assert len(list(trajectory(recorded).samples())) == 1
         return len(read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from megarl.explore.agents.openai import text_of
 from megarl.explore.agents.request import (
     Asked,
     BadRequest,
+    Repeated,
     Reply,
     count_field,
     messages_field,
@@ -22,10 +24,10 @@ from megarl.explore.agents.request import (
 REFUSED = ("stop_sequences", "mcp_servers", "thinking")
 
 
-def asked_of(body: Any) -> Asked:
+def asked_of(body: Any, repeated: Repeated) -> Asked:
     """Read a request. ``temperature``, ``top_p`` and ``top_k`` are the job's, whatever the request has.
 
-    Raises BadRequest.
+    ``repeated``: of the messages that the session has read. Raises BadRequest.
     """
     given = messages_field(body)
     for name in REFUSED:
@@ -35,8 +37,7 @@ def asked_of(body: Any) -> Asked:
     if choice not in ("auto", "none"):
         raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
     messages: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
-    for message in given:
-        messages += _messages(message)
+    messages += itertools.chain.from_iterable(repeated.of(given, _messages))
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects_field(body.get("tools"), "tools"))]
     max_tokens = count_field(body, "max_tokens")
     if max_tokens is None:
@@ -98,9 +99,9 @@ def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": value}
 
 
-def _messages(message: Mapping[str, Any]) -> list[Message]:
+def _messages(message: Any) -> list[Message]:
     """One message as those of a chat template: results of tools are messages of their own. Raises BadRequest."""
-    if message.get("role") not in ("user", "assistant"):
+    if object_field(message, "messages[]").get("role") not in ("user", "assistant"):
         raise BadRequest(f"`role` of a message must be user or assistant, got {message.get('role')!r:.40}")
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects_field(content, "content")

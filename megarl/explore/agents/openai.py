@@ -12,6 +12,7 @@ from megarl.explore.agents.request import (
     MAX_N,
     Asked,
     BadRequest,
+    Repeated,
     Reply,
     count_field,
     messages_field,
@@ -27,10 +28,10 @@ REFUSED = ("stop", "logit_bias", "logprobs", "functions", "function_call", "audi
 ZERO = ("frequency_penalty", "presence_penalty")
 
 
-def asked_of(body: Any) -> Asked:
+def asked_of(body: Any, repeated: Repeated) -> Asked:
     """Read a request. ``temperature``, ``top_p`` and ``seed`` are the job's, whatever the request has.
 
-    Raises BadRequest.
+    ``repeated``: of the messages that the session has read. Raises BadRequest.
     """
     messages = messages_field(body)
     for name in REFUSED:
@@ -51,12 +52,12 @@ def asked_of(body: Any) -> Asked:
     if n > MAX_N:
         raise BadRequest(f"`n` must be at most {MAX_N}, got {n}")
     max_tokens = count_field(body, "max_completion_tokens") or count_field(body, "max_tokens")
-    return Asked([message_of(m) for m in messages], () if choice == "none" else tools, n, max_tokens)
+    return Asked(repeated.of(messages, message_of), () if choice == "none" else tools, n, max_tokens)
 
 
-def message_of(message: Mapping[str, Any]) -> Message:
+def message_of(message: Any) -> Message:
     """A message in the form of chat templates. Raises BadRequest."""
-    role = text_field(message.get("role"), "role")
+    role = text_field(object_field(message, "messages[]").get("role"), "role")
     found: Message = {"role": ROLES.get(role, role), "content": text_of(message.get("content"))}
     if calls := objects_field(message.get("tool_calls"), "tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.core.schema import Message
 
+T = TypeVar("T")
 MAX_N = 128
 """Most responses to one request, as OpenAI's."""
 
@@ -41,6 +42,23 @@ class Reply:
     truncated: bool
     prompt_tokens: int
     completion_tokens: int
+
+
+class Repeated:
+    """Values made of the items of a list that grows from request to request: each is made once."""
+
+    def __init__(self) -> None:
+        self._items: Sequence[Any] = ()
+        self._made: list[Any] = []
+
+    def of(self, items: Sequence[Any], make: Callable[[Any], T]) -> list[T]:
+        """Values of ``items``; those of the begin that the last call had too are not made again."""
+        pairs = zip(items, self._items, strict=False)
+        same = next((i for i, (item, before) in enumerate(pairs) if item != before), None)
+        same = min(len(items), len(self._items)) if same is None else same
+        self._made = self._made[:same] + [make(item) for item in items[same:]]
+        self._items = items
+        return self._made
 
 
 SentBack = Callable[[Reply], Message]
@@ -82,12 +100,12 @@ def count_field(body: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def messages_field(body: Any) -> list[dict[str, Any]]:
+def messages_field(body: Any) -> list[Any]:
     """Check that a body has messages, of which the last is not the assistant's. Raises BadRequest."""
-    messages = objects_field(object_field(body, "body").get("messages"), "messages")
-    if not messages:
-        raise BadRequest("`messages` must be a list with at least one message")
-    if messages[-1].get("role") == "assistant":
+    messages = object_field(body, "body").get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest(f"`messages` must be a list with at least one message, got {messages!r:.60}")
+    if object_field(messages[-1], f"messages[{len(messages) - 1}]").get("role") == "assistant":
         raise BadRequest(
             "the last message is the assistant's; a response that has ended cannot be continued while training. Add a "
             "message of the user or of a tool"

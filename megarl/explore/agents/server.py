@@ -12,7 +12,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from megarl.explore.agents import anthropic, openai
-from megarl.explore.agents.request import Asked, BadRequest, Reply, SentBack
+from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack
 from megarl.explore.agents.session import Session
 
 log = logging.getLogger(__name__)
@@ -95,14 +95,14 @@ class AgentServer:
         return web.json_response(anthropic.response_of(reply, number, body))
 
     async def _replies(
-        self, request: web.Request, asked_of: Callable[[Any], Asked], sent_back: SentBack
+        self, request: web.Request, asked_of: Callable[[Any, Repeated], Asked], sent_back: SentBack
     ) -> tuple[dict[str, Any], list[Reply]]:
         """Body of a request and its responses. Raises BadRequest for whatever the body has, before anything is sampled:
         clients repeat a request that got status 500."""
         session = self._session(request)
         try:
             body = json.loads(await request.read())
-            asked = asked_of(body)
+            asked = asked_of(body, session.repeated)
         except ValueError as error:
             raise BadRequest(f"the body is no JSON: {error}") from error
         except RecursionError as error:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.core.errors import DataError
 from megarl.core.schema import Author, Message, Task, Turn
-from megarl.explore.agents.request import Asked, BadRequest, Reply, SentBack
+from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import exceeds, render_turns, turn_ids
@@ -60,6 +60,8 @@ class Session:
         """Digest of a conversation -> index of its last turn."""
         self._last: tuple[list[Message], list[bytes]] = [], []
         """Messages of the last request and the digests of their conversation, which the next one mostly repeats."""
+        self.repeated = Repeated()
+        """Messages of the last request, as a protocol has read them."""
         self._contexts = asyncio.Lock()
         self._open: set[asyncio.Task[list[Reply]]] = set()
         """Requests without a response yet."""

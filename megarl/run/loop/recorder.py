@@ -83,6 +83,10 @@ class Recorder:
         """In the order in which they ended, so that an index stays what it is."""
         self._begun = 0
         """Turns that were begun."""
+        self._ends: list[int] = []
+        """Tokens of the line of turns up to each turn, its own included."""
+        self._context: tuple[int, np.ndarray] = -1, np.empty(0, np.int32)
+        """The last turn that a response was asked after, and the tokens up to it."""
         self._order: list[int] = []
         """Number of each turn in the order in which they were begun."""
         self._task_turn: int | None = None
@@ -142,7 +146,7 @@ class Recorder:
 
     def room_after(self, turn: int) -> int:
         """Tokens that may follow a turn."""
-        return self.limit - sum(len(self.turns[i]) for i in self._line(self._after(turn)))
+        return self.limit - self._ends[self._after(turn)]
 
     def text(self, turn: Turn) -> str:
         """Text of a turn without special tokens."""
@@ -190,16 +194,14 @@ class Recorder:
         if self.turns[after].author == "model":
             raise ValueError("a response follows a response; add a message between them")
         number, self._begun = self._begun, self._begun + 1
-        first, *later = self._line(after)
-        ids = [self.turns[i].token_ids for i in later]
-        images = self._prompt.images if first == self._task_turn else ()
-        # the prompt as it was rendered: the engine expands the placeholders of its images again
-        start = self._prompt.token_ids if images else self.turns[first].token_ids
+        images = self._prompt.images
+        images = images if images and self._line(after)[0] == self._task_turn else ()
+        context = self._with_images(after) if images else self._tokens(after)
         request = SampleRequest(
             self._claim.group_id,
             self._index,
             self._claim.group_size,
-            np.concatenate([start, *ids]) if ids else start,
+            context,
             images,
             self._seed,
             turn=self._asked,
@@ -207,9 +209,8 @@ class Recorder:
         )
         self._asked += 1
         completion = await self._gatherer.sample(request)
-        if completion.prompt_ids is not None:  # the prompt with its images' placeholders expanded, and what came later
-            end = len(completion.prompt_ids) - sum(map(len, ids))
-            self.turns[first] = replace(self.turns[first], token_ids=completion.prompt_ids[:end])
+        if completion.prompt_ids is not None and self._task_turn is not None:
+            self._expand(self._task_turn, completion.prompt_ids, len(context) - len(self._prompt.token_ids))
         return self._add(_model_turn(completion, self._claim.version), after, number=number)
 
     def _after(self, turn: int) -> int:
@@ -222,6 +223,30 @@ class Recorder:
             line.append(before)
         return line[::-1]
 
+    def _tokens(self, last: int) -> np.ndarray:
+        """int32 [T]; tokens up to a turn. What the last call returned is not put together again."""
+        turn, parts = last, list[np.ndarray]()
+        while turn >= 0 and turn != self._context[0]:
+            parts.append(self.turns[turn].token_ids)
+            turn = self.turns[turn].follows
+        if turn >= 0:
+            parts.append(self._context[1])
+        self._context = last, np.concatenate(parts[::-1])
+        return self._context[1]
+
+    def _with_images(self, last: int) -> np.ndarray:
+        """int32 [T]; as ``_tokens``, with the task's prompt as it was rendered: the engine expands the placeholders of
+        its images again."""
+        later = self._line(last)[1:]
+        return np.concatenate([self._prompt.token_ids, *(self.turns[i].token_ids for i in later)])
+
+    def _expand(self, turn: int, token_ids: np.ndarray, later: int) -> None:
+        """Take the task's prompt with its images' placeholders expanded; ``later`` tokens came after it."""
+        prompt = token_ids[: len(token_ids) - later]
+        self.turns[turn] = replace(self.turns[turn], token_ids=prompt)
+        for i, one in enumerate(self.turns):
+            self._ends[i] = len(one) + (self._ends[one.follows] if one.follows >= 0 else 0)
+
     def last_of_model(self) -> Turn:
         """The model's turn that was begun last."""
         return self.turns[max((n, i) for i, n in enumerate(self._order) if self.turns[i].author == "model")[1]]
@@ -231,6 +256,7 @@ class Recorder:
         if number is None:
             number, self._begun = self._begun, self._begun + 1
         self._order.append(number)
+        self._ends.append(len(turn) + (self._ends[follows] if follows >= 0 else 0))
         if opened:
             self._opened.add(len(self.turns))
         self.turns.append(turn)
