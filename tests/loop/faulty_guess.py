@@ -8,23 +8,10 @@ from typing import Any
 from megarl.core.schema import Task
 from megarl.explore.environments import Observation
 from megarl.explore.environments.guess import Guess
+from tests.loop.fault_kinds import EXCEPTIONS
 
 KINDS = (
-    OSError("no such server"),
-    ConnectionResetError("the server is gone"),
-    TimeoutError("no reply"),
-    BrokenPipeError(),
-    ValueError("surrogate \ud800"),
-    KeyError("state"),
-    MemoryError(),
-    RecursionError(),
-    StopIteration(),
-    StopAsyncIteration(),
-    GeneratorExit(),
-    SystemExit(3),
-    KeyboardInterrupt(),
-    AssertionError("x" * 100_000),
-    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+    *EXCEPTIONS,
     None,  # a step that returns nothing
     0.0,  # a step that returns a reward alone
     "text",  # an observation whose text is none

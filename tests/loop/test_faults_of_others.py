@@ -1,0 +1,110 @@
+"""Jobs of whose calls every fifth fails, each in 20 ways, train the same model as one without faults.
+
+Faults of environments, agents, workflows and verifiers; failed trajectories begin again, failed verdicts too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.explore.store import Store
+from tests.loop import faulty_agent, faulty_guess, faulty_verifier, faulty_workflow
+from tests.system.jobs import START_S, Job
+
+pytestmark = pytest.mark.timeout(6 * START_S)
+STEPS, TASKS = 3, 16
+SETTINGS = (
+    "experiment=guess",
+    f"trainer.steps={STEPS}",
+    f"trainer.tasks_per_step={TASKS}",
+    "trainer.updates_per_step=2",
+    "trainer.eval_interval=3",
+    "trainer.warm_start.steps=20",
+    "taskset.train_size=100",
+    "taskset.eval_size=20",
+    "taskset.warm_start_size=1000",
+    "rollout.retries=10",
+)
+FAULTY = {
+    "environment": (f"rollout.environment={faulty_guess.__file__}",),
+    "agent": ("rollout.workflow=agent", f"rollout.agent={faulty_agent.__file__}", "rollout.agent_rewards=true"),
+    "workflow": (
+        f"rollout.workflow={faulty_workflow.__file__}",
+        f"reward.path={faulty_verifier.__file__}",
+        "reward.timeout_s=2",
+        "reward.retries=3",
+    ),
+}
+KINDS = {"environment": faulty_guess, "agent": faulty_agent, "workflow": faulty_workflow}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """A job without faults, and those with; two at a time."""
+    root = tmp_path_factory.mktemp("faults")
+    (root / "verdicts").mkdir()
+    os.environ["MEGARL_TEST_FAULTS"] = str(root / "verdicts")
+    jobs = {name: Job(root / name, (*SETTINGS, *more)) for name, more in {"whole": (), **FAULTY}.items()}
+    try:
+        for pair in (("whole", "environment"), ("agent", "workflow")):
+            for name in pair:
+                jobs[name].start()
+            for name in pair:
+                assert jobs[name].wait(2 * START_S) == 0, jobs[name].output.read_text()
+        yield {name: job.run_dir for name, job in jobs.items()}
+    finally:
+        del os.environ["MEGARL_TEST_FAULTS"]
+        for job in jobs.values():
+            job.clean_up()
+
+
+def steps(run_dir: Path) -> list[dict[str, float]]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "actor/pg_loss" in record]
+
+
+@pytest.mark.parametrize("name", ["whole", *FAULTY])
+def test_no_episode_is_lost_and_none_trained_without_a_verdict(runs: dict[str, Path], name: str) -> None:
+    records = steps(runs[name])
+    restarts = sum(record["rollout/restarts"] for record in records)
+    assert restarts == 0 if name == "whole" else restarts > 0.2 * STEPS * TASKS * 8
+    for record in records:
+        assert record["ends/finished"] == TASKS * 8 and record["reward/dropped_groups"] == 0
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_every_kind_of_fault_has_happened(runs: dict[str, Path], name: str) -> None:
+    [log] = (runs[name] / "logs").rglob("explorer.log")
+    text = log.read_text()
+    module: Any = KINDS[name]
+    assert len(module.KINDS) >= 20
+    for kind in module.KINDS:
+        words = type(kind).__name__ if isinstance(kind, BaseException) else module.WORDS[kind]
+        assert words in text, kind
+
+
+def test_every_kind_of_fault_of_a_verifier_has_happened(runs: dict[str, Path]) -> None:
+    marks = {path.name for path in (runs["workflow"].parent / "verdicts").glob("kind_*")}
+    assert len(faulty_verifier.KINDS) >= 20 and marks == {f"kind_{i}" for i in range(len(faulty_verifier.KINDS))}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_the_model_has_the_same_bits(runs: dict[str, Path], name: str) -> None:
+    both = runs["whole"], runs[name]
+    stores = [Store(f"sqlite:///{run}/store.db", read_only=True) for run in both]
+    for step in range(STEPS):
+        turns = [
+            [[turn.token_ids.tolist() for turn in e.turns] for e in store.trajectories(f"train-{step:06d}")]
+            for store in stores
+        ]
+        assert turns[0] == turns[1] and len(turns[0]) == TASKS * 8
+    for store in stores:
+        store.close()
+    first, second = ((run / "hf" / "model.safetensors").read_bytes() for run in both)
+    assert first == second
