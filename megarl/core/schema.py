@@ -187,6 +187,8 @@ class TrainingSample(NamedTuple):
     """bool [R]; True for tokens that the model wrote and that no earlier sample of the trajectory trains."""
     engine_logp: np.ndarray
     """float32 [R]; 0 where the mask is False."""
+    finish_reason: FinishReason
+    """Reason why the last turn ended."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +238,13 @@ class Trajectory:
         return reason
 
     @property
+    def truncated(self) -> bool:
+        """True if a limit cut any turn of the model, or ended the trajectory."""
+        return self.cause is End.TRUNCATED or any(
+            turn.finish_reason == "length" for turn in self.turns if turn.author == "model"
+        )
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of the first turn."""
         return len(self.prompt)
@@ -250,31 +259,48 @@ class Trajectory:
 
         Lines that share turns of the model train them once, in the first. Usually there is one line.
         """
+        for line, new in self._trained():
+            before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
+            yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after])
+
+    @property
+    def num_samples(self) -> int:
+        """Number of ``samples``."""
+        return sum(1 for _ in self._trained())
+
+    def answered(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return int32 [P] and [R]: the context of the model's last turn, and that turn."""
+        last = max(i for i, turn in enumerate(self.turns) if turn.author == "model")
+        *before, response = (self.turns[i].token_ids for i in self._line(last))
+        return _joined(before), response
+
+    def _trained(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield each line of turns that has turns to train, and those turns."""
         trained: set[int] = set()
-        for line in self._lines():
+        followed = {turn.follows for turn in self.turns}
+        for line in (self._line(last) for last in range(len(self.turns)) if last not in followed):
             new = [i for i in line if self.turns[i].author == "model" and i not in trained]
             if new:
-                before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
-                yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after])
+                yield line, new
                 trained.update(new)
 
-    def _lines(self) -> Iterator[list[int]]:
-        followed = {turn.follows for turn in self.turns}
-        for last in range(len(self.turns)):
-            if last not in followed:
-                line = [last]
-                while (before := self.turns[line[-1]].follows) >= 0:
-                    line.append(before)
-                yield line[::-1]
+    def _line(self, last: int) -> list[int]:
+        """Return the turns from a first one to ``last``."""
+        line = [last]
+        while (before := self.turns[line[-1]].follows) >= 0:
+            line.append(before)
+        return line[::-1]
 
 
 def _sample(prompt: Sequence[Turn], response: Sequence[tuple[Turn, bool]]) -> TrainingSample:
-    logp = [turn.logp if new else None for turn, new in response]
+    logp, reason = [turn.logp if new else None for turn, new in response], response[-1][0].finish_reason
+    assert reason is not None, "every turn of a model ended for a reason"
     return TrainingSample(
         _joined([turn.token_ids for turn in prompt]),
         _joined([turn.token_ids for turn, _ in response]),
         _joined([np.full(len(turn), new) for turn, new in response]),
         _joined([np.zeros(len(t), np.float32) if p is None else p for (t, _), p in zip(response, logp, strict=True)]),
+        reason,
     )
 
 
@@ -292,7 +318,7 @@ class Outcome:
     prompt_length: int
     response_length: int
     reward: Reward
-    finish_reason: FinishReason
+    truncated: bool
     group_stats: GroupStats | None
     greedy: Outcome | None
 
@@ -307,7 +333,7 @@ class Outcome:
             t.prompt_length,
             t.response_length,
             t.reward,
-            t.finish_reason,
+            t.truncated,
             t.group_stats,
             greedy,
         )

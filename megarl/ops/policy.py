@@ -77,6 +77,7 @@ def policy_loss(
     entropy_coef: float = 0.0,
     aggregation: Literal["sum", "seq_mean"] = "sum",
     scale: float = 1.0,
+    row_weight: torch.Tensor | None = None,
 ) -> PolicyLoss:
     """The loss of the file's head. Gradients are what autograd gives the plain formulas, at the clip bounds too.
 
@@ -92,6 +93,7 @@ def policy_loss(
             has.
         dual_clip: above 1 and finite, ppo_clip only.
         scale: finite, multiplies every weight: 1 / aggregation length, 1 / global denominator.
+        row_weight: float64 [N], finite, multiplies the weights of a row's tokens; None for ones.
 
     Raises:
         TypeError, ValueError: naming the argument that does not fit.
@@ -101,13 +103,15 @@ def policy_loss(
             logp, old_logp, advantages, cu_seqlens, mask=mask, entropy=entropy, ref_logp=ref_logp, is_weight=is_weight,
             importance=importance, objective=objective, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
             kl=kl, kl_coef=kl_coef, entropy_coef=entropy_coef, aggregation=aggregation, scale=scale,
+            row_weight=row_weight,
         )  # fmt: skip
     settings = (
         importance, objective, kl, aggregation, clip_low, clip_high, dual_clip, kl_coef, entropy_coef, scale,
     )  # fmt: skip
     offsets = _check(logp, entropy, old_logp, advantages, cu_seqlens, mask, ref_logp, is_weight, *settings)
+    _check_row_weight(row_weight, offsets)
     given = (old_logp, advantages, offsets, mask, None if kl is None else ref_logp, is_weight)
-    total, sums = _Policy.apply(logp, entropy, given, settings)
+    total, sums = _Policy.apply(logp, entropy, given, settings, row_weight)
     return PolicyLoss(total, PolicySums(*sums.unbind(0)))
 
 
@@ -131,6 +135,7 @@ def policy_loss_reference(
     entropy_coef: float = 0.0,
     aggregation: Literal["sum", "seq_mean"] = "sum",
     scale: float = 1.0,
+    row_weight: torch.Tensor | None = None,
 ) -> PolicyLoss:
     """Reference for :func:`policy_loss`, from plain torch operations and autograd; float32 or float64."""
     offsets = _check(
@@ -155,6 +160,7 @@ def policy_loss_reference(
         dtypes=checks.REFERENCE,
     )
     checks.rising("cu_seqlens", offsets, logp.shape[0])
+    _check_row_weight(row_weight, offsets)
     keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     rows = offsets.numel() - 1
     row = torch.repeat_interleave(offsets.diff(), output_size=logp.numel())
@@ -192,6 +198,8 @@ def policy_loss_reference(
     weights = keep.double() * scale
     if aggregation == "seq_mean":
         weights = weights / lengths[row]
+    if row_weight is not None:
+        weights = weights * row_weight[row]
     total = pg = (weights * surrogate).sum()
     kl_sum = entropy_sum = torch.zeros_like(pg)
     if kl is not None and ref_logp is not None:
@@ -310,9 +318,19 @@ def policy_rows(
 class _Policy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logp: torch.Tensor, entropy: torch.Tensor | None, given: tuple[Any, ...], settings: tuple[Any, ...]
+        ctx: Any,
+        logp: torch.Tensor,
+        entropy: torch.Tensor | None,
+        given: tuple[Any, ...],
+        settings: tuple[Any, ...],
+        row_weight: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grad_logp, grad_entropy, rows = policy_rows(logp, entropy, *given, *settings)
+        if row_weight is not None:
+            rows[:, :3] *= row_weight[:, None]  # pg, kl, entropy
+            each = row_weight.repeat_interleave(given[2].diff(), output_size=logp.shape[0])
+            grad_logp = (grad_logp * each).to(grad_logp.dtype)
+            grad_entropy = (grad_entropy * each).to(grad_entropy.dtype) if grad_entropy.numel() else grad_entropy
         kl_coef, entropy_coef = settings[-3:-1]
         sums = rows.sum(0)
         total = sums[0]
@@ -331,7 +349,15 @@ class _Policy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         grad_logp, grad_entropy = ctx.saved_tensors
         by_entropy = grad_total * grad_entropy if ctx.entropy_counts else None
-        return grad_total * grad_logp, by_entropy, None, None
+        return grad_total * grad_logp, by_entropy, None, None, None
+
+
+def _check_row_weight(row_weight: torch.Tensor | None, offsets: torch.Tensor) -> None:
+    if row_weight is not None and (row_weight.dtype, row_weight.shape) != (torch.float64, offsets.diff().shape):
+        raise ValueError(
+            f"row_weight must be float64 [{offsets.numel() - 1}], one for each row, got {row_weight.dtype} "
+            f"{list(row_weight.shape)}"
+        )
 
 
 def _check(

@@ -25,7 +25,7 @@ from megarl.learn.algorithms.terms.token_rewards import whitened
 from tests.native import backends
 
 NAMES = ("ppo", "reinforce_pp", "remax")
-REWARD_KL = KLConfig(0.0, "k1", "reward")
+REWARD_KL = KLConfig(0.3, "k1", "reward")
 
 
 @pytest.fixture(params=["cpu double", "torch"], ids=["kernels", "torch"], autouse=True)
@@ -34,7 +34,7 @@ def _backend(request):
         yield
 
 
-def make_step(seed: int, lengths: tuple[int, ...] = (6, 3, 9, 4, 5), cut: bool = True, coef: float = 0.3) -> StepInput:
+def make_step(seed: int, lengths: tuple[int, ...] = (6, 3, 9, 4, 5), cut: bool = True) -> StepInput:
     """Prompts of one position or more, tokens masked out in the middle, one sequence without any token in the loss."""
     g = torch.Generator().manual_seed(seed)
     n, total = len(lengths), sum(lengths)
@@ -55,7 +55,6 @@ def make_step(seed: int, lengths: tuple[int, ...] = (6, 3, 9, 4, 5), cut: bool =
         values=noise(),
         bootstrap=bootstrap,
         greedy=noise(n),
-        kl_coef=coef,
     )
 
 
@@ -69,7 +68,7 @@ def by_hand(name: str, step: StepInput, c: AlgorithmConfig) -> tuple[list[float]
     advantages, returns = [0.0] * len(step.mask), [0.0] * len(step.mask)
     for i, (start, end) in enumerate(itertools.pairwise(step.cu_seqlens.tolist())):
         kept = [t for t in range(start, end) if step.mask[t]]
-        r = [-step.kl_coef * penalty(step, t, c.kl.estimator) if c.kl.place == "reward" else 0.0 for t in kept]
+        r = [-c.kl.coef * penalty(step, t, c.kl.estimator) if c.kl.place == "reward" else 0.0 for t in kept]
         if kept:
             r[-1] += float(step.rewards[i])
         for k, t in enumerate(kept):
@@ -248,7 +247,7 @@ def test_remax_and_reinforce_pp_golden() -> None:
     ).advantages.tolist() == [0, 0, 0]
     # KL 1 on the first token, coefficient 0.5: returns 0.5 and 1.
     t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
-    step = dataclasses.replace(one_response(1.0, [0, 0], ref_logp=t(-1, 0, math.nan)), kl_coef=0.5)
+    step = one_response(1.0, [0, 0], ref_logp=t(-1, 0, math.nan))
     in_reward = PPOConfig(kl=KLConfig(0.5, "k1", "reward"))
     assert algorithms.get("remax").step_advantages(step, in_reward).advantages.tolist() == [0.5, 1.0, 0.0]
     half = math.sqrt(0.5)
@@ -285,7 +284,7 @@ def test_a_coefficient_of_zero_asks_for_no_reference() -> None:
             AlgorithmConfig(kl=KLConfig(0.0))
         )
     assert algorithms.get("dpo").has_reference(AlgorithmConfig(kl=KLConfig(0.0)))
-    step = dataclasses.replace(make_step(3, coef=0.0), ref_logp=None)
+    step = dataclasses.replace(make_step(3), ref_logp=None)
     algorithms.get("ppo").step_advantages(step, PPOConfig(name="ppo", kl=KLConfig(0.0, "k1", "reward")))
 
 
@@ -428,21 +427,20 @@ def test_kl_estimates() -> None:
 def test_adaptive_coefficient() -> None:
     """verl's: target 0.1, horizon 1000, 100 responses."""
     config = KLConfig(0.2, target=0.1, horizon=1000)
-    assert kl.adapted(0.2, 0.1, 100, config) == 0.2
-    assert kl.adapted(0.2, 0.11, 100, config) == pytest.approx(0.2 * 1.01)
-    assert kl.adapted(0.2, 5.0, 100, config) == pytest.approx(0.2 * 1.02)
-    assert kl.adapted(0.2, -5.0, 100, config) == pytest.approx(0.2 * 0.98)
-    assert kl.adapted(0.2, math.nan, 100, config) == 0.2
-    assert kl.adapted(0.2, 5.0, 10**9, KLConfig(0.2)) == 0.2
+    assert kl.adapted(0.1, 100, config) == 0.2
+    assert kl.adapted(0.11, 100, config) == pytest.approx(0.2 * 1.01)
+    assert kl.adapted(5.0, 100, config) == pytest.approx(0.2 * 1.02)
+    assert kl.adapted(-5.0, 100, config) == pytest.approx(0.2 * 0.98)
+    assert kl.adapted(math.nan, 100, config) == 0.2
+    assert kl.adapted(5.0, 10**9, KLConfig(0.2)) == 0.2
     with pytest.raises(ConfigError, match=r"algorithm.kl.horizon=1000.*5000 responses.*above 1000"):
-        kl.adapted(0.2, 0.0, 5000, config)
+        kl.adapted(0.0, 5000, config)
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(-10, 10), max_size=200), st.floats(1e-4, 10), st.integers(1, 4999))
 def test_the_coefficient_stays_above_zero_and_follows_the_error(kls: list[float], coef: float, responses: int) -> None:
-    config = KLConfig(coef, target=0.5, horizon=1000)
     for each in kls:
-        after = kl.adapted(coef, each, responses, config)
+        after = kl.adapted(each, responses, KLConfig(coef, target=0.5, horizon=1000))
         assert after > 0 and (after > coef) == (each > 0.5) or math.isclose(after, coef)
         coef = max(after, 1e-200)

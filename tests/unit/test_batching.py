@@ -27,7 +27,7 @@ def sequences(lengths: list[int]) -> Sequences:
 
 def sample(prompt: list[int], response: list[int], mask: list[bool]) -> TrainingSample:
     ids = np.array(response, dtype=np.int32)
-    return TrainingSample(np.array(prompt, dtype=np.int32), ids, np.array(mask), -ids.astype(np.float32))
+    return TrainingSample(np.array(prompt, dtype=np.int32), ids, np.array(mask), -ids.astype(np.float32), "stop")
 
 
 def test_values_sit_where_their_token_is_predicted() -> None:

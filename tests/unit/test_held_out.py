@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,15 @@ import pytest
 
 from megarl.core.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.experience.held_out import pass_at, right_answers, sampled_metrics, sizes, standard_error
+from megarl.explore.experience.held_out import (
+    TaskScores,
+    pass_at,
+    right_answers,
+    sampled_metrics,
+    sizes,
+    source_metrics,
+    standard_error,
+)
 from megarl.explore.store import Store
 from megarl.run.loop.context import RunContext
 from megarl.run.loop.evaluation import Evaluation
@@ -55,7 +65,12 @@ def test_ks_are_verls() -> None:
 
 
 def test_metrics_of_two_sources() -> None:
-    found = sampled_metrics(np.array([4, 0, 2]), 4, ["a", "a", "b/c"])
+    right, sources = np.array([4, 0, 2]), ["a", "a", "b/c"]
+    scores = TaskScores(np.array([3.0, 1.0, 2.0]), np.array([4, 0, 3]), True)
+    found = source_metrics(right, scores, 4, sources)
+    assert found.pop("val/score") == 6 / 7
+    assert [found.pop(f"val-core/{source}/reward/mean@4") for source in ("a", "b/c")] == [1.0, 2 / 3]
+    found |= sampled_metrics(right, 4, sources)
     assert set(found) == {
         *("val/accuracy_se", "val/pass@2", "val/pass@2_se", "val/pass@4", "val/pass@4_se"),
         *(
@@ -86,7 +101,8 @@ VERSION = WeightsVersion(1, 1)
 TASKS = [Task(f"t{i}", "sums", ({"role": "user", "content": str(i)},), "", {"ground_truth": "1"}) for i in range(5)]
 
 
-def answered(claim: Any, index: int, right: bool) -> Trajectory:
+def answered(claim: Any, index: int, found: int | Reward) -> Trajectory:
+    right = isinstance(found, int) and index < found
     return Trajectory(
         rollout_id=claim.rollout_id,
         task_id=claim.task.task_id,
@@ -94,15 +110,20 @@ def answered(claim: Any, index: int, right: bool) -> Trajectory:
         index=index,
         group_size=claim.group_size,
         turns=one_turn([0] * 3, [1] * 2),
-        reward=Reward(float(right), "ok" if right else "wrong"),
+        reward=found if isinstance(found, Reward) else Reward(float(right), "ok" if right else "wrong"),
     )
 
 
 class Evaluated:
-    """An evaluation whose rollouts have ``right[i]`` right answers to task i, and what it left."""
+    """An evaluation whose rollouts have ``right[i]`` right answers to task i, or that reward, and what it left."""
 
     def __init__(
-        self, path: Path, config: EvaluationConfig, right: list[int], monkeypatch: pytest.MonkeyPatch, step: int = 20
+        self,
+        path: Path,
+        config: EvaluationConfig,
+        right: Sequence[int | Reward],
+        monkeypatch: pytest.MonkeyPatch,
+        step: int = 20,
     ) -> None:
         self.store = Store(f"sqlite:///{path}/store.db")
         self.store.add_tasks("eval", TASKS)
@@ -122,7 +143,7 @@ class Evaluated:
         def wait(rollout_id: str, label: str, *, updated: bool = False) -> bool:
             for claim in self.store.claim_groups("w", 100):
                 self.sampling, found = claim.sampling, right[int(claim.task.task_id[1:])]
-                assert self.store.put(claim, [answered(claim, j, j < found) for j in range(claim.group_size)])
+                assert self.store.put(claim, [answered(claim, j, found) for j in range(claim.group_size)])
                 record_evaluations(self.store, "w", claim.rollout_id)
             assert self.store.is_complete(rollout_id)
             return True
@@ -136,9 +157,29 @@ def test_by_default_one_greedy_answer_under_the_names_there_were(
 ) -> None:
     found = Evaluated(tmp_path, EvaluationConfig(), [1, 0, 1, 0, 1], monkeypatch)
     assert found.sampling == {"temperature": 0.0, "max_tokens": 9}
-    assert found.metrics == {"val/accuracy": 0.6, "val/error_rate": 0.0}
+    assert found.metrics == {
+        "val/accuracy": 0.6,
+        "val/error_rate": 0.0,
+        "val/score": 0.6,
+        "val-core/sums/acc/mean@1": 0.6,
+        "val-core/sums/reward/mean@1": 0.6,
+    }
     assert found.lines == ["held-out accuracy at step 20: 60.0% (3 of 5 tasks, greedy)"]
     assert found.event["accuracy"] == 0.6 and found.event["standard_error"] == pytest.approx(np.sqrt(0.6 * 0.4 / 4))
+
+
+def test_graded_rewards_have_their_mean_beside_the_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is right, and yet responses differ; one without a verdict is in no mean."""
+    rewards = [Reward(s, "wrong") for s in (0.5, 0.25, 0.75, 0.5)] + [Reward(math.nan, "error")]
+    found = Evaluated(tmp_path, EvaluationConfig(), rewards, monkeypatch)
+    assert (found.metrics["val/accuracy"], found.metrics["val/error_rate"]) == (0.0, 0.2)
+    assert found.metrics["val/score"] == found.metrics["val-core/sums/reward/mean@1"] == 0.5
+    assert found.event["score"] == 0.5 and found.event["graded"]
+    assert found.lines == [
+        "held-out accuracy at step 20: 0.0% ± 0.0% (0 of 5 tasks, greedy), mean score 0.500; 1 without a verdict"
+    ] or found.lines == [
+        "held-out accuracy at step 20: 0.0% (0 of 5 tasks, greedy), mean score 0.500; 1 without a verdict"
+    ]
 
 
 def test_several_answers_have_means_pass_at_k_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

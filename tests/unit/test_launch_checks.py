@@ -185,7 +185,8 @@ from megarl.learn.algorithms import Algorithm, Loss, terms
 def advantage(reward, stats, config):
     return reward - stats.mean
 def loss(batch, config):
-    weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, dtype=batch.logp.dtype)
+    mask, row, rows, share = batch.mask, batch.row, batch.num_rows, batch.share
+    weights = terms.token_weights(mask, row, rows, config, share=share, dtype=batch.logp.dtype)
     return Loss(-(weights * batch.advantages * batch.logp).sum(), {})
 ALGORITHM = Algorithm(
     name="own", source="", roles=frozenset({"actor"}), needs=frozenset({"advantages"}), advantage=advantage,
@@ -215,7 +216,7 @@ def test_algorithm_of_ones_own(prepared: Path, tmp_path: Path) -> None:
         ("advantage=advantage", "advantage=None", ["ALGORITHM.advantage must be a function"]),
         ('{"advantages"}', '{"value"}', ["ALGORITHM.needs has value;", "old_logp"]),
         ('{"actor"}', '{"judge"}', ["ALGORITHM.roles has judge", "critic"]),
-        ('{"advantages"}', "set()", ["TypeError", "own.py:7"]),
+        ('{"advantages"}', "set()", ["TypeError", "own.py:8"]),
         ("stats.mean", "stats.meen", ["AttributeError", "meen", "own.py:4"]),
         ("reward - stats.mean", "None", ["two finite numbers"]),
         ("batch.logp)", "batch.logp.detach())", ["depends on logp"]),

@@ -19,7 +19,8 @@ from megarl.learn.algorithms import Algorithm, Loss, terms
 def count(mask, row, num_rows, config, expert):
     return terms.denominator(mask, row, num_rows, config)
 def loss(batch, config):
-    weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, dtype=batch.logp.dtype)
+    mask, row, rows, share = batch.mask, batch.row, batch.num_rows, batch.share
+    weights = terms.token_weights(mask, row, rows, config, share=share, dtype=batch.logp.dtype)
     return Loss(-(weights * batch.logp).sum(), {})
 ALGORITHM = Algorithm(
     name="imitate", source="", roles=frozenset({"actor"}), needs=frozenset({"advantages", "expert"}),

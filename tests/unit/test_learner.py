@@ -16,6 +16,7 @@ from megarl.core.config.schema import Config, CriticConfig, ParallelConfig, Roll
 from megarl.core.schema import FinishReason, Reward, Trajectory
 from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
+from megarl.learn.algorithms import Estimate, StepInput
 from megarl.learn.batching import Sequences, micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
@@ -38,17 +39,15 @@ def learner_of(
     return Learner(config, algorithm, models, updates, ranks)
 
 
-def batch(reasons: tuple[str, ...] = ("stop", "length")) -> StepBatch:
+def batch(reasons: tuple[FinishReason, ...] = ("stop", "length")) -> StepBatch:
     lengths = torch.tensor([4, 5])
     mask = torch.tensor([False, True, True, False, False, True, True, True, False])
     values = torch.arange(9.0)
     sequences = Sequences(
         torch.arange(9), lengths, mask, old_logp=torch.full((9,), -1.0), ref_logp=torch.full((9,), -1.5), values=values
     )
-    outcomes: list[Any] = [
-        SimpleNamespace(reward=SimpleNamespace(score=1.0), group_stats=None, finish_reason=r) for r in reasons
-    ]
-    return StepBatch(outcomes, outcomes, sequences, [])
+    outcomes: list[Any] = [SimpleNamespace(reward=SimpleNamespace(score=1.0), group_stats=None) for _ in reasons]
+    return StepBatch(outcomes, outcomes, sequences, [], list(reasons))
 
 
 @pytest.mark.parametrize(("step", "moves"), [(0, False), (1, False), (2, True)])
@@ -70,10 +69,25 @@ def test_without_a_target_the_coefficient_is_the_setting() -> None:
     assert kl_coef(TrainState(), KLConfig(0.1, target=0.01)) == 0.1
 
 
+def test_the_estimate_reads_the_adapted_coefficient_in_its_settings() -> None:
+    """As the loss does: there is no other place to read it."""
+    config = PPOConfig(name="ppo", kl=KLConfig(0.1, "k1", "reward", target=0.01, horizon=10))
+    seen: list[float] = []
+
+    def estimate(step: StepInput, settings: AlgorithmConfig) -> Estimate:
+        seen.append(settings.kl.coef)
+        return Estimate(torch.zeros(9), torch.zeros(9), {})
+
+    learner = learner_of(Config(algorithm=config), estimate=estimate)
+    state = TrainState(kl_coef=0.37)
+    learner.estimate(state, batch())
+    assert seen == [0.37] == [learner.settings(state).kl.coef]
+
+
 def test_what_stands_behind_a_cut_answer() -> None:
     ppo = algorithms.get("ppo")
-    assert step_input(batch(), ppo, PPOConfig(), 0.1).bootstrap is None
-    found = step_input(batch(), ppo, PPOConfig(bootstrap_truncated=True), 0.1).bootstrap
+    assert step_input(batch(), ppo, PPOConfig()).bootstrap is None
+    found = step_input(batch(), ppo, PPOConfig(bootstrap_truncated=True)).bootstrap
     assert found is not None and found.tolist() == [0.0, 8.0]
 
 

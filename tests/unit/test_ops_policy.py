@@ -87,11 +87,14 @@ lengths_of_rows = st.lists(st.one_of(st.integers(0, 12), st.integers(250, 270)),
     lengths=lengths_of_rows,
     variant=variants,
     without=st.sets(st.sampled_from(["mask", "is_weight"])),
+    weighted=st.booleans(),
 )
-def test_against_autograd_in_float64(backend, seed, lengths, variant, without):
+def test_against_autograd_in_float64(backend, seed, lengths, variant, without, weighted):
     # Sequence products are spread over orders of magnitude by long rows; relative error is that of their exponent.
     arguments = packed(seed, lengths, sigma=0.01 if variant["importance"] == "sequence_product" else 0.3)
     arguments |= dict.fromkeys(without)
+    if weighted:
+        variant["row_weight"] = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64)
     with backends.on(backend):
         got = evaluate(ops.policy_loss, arguments, **variant)
     want = exact(arguments, **variant)
@@ -563,3 +566,11 @@ def test_the_registered_op_and_the_twin_check_too(change, error, text):
             ops.policy_loss(**arguments)
     finally:
         ops.use("megarl")
+
+
+@pytest.mark.parametrize("function", [ops.policy_loss, policy.policy_loss_reference])
+@pytest.mark.parametrize("weight", [torch.ones(2), torch.ones(3, dtype=torch.float64)])
+def test_weights_of_rows_must_fit(function, weight):
+    arguments = packed(0, [2, 1])
+    with pytest.raises(ValueError, match=r"row_weight must be float64 \[2\], one for each row, got"):
+        function(**arguments, clip_low=0.2, clip_high=0.2, row_weight=weight)

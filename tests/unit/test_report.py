@@ -264,6 +264,18 @@ def test_summary(run_dir: Path) -> None:
         assert str(run_dir / name) in text
 
 
+def test_graded_scores_are_shown_beside_the_accuracy(run_dir: Path) -> None:
+    store = Store(f"sqlite:///{run_dir}/store.db")
+    [event] = [e["data"] for e in store.events("evaluation") if e["data"]["step"] == 0]
+    store.record_event("trainer", "evaluation", event | {"score": 0.48, "graded": True})
+    store.close()
+    text = summary(run_dir)
+    assert re.search(r"accuracy +right +of +mean score\n", text)
+    assert re.search(r"before +45\.0% +18 +40 +0\.480\n", text) and re.search(r"after .* —\n", text)
+    page = Page(write_report(run_dir).read_text()).text
+    assert "mean score" in page and "0.480" in page
+
+
 def test_samples_do_not_know_the_outcome(run_dir: Path) -> None:
     run = load(run_dir)
     assert [s.ground_truth for s in run.samples] == [str(8 * i) for i in range(10)]

@@ -59,6 +59,27 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert sorted(path.name for path in folder.iterdir()) == ["damaged_global_step_4", "global_step_2", LATEST]
 
 
+@pytest.mark.parametrize("step", [7, 0, 9])
+def test_a_step_that_differs_from_the_folder_gives_way_to_the_checkpoint_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, step: int
+) -> None:
+    """One flipped bit: the steps behind it would be trained again, or left out."""
+    before, newest = (finished_checkpoint(tmp_path, step=n) for n in (4, 8))
+    manifest = newest / "state.json"
+    manifest.write_text(manifest.read_text().replace('"step": 8', f'"step": {step}'))
+    set_aside_damaged(tmp_path, digests=False)
+    [line] = [text for text in logged(caplog) if "lists no files" not in text]
+    assert f"{newest} is damaged" in line and f"its step is {step}, its folder is global_step_8" in line
+    assert f"goes on from {before}" in line and latest(tmp_path / "checkpoints") == before
+
+
+def test_an_only_checkpoint_of_another_step_is_refused(tmp_path: Path) -> None:
+    manifest = finished_checkpoint(tmp_path, step=8) / "state.json"
+    manifest.write_text(manifest.read_text().replace('"step": 8', '"step": 0'))
+    with pytest.raises(CheckpointError, match="no checkpoint can be read: .*its step is 0, its folder is"):
+        set_aside_damaged(tmp_path)
+
+
 def test_what_was_set_aside_before_is_kept(tmp_path: Path) -> None:
     finished_checkpoint(tmp_path, step=2)
     for _ in range(3):
@@ -93,7 +114,7 @@ def test_a_stop_ends_the_check_of_digests(tmp_path: Path) -> None:
     did not end."""
     newest = finished_checkpoint(tmp_path)
     files = fingerprints(newest, [path for path in newest.rglob("*") if path.is_file() and path.name != "state.json"])
-    write_manifest(newest, {"phase": "rl", "step": 1}, {}, files)
+    write_manifest(newest, {"phase": "rl", "step": 2}, {}, files)
     with pytest.raises(JobError, match=f"asked to stop while {newest}/.* was compared"):
         set_aside_damaged(tmp_path, stopping=lambda: True)
     assert newest.is_dir()

@@ -273,6 +273,15 @@ def test_overlong_answers_lose_reward_before_the_statistics() -> None:
     assert all(e.reward.score == 1.0 and e.reward.parts == {} for e in unshaped)
 
 
+def test_the_length_of_several_turns_is_that_of_the_last() -> None:
+    """Each response has the limit for itself: five tokens and five more are not ten."""
+    prompt, response = one_turn([1, 2], [4] * 5)
+    turns = (prompt, response, replace(prompt, follows=1), replace(response, follows=2))
+    config = RewardConfig(overlong_buffer=4, overlong_penalty=2.0)
+    [found] = verify([make("a", 0, 1.0, 1, turns=turns)], config, vocab_size=VOCAB, max_response_tokens=10).trajectories
+    assert found.response_length == 10 and found.reward.score == 1.0
+
+
 @given(rights=st.lists(st.lists(st.booleans(), min_size=2, max_size=4), max_size=8), on_error=st.booleans())
 def test_dynamic_sampling_keeps_groups_by_their_accuracy_alone(rights: list[list[bool]], on_error: bool) -> None:
     """Scores all differ, as after shaping; what has no verdict is not right."""

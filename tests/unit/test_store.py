@@ -421,6 +421,42 @@ def test_the_success_of_tasks_is_that_of_their_newest_used_group(store: Store) -
     assert store.successes(0, 2) == {"train/0": 1.0, "train/1": 0.25}
 
 
+def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> None:
+    """After every finished group, and at every step; read from SQLite's plans."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", [make_task(i) for i in range(6)])
+    store.request_rollout("eval-0", "eval", 0, VERSION, store.task_ids("train"), 2, {})
+    statements: list[tuple[str, Any]] = []
+    sqlalchemy.event.listen(
+        store._database._reader,
+        "before_cursor_execute",
+        lambda connection, cursor, statement, parameters, *_: statements.append((statement, parameters)),
+    )
+    assert store.to_evaluate("eval-0") == [] and store.successes(0, 9) == {}
+    with sqlite3.connect(tmp_path / "store.db") as database:
+        of_groups = [pair for pair in statements if "groups" in pair[0]]
+        assert len(of_groups) == 2
+        for statement, parameters in of_groups:
+            plan = [row[3] for row in database.execute(f"explain query plan {statement}", parameters)]
+            assert not [step for step in plan if step.startswith("SCAN groups")], plan
+            assert [step for step in plan if "groups_by_progress" in step or "groups_by_use" in step], plan
+    store.close()
+
+
+def test_a_rollout_reads_the_tasks_that_it_asks_for_alone(store: Store) -> None:
+    """Before it takes the write lock, and in statements of limited size."""
+    statements: list[str] = []
+    for engine in (store._database._reader, store._database._writer):
+        sqlalchemy.event.listen(
+            engine, "before_cursor_execute", lambda connection, cursor, statement, *_: statements.append(statement)
+        )
+    request(store, "r1", groups=2)
+    of_tasks = [statement for statement in statements if "FROM tasks" in statement]
+    assert of_tasks and all("WHERE" in statement for statement in of_tasks)
+    first_write = next(i for i, statement in enumerate(statements) if statement.startswith(("DELETE", "INSERT")))
+    assert all(statements.index(statement) < first_write for statement in of_tasks)
+
+
 def test_every_write_is_in_the_table_of_writes() -> None:
     reads = {
         "task_ids",

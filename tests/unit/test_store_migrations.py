@@ -20,8 +20,20 @@ from tests.stores import VERSION, finish, make_task, request
 NUM_GROUPS = 6
 
 
+INDEXES = ("groups_by_progress", "groups_by_use")
+
+
+def as_schema_5(path: Path) -> None:
+    """Make a store what that version wrote: without the indexes of schema 6."""
+    store = sqlite3.connect(path)
+    for index in INDEXES:
+        store.execute(f"drop index {index}")
+    number(store, 5)
+
+
 def as_schema_4(path: Path) -> None:
     """Make a store what that version wrote: groups that are done, whatever has become of them."""
+    as_schema_5(path)
     store = sqlite3.connect(path)
     for table, column in (("groups", "used_by"), ("groups", "reason"), ("rollouts", "weights_step")):
         store.execute(f"alter table {table} drop column {column}")
@@ -109,6 +121,20 @@ def test_a_store_of_the_schema_before_goes_on(earlier: Path) -> None:
     assert {"trajectories", "trajectories_by_rollout"} <= names(earlier)
     assert not {"experiences", "experiences_by_rollout", "trained"} & names(earlier)
     Store(f"sqlite:///{earlier}").close()  # and once more
+
+
+def test_a_store_of_schema_5_gets_its_indexes(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = Store(f"sqlite:///{path}")
+    store.add_tasks("train", [make_task(i) for i in range(NUM_GROUPS)])
+    request(store, groups=NUM_GROUPS)
+    store.close()
+    as_schema_5(path)
+    assert not set(INDEXES) & names(path)
+    store = Store(f"sqlite:///{path}")
+    assert store.progress("r0") == (0, NUM_GROUPS)
+    store.close()
+    assert set(INDEXES) <= names(path)
 
 
 def test_it_is_read_without_a_change(earlier: Path) -> None:

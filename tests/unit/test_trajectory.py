@@ -10,12 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.config.algorithms import AlgorithmConfig, PreferenceConfig
+from megarl.core.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
 from megarl.core.errors import NonRetryableError
-from megarl.core.schema import Outcome, Reward, Trajectory, Turn
+from megarl.core.schema import End, FinishReason, Outcome, Reward, Trajectory, Turn
 from megarl.explore.experience.groups import group_stats
 from megarl.learn import algorithms
-from megarl.run.loop.batch import make_batch
+from megarl.learn.batching import micro_batches
+from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.training import objectives
+from megarl.learn.training.objectives import Kept
+from megarl.run.loop.batch import StepBatch, filter_overlong, make_batch
 from megarl.run.loop.learner import step_input
 from tests.trajectories import one_turn
 
@@ -101,7 +105,7 @@ def test_every_token_of_the_model_is_trained_once(turns: tuple[Turn, ...]) -> No
 def test_what_a_step_keeps_of_a_trajectory_is_no_array() -> None:
     given = trajectory(one_turn([5, 6, 7], [8, 9]))
     kept = Outcome.of(replace(given, greedy=given))
-    assert (kept.prompt_length, kept.response_length, kept.reward, kept.finish_reason) == (3, 2, given.reward, "stop")
+    assert (kept.prompt_length, kept.response_length, kept.reward, kept.truncated) == (3, 2, given.reward, False)
     assert kept.greedy == Outcome.of(given)
     assert not any(isinstance(value, np.ndarray | Turn | tuple) for value in vars(kept).values())
 
@@ -117,8 +121,130 @@ def test_samples_of_a_trajectory_share_its_reward_and_its_group() -> None:
     assert len(batch.outcomes) == 2 and [row.index for row in batch.rows] == [0, 0, 1]
     assert batch.sequences.tokens.tolist() == [1, 2, 5, 6, 7, 1, 3] and batch.updates == [[[0], [1], [2]]]
     batch.sequences.old_logp = torch.zeros(7)
-    given = step_input(batch, grpo, settings, 0.0)
+    given = step_input(batch, grpo, settings)
     assert given.rewards.tolist() == [1.0, 1.0, 0.0] and given.stats == [stats] * 3
+
+
+def three_lines(index: int, *lengths: int, reasons: tuple[FinishReason, ...] = ("stop",) * 3) -> Trajectory:
+    """Samples of so many tokens each, without a common turn."""
+    turns: list[Turn] = []
+    for length, reason in zip(lengths, reasons, strict=False):
+        prompt, response = one_turn([1, 2], range(length), finish_reason=reason)
+        turns += [prompt, replace(response, follows=len(turns))]
+    return replace(trajectory(tuple(turns), index), group_stats=group_stats([1.0, 0.0]))
+
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+
+
+def gradient(batch: StepBatch, name: str, settings: AlgorithmConfig, rows: int) -> tuple[torch.Tensor, float]:
+    """Gradient of the loss in the log-prob of each trained token, and the loss, in micro-batches of ``rows``."""
+    sequences = batch.sequences
+    logp = torch.linspace(-2.0, -1.0, len(sequences.tokens)).requires_grad_()
+    sequences.old_logp, sequences.engine_logp = logp.detach() * 1.01, logp.detach() * 0.99
+    sequences.ref_logp, sequences.advantages = logp.detach() * 1.05, torch.where(sequences.row % 2 == 0, 1.0, -0.5)
+    policy = objectives.policy(algorithms.get(name), settings, sequences)
+    batches = micro_batches(sequences, MicroBatching(rows=rows), 0, [unit for part in batch.updates for unit in part])
+    kept = [Kept.of(b, sequences) for b in batches]
+    count = torch.stack([policy.count(k).double().reshape(-1) for k in kept]).sum(0)
+    losses = [policy.loss(k, torch.stack([logp[k.index], -logp[k.index]], 1)) for k in kept]
+    total = torch.stack([(loss.totals.double() / count).sum() for loss in losses]).sum()
+    total.backward()
+    assert logp.grad is not None
+    return logp.grad[sequences.mask], float(total.detach())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", ["grpo", "mix", "opmd"])
+def test_tokens_weigh_alike_in_one_sample_and_in_three(name: str, aggregation: str) -> None:
+    """Two trajectories of 30 tokens each; the loss of each token is -logp."""
+    settings = settings_of(name)(name=name, aggregation=aggregation, aggregation_length=40, kl=KLConfig(0.0))
+    settings = replace(settings, **({"mu": 0.0} if name == "mix" else {"tau": 0.0} if name == "opmd" else {}))
+    members = [three_lines(0, 5, 10, 15), three_lines(1, 30)]
+    batch = make_batch(members, [], algorithms.get("grpo"), settings, 1)
+    batch.sequences.expert = torch.zeros(4, dtype=torch.bool) if name == "mix" else None
+    sequences = batch.sequences
+    for rows in (1, 2, 4):
+        grad, _ = gradient(batch, name, settings, rows)
+        assert sequences.old_logp is not None
+        change = sequences.old_logp / 1.01 - sequences.old_logp
+        ratio = torch.ones_like(change) if name == "opmd" else change.exp()
+        expected = -torch.where(sequences.row % 2 == 0, 1.0, -0.5) * ratio
+        wanted = {"token_mean": 60, "seq_mean_token_mean": 60, "seq_mean_token_sum": 2, "seq_mean_token_sum_norm": 80}
+        assert torch.allclose(grad, (expected / wanted[aggregation])[sequences.mask], rtol=1e-5)
+
+
+@given(
+    parts=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=4),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    name=st.sampled_from(["grpo", "gspo", "kimi_mirror_descent", "mix"]),
+    rows=st.integers(1, 5),
+)
+def test_samples_of_a_trajectory_may_be_in_any_micro_batches(
+    parts: list[list[int]], aggregation: str, name: str, rows: int
+) -> None:
+    """Also beside demonstrations, and in any order on the ranks."""
+    importance = "sequence_mean" if name == "gspo" else "token"
+    settings = settings_of(name)(name=name, aggregation=aggregation, importance=importance, kl=KLConfig(0.1))
+    shown = [(np.arange(2), np.arange(n)) for n in (3, 1)] if name == "mix" else []
+    members = [three_lines(i, *lengths) for i, lengths in enumerate(parts)]
+
+    def found(rows: int) -> tuple[torch.Tensor, float]:
+        batch = make_batch(members, shown, algorithms.get(name), settings, 1)
+        return gradient(batch, name, settings, rows)
+
+    (whole, loss), (split, same) = found(100), found(rows)
+    assert torch.allclose(whole, split, rtol=1e-5, atol=1e-8) and loss == pytest.approx(same, rel=1e-5, abs=1e-7)
+
+
+def test_trajectories_of_one_sample_each_are_weighted_as_before() -> None:
+    members = [three_lines(0, 3), three_lines(1, 5)]
+    batch = make_batch(members, [], algorithms.get("grpo"), AlgorithmConfig(), 1)
+    assert batch.sequences.trajectory is None and objectives.sample_shares(batch.sequences) == (None, None)
+
+
+def test_a_trajectory_is_in_one_update() -> None:
+    members = [three_lines(0, 1, 2, 3), three_lines(1, 4), three_lines(2, 5)]
+    assert make_batch(members, [], algorithms.get("grpo"), AlgorithmConfig(), 2).updates == [
+        [[0], [1], [2]],
+        [[3], [4]],
+    ]
+
+
+def test_all_samples_of_a_truncated_trajectory_are_filtered() -> None:
+    """A limit that cut an earlier turn, or that ended the trajectory between turns."""
+    settings = AlgorithmConfig(overlong_filtering=True)
+    early = three_lines(0, 1, 2, reasons=("length", "stop"))
+    between = replace(three_lines(1, 1, 2), cause=End.TRUNCATED)
+    batch = make_batch([early, between, three_lines(2, 3)], [], algorithms.get("grpo"), settings, 1)
+    filter_overlong(batch, settings)
+    assert batch.updates == [[[4]]] and set(batch.sequences.row[batch.sequences.mask].tolist()) == {4}
+
+
+def test_only_a_cut_sample_is_bootstrapped() -> None:
+    """The first sample ended by itself; the last one was cut."""
+    settings = PPOConfig(name="ppo", bootstrap_truncated=True)
+    batch = make_batch([three_lines(0, 2, 2, reasons=("stop", "length"))], [], algorithms.get("ppo"), settings, 1)
+    batch.sequences.values = torch.arange(8.0)
+    found = step_input(batch, algorithms.get("ppo"), settings).bootstrap
+    assert found is not None and found.tolist() == [0.0, 7.0]
+
+
+def test_a_reward_model_reads_the_answer() -> None:
+    """The answer follows the first turn; the sample that is listed last ends with a turn written before it."""
+    turns = (turn("user", 1), turn("user", 5), turn("model", 6, follows=1), turn("model", 7, 8, follows=0))
+    given = trajectory((turns[0], turn("model", 2, follows=0), *turns[1:2], turn("model", 6, follows=2)))
+    context, response = given.answered()
+    assert (context.tolist(), response.tolist()) == ([5], [6])
+    given = trajectory((*turns, turn("tool", 9, follows=2)))
+    context, response = given.answered()
+    assert (context.tolist(), response.tolist()) == ([1], [7, 8])
+    assert [*given.samples()][-1].response_ids.tolist() == [6] and given.num_samples == 2
+
+
+@given(turns=trees())
+def test_samples_are_counted_without_making_them(turns: tuple[Turn, ...]) -> None:
+    assert trajectory(turns).num_samples == len([*trajectory(turns).samples()])
 
 
 def test_pairs_are_of_whole_trajectories() -> None:

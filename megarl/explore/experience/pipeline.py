@@ -118,12 +118,13 @@ def by_group(trajectories: Sequence[T]) -> list[list[T]]:
 def shaped(trajectory: Trajectory, config: RewardConfig, max_response_tokens: int | None) -> Trajectory:
     """Add DAPO's penalty for its length to the score, and under ``overlong`` in its parts; the status stays what it is.
 
+    The length is that of the model's last turn: the limit is one response's, and turns before it had their own.
     What has no verdict keeps the 0 of ``on_error=zero``.
     """
     if config.overlong_buffer is None:
         return trajectory
     assert max_response_tokens is not None, "reward.overlong_buffer counts back from rollout.max_response_tokens"
-    length = trajectory.response_length
+    length = len(trajectory.response)
     penalty = overlong_penalty(length, max_response_tokens, config.overlong_buffer, config.overlong_penalty)
     greedy = None if trajectory.greedy is None else shaped(trajectory.greedy, config, max_response_tokens)
     return dataclasses.replace(_with_part(trajectory, "overlong", penalty, 1.0), greedy=greedy)

@@ -18,14 +18,12 @@ from megarl.core.schema import GREEDY, Trajectory
 from megarl.explore.store import claims
 from megarl.explore.store.claims import Claim, images_of
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
-from megarl.explore.store.handle import Handle
+from megarl.explore.store.handle import IDS, Handle, chunks
 from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES, WHOLE, GroupState
 
 PART_BYTES = 64 * 2**20
 """Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
 side."""
-IDS = 1000
-"""Most ids in one statement."""
 LEASE_S = 3600.0
 """Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
 
@@ -124,7 +122,7 @@ class Buffer(Handle):
         """Cut groups into runs whose arrays have ``nbytes`` at most, one group at least."""
         size = func.coalesce(func.sum(func.length(TRAJECTORIES.c.tensors)), 0)
         sizes: dict[str, int] = {}
-        for few in _chunks(group_ids):
+        for few in chunks(group_ids):
             query = select(TRAJECTORIES.c.group_id, size).where(TRAJECTORIES.c.group_id.in_(few))
             query = query.group_by(TRAJECTORIES.c.group_id)
             sizes |= {row[0]: int(row[1]) for row in self._read(lambda c, query=query: c.execute(query).all())}  # type: ignore[misc]
@@ -145,7 +143,7 @@ class Buffer(Handle):
 
         A greedy answer comes with each trajectory of its group, not as one of them.
         """
-        return [e for few in _chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
+        return [e for few in chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
 
     def group_ids(self, rollout_id: str) -> list[str]:
         """Ids of a rollout's whole groups, by position."""
@@ -190,7 +188,3 @@ class Buffer(Handle):
         found = self._read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
         greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
         return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
-
-
-def _chunks(group_ids: Sequence[str]) -> list[Sequence[str]]:
-    return [group_ids[i : i + IDS] for i in range(0, len(group_ids), IDS)]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megarl.explore.store.transactions import Transactions
+
+IDS = 1000
+"""Most ids in one statement."""
 
 
 class Handle:
@@ -27,3 +32,8 @@ class Handle:
     def sync(self) -> None:
         """Return when all that any process has committed so far would outlive a power cut. Safe to repeat."""
         self._database.sync()
+
+
+def chunks(ids: Sequence[str]) -> list[Sequence[str]]:
+    """Cut ids into runs for one statement each."""
+    return [ids[i : i + IDS] for i in range(0, len(ids), IDS)]

@@ -78,6 +78,18 @@ def _add_consumption(connection: Connection, op: Any) -> None:
     connection.execute(done.values(state=GroupState.READY))
 
 
+def _add_indexes(connection: Connection, op: Any) -> None:
+    """Schema 6: groups are found by their rollout and state, and by the step that used them."""
+    names = set(inspect(connection).get_table_names())
+    for table in METADATA.sorted_tables:
+        if table.name not in names:
+            continue
+        there = {index["name"] for index in inspect(connection).get_indexes(table.name)}
+        for new in (index for index in table.indexes if index.name not in there):
+            heartbeat.beat()
+            op.create_index(new.name, table.name, [column.name for column in new.columns])
+
+
 def _seal(connection: Connection, table: Table) -> None:
     """Give rows without a checksum theirs."""
     keys = list(table.primary_key)
@@ -88,5 +100,10 @@ def _seal(connection: Connection, table: Table) -> None:
         connection.execute(update(table).where(*this).values({CHECKSUM: sealed(table, row)[CHECKSUM]}))
 
 
-MIGRATIONS: tuple[Callable[[Connection, Any], None], ...] = (_rename_tables, _add_consumption, _add_checksums)
+MIGRATIONS: tuple[Callable[[Connection, Any], None], ...] = (
+    _rename_tables,
+    _add_consumption,
+    _add_indexes,
+    _add_checksums,
+)
 """Names first: the others know tables by today's. Checksums last: they read whole rows."""

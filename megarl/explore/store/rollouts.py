@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, case, delete, func, insert, not_, select, update
+from sqlalchemy import ColumnElement, Connection, case, delete, exists, func, insert, not_, select, update
 
 from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
 from megarl.explore.store.checksums import sealed
 from megarl.explore.store.claims import RolloutKind
 from megarl.explore.store.codec import dumps
-from megarl.explore.store.handle import Handle
+from megarl.explore.store.handle import Handle, chunks
 from megarl.explore.store.journal import event_of, metrics_of
 from megarl.explore.store.tables import (
     EVENTS,
@@ -59,6 +59,12 @@ class RolloutTable(Handle):
 
         Raises DataError for an unknown task id.
         """
+        known = self._known(task_ids)
+        if unknown := [task_id for task_id in task_ids if task_id not in known]:
+            raise DataError(
+                f"rollout {rollout_id}: {len(unknown)} task ids are not in the store, the first is {unknown[0]!r}; "
+                f"add_tasks first"
+            )
         rollout = {
             "rollout_id": rollout_id,
             "kind": kind,
@@ -86,19 +92,20 @@ class RolloutTable(Handle):
             asked = select(ROLLOUTS.c.requested_at).where(ROLLOUTS.c.rollout_id == rollout_id)
             if again and connection.scalar(asked) == rollout["requested_at"]:
                 return
-            known = set(connection.scalars(select(TASKS.c.task_id)))
-            unknown = [task_id for task_id in task_ids if task_id not in known]
-            if unknown:
-                raise DataError(
-                    f"rollout {rollout_id}: {len(unknown)} task ids are not in the store, the first is {unknown[0]!r}; "
-                    f"add_tasks first"
-                )
             delete_rollouts(connection, [rollout_id])
             connection.execute(insert(ROLLOUTS), [sealed(ROLLOUTS, rollout)])
             if groups:
                 connection.execute(insert(GROUPS), [sealed(GROUPS, group) for group in groups])
 
         self._write(work)
+
+    def _known(self, task_ids: Sequence[str]) -> set[str]:
+        """Return those of ``task_ids`` that are in the store; read before the write lock is taken."""
+        known: set[str] = set()
+        for few in chunks(task_ids):
+            query = select(TASKS.c.task_id).where(TASKS.c.task_id.in_(few))
+            known |= self._read(lambda connection, query=query: set(connection.scalars(query)))  # type: ignore[misc]
+        return known
 
     def discard_rollouts(self, from_step: int, *, ahead: bool = False) -> None:
         """Forget every rollout of weights with >= ``from_step`` steps, and metrics and evaluations of later steps.
@@ -142,17 +149,24 @@ class RolloutTable(Handle):
         )
         return self._read(lambda connection: connection.execute(missing.limit(1)).first()) is None
 
-    def to_evaluate(self) -> list[tuple[str, int, int]]:
-        """(id, step, answers to each task) of evaluations whose groups are all ready."""
-        not_ready = case((GROUPS.c.state == GroupState.READY, 0), else_=1)
+    def to_evaluate(self, rollout_id: str | None = None) -> list[tuple[str, int, int]]:
+        """(id, step, answers to each task) of evaluations whose groups are all ready; of ``rollout_id`` alone, if
+        given.
+
+        Whatever the number of groups, it reads one of each state (``groups_by_progress``).
+        """
+
+        def has(*states: GroupState) -> ColumnElement[bool]:
+            return exists().where(GROUPS.c.rollout_id == ROLLOUTS.c.rollout_id, GROUPS.c.state.in_(states))
+
+        others = [state for state in GroupState if state != GroupState.READY]
         query = (
             select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.step, ROLLOUTS.c.group_size)
-            .join(GROUPS, GROUPS.c.rollout_id == ROLLOUTS.c.rollout_id)
-            .where(ROLLOUTS.c.kind == "eval")
-            .group_by(ROLLOUTS.c.rollout_id, ROLLOUTS.c.step, ROLLOUTS.c.group_size, ROLLOUTS.c.sequence)
-            .having(func.sum(not_ready) == 0)
+            .where(ROLLOUTS.c.kind == "eval", has(GroupState.READY), not_(has(*others)))
             .order_by(ROLLOUTS.c.sequence)
         )
+        if rollout_id is not None:
+            query = query.where(ROLLOUTS.c.rollout_id == rollout_id)
         return [tuple(row) for row in self._read(lambda connection: connection.execute(query).all())]
 
     def task_sources(self, rollout_id: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ def loss(batch: LossInput, config: MixConfig) -> Loss:
         raise ConfigError("mix needs to know which rows are expert rows; the trainer must give LossInput.expert")
     of_expert = batch.mask & batch.expert[batch.row]
     sampled = surrogate.clipped("mix", replace(batch, mask=batch.mask & ~of_expert), config)
-    weights = terms.token_weights(of_expert, batch.row, batch.num_rows, config, dtype=torch.float64)
+    weights = terms.token_weights(of_expert, batch.row, batch.num_rows, config, share=batch.share, dtype=torch.float64)
     shown = -(weights * terms.masked(batch.logp.double(), of_expert)).sum()
     number = terms.denominator(of_expert, batch.row, batch.num_rows, config)
     total = torch.stack([(1.0 - config.mu) * sampled.total, (config.mu * shown).to(sampled.total.dtype)])

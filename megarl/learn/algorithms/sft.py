@@ -10,7 +10,7 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     """Negative log-likelihood of the demonstrated tokens."""
     mask = batch.mask
-    weights = terms.token_weights(mask, batch.row, batch.num_rows, config, dtype=batch.logp.dtype)
+    weights = terms.token_weights(mask, batch.row, batch.num_rows, config, share=batch.share, dtype=batch.logp.dtype)
     count = terms.denominator(mask, batch.row, batch.num_rows, config)
     total = -(weights * terms.masked(batch.logp, mask)).sum()
     metrics = {"train/loss": (total.detach(), count)}

@@ -49,6 +49,11 @@ class LossInput:
     """bool [num_rows]: rows that were demonstrated, not sampled (mix)."""
     scores: torch.Tensor | None = None
     """float [num_rows], with gradient: what a scalar head gives at each row's last token (reward_model)."""
+    share: torch.Tensor | None = None
+    """float64 [num_rows]: share of each row in the kept tokens of its trajectory; None where each trajectory is one
+    row."""
+    first: torch.Tensor | None = None
+    """bool [num_rows]: the first row of each trajectory that has a kept token; None as ``share``."""
     margin: torch.Tensor | None = None
     """float [num_rows / 2]: by how much the chosen answer of each pair is known to be better (reward_model)."""
 
@@ -103,8 +108,6 @@ class StepInput:
     """float64 [N], reward of the greedy answer to each sequence's prompt."""
     expert: torch.Tensor | None = None
     """bool [N], demonstrated rows: they have no reward, and advantages of 0."""
-    kl_coef: float = 0.0
-    """The coefficient now, for ``kl.place=reward``."""
 
     @property
     def num_rows(self) -> int:
@@ -166,7 +169,8 @@ class Algorithm(Generic[C]):
     """(reward, statistics of its whole group, settings) -> the advantage of every token of the response."""
     count: Count
     """(mask [T], row [T], num_rows, settings) -> this micro-batch's share of the global denominator, scalar or [K].
-    With ``expert`` in the needs a fifth argument, bool [num_rows], follows."""
+    With ``expert`` in the needs a fifth argument, bool [num_rows], follows. Unless ``aggregation`` is token_mean, the
+    mask has of a trajectory of several rows the first alone: rows with a kept token are trajectories."""
     loss: Callable[[LossInput, C], Loss]
     finish_advantages: Callable[[Sequence[float], Sequence[int], C], list[float]] | None = None
     """(advantages of all responses of a step, their numbers of tokens in the loss, settings) -> what is trained with.

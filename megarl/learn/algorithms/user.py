@@ -162,7 +162,6 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
         mask=torch.tensor([True] * 4 + [False] + [True] * 3),
         bootstrap=torch.zeros(2),
         greedy=torch.zeros(2, dtype=torch.float64) if "greedy" in algorithm.needs else None,
-        kl_coef=config.kl.coef,
         **inputs,
     )
     result = algorithm.estimate(step, config)

@@ -40,6 +40,8 @@ class Sequences:
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [N]; demonstrations among answers (mix)."""
+    trajectory: torch.Tensor | None = None
+    """int64 [N], never decreasing: the trajectory that each sequence is a sample of; None where each has one."""
 
     @property
     def sampled(self) -> torch.Tensor:
@@ -116,10 +118,13 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
         value = getattr(sampled, name)
         return None if value is None else torch.cat([value, value.new_zeros(len(demonstrated.tokens))])
 
+    own = sampled.trajectory
+    more = torch.arange(len(demonstrated))
     return Sequences(
         torch.cat([sampled.tokens, demonstrated.tokens]),
         torch.cat([sampled.lengths, demonstrated.lengths]),
         torch.cat([sampled.mask, demonstrated.mask]),
         **{name: together(name) for name in ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values")},
         expert=torch.arange(len(sampled) + len(demonstrated)) >= len(sampled),
+        trajectory=None if own is None else torch.cat([own, own[-1] + 1 + more]),
     )

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig, PPOConfig
-from megarl.learn.algorithms import Algorithm, Loss, LossInput
+from megarl.learn.algorithms import Algorithm, Loss, LossInput, terms
 from megarl.learn.algorithms.terms import value
+from megarl.learn.algorithms.terms.parts import counts
 from megarl.learn.batching import MicroBatch, Sequences
 
 
@@ -56,12 +57,14 @@ class Objective:
 
 def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences) -> Objective:
     """The algorithm's loss of log-probs."""
+    share, first = sample_shares(sequences)
 
-    def expert(kept: Kept) -> torch.Tensor | None:
-        return None if sequences.expert is None else sequences.expert[kept.numbers]
+    def by_row(values: torch.Tensor | None, kept: Kept) -> torch.Tensor | None:
+        return None if values is None else values[kept.numbers]
 
     def count(kept: Kept) -> torch.Tensor:
-        return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings, expert(kept))
+        mask = terms.counted(kept.mask, kept.row, settings, by_row(first, kept))
+        return algorithm.denominators(mask, kept.row, kept.num_rows, settings, by_row(sequences.expert, kept))
 
     def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
         def picked(values: torch.Tensor | None) -> torch.Tensor | None:
@@ -78,12 +81,27 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
                 row=kept.row,
                 num_rows=kept.num_rows,
                 engine_logp=picked(sequences.engine_logp),
-                expert=expert(kept),
+                expert=by_row(sequences.expert, kept),
+                share=by_row(share, kept),
+                first=by_row(first, kept),
             ).to(outputs.device),
             settings,
         )
 
     return Objective("actor", count, loss)
+
+
+def sample_shares(sequences: Sequences) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return ``LossInput.share`` and ``LossInput.first`` of the whole step [N]; None where each trajectory is one
+    sequence."""
+    if sequences.trajectory is None:
+        return None, None
+    tokens = counts(sequences.mask, sequences.lengths).double()
+    number = torch.unique_consecutive(sequences.trajectory, return_inverse=True)[1]
+    of_trajectory = torch.zeros_like(tokens).index_add_(0, number, tokens)[number]
+    before = tokens.cumsum(0) - tokens
+    first = (tokens > 0) & (before == before[torch.searchsorted(number, number)])
+    return tokens / of_trajectory.clamp(min=1.0), first
 
 
 def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: torch.Tensor) -> Objective:

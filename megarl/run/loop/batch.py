@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from megarl.core.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
-from megarl.core.schema import Outcome, Trajectory
+from megarl.core.schema import FinishReason, Outcome, Trajectory
 from megarl.explore.experience import by_group
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.parts import doubles, repeated
 from megarl.learn.batching import Sequences, joined, of_demonstrations, of_samples
 from megarl.run.loop.data import Demonstration
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -29,7 +32,10 @@ class StepBatch:
     sequences: Sequences
     """Samples of the trajectories, in the order of ``rows``, then demonstrations."""
     updates: list[list[list[int]]]
-    """Units that each optimizer update trains on: numbers of sequences that go through the model together."""
+    """Units that each optimizer update trains on: numbers of sequences that go through the model together. All samples
+    of a trajectory are in one update."""
+    finish_reasons: list[FinishReason]
+    """Reason why the last turn of each sampled sequence ended."""
 
     @property
     def outside(self) -> list[list[int]]:
@@ -52,23 +58,31 @@ def make_batch(
     """
     outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
     samples = [(n, sample) for n, trajectory in enumerate(trajectories) for sample in trajectory.samples()]
-    sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n, _ in samples]
+    numbers = [n for n, _ in samples]
+    sequences, rows = of_samples([sample for _, sample in samples]), [outcomes[n] for n in numbers]
+    if len(rows) > len(outcomes):
+        sequences.trajectory = torch.tensor(numbers)
     filtered = set(overlong(rows, settings))
     units = [unit for unit in _units(outcomes, rows, algorithm, settings) if not filtered.intersection(unit)]
-    updates = updates_of(units, updates_per_step)
+    if sequences.trajectory is None:
+        updates = updates_of(units, updates_per_step)
+    else:
+        of_trajectories = [list(part) for _, part in itertools.groupby(units, lambda unit: numbers[unit[0]])]
+        updates = [list(itertools.chain(*part)) for part in updates_of(of_trajectories, updates_per_step)]
     if demonstrations:
         first, updates = len(sequences), updates or [[]]
         sequences = joined(sequences, of_demonstrations(demonstrations))
         dealt = updates_of([[i] for i in range(first, len(sequences))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, dealt, strict=True)]
-    return StepBatch(outcomes, rows, sequences, updates)
+    return StepBatch(outcomes, rows, sequences, updates, [sample.finish_reason for _, sample in samples])
 
 
 def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
-    """Numbers of the sequences that ``algorithm.overlong_filtering`` leaves out of the loss."""
+    """Numbers of the sequences that ``algorithm.overlong_filtering`` leaves out of the loss: every sample of a
+    truncated trajectory."""
     if not settings.overlong_filtering:
         return []
-    return [i for i, outcome in enumerate(rows) if outcome.finish_reason == "length"]
+    return [i for i, outcome in enumerate(rows) if outcome.truncated]
 
 
 def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
@@ -99,7 +113,7 @@ def _units(
     return units
 
 
-def updates_of(units: Sequence[list[int]], updates: int, *, exactly: bool = False) -> list[list[list[int]]]:
+def updates_of(units: Sequence[T], updates: int, *, exactly: bool = False) -> list[list[T]]:
     """Units in order in ``updates`` equal parts; fewer parts when there are fewer units, unless ``exactly`` so many are
     asked for."""
     updates = updates if exactly else min(updates, len(units))

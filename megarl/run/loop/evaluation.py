@@ -43,8 +43,9 @@ class Evaluation:
         metrics, errors = event["metrics"], event["errors"]
         self._reporter.write(step, metrics)
         text = evaluation_text(metrics, event["right"], event["tasks"], self._context.config.evaluation)
+        score = f", mean score {event['score']:.3f}" if event["graded"] and event["score"] is not None else ""
         without = f"; {errors} without a verdict" if errors else ""
-        self._reporter.log(f"held-out accuracy at step {step}: {text}{without}")
+        self._reporter.log(f"held-out accuracy at step {step}: {text}{score}{without}")
 
 
 def evaluation_sampling(config: Config, step: int) -> dict[str, float]:

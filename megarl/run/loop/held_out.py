@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.explore.experience.held_out import right_answers, sampled_metrics, standard_error
+from megarl.explore.experience.held_out import (
+    TaskScores,
+    right_answers,
+    sampled_metrics,
+    source_metrics,
+    standard_error,
+)
 from megarl.explore.store import Store
 
 
@@ -16,27 +22,26 @@ def record_evaluations(store: Store, worker: str, rollout_id: str | None = None)
     Safe to repeat, and after a kill: what is recorded is not ready any more.
 
     Args:
-        rollout_id: Looks only when this one is whole.
+        rollout_id: Looks at this one alone.
     """
-    if rollout_id is not None:
-        done, total = store.progress(rollout_id)
-        if done < total:
-            return
-    for rollout_id, step, samples in store.to_evaluate():
-        store.record_evaluation(worker, rollout_id, evaluated(store, rollout_id, step, samples))
+    for found, step, samples in store.to_evaluate(rollout_id):
+        store.record_evaluation(worker, found, evaluated(store, found, step, samples))
 
 
 def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[str, Any]:
-    """Content of an evaluation's event: counts, accuracy with its standard error, and ``metrics``."""
+    """Content of an evaluation's event: counts, accuracy with its standard error, mean score, and ``metrics``."""
     sources = store.task_sources(rollout_id)
     tasks = list(sources)
     right, errors = np.zeros(len(tasks), dtype=np.int64), 0
+    scores = TaskScores.of([], tasks)
     for part in store.parts(store.group_ids(rollout_id)):  # never all answers at once
         answers = store.read(part)
         right += right_answers(answers, tasks)
+        scores += TaskScores.of(answers, tasks)
         errors += sum(e.reward.status in ("error", "timeout") for e in answers)
     answered = len(tasks) * samples
     metrics = {"val/accuracy": int(right.sum()) / answered, "val/error_rate": errors / answered}
+    metrics |= source_metrics(right, scores, samples, list(sources.values()))
     if samples > 1:
         metrics |= sampled_metrics(right, samples, list(sources.values()))
     event = {
@@ -48,6 +53,8 @@ def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[st
         "tasks": len(tasks),
         "right": int(right.sum()),
         "errors": errors,
+        "score": metrics.get("val/score"),
+        "graded": scores.graded,
         "metrics": metrics,
     }
     if samples > 1:

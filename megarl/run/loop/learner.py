@@ -16,7 +16,7 @@ from megarl.core.schema import GroupStats, Trajectory
 from megarl.explore.experience.groups import group_stats
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.batching import of_samples
+from megarl.learn.batching import of_demonstrations
 from megarl.learn.training import objectives
 from megarl.learn.training.model import FrozenModel, TrainedModel
 from megarl.learn.training.objectives import Objective
@@ -66,10 +66,8 @@ class Learner:
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
         """Estimate advantages and make the step's updates; return the state with what they changed, and metrics."""
-        config = self._config.algorithm
-        coef = kl_coef(state, config.kl)
+        settings = self.settings(state)
         state, estimated = self.estimate(state, batch)
-        settings = replace(config, kl=replace(config.kl, coef=coef))
         policy = objectives.policy(self._algorithm, settings, batch.sequences)
         state, updated = self.update(state, batch, policy, settings)
         return state, estimated | updated
@@ -77,21 +75,25 @@ class Learner:
     def estimate(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
         """Fill advantages (and returns) of every token; return the state with the KL coefficient of the next step, and
         metrics."""
-        sequences, config = batch.sequences, self._config.algorithm
-        coef = kl_coef(state, config.kl)
+        sequences, config = batch.sequences, self.settings(state)
         metrics: dict[str, float] = {}
         if "advantages" in self._algorithm.needs:
-            result = self._algorithm.step_advantages(step_input(batch, self._algorithm, config, coef), config)
+            result = self._algorithm.step_advantages(step_input(batch, self._algorithm, config), config)
             sequences.advantages, sequences.returns = result.advantages, result.returns
             metrics |= result.metrics
         if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
-            metrics["actor/kl_coef"] = coef
+            metrics["actor/kl_coef"] = config.kl.coef
             distance = kl.mean(sequences.old_logp, sequences.ref_logp, sequences.sampled, config.kl.estimator)
             # An actor that stays is no measure for the coefficient, and neither is a step without a token in the loss.
             if not self.critic_alone(state) and bool(sequences.sampled.any()):
-                state = replace(state, kl_coef=kl.adapted(coef, distance, len(batch.outcomes), config.kl))
+                state = replace(state, kl_coef=kl.adapted(distance, len(batch.outcomes), config.kl))
             metrics["actor/kl_measured"] = distance
         return state, metrics
+
+    def settings(self, state: TrainState) -> AlgorithmConfig:
+        """The algorithm's settings in the step that ``state`` is about to make, with its KL coefficient."""
+        config = self._config.algorithm
+        return replace(config, kl=replace(config.kl, coef=kl_coef(state, config.kl)))
 
     def critic_alone(self, state: TrainState) -> bool:
         """True in the steps of ``critic.warmup_steps``, in which the actor stays as it is."""
@@ -146,7 +148,7 @@ def kl_coef(state: TrainState, config: KLConfig) -> float:
     return config.coef if config.target is None or state.kl_coef is None else state.kl_coef
 
 
-def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, coef: float) -> StepInput:
+def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) -> StepInput:
     """Input of an algorithm's advantages; demonstrations have no reward."""
     sequences, rows = batch.sequences, batch.rows
     more = len(sequences) - len(rows)
@@ -158,7 +160,7 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, 
         greedy = torch.tensor(scores, dtype=torch.float64)
     if sequences.values is not None and isinstance(config, PPOConfig) and config.bootstrap_truncated:
         # The value of the state after the last token stands at that token's own position.
-        truncated = torch.tensor([row.finish_reason == "length" for row in rows] + [False] * more)
+        truncated = torch.tensor([reason == "length" for reason in batch.finish_reasons] + [False] * more)
         bootstrap = torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)
     return StepInput(
         rewards=torch.tensor(rewards, dtype=torch.float64),
@@ -171,13 +173,12 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, 
         bootstrap=bootstrap,
         greedy=greedy,
         expert=sequences.expert,
-        kl_coef=coef,
     )
 
 
 def model_scores(model: FrozenModel, trajectories: list[Trajectory]) -> list[float]:
-    """The reward model's score of each trajectory, read after its last turn."""
-    sequences = of_samples([[*trajectory.samples()][-1] for trajectory in trajectories])
+    """The reward model's score of each trajectory, read after the model's last turn."""
+    sequences = of_demonstrations([trajectory.answered() for trajectory in trajectories])
     found: list[float] = model.outputs(sequences, [model.micro_batches(sequences)])[
         sequences.scored(score_pad(model.hf_config))
     ].tolist()

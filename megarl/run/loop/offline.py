@@ -93,7 +93,7 @@ class OfflineTrainer(Trainer):
             with phase("batch", step=number):
                 seed = data_seed(config.seed, state)
                 found = self.batch_of(self.rows, numbers_of_step(len(self.rows), number, config.tasks_per_step, seed))
-                batch = StepBatch([], [], found.sequences, updates_of(found.units, config.updates_per_step))
+                batch = StepBatch([], [], found.sequences, updates_of(found.units, config.updates_per_step), [])
             with phase("inference", step=number):
                 self.learner.infer(batch)
             with phase("update", step=number):

@@ -81,7 +81,7 @@ class OnlineTrainer(Trainer):
             with phase("inference", step=number):
                 trajectories, scored = self.rewarded(groups.trajectories)
             with phase("batch", step=number):
-                demonstrations = self.demonstrations(state, len(trajectories))
+                demonstrations = self.demonstrations(state, sum(t.num_samples for t in trajectories))
                 settings, updates = self.config.algorithm, self.config.trainer.updates_per_step
                 batch = make_batch(trajectories, demonstrations, self.algorithm, settings, updates)
                 for held in (trajectories, groups.trajectories):
@@ -115,7 +115,7 @@ class OnlineTrainer(Trainer):
         return self.evaluation.run(state, self.weights.version, name)
 
     def demonstrations(self, state: TrainState, usual: int) -> list[Demonstration]:
-        """Expert rows of the step beside ``usual`` sampled ones; [] where the algorithm has none."""
+        """Expert rows of the step beside ``usual`` samples; [] where the algorithm has none."""
         if self.expert is None:
             return []
         settings = self.config.algorithm
@@ -131,7 +131,7 @@ def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[st
     metrics = spread("critic/score", scores) | spread("critic/rewards", scores)
     metrics |= spread("response_length", lengths)
     metrics |= spread("prompt_length", [float(e.prompt_length) for e in trajectories])
-    metrics["response_length/clip_ratio"] = sum(e.finish_reason == "length" for e in trajectories) / len(trajectories)
+    metrics["response_length/clip_ratio"] = sum(e.truncated for e in trajectories) / len(trajectories)
     metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in trajectories) / len(trajectories)
     errors = sum(count for end, count in verified.ends.items() if End(end).by_reward)
     metrics["reward/error_rate"] = errors / max(1, sum(verified.ends.values()))

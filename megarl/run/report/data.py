@@ -49,6 +49,8 @@ class EvaluationResult:
     passed: float | None = None
     """pass@samples, of several answers."""
     passed_error: float | None = None
+    score: float | None = None
+    """Mean score, where scores are graded."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ def _evaluation(
         samples=event.get("samples", 1) if event else 1,
         passed=event.get("pass") if event else None,
         passed_error=event.get("pass_standard_error") if event else None,
+        score=event.get("score") if event and event.get("graded") else None,
     )
 
 

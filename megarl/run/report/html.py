@@ -20,10 +20,12 @@ from megarl.run.report.text import (
     accuracy,
     asked,
     duration,
+    is_graded,
     percent,
     points_gained,
     right,
     sampling,
+    score,
     status,
     summary,
 )
@@ -149,7 +151,9 @@ def _accuracy(run: ReportData) -> Markup:
         faults = s.get("error", 0) + s.get("timeout", 0) if s else "—"
         length = f"{evaluation.mean_length:.1f}" if evaluation and evaluation.mean_length is not None else "—"
         step = "—" if evaluation is None or evaluation.step is None else evaluation.step
-        body.append((label, step, accuracy(evaluation), right(evaluation), asked(run, evaluation), faults, length))
+        graded = (score(evaluation),) if is_graded(run) else ()
+        figures = (accuracy(evaluation), right(evaluation), asked(run, evaluation))
+        body.append((label, step, *figures, *graded, faults, length))
     how = sampling(run.config.evaluation)
     text = (
         f"{how.capitalize()}{' answers' if how == 'greedy' else ''} to tasks that no training row asks; ± one standard "
@@ -158,7 +162,17 @@ def _accuracy(run: ReportData) -> Markup:
     one_answer = run.config.evaluation.samples == 1
     if one_answer and run.after is not None and run.after.statuses and run.before is not None and run.before.statuses:
         text += f" {run.learned} tasks went from wrong to right, {run.unlearned} from right to wrong."
-    head = ("", "after step", "accuracy", "right", "tasks" if one_answer else "answers", "no verdict", "mean tokens")
+    more = ("mean score",) if is_graded(run) else ()
+    head = (
+        "",
+        "after step",
+        "accuracy",
+        "right",
+        "tasks" if one_answer else "answers",
+        *more,
+        "no verdict",
+        "mean tokens",
+    )
     return PIECES.section("Accuracy before and after", text, PIECES.card(PIECES.table(head, body)))
 
 

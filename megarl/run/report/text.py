@@ -27,9 +27,12 @@ def summary(run_dir: Path) -> str:
         for label, _, *values in ((f"{run.held_out} held-out rows", *head[1:]), *table):
             lines.append(f"{label:<20}" + "".join(f"{value:>20}" for value in values))
     else:
-        lines.append(f"{'held-out tasks':<16}{'accuracy':>10}{'right':>8}{'of':>8}")
+        graded = is_graded(run)
+        more = f"{'mean score':>12}" if graded else ""
+        lines.append(f"{'held-out tasks':<16}{'accuracy':>10}{'right':>8}{'of':>8}{more}")
         for label, evaluation in (("before", run.before), ("after", run.after)):
-            lines.append(f"{label:<16}{percent(evaluation):>10}{right(evaluation):>8}{asked(run, evaluation):>8}")
+            line = f"{label:<16}{percent(evaluation):>10}{right(evaluation):>8}{asked(run, evaluation):>8}"
+            lines.append(f"{line}{score(evaluation):>12}" if graded else line)
     if (gain := points_gained(run)) is not None:
         lines.append(f"{'change':<16}{gain:>+10.1f} points")
     if run.samples:
@@ -51,6 +54,15 @@ def summary(run_dir: Path) -> str:
         lines.append(f"{label + ':':<15}{path if path.is_file() else 'not written yet'}")
     lines.append(f"{'HF checkpoint:':<15}{run.hf_checkpoint or 'not exported yet'}")
     return "\n".join([*lines, *run.notes])
+
+
+def is_graded(run: ReportData) -> bool:
+    """Return True if an evaluation has scores other than 0 and 1."""
+    return any(evaluation is not None and evaluation.score is not None for evaluation in (run.before, run.after))
+
+
+def score(evaluation: EvaluationResult | None) -> str:
+    return "—" if evaluation is None or evaluation.score is None else f"{evaluation.score:.3f}"
 
 
 def percent(evaluation: EvaluationResult | None) -> str:

@@ -32,12 +32,19 @@ def denominator(mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: Al
     return (rows_with_tokens(mask, row, num_rows) > 0).sum()
 
 
+def counted(mask: torch.Tensor, row: torch.Tensor, config: AlgorithmConfig, first: torch.Tensor | None) -> torch.Tensor:
+    """bool [T]: the mask that a :func:`denominator` counts. Unless it counts tokens, of each trajectory the ``first``
+    row alone (``LossInput.first``), so that the rows are trajectories."""
+    return mask if first is None or config.aggregation == "token_mean" else mask & first[row]
+
+
 def weighting(config: AlgorithmConfig) -> tuple[Literal["sum", "seq_mean"], float]:
     """(how a row's tokens are added up, a factor of every token) such that the sum over all micro-batches and ranks,
     divided by the global :func:`denominator`, is the aggregation.
 
     token_mean Σx / tokens; seq_mean_token_sum Σx / rows; seq_mean_token_mean Σ_rows mean(x) / rows;
     seq_mean_token_sum_norm Σx / (rows · aggregation_length) (with ``normalize_by_std=false``: Dr.GRPO, 2503.20783).
+    A trajectory of several rows counts as one: its mean(x) is Σ_rows share·mean(x) (``LossInput.share``).
     """
     match config.aggregation:
         case "token_mean" | "seq_mean_token_sum":
@@ -55,11 +62,18 @@ def weighting(config: AlgorithmConfig) -> tuple[Literal["sum", "seq_mean"], floa
 
 
 def token_weights(
-    mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: AlgorithmConfig, *, dtype: torch.dtype
+    mask: torch.Tensor,
+    row: torch.Tensor,
+    num_rows: int,
+    config: AlgorithmConfig,
+    *,
+    share: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[T] weights of :func:`weighting`; 0 where masked."""
+    """[T] weights of :func:`weighting`; 0 where masked. ``share``: ``LossInput.share``."""
     within_row, scale = weighting(config)
     kept = mask.to(dtype) * scale
     if within_row == "sum":
         return kept
-    return kept / rows_with_tokens(mask, row, num_rows).clamp(min=1)[row].to(dtype)
+    weights = kept / rows_with_tokens(mask, row, num_rows).clamp(min=1)[row].to(dtype)
+    return weights if share is None else weights * share[row].to(dtype)

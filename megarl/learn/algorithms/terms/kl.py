@@ -30,7 +30,7 @@ def mean(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor, estimat
     return float(kept.mean()) if kept.numel() else 0.0
 
 
-def adapted(coef: float, kl: float, responses: int, config: KLConfig) -> float:
+def adapted(kl: float, responses: int, config: KLConfig) -> float:
     """The coefficient of the next step: coef · (1 + clip(kl/target − 1, ±0.2) · responses / horizon); ``coef`` without
     a target.
 
@@ -39,12 +39,13 @@ def adapted(coef: float, kl: float, responses: int, config: KLConfig) -> float:
     Args:
         kl: of the step that ends, per token.
         responses: of that step.
+        config: of that step, with its coefficient.
 
     Raises:
         ConfigError: the horizon is so short that one step could bring the coefficient to 0, where it stays.
     """
     if config.target is None or kl != kl:
-        return coef
+        return config.coef
     if responses * LARGEST_ERROR >= config.horizon:
         raise ConfigError(
             f"algorithm.kl.horizon={config.horizon} is too short for the {responses} responses of a step: the "
@@ -52,4 +53,4 @@ def adapted(coef: float, kl: float, responses: int, config: KLConfig) -> float:
             f"set it above {responses * LARGEST_ERROR:g}"
         )
     error = min(max(kl / config.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
-    return coef * (1.0 + error * responses / config.horizon)
+    return config.coef * (1.0 + error * responses / config.horizon)

@@ -26,7 +26,7 @@ def clipped(
     old_logp, advantages = needed(name, batch)
     weight, metrics = correction(batch, config)
     result = _policy(batch, config, old_logp, advantages, weight, objective, config.dual_clip)
-    sums, count = result.sums, terms.denominator(batch.mask, batch.row, batch.num_rows, config)
+    sums, count = result.sums, _count(batch, config)
     metrics |= {"actor/pg_loss": (sums.pg, count), "actor/pg_clipfrac": (sums.clipped, sums.tokens)}
     if config.dual_clip is not None:
         metrics["actor/pg_clipfrac_lower"] = (sums.dual_clipped, sums.tokens)
@@ -39,11 +39,11 @@ def unclipped(name: str, batch: LossInput, config: AlgorithmConfig, surrogate: t
     old_logp, _ = needed(name, batch)
     if config.dual_clip is not None:
         raise ConfigError(f"algorithm.dual_clip={config.dual_clip}: {name} clips nothing; set it to null")
-    weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, dtype=torch.float64)
+    weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, share=batch.share, dtype=torch.float64)
     pg = (weights * surrogate).sum()
     # With advantages of 0 there is no surrogate: what is left are the KL and entropy terms, and the metrics.
     result = _policy(batch, config, old_logp, torch.zeros_like(old_logp), None, "cispo", None)
-    count = terms.denominator(batch.mask, batch.row, batch.num_rows, config)
+    count = _count(batch, config)
     metrics = {"actor/pg_loss": (pg.detach(), count)} | _shared_metrics(batch, result, count)
     return Loss(result.total + pg.to(result.total.dtype), metrics)
 
@@ -53,6 +53,11 @@ def needed(name: str, batch: LossInput) -> tuple[torch.Tensor, torch.Tensor]:
     if batch.old_logp is None or batch.advantages is None:
         raise ConfigError(f"{name} needs old_logp and advantages for its loss; the trainer must compute them first")
     return batch.old_logp, batch.advantages
+
+
+def _count(batch: LossInput, config: AlgorithmConfig) -> torch.Tensor:
+    mask = terms.counted(batch.mask, batch.row, config, batch.first)
+    return terms.denominator(mask, batch.row, batch.num_rows, config)
 
 
 def _policy(
@@ -101,6 +106,7 @@ def _policy(
         kl_coef=kl.coef if kl.place == "loss" and batch.ref_logp is not None else 0.0,
         entropy_coef=config.entropy_coef,
         aggregation=within_row,
+        row_weight=batch.share if within_row == "seq_mean" else None,
         scale=scale,
     )
 

@@ -41,7 +41,7 @@ def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenR
     cu_seqlens = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
     rewards = torch.zeros(int(cu_seqlens[-1]), dtype=torch.float64, device=step.mask.device)
     metrics: dict[str, float] = {}
-    kl_is_inside = config.kl.place == "reward" and step.kl_coef != 0.0
+    kl_is_inside = config.kl.place == "reward" and config.kl.coef != 0.0
     if kl_is_inside:
         if step.old_logp is None or step.ref_logp is None:
             raise ConfigError(
@@ -52,8 +52,8 @@ def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenR
             step.mask, lambda own, ref: kl.estimates(own, ref, config.kl.estimator), step.old_logp, step.ref_logp
         )
         metrics["actor/reward_kl_penalty"] = float(each.mean()) if each.numel() else 0.0
-        metrics["actor/reward_kl_penalty_coeff"] = step.kl_coef
-        rewards -= each.mul_(step.kl_coef)
+        metrics["actor/reward_kl_penalty_coeff"] = config.kl.coef
+        rewards -= each.mul_(config.kl.coef)
         del each
     there = tokens > 0
     rewards[cu_seqlens[1:][there] - 1] += step.rewards.double()[there]

@@ -65,7 +65,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
             "lower it"
         )
     responses = config.trainer.tasks_per_step * config.algorithm.group_size
-    kl.adapted(config.algorithm.kl.coef, 0.0, responses, config.algorithm.kl)
+    kl.adapted(0.0, responses, config.algorithm.kl)
 
 
 def check_budget(config: Config, algorithm: Algorithm) -> None:

@@ -95,7 +95,7 @@ def finished(folder: Path) -> list[Path]:
 
 def in_order(folder: Path) -> list[Path]:
     """Checkpoints by step, those without a manifest too."""
-    steps = {int(name): p for p in folder.glob(f"{PREFIX}*") if _NUMBER.fullmatch(name := p.name.removeprefix(PREFIX))}
+    steps = {step: p for p in folder.glob(f"{PREFIX}*") if (step := _step_of(p.name)) is not None}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -139,15 +139,24 @@ def prune(folder: Path, keep: int, attempt: int = 0) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """All that ``state.json`` holds. Raises CheckpointError for a damaged file."""
+    """All that ``state.json`` holds. Raises CheckpointError for a damaged file, and for a step that differs from the
+    folder's name."""
     path = checkpoint / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
         if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("phase"), str):
             raise ValueError("it has no step and phase")
+        if (step := manifest["step"]) != (named := _step_of(checkpoint.name)) and named is not None:
+            raise ValueError(f"its step is {step}, its folder is {checkpoint.name}")
     except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest
+
+
+def _step_of(name: str) -> int | None:
+    """Step in the name of a checkpoint that is not being written; None for other names."""
+    number = name.removeprefix(PREFIX)
+    return int(number) if name.startswith(PREFIX) and _NUMBER.fullmatch(number) else None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
