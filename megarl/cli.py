@@ -146,8 +146,17 @@ def _tell(status: int) -> None:
     """Write the exit status of the head's command to the file that slurm/common.sh reads: ``srun`` ends with the
     largest status of all nodes, lost ones too."""
     if (path := os.environ.get("MEGARL_STATUS")) and os.environ.get("SLURM_PROCID") == "0":
-        with open(path, "w") as file:
-            file.write(str(status))
+        try:
+            with open(path, "w") as file:
+                file.write(str(status))
+        except OSError as error:  # the command has ended: its status must not change
+            logging.warning(
+                "MEGARL_STATUS=%s cannot be written (%s): the job script takes srun's status, %d here; let the "
+                "container see that folder (MEGARL_MOUNTS)",
+                path,
+                error.strerror,
+                status,
+            )
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -4,6 +4,8 @@
 #SBATCH --job-name=megarl-bench
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=02:00:00
 #SBATCH --output=%x-%j.log
 source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/common.sh"

@@ -1,9 +1,11 @@
+# shellcheck shell=bash
 # What all job scripts share. Settings (environment of `sbatch`):
 #   MEGARL_HOME     checkout with configs/ and slurm/ (default: where sbatch was called)
 #   MEGARL_SETUP    how a node gets Python: venv:PATH (default venv:$MEGARL_HOME/.venv), module:NAME,NAME,
 #                   pyxis:IMAGE, apptainer:IMAGE, none
 #   MEGARL_MOUNTS   folders that a container sees beside MEGARL_HOME, as SRC:DST,SRC:DST
 #   MEGARL_REQUEUES how often a job that was stopped before its end is queued again (default 100)
+#   MEGARL_CPUS     CPUs that every node must have for the job, else it ends at once (default 2, and 2 for each GPU)
 set -euo pipefail
 export MEGARL_HOME=${MEGARL_HOME:-$SLURM_SUBMIT_DIR}
 cd "$MEGARL_HOME"
@@ -11,14 +13,16 @@ cd "$MEGARL_HOME"
 # One secret for the job: every port asks for it. It is in the environment only.
 MEGARL_JOB_KEY=${MEGARL_JOB_KEY:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
 # The first node is the head; the address is the one that Slurm itself reaches it at.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${names%%$'\n'*}  # not `| head`: it closes the pipe early, which `pipefail` makes the job's end
 MEGARL_HEAD=${MEGARL_HEAD:-$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')}
 export MEGARL_JOB_KEY MEGARL_HEAD
 
 setup=${MEGARL_SETUP:-venv:$MEGARL_HOME/.venv}
-# Not --kill-on-bad-exit: when a supervisor dies, the head may go on without its node; when the head does, the others end themselves.
-# --no-kill: nor when a node is lost; where the job was not submitted with it too, Slurm ends and queues the whole job then.
-srun_options=(--ntasks-per-node=1 --no-kill)
+# Not --kill-on-bad-exit: when a supervisor dies, the head may go on without its node; when the head does, the others
+# end themselves. --no-kill: nor when a node is lost; a job submitted without it is then queued again as a whole.
+# --cpu-bind=none: a supervisor and its children use every CPU that the job has on their node, not those of one task.
+srun_options=(--ntasks-per-node=1 --no-kill --cpu-bind=none)
 launch=()
 case $setup in
   venv:*) source "${setup#venv:}/bin/activate" ;;
@@ -31,6 +35,22 @@ case $setup in
   none) ;;
   *) echo "MEGARL_SETUP=$setup: give venv:PATH, module:NAMES, pyxis:IMAGE, apptainer:IMAGE or none" >&2; exit 2 ;;
 esac
+
+# check_cpus: refuse a job that got fewer CPUs on a node than its processes need to make progress.
+check_cpus() {
+  local least=${MEGARL_CPUS:-$((2 * (${SLURM_GPUS_ON_NODE:-0} > 1 ? SLURM_GPUS_ON_NODE : 1)))} list entry cpus
+  # "16(x2),4": CPUs of nodes in a row; a heterogeneous job has a list for each component.
+  for list in "${!SLURM_JOB_CPUS_PER_NODE@}"; do
+    for entry in ${!list//,/ }; do
+      cpus=${entry%%(*}
+      [ "$cpus" -ge "$least" ] && continue
+      echo "a node of this job has $cpus CPUs ($list=${!list}), megarl needs $least: submit with --exclusive or" \
+        "--cpus-per-task=$least (SBATCH_ARGS of array_sweep.sh), or set MEGARL_CPUS=$cpus to run with so few" >&2
+      exit 2
+    done
+  done
+}
+check_cpus
 
 # megarl_train DEFAULT... -- OVERRIDE...: defaults whose key no override gives, then the overrides.
 megarl_train() {
@@ -45,8 +65,18 @@ megarl_train() {
   megarl_srun train "${overrides[@]}"
 }
 
-# megarl_srun ARGUMENTS: one supervisor on every node; in a heterogeneous job the first component trains, the others have the engines. A job that was stopped before its end (status 130: the time limit is
-# near, or `scancel --signal=TERM`) has saved a checkpoint and is queued again; it goes on from there.
+# status_folder ARGUMENTS: folder that the head sees from its container too: the run's directory, else that of all runs.
+status_folder() {
+  local argument folder=$MEGARL_HOME/runs
+  for argument in "$@"; do
+    [[ $argument == run.dir=* ]] && folder=${argument#run.dir=} folder=${folder//\'/}
+  done
+  echo "$folder"
+}
+
+# megarl_srun ARGUMENTS: one supervisor on every node; in a heterogeneous job the first component trains, the others have
+# the engines. A job that was stopped before its end (status 130: the time limit is near, or `scancel --signal=TERM`) has
+# saved a checkpoint and is queued again; it goes on from there.
 megarl_srun() {
   local status=0 step=() group nodes
   if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
@@ -61,13 +91,16 @@ megarl_srun() {
   else
     step=("${srun_options[@]}" "${launch[@]}" megarl "$@")
   fi
-  local folder=${TMPDIR:-/tmp}
-  rm -f "$folder/megarl-status-$SLURM_JOB_ID-"*  # of a start of this job that was killed
-  MEGARL_STATUS=$(mktemp "$folder/megarl-status-$SLURM_JOB_ID-XXXXXX")
+  local folder
+  folder=$(status_folder "$@")
+  rm -f "$folder/.slurm-status-$SLURM_JOB_ID-"*  # of a start of this job that was killed
+  MEGARL_STATUS=
+  if mkdir -p "$folder" && MEGARL_STATUS=$(mktemp "$folder/.slurm-status-$SLURM_JOB_ID-XXXXXX"); then
+    trap 'rm -f "$MEGARL_STATUS"' EXIT
+  fi
   export MEGARL_STATUS
-  trap 'rm -f "$MEGARL_STATUS"' EXIT
   srun "${step[@]}" || status=$?
-  # The head's command writes there how it ended. srun's status is the largest of all nodes', that of one that was lost on the way too.
+  # The head's command writes its status there. srun's is the largest of all nodes', lost ones too.
   status=$([ -s "$MEGARL_STATUS" ] && cat "$MEGARL_STATUS" || echo "$status")
   rm -f "$MEGARL_STATUS"
   finish "$status"

@@ -4,6 +4,8 @@
 #SBATCH --job-name=megarl-convert
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=04:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append

@@ -4,6 +4,8 @@
 #SBATCH --job-name=megarl-hetjob
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@180
 #SBATCH --requeue
@@ -12,6 +14,8 @@
 #SBATCH hetjob
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --signal=TERM@180
 source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/common.sh"
 megarl_train store=postgres cluster.restarts=3 run.shutdown_grace_s=150 -- "$@"

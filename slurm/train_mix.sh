@@ -5,6 +5,8 @@
 #SBATCH --job-name=megarl-mix
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@180
 #SBATCH --requeue

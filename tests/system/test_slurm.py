@@ -53,6 +53,8 @@ GRPO = (
     "trainer.steps=3",
     "trainer.checkpoint_interval=1",
 )
+SHARED = ("--oversubscribe", "--cpus-per-task=2")
+"""The scripts ask for whole nodes; jobs of these tests run side by side."""
 TASKS = 8
 """Of a rollout of the quickstart made TINY."""
 Answer = tuple[str, int, list[int], float | None]
@@ -71,7 +73,7 @@ class Submitted:
     """One job of a script of ours, and the run that it makes."""
 
     def __init__(
-        self, cluster: SlurmCluster, script: str, run_dir: Path, *overrides: str, options: Sequence[str] = ()
+        self, cluster: SlurmCluster, script: str, run_dir: Path, *overrides: str, options: Sequence[str] = SHARED
     ) -> None:
         self.cluster, self.run_dir = cluster, run_dir
         self.output = run_dir.with_suffix(".log")
@@ -80,7 +82,7 @@ class Submitted:
             last_of_each([f"run.dir={run_dir}", "cluster.stall_s=3600", *overrides])
         )  # it is not to end what a test holds
         self.number = cluster.submit(
-            *options, f"--output={self.output}", f"slurm/{script}", *overrides, cwd=HOME, env=ENV
+            f"--output={self.output}", *options, f"slurm/{script}", *overrides, cwd=HOME, env=ENV
         )
 
     def metrics(self) -> list[dict[str, float]]:
@@ -149,8 +151,11 @@ class Beside(NamedTuple):
 def beside(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Beside:
     """All of them are submitted at once."""
     folder = tmp_path_factory.mktemp("beside")
-    components = Submitted(cluster, "train_hetjob.sh", folder / "components", *TINY, "parallel=tp2", "trainer.steps=2")
-    dpo = Submitted(cluster, "train_dpo.sh", folder / "whole", *DPO, options=["--nodes=1", f"--nodelist={NODES[1]}"])
+    overrides = (*TINY, "parallel=tp2", "trainer.steps=2")
+    both = (*SHARED, ":", *SHARED)
+    components = Submitted(cluster, "train_hetjob.sh", folder / "components", *overrides, options=both)
+    one = (*SHARED, "--nodes=1", f"--nodelist={NODES[1]}")
+    dpo = Submitted(cluster, "train_dpo.sh", folder / "whole", *DPO, options=one)
     sweep = folder / "sweep"
     settings = [setting for setting in DPO if not setting.startswith(("parallel", "trainer.steps"))]
     argv = [
@@ -162,7 +167,9 @@ def beside(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> B
         f"run.dir={sweep}",
     ]
     said = cluster.run(
-        *argv, cwd=HOME, env={**ENV, "SBATCH_ARGS": f"--parsable --output={folder}/task_%a.log", "PARALLEL": "2"}
+        *argv,
+        cwd=HOME,
+        env={**ENV, "SBATCH_ARGS": f"--parsable --output={folder}/task_%a.log {' '.join(SHARED)}", "PARALLEL": "2"},
     )
     return Beside(components, (sweep, int(said.split()[-1])), dpo)
 
@@ -171,6 +178,30 @@ def test_scripts_are_accepted(cluster: SlurmCluster) -> None:
     assert len(SCRIPTS) >= 7
     for script in SCRIPTS:
         cluster.run("sbatch", "--test-only", str(script), cwd=HOME)
+
+
+@pytest.mark.parametrize(
+    ("options", "needs", "words"),
+    [
+        ((), "9", "has 8 CPUs (SLURM_JOB_CPUS_PER_NODE=8(x2)), megarl needs 9"),
+        (("--oversubscribe", "--cpus-per-task=1"), "", "has 1 CPUs (SLURM_JOB_CPUS_PER_NODE=1(x2)), megarl needs 2"),
+    ],
+    ids=["whole nodes", "one core a node"],
+)
+def test_cpus_that_a_job_gets(
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    needs: str,
+    words: str,
+) -> None:
+    """The scripts' own lines give all CPUs of a node; a job with fewer than it needs ends before it starts anything.
+    Nothing here confines a job to them: that needs Slurm's cgroup plugins (docs/cluster.md)."""
+    monkeypatch.setitem(ENV, "MEGARL_CPUS", needs)
+    job = Submitted(cluster, "train_grpo.sh", tmp_path / "run", options=options)
+    assert cluster.wait(job.number, PATIENCE_S) == "FAILED"
+    assert words in job.said()
 
 
 def test_trainer_and_engines_in_components_of_their_own(beside: Beside) -> None:

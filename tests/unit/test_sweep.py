@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -24,8 +21,6 @@ from megarl.run.launch.run_dir import resume
 from megarl.run.launch.sweep import _expanded, _slug, combinations
 from tests.unit.small_job import SMALL
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "slurm" / "array_sweep.sh"
 SWEEP = ["run.name=s", "trainer.seed=1,2"]
 
 
@@ -209,64 +204,3 @@ def test_all_are_really_checked_before_the_first_starts(
         "combination 1, trainer.updates_per_step=129: trainer.updates_per_step=129 is more than the 128 rows"
         in caplog.messages[-1]
     )
-
-
-# ------------------------------------------------------------------ as a job array
-
-
-STAND_INS = {
-    "sbatch": 'echo sbatch "$@"',
-    "megarl": f'exec {sys.executable} -m megarl "$@"',
-    "srun": 'while [ "$1" != megarl ]; do shift; done; exec "$@"',
-    "scontrol": "echo node1 NodeAddr=127.0.0.1",
-}
-
-
-def script(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The script with megarl itself and stand-ins for Slurm; tests/system has a real one."""
-    for name, text in STAND_INS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MEGARL_"))}
-    env = {**kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        ["bash", str(SCRIPT), *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-
-
-def test_the_script_counts_and_submits_itself(tmp_path: Path) -> None:
-    done = script(tmp_path, *SWEEP, PARALLEL="2", SBATCH_ARGS="--time=1:00 --gpus=8")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["sbatch", "--array=0-1%2", "--time=1:00", "--gpus=8", str(SCRIPT), *SWEEP]
-
-
-def test_the_script_submits_nothing_when_a_combination_is_wrong(tmp_path: Path) -> None:
-    done = script(tmp_path, *SWEEP, "trainer.steps=1,x")
-    assert done.returncode == 2 and done.stdout == ""
-    assert "trainer.steps='x' must be of type int" in done.stderr
-
-
-def test_a_task_of_the_array_runs_its_own_combination(tmp_path: Path) -> None:
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "MEGARL_HOME": str(ROOT), "MEGARL_SETUP": "none"}
-    done = script(tmp_path, *SWEEP, **job, SLURM_ARRAY_TASK_ID="9")
-    assert done.returncode == 2 and "--index 9: the combinations are 0 to 1" in done.stderr
-
-
-def test_the_heads_status_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where another node was lost on the way, srun ends with that one's; without a word from the head its own
-    counts."""
-    job = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "node1",
-        "MEGARL_HOME": str(ROOT),
-        "MEGARL_SETUP": "none",
-        "TMPDIR": str(tmp_path),
-    }
-    monkeypatch.setitem(
-        STAND_INS, "srun", 'while [ "$1" != megarl ]; do shift; done; SLURM_PROCID=$RANK "$@"; exit 137'
-    )
-    (tmp_path / "megarl-status-7-killed").write_text("1")  # by a start of this job that was killed
-    (tmp_path / "megarl-status-77-lives").write_text("")
-    statuses = [script(tmp_path, *SWEEP, **job, SLURM_ARRAY_TASK_ID="9", RANK=rank).returncode for rank in ("0", "1")]
-    assert statuses == [2, 137]
-    assert [path.name for path in tmp_path.glob("megarl-status-*")] == ["megarl-status-77-lives"]
