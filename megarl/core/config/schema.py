@@ -307,6 +307,9 @@ class RolloutConfig:
     workflow: str = "single_turn"
     """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``environment``, ``agent``, or a
     Python file of yours (docs/workflows.md)."""
+    workflow_timeout_s: Seconds = 3600.0
+    """Most seconds of a workflow of its own, in which it waits neither for the engine nor for the verifier. An agent
+    has ``agent_timeout_s`` instead."""
 
 
 @dataclass(frozen=True)

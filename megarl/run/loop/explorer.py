@@ -69,6 +69,7 @@ class Explorer:
         calls: Calls over which newly claimed groups are spread (one for each engine).
         limit: Most tokens of a trajectory; None: whatever fits the engine.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
+        workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
         event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
             the terminal.
@@ -88,6 +89,7 @@ class Explorer:
         calls: int = 1,
         limit: int | None = None,
         retries: int = 0,
+        workflow_timeout_s: float | None = None,
         poll_s: float = 0.02,
         engine_timeout_s: float = 7.5,
         retry_s: float = RETRY_S,
@@ -99,7 +101,9 @@ class Explorer:
         self._store = store
         self._engine = engine
         self._tokenizer = tokenizer
-        self._runner = TrajectoryRunner(workflow, scorer, tokenizer, limit=limit, retries=retries, retry_s=retry_s)
+        self._runner = TrajectoryRunner(
+            workflow, scorer, tokenizer, limit=limit, retries=retries, retry_s=retry_s, timeout_s=workflow_timeout_s
+        )
         self._worker = worker
         self._capacity = capacity
         self._backlog = backlog
@@ -123,7 +127,7 @@ class Explorer:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
-                ticking = tasks.create_task(heartbeat.beat_periodically(self._at))
+                ticking = tasks.create_task(heartbeat.beat_periodically(self._mark))
                 reporting = tasks.create_task(self._report())
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
@@ -150,8 +154,14 @@ class Explorer:
                 log.warning("%s", line)
                 await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
 
-    def _at(self) -> str:
-        return f"{self._generating} samples being generated, {self._runner.scoring} scored"
+    def _mark(self) -> str:
+        """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
+        if in_workflow := self._runner.in_workflow:
+            heartbeat.count_work()
+        return (
+            f"{self._generating} samples being generated, {self._runner.scoring} scored, "
+            f"{in_workflow} trajectories in their workflow"
+        )
 
     async def _claim(self) -> list[Claim]:
         free = self._capacity - self._generating
@@ -275,6 +285,8 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 calls=len(engines),
                 limit=context_tokens(config.rollout),
                 retries=config.rollout.retries,
+                # an agent has rollout.agent_timeout_s, in which it may wait for the engine through its endpoint
+                workflow_timeout_s=None if config.rollout.workflow == "agent" else config.rollout.workflow_timeout_s,
                 engine_timeout_s=engine_timeout_s,
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),

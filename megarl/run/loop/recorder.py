@@ -6,22 +6,34 @@ import math
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from megarl.core.durable import without_surrogates
-from megarl.core.schema import Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.rewards.verdict import MAX_REASON
 from megarl.explore.rollout.frames import Completion
-from megarl.explore.rollout.gather import Gatherer, SampleRequest
+from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.turns import render_turn, turn_ids
+from megarl.run.loop.recorded_values import recorded_ids, recorded_reward
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Authors whose messages chat templates know under another role."""
+
+
+class NoRoom(Exception):
+    """A response was asked for after turns of the model that have used up the trajectory's room."""
+
+
+class Sampler(Protocol):
+    """Part of ``rollout.gather.Gatherer``."""
+
+    async def sample(self, request: SampleRequest) -> Completion: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +50,9 @@ class RenderedPrompt:
     def of(cls, task: Task, tokenizer: ChatTokenizer) -> RenderedPrompt:
         """Render a task by the chat template."""
         text = tokenizer.render(chat_messages(task), task.chat_template_kwargs)
-        return cls(tokenizer.rendered_ids(text), task.images, opens_thinking(text))
+        token_ids = tokenizer.rendered_ids(text)
+        token_ids.flags.writeable = False  # trajectories share it
+        return cls(token_ids, task.images, opens_thinking(text))
 
 
 class Recorder:
@@ -58,7 +72,7 @@ class Recorder:
         index: int,
         prompt: RenderedPrompt,
         seed: int | None,
-        gatherer: Gatherer,
+        gatherer: Sampler,
         tokenizer: ChatTokenizer,
         judge: Callable[[str, bool], Awaitable[Verdict]],
         limit: int | None = None,
@@ -96,19 +110,29 @@ class Recorder:
         """Index of the trajectory in its group; ``GREEDY`` for the greedy one."""
         return self._index
 
+    @property
+    def seed(self) -> int | None:
+        """Seed of the trajectory, the same when it begins again; None where sampling has none."""
+        return None if self._seed is None else episode_seed(self._seed, self._index)
+
     def ask(self, task: Task) -> Turn:
         """Add the prompt of the group's task."""
-        assert task is self._claim.task and not self.turns, "a trajectory begins with the task of its group"
+        if self.turns:
+            raise ValueError("a trajectory begins with the task of its group, which has been asked already")
+        if (task.task_id, task.prompt) != (self._claim.task.task_id, self._claim.task.prompt):
+            raise ValueError("ask takes the task that the workflow was given, unchanged; begin takes other prompts")
         return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.opened)
 
     def begin(self, token_ids: np.ndarray, *, opened: bool = False) -> Turn:
         """Add a prompt that follows nothing."""
-        return self._add(Turn("user", token_ids), -1, opened)
+        return self._add(Turn("user", recorded_ids("user", token_ids, self._tokenizer.largest_id)), -1, opened)
 
     def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, opened: bool = False) -> Turn:
         """Add a turn that the model did not write."""
-        assert self.turns and author != "model", "a model's turns are generated, and follow a prompt"
-        return self._add(Turn(author, token_ids), self._after(after), opened)
+        if not self.turns:
+            raise ValueError("a turn follows a prompt; ask or begin first")
+        ids = recorded_ids(author, token_ids, self._tokenizer.largest_id)
+        return self._add(Turn(author, ids), self._after(after), opened)
 
     def add(self, author: Author, text: str) -> Turn | None:
         """Add a message after the model's turn, by the chat template; None where it leaves no room."""
@@ -136,7 +160,7 @@ class Recorder:
 
     def finish(self, reward: Reward) -> None:
         """Give the trajectory this reward."""
-        self._given = Verdict(reward, verifier="workflow")
+        self._given = Verdict(recorded_reward(reward), verifier="workflow")
 
     def truncate(self) -> None:
         """End the trajectory for want of room; the reward is that of its last response."""
@@ -146,7 +170,7 @@ class Recorder:
         """Give the trajectory no verdict."""
         assert not cause.by_policy, "a trajectory that the policy ended has a reward"
         if not self.turns:
-            self.ask(self._claim.task)
+            self._add(Turn("user", self._prompt.token_ids), -1)
         self.cause = cause
         reason = without_surrogates(reason[:MAX_REASON])
         self._given = Verdict(Reward(math.nan, "error"), reason, verifier="workflow")
@@ -168,6 +192,7 @@ class Recorder:
         """Sample a turn of the model, and add it."""
         assert self.turns, "nothing has been asked"
         after = self._after(after)
+        self._check_room(after, max_tokens)
         first, *later = self._line(after)
         ids = [self.turns[i].token_ids for i in later]
         # the prompt as it was rendered: the engine expands the placeholders of its images again
@@ -189,7 +214,24 @@ class Recorder:
             self.turns[first] = replace(self.turns[first], token_ids=completion.prompt_ids[:end])
         return self._add(_model_turn(completion, self._claim.version), after)
 
+    def _check_room(self, after: int, max_tokens: int | None) -> None:
+        """Raise NoRoom or ValueError for a request that an engine would refuse."""
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"generate takes max_tokens of 1 or more, got {max_tokens}")
+        line, room = self._line(after), self.room_after(after)
+        if not sum(len(self.turns[i]) for i in line):
+            raise ValueError("a response follows a prompt of one token or more")
+        if room < 1 and any(self.turns[i].author == "model" for i in line):
+            raise NoRoom(f"no room for a response (rollout.max_trajectory_tokens={self.limit})")
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {self.limit - room} tokens leaves no room for a response; shorten it, or set "
+                f"rollout.max_trajectory_tokens above its {self.limit}"
+            )
+
     def _after(self, turn: int) -> int:
+        if not -1 <= turn < len(self.turns):
+            raise ValueError(f"after={turn} is no turn; there are {len(self.turns)}")
         return turn % len(self.turns)
 
     def _line(self, turn: int) -> list[int]:
@@ -208,6 +250,11 @@ class Recorder:
             self._opened.add(len(self.turns))
         self.turns.append(turn)
         return turn
+
+
+def episode_seed(group_seed: int, index: int) -> int:
+    """Seed for what is random in one trajectory beside its samples. Samples of later turns have longer sequences."""
+    return int(np.random.SeedSequence([group_seed, index - GREEDY]).generate_state(1)[0])
 
 
 def _model_turn(completion: Completion, asked: WeightsVersion) -> Turn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,15 +11,16 @@ from functools import partial
 from typing import Protocol
 
 from megarl.core import heartbeat
-from megarl.core.errors import EngineError, JobError, describe
 from megarl.core.schema import Task, Trajectory
 from megarl.explore.rewards import Verdict
-from megarl.explore.rollout.gather import LONGEST_RETRY_S, Gatherer
+from megarl.explore.rollout.frames import Completion
+from megarl.explore.rollout.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import Workflow
 from megarl.run.loop.recorder import Recorder, RenderedPrompt
 from megarl.run.loop.rollout_clock import RolloutClock
+from megarl.run.loop.workflow_run import OwnTime, run_workflow
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class TrajectoryRunner:
         limit: Most tokens of a trajectory; None: whatever fits the engine.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
         retry_s: First wait before that; waits double.
+        timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class TrajectoryRunner:
         limit: int | None,
         retries: int,
         retry_s: float,
+        timeout_s: float | None = None,
     ) -> None:
         self._workflow = workflow
         self._scorer = scorer
@@ -65,8 +69,15 @@ class TrajectoryRunner:
         self._limit = limit
         self._retries = retries
         self._retry_s = retry_s
+        self._timeout_s = timeout_s
+        self._running: set[OwnTime] = set()
         self.scoring = 0
         """Responses that wait for their verdict."""
+
+    @property
+    def in_workflow(self) -> int:
+        """Trajectories whose workflow waits neither for the engine nor for the verifier; each has a limit."""
+        return sum(own.running for own in self._running)
 
     async def run(
         self, group: ClaimedGroup, index: int, gatherer: Gatherer, generated: Callable[[], None]
@@ -97,17 +108,7 @@ class TrajectoryRunner:
         """Run the workflow until it fails no more, or has been begun again ``retries`` times."""
         retry = 0
         while True:
-            recorder = Recorder(
-                group.claim,
-                index,
-                group.prompt,
-                group.seed,
-                gatherer,
-                self._tokenizer,
-                partial(self._verdict, group),
-                self._limit,
-            )
-            await _run(self._workflow, group.claim.task, recorder)
+            recorder = await self._attempt(group, index, gatherer)
             if recorder.cause is None or recorder.cause.by_policy or retry == self._retries:
                 return recorder
             group.clock.counts["restarts"] += 1
@@ -116,27 +117,47 @@ class TrajectoryRunner:
             await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
             retry += 1
 
-    async def _verdict(self, group: ClaimedGroup, text: str, opened: bool) -> Verdict:
+    async def _attempt(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> Recorder:
+        """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
+        own = OwnTime()
+        recorder = Recorder(
+            group.claim,
+            index,
+            group.prompt,
+            group.seed,
+            _TimedGatherer(gatherer, own),
+            self._tokenizer,
+            partial(self._verdict, group, own),
+            self._limit,
+        )
+        self._running.add(own)
+        try:
+            await run_workflow(self._workflow, copy.deepcopy(group.claim.task), recorder, own, self._timeout_s)
+        finally:
+            self._running.discard(own)
+        return recorder
+
+    async def _verdict(self, group: ClaimedGroup, own: OwnTime, text: str, opened: bool) -> Verdict:
         group.clock.change("reward", 1)
         self.scoring += 1
         try:
-            return await self._scorer.score(group.claim.task, text, opened=opened)
+            if own.ended:
+                return await self._scorer.score(group.claim.task, text, opened=opened)
+            with own.waiting():
+                return await self._scorer.score(group.claim.task, text, opened=opened)
         finally:
             heartbeat.count_work()
             self.scoring -= 1
             group.clock.change("reward", -1)
 
 
-async def _run(workflow: Workflow, task: Task, recorder: Recorder) -> None:
-    """Run a workflow; an exception of its own costs its trajectory the verdict.
+class _TimedGatherer:
+    """A gatherer whose time is not the workflow's."""
 
-    Raises EngineError and JobError, which are not the workflow's.
-    """
-    try:
-        await workflow(task, recorder)
-        if not recorder.has_response and recorder.cause is None:
-            recorder.fail("the workflow ended without a response of the model")
-    except (EngineError, JobError):
-        raise
-    except Exception as error:
-        recorder.fail(describe(error))
+    def __init__(self, gatherer: Gatherer, own: OwnTime) -> None:
+        self._gatherer = gatherer
+        self._own = own
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        with self._own.waiting():
+            return await self._gatherer.sample(request)
