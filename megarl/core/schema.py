@@ -34,8 +34,6 @@ class End(StrEnum):
     WORKFLOW_TIMEOUT = "workflow_timeout"
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
-    TOOL_ERROR = "tool_error"
-    """A tool has failed, such as a sandbox that died; a program that fails in it is an observation."""
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
 

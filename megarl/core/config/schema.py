@@ -298,6 +298,10 @@ class RolloutConfig:
     """Groups the explorer keeps in flight."""
     environment: str = "guess"
     """Environment of ``rollout.workflow=environment``: ``guess``, or a Python file of yours (docs/environments.md)."""
+    environment_threads: Count = 256
+    """Most calls of environments at once."""
+    environment_timeout_s: Seconds = 300.0
+    """Longest call of an environment's ``make``, ``step`` or ``close``."""
     agent: str = ""
     """Agent of ``rollout.workflow=agent``: a Python file with ``run``, or a command line (docs/agents.md)."""
     agent_rewards: bool = False
