@@ -304,6 +304,9 @@ class RolloutConfig:
     """Longest call of an environment's ``make``, ``step`` or ``close``."""
     agent: str = ""
     """Agent of ``rollout.workflow=agent``: a Python file with ``run``, or a command line (docs/agents.md)."""
+    agent_env: list[str] = field(default_factory=list)
+    """Names of further environment variables that a command gets; without them it has no keys of yours
+    (docs/agents.md)."""
     agent_rewards: bool = False
     """The agent returns the reward of every trajectory, so rows need no verifier."""
     agent_timeout_s: Seconds = 3600.0

@@ -41,7 +41,7 @@ async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncItera
 def check(rollout: RolloutConfig) -> None:
     """Raise ConfigError unless there is such a workflow."""
     if rollout.workflow == "agent":
-        runner.load(rollout.agent)
+        runner.load(rollout.agent, rollout.agent_env)
     else:
         get(rollout)
 

@@ -25,7 +25,7 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
     A number or verdict that the agent returns is the reward; where it returns None, the verifier reads the last
     response. An exception of the agent costs the trajectory its verdict, unless the agent had run out of room.
     """
-    run = load(rollout.agent)
+    run = load(rollout.agent, rollout.agent_env)
 
     async with AgentServer() as server:
 
