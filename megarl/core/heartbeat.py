@@ -43,7 +43,7 @@ class Heartbeat(NamedTuple):
     """Marks so far; one that stays the same for long is a stall."""
     work: int = 0
     """Count of an explorer's work: answers that ended and were scored, heartbeats of engines that had generated tokens,
-    and its waits for the store. It marks time without any as well."""
+    seconds of workflows within their limits, and its waits for the store. It marks time without any as well."""
     step: int = 0
     """Step of the loop, from 1; 0 outside of steps."""
     timeout_s: float = 0.0

@@ -6,10 +6,15 @@ import contextlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 """Control group of this process: a container sees its own here."""
+KILLS = 200
+"""Most rounds of killing processes that start others."""
+KILLED_S = 0.01
+"""Seconds that killed processes get to end before it is looked whether others are left."""
 
 
 def group_members(group: int) -> list[int]:
@@ -35,6 +40,32 @@ def kill_group(group: int) -> None:
     for pid in group_members(group):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def kill_marked(variable: str) -> None:
+    """SIGKILL to all processes that were started with an environment in which ``variable``, NAME=value, is.
+
+    It finds those that have left their session, too. Repeated while it finds any, since they may start others.
+    """
+    for _ in range(KILLS):
+        found = [pid for pid in _pids() if _has_variable(pid, variable.encode())]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(KILLED_S)
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _has_variable(pid: int, variable: bytes) -> bool:
+    """False for a process that is gone, and for one whose environment may not be read: it is another user's."""
+    with contextlib.suppress(OSError):
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def start_ticks(pid: int) -> int | None:

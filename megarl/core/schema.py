@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from numbers import Real
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -35,8 +36,6 @@ class End(StrEnum):
     """The agent has not waited for a response that it had asked for."""
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
-    TOOL_ERROR = "tool_error"
-    """A tool has failed, such as a sandbox that died; a program that fails in it is an observation."""
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
 
@@ -132,6 +131,13 @@ class Reward:
     score: float
     status: RewardStatus
     parts: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.score, Real):
+            raise TypeError(f"Reward.score must be a number, got {self.score!r:.60}")
+        if self.status not in get_args(RewardStatus):
+            names = ", ".join(get_args(RewardStatus))
+            raise ValueError(f"Reward.status must be one of {names}, got {self.status!r:.60}")
 
 
 @dataclass(frozen=True)

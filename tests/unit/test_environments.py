@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -12,13 +14,15 @@ from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Reward, Task, Turn
 from megarl.explore import environments, workflows
-from megarl.explore.environments import Observation
+from megarl.explore.environments import EpisodeThreads, Observation
 from megarl.explore.workflows.environment import environment
 from tests.trajectories import one_turn
 
 
 class Model:
     """A ``RolloutModel`` whose responses are given."""
+
+    seed = 7
 
     def __init__(self, *responses: str, truncated: int | None = None, room: int = 100) -> None:
         self.responses, self.truncated, self.left = list(responses), truncated, room
@@ -54,9 +58,11 @@ def task(number: int = 7, tries: int = 4) -> Task:
     return Task("t", "guess", (), "", {"ground_truth": str(number)}, {"tries": tries})
 
 
-def run(model: Model, make: Any = environments.ENVIRONMENTS["guess"], row: Task | None = None) -> Model:
+def run(
+    model: Model, make: Any = environments.ENVIRONMENTS["guess"], row: Task | None = None, timeout_s: float = 60.0
+) -> Model:
     played: Any = model
-    asyncio.run(environment(make)(row or task(), played))
+    asyncio.run(environment(make, EpisodeThreads(8, timeout_s))(row or task(), played))
     return model
 
 
@@ -121,5 +127,130 @@ def test_by_name_and_from_a_users_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             workflows.get(RolloutConfig(workflow="environment", environment=name))
     path.write_text("x = 1")
-    with pytest.raises(ConfigError, match=r"has no make\(task\)"):
+    with pytest.raises(ConfigError, match=r"has no make\(task\) or make\(task, seed\)"):
         environments.get(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "seeds"),
+    [
+        (lambda task, seed: Seeded(seed), [7]),
+        (lambda task, *, seed=None: Seeded(seed), [7]),
+        (lambda task: Seeded(None), [None]),
+        (lambda task, other=3: Seeded(other), [3]),
+    ],
+)
+def test_a_make_that_takes_a_seed_gets_that_of_the_trajectory(make: Any, seeds: list[int | None]) -> None:
+    assert run(Model("1"), make).reward == Reward(float(seeds[0] or 0), "wrong" if seeds == [None] else "ok", ANY)
+
+
+class Seeded:
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
+
+    def step(self, response: str) -> Observation:
+        return Observation("", float(self.seed or 0), done=True)
+
+    def close(self) -> None: ...
+
+
+class Hanging:
+    """An episode that hangs in ``at`` until ``go``; ``calls`` is what has happened."""
+
+    def __init__(self, task: Task | None, at: str) -> None:
+        self.at, self.go, self.calls, self.closed = at, threading.Event(), list[str](), threading.Event()
+
+    def make(self, task: Task) -> Hanging:
+        self._call("make")
+        return self
+
+    def step(self, response: str) -> Observation:
+        self._call("step")
+        return Observation("", 1.0, done=True)
+
+    def close(self) -> None:
+        self._call("close")
+        self.closed.set()
+
+    def _call(self, name: str) -> None:
+        self.calls.append(f"{name} begins")
+        if self.at == name:
+            self.go.wait(60)
+        self.calls.append(f"{name} ends")
+
+
+@pytest.mark.parametrize("at", ["make", "step"])
+def test_a_call_past_its_limit_ends_the_episode_which_is_closed_when_it_returns(at: str) -> None:
+    hanging = Hanging(None, at)
+    model = run(Model("1"), hanging.make, timeout_s=0.05)
+    assert model.cause is End.ENVIRONMENT_TIMEOUT and model.reward is None
+    assert model.reason == f"{at} has not returned within rollout.environment_timeout_s=0.05"
+    assert hanging.calls[-1] == f"{at} begins"
+    hanging.go.set()
+    assert hanging.closed.wait(60) and hanging.calls[-3:] == [f"{at} ends", "close begins", "close ends"]
+
+
+def test_a_close_past_its_limit_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    hanging = Hanging(None, "close")
+    model = run(Model("1"), hanging.make, timeout_s=0.05)
+    assert model.reward == Reward(1.0, "ok", {"turn_1": 1.0}) and "close has not returned within" in caplog.text
+    hanging.go.set()
+
+
+def test_calls_that_hang_block_no_other_episode() -> None:
+    hanging = [Hanging(None, "step") for _ in range(6)]
+    good = [Hanging(None, "") for _ in range(6)]
+
+    async def main() -> list[Any]:
+        threads = EpisodeThreads(2, 0.05)
+        models: list[Any] = [Model("1") for _ in hanging + good]
+        await asyncio.gather(
+            *(environment(row.make, threads)(task(), model) for row, model in zip(hanging + good, models, strict=True))
+        )
+        return models
+
+    models = asyncio.run(asyncio.wait_for(main(), 60))
+    assert [model.cause for model in models[:6]] == [End.ENVIRONMENT_TIMEOUT] * 6
+    assert all(model.reward.score == 1.0 for model in models[6:])
+    for episode in hanging:
+        episode.go.set()
+
+
+def test_an_episode_that_is_cancelled_in_a_step_is_closed_after_it() -> None:
+    hanging = Hanging(None, "step")
+
+    async def main() -> None:
+        played: Any = Model("1")
+        running = asyncio.ensure_future(environment(hanging.make, EpisodeThreads(2, 60.0))(task(), played))
+        while "step begins" not in hanging.calls:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert not hanging.closed.is_set()
+    hanging.go.set()
+    assert hanging.closed.wait(60) and hanging.calls[-3:] == ["step ends", "close begins", "close ends"]
+
+
+def test_calls_at_once_are_limited() -> None:
+    lock, now, most = threading.Lock(), [0], [0]
+
+    class Counted(Seeded):
+        def step(self, response: str) -> Observation:
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            threading.Event().wait(0.01)
+            with lock:
+                now[0] -= 1
+            return Observation("", 1.0, done=True)
+
+    async def main() -> None:
+        threads = EpisodeThreads(3, 60.0)
+        models: list[Any] = [Model("1") for _ in range(20)]
+        await asyncio.gather(*(environment(lambda task: Counted(0), threads)(task(), model) for model in models))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert most[0] == 3

@@ -31,7 +31,12 @@ FUNCTIONS = {"run", "check_output", "check_call", "call", "urlopen", "create_con
 POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
 """As context managers they wait for all their work."""
 LIMITED = {
-    "explore/agents/runner._command.run: process.wait": "the agent's process, which has been killed",
+    "explore/agents/command.run_command: output.ended.wait": "rollout.agent_timeout_s",
+    "explore/agents/command._end: output.ended.wait": "command.DRAIN_S",
+    "explore/agents/command._end: output.drained.wait": "command.DRAIN_S",
+    "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
+    "explore/environments/episode._close: made.result": "no wait: the environment was made",
+    "run/loop/workflow_run.run_workflow: work.result": "no wait: the workflow has ended",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
     "every 4 MiB",
     "weights/checkpoint/convert/pool.each: future.result": "`megarl convert`, a command of a person: it has "

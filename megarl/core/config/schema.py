@@ -303,8 +303,15 @@ class RolloutConfig:
     """Groups the explorer keeps in flight."""
     environment: str = "guess"
     """Environment of ``rollout.workflow=environment``: ``guess``, or a Python file of yours (docs/environments.md)."""
+    environment_threads: Count = 256
+    """Most calls of environments at once."""
+    environment_timeout_s: Seconds = 300.0
+    """Longest call of an environment's ``make``, ``step`` or ``close``."""
     agent: str = ""
     """Agent of ``rollout.workflow=agent``: a Python file with ``run``, or a command line (docs/agents.md)."""
+    agent_env: list[str] = field(default_factory=list)
+    """Names of further environment variables that a command gets; without them it has no keys of yours
+    (docs/agents.md)."""
     agent_rewards: bool = False
     """The agent returns the reward of every trajectory, so rows need no verifier."""
     agent_timeout_s: Seconds = 3600.0
@@ -312,6 +319,9 @@ class RolloutConfig:
     workflow: str = "single_turn"
     """Workflow that makes a trajectory of a task: ``single_turn``, ``reflect``, ``environment``, ``agent``, or a
     Python file of yours (docs/workflows.md)."""
+    workflow_timeout_s: Seconds = 3600.0
+    """Most seconds of a workflow of its own, in which it waits neither for the engine nor for the verifier. An agent
+    has ``agent_timeout_s`` instead."""
 
 
 @dataclass(frozen=True)

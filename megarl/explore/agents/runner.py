@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
+import logging
 import os
 import shlex
-import signal
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
 from megarl.core.user_file import import_file
+from megarl.explore.agents.command import command_environment, run_command
+from megarl.explore.agents.loopback import with_loopback
 
-OUTPUT_BYTES = 64 * 2**10
-"""Last bytes of a command's output that are kept."""
-RESULT = "MEGARL_RESULT"
-"""A line of a command's stdout that begins so holds its result as JSON."""
+log = logging.getLogger(__name__)
 
 Run = Callable[[str, Task, dict[str, Any], dict[str, Any]], Awaitable[Any]]
 """``await run(base_url, task, request_kwargs, metadata)``: the agent's result, or None where the verifier decides."""
 
 
-def load(agent: str) -> Run:
-    """Agent of ``rollout.agent``: ``run`` of a Python file, or a command. Raises ConfigError."""
+class AgentFault(Exception):
+    """An agent has raised what is no Exception, such as SystemExit."""
+
+
+def load(agent: str, env: Sequence[str] = ()) -> Run:
+    """Agent of ``rollout.agent``: ``run`` of a Python file, or a command. Raises ConfigError.
+
+    Args:
+        env: Names of further variables that a command gets (``rollout.agent_env``).
+    """
     if not agent:
         raise ConfigError(
             "rollout.workflow=agent needs rollout.agent: a Python file (.py) with `async def run(base_url, prompt, "
@@ -36,7 +41,8 @@ def load(agent: str) -> Run:
         )
     words = shlex.split(agent)
     if len(words) > 1 or not agent.endswith(".py"):
-        return _command(words)
+        return _command(words, env)
+    os.environ.update(with_loopback(os.environ))  # before the file makes its client
     wanted = "async def run(base_url, prompt, request_kwargs, metadata)"
     function = getattr(import_file(agent, "rollout.agent", wanted), "run", None)
     if not inspect.iscoroutinefunction(function):
@@ -56,52 +62,39 @@ class AgentThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Await a coroutine function there; cancelled with the caller."""
+        """Await a coroutine function there; cancelled with the caller. Raises AgentFault."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(function(*args), self._loop)
+            threading.Thread(target=_run_forever, args=[self._loop], name="agents", daemon=True).start()
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(_contained(function, *args), self._loop)
         return await asyncio.wrap_future(future)
 
 
-def _command(words: list[str]) -> Run:
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the agents' loop; a task of an agent's own that calls sys.exit would end it for all agents."""
+    while True:
+        try:
+            loop.run_forever()
+        except BaseException as error:
+            log.warning("a task of an agent raised %s", describe(error))
+
+
+async def _contained(function: Callable[..., Any], *args: Any) -> Any:
+    """Raises AgentFault for SystemExit, and for a CancelledError of the agent's own."""
+    try:
+        return await function(*args)
+    except Exception:
+        raise
+    except BaseException as error:
+        current = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
+            raise
+        raise AgentFault(describe(error)) from error
+
+
+def _command(words: list[str], env: Sequence[str]) -> Run:
     async def run(base_url: str, task: Task, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
         given = {"prompt": list(task.prompt), "request_kwargs": request_kwargs, "metadata": metadata}
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environment(base_url),
-            start_new_session=True,
-        )
-        try:
-            stdout, stderr = await process.communicate(json.dumps(given).encode())
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has left behind too
-            await process.wait()
-        if process.returncode:
-            last = stderr[-OUTPUT_BYTES:].decode(errors="replace").strip().rpartition("\n")[2]
-            raise RuntimeError(f"{words[0]} ended with status {process.returncode}: {last}")
-        return _result(stdout[-OUTPUT_BYTES:].decode(errors="replace"))
+        return await run_command(words, given, command_environment(base_url, env))
 
     return run
-
-
-def _environment(base_url: str) -> Mapping[str, str]:
-    """Variables by which the libraries of both protocols find the endpoint; the job's key is not among them."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("MEGARL_")}
-    return {
-        **own,
-        "OPENAI_BASE_URL": f"{base_url}/v1",
-        "OPENAI_API_KEY": "none",
-        "ANTHROPIC_BASE_URL": base_url,
-        "ANTHROPIC_API_KEY": "none",
-    }
-
-
-def _result(stdout: str) -> Any:
-    """Raises ValueError for a result that is no JSON."""
-    lines = [line for line in stdout.splitlines() if line.startswith(RESULT)]
-    return json.loads(lines[-1].removeprefix(RESULT).strip()) if lines else None

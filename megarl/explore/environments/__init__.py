@@ -2,13 +2,23 @@
 
 from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
+from megarl.explore.environments.episode import Episode, EpisodeThreads
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.types import Environment, EnvironmentFault, MakeEnvironment, Observation
 
 ENVIRONMENTS: dict[str, MakeEnvironment] = {"guess": Guess}
 """By the names of ``rollout.environment``."""
 
-__all__ = ["ENVIRONMENTS", "Environment", "EnvironmentFault", "MakeEnvironment", "Observation", "get"]
+__all__ = [
+    "ENVIRONMENTS",
+    "Environment",
+    "EnvironmentFault",
+    "Episode",
+    "EpisodeThreads",
+    "MakeEnvironment",
+    "Observation",
+    "get",
+]
 
 
 def get(name: str) -> MakeEnvironment:
@@ -23,7 +33,7 @@ def get(name: str) -> MakeEnvironment:
             f"rollout.environment={name!r} is not there; there are {', '.join(ENVIRONMENTS)}, or give a Python file "
             "(.py)"
         )
-    wanted = "make(task), which begins an episode"
+    wanted = "make(task) or make(task, seed), which begins an episode"
     make = getattr(import_file(name, "rollout.environment", wanted), "make", None)
     if not callable(make):
         raise ConfigError(f"rollout.environment={name} has no {wanted}")

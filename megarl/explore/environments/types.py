@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from megarl.core.schema import End, Task
 
@@ -35,19 +35,29 @@ class EnvironmentFault(Exception):
     cause = End.ENVIRONMENT_ERROR
 
 
+class EnvironmentTimeout(EnvironmentFault):
+    """A call of an environment has not returned within its limit."""
+
+    cause = End.ENVIRONMENT_TIMEOUT
+
+
 class Environment(Protocol):
-    """One episode of a task. Its methods are called in a thread, one after another, and may block."""
+    """One episode of a task. Its methods are called in threads, one after another, and may block for
+    ``rollout.environment_timeout_s``."""
 
     def step(self, response: str) -> Observation:
         """Take a response of the model, without special tokens. An exception ends the episode without a verdict."""
         ...
 
     def close(self) -> None:
-        """Free what the episode holds; called once, however it ends."""
+        """Free what the episode holds; called once, however it ends, when no other call of it runs."""
         ...
 
 
 class MakeEnvironment(Protocol):
-    """``make(task)``: begins an episode. The task's prompt is its first observation."""
+    """``make(task)`` or ``make(task, seed)``: begins an episode. The task's prompt is its first observation.
 
-    def __call__(self, task: Task) -> Environment: ...
+    ``seed``: the trajectory's, for all that is random in the episode; the same when it begins again.
+    """
+
+    def __call__(self, task: Task, *args: Any, **kwargs: Any) -> Environment: ...

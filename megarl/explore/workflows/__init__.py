@@ -9,6 +9,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.user_file import import_file
 from megarl.explore import environments
 from megarl.explore.agents import runner
+from megarl.explore.environments import EpisodeThreads
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.agent import serving_agents
 from megarl.explore.workflows.environment import environment
@@ -40,7 +41,7 @@ async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncItera
 def check(rollout: RolloutConfig) -> None:
     """Raise ConfigError unless there is such a workflow."""
     if rollout.workflow == "agent":
-        runner.load(rollout.agent)
+        runner.load(rollout.agent, rollout.agent_env)
     else:
         get(rollout)
 
@@ -52,7 +53,8 @@ def get(rollout: RolloutConfig) -> Workflow:
     """
     name = rollout.workflow
     if name == "environment":
-        return environment(environments.get(rollout.environment))
+        threads = EpisodeThreads(rollout.environment_threads, rollout.environment_timeout_s)
+        return environment(environments.get(rollout.environment), threads)
     if name in WORKFLOWS:
         return WORKFLOWS[name]
     if not name.endswith(".py"):

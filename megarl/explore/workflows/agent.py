@@ -27,7 +27,7 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
     response. An exception of the agent costs the trajectory its verdict, unless it is the refusal of a context that
     had no room: the trajectory is then truncated.
     """
-    run = load(rollout.agent)
+    run = load(rollout.agent, rollout.agent_env)
 
     async with AgentServer() as server:
 

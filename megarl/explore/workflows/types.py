@@ -45,6 +45,14 @@ class RolloutModel(Protocol):
         ...
 
     @property
+    def seed(self) -> int | None:
+        """Seed of the trajectory, for what is random in it beside its samples; None where sampling has none.
+
+        It is the same when the trajectory begins again, and in a job that was resumed.
+        """
+        ...
+
+    @property
     def has_response(self) -> bool:
         """True if the model has written a turn."""
         ...

@@ -70,6 +70,7 @@ class Explorer:
         limit: Most tokens of a trajectory; None: whatever fits the engine.
         retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
         rewards: As of :class:`TrajectoryRunner`, as is ``wrong_ends``.
+        workflow_timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
         engine_timeout_s: How long samples are asked for again while engines give none of them.
         event_lines: A line about failing rewards, if there is one; it goes to the log and, as an event of the store, to
             the terminal.
@@ -89,6 +90,7 @@ class Explorer:
         calls: int = 1,
         limit: int | None = None,
         retries: int = 0,
+        workflow_timeout_s: float | None = None,
         poll_s: float = 0.02,
         engine_timeout_s: float = 7.5,
         retry_s: float = RETRY_S,
@@ -109,6 +111,7 @@ class Explorer:
             limit=limit,
             retries=retries,
             retry_s=retry_s,
+            timeout_s=workflow_timeout_s,
             rewards=rewards,
             wrong_ends=wrong_ends,
         )
@@ -135,7 +138,7 @@ class Explorer:
             await self._call(self._store.release_claims, self._worker)  # of a predecessor that was killed
             await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
-                ticking = tasks.create_task(heartbeat.beat_periodically(self._at))
+                ticking = tasks.create_task(heartbeat.beat_periodically(self._mark))
                 reporting = tasks.create_task(self._report())
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
@@ -162,8 +165,14 @@ class Explorer:
                 log.warning("%s", line)
                 await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
 
-    def _at(self) -> str:
-        return f"{self._generating} samples being generated, {self._runner.scoring} scored"
+    def _mark(self) -> str:
+        """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
+        if in_workflow := self._runner.in_workflow:
+            heartbeat.count_work()
+        return (
+            f"{self._generating} samples being generated, {self._runner.scoring} scored, "
+            f"{in_workflow} trajectories in their workflow"
+        )
 
     async def _claim(self) -> list[Claim]:
         free = self._capacity - self._generating
@@ -289,6 +298,8 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 retries=config.rollout.retries,
                 rewards=config.reward,
                 wrong_ends=frozenset(map(End, config.rollout.wrong_ends)),
+                # an agent has rollout.agent_timeout_s, in which it may wait for the engine through its endpoint
+                workflow_timeout_s=None if config.rollout.workflow == "agent" else config.rollout.workflow_timeout_s,
                 engine_timeout_s=engine_timeout_s,
                 poll_s=config.store.poll_s,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),

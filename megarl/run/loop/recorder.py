@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from megarl.core.durable import without_surrogates
-from megarl.core.schema import Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.rewards.verdict import MAX_REASON
 from megarl.explore.rollout.frames import Completion
-from megarl.explore.rollout.gather import Gatherer, SampleRequest
+from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.turns import render_turn, turn_ids
+from megarl.run.loop.recorded_values import check_request, recorded_ids, recorded_reward
+from megarl.run.loop.turn_log import TurnLog
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Authors whose messages chat templates know under another role."""
+
+
+class Sampler(Protocol):
+    """Part of ``rollout.gather.Gatherer``."""
+
+    async def sample(self, request: SampleRequest) -> Completion: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +47,9 @@ class RenderedPrompt:
     def of(cls, task: Task, tokenizer: ChatTokenizer) -> RenderedPrompt:
         """Render a task by the chat template."""
         text = tokenizer.render(chat_messages(task), task.chat_template_kwargs)
-        return cls(tokenizer.rendered_ids(text), task.images, opens_thinking(text))
+        token_ids = tokenizer.rendered_ids(text)
+        token_ids.flags.writeable = False  # trajectories share it
+        return cls(token_ids, task.images, opens_thinking(text))
 
 
 class Recorder:
@@ -58,7 +69,7 @@ class Recorder:
         index: int,
         prompt: RenderedPrompt,
         seed: int | None,
-        gatherer: Gatherer,
+        gatherer: Sampler,
         tokenizer: ChatTokenizer,
         judge: Callable[[str, bool], Awaitable[Verdict]],
         limit: int | None = None,
@@ -79,24 +90,18 @@ class Recorder:
         """Turns that end inside a thought."""
         self.cause: End | None = None
         """End that the workflow has named, or that the limit has made."""
-        self.turns: list[Turn] = []
-        """In the order in which they ended, so that an index stays what it is."""
-        self._begun = 0
-        """Turns that were begun."""
-        self._ends: list[int] = []
-        """Tokens of the line of turns up to each turn, its own included."""
-        self._context: tuple[int, np.ndarray] = -1, np.empty(0, np.int32)
-        """The last turn that a response was asked after, and the tokens up to it."""
-        self._order: list[int] = []
-        """Number of each turn in the order in which they were begun."""
+        self._log = TurnLog()
         self._task_turn: int | None = None
         """Turn with the task's own prompt, which the images belong to."""
 
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Turns so far; an index stays what it is."""
+        return self._log.turns
+
     def recorded(self) -> tuple[Turn, ...]:
-        """Turns in the order in which they were begun: that of requests and their choices, whichever ended first."""
-        order = sorted(range(len(self.turns)), key=self._order.__getitem__)
-        place = {turn: i for i, turn in enumerate(order)} | {-1: -1}
-        return tuple(replace(self.turns[i], follows=place[self.turns[i].follows]) for i in order)
+        """Turns in the order in which they were begun."""
+        return self._log.ordered()
 
     @property
     def has_response(self) -> bool:
@@ -113,20 +118,30 @@ class Recorder:
         """Index of the trajectory in its group; ``GREEDY`` for the greedy one."""
         return self._index
 
+    @property
+    def seed(self) -> int | None:
+        """Seed of the trajectory, the same when it begins again; None where sampling has none."""
+        return None if self._seed is None else episode_seed(self._seed, self._index)
+
     def ask(self, task: Task) -> Turn:
         """Add the prompt of the group's task."""
-        assert task is self._claim.task and not self.turns, "a trajectory begins with the task of its group"
+        if self.turns:
+            raise ValueError("a trajectory begins with the task of its group, which has been asked already")
+        if (task.task_id, task.prompt) != (self._claim.task.task_id, self._claim.task.prompt):
+            raise ValueError("ask takes the task that the workflow was given, unchanged; begin takes other prompts")
         self._task_turn = len(self.turns)
         return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.opened)
 
     def begin(self, token_ids: np.ndarray, *, opened: bool = False) -> Turn:
         """Add a prompt that follows nothing."""
-        return self._add(Turn("user", token_ids), -1, opened)
+        return self._add(Turn("user", recorded_ids("user", token_ids, self._tokenizer.largest_id)), -1, opened)
 
     def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, opened: bool = False) -> Turn:
         """Add a turn that the model did not write."""
-        assert self.turns and author != "model", "a model's turns are generated, and follow a prompt"
-        return self._add(Turn(author, token_ids), self._after(after), opened)
+        if not self.turns:
+            raise ValueError("a turn follows a prompt; ask or begin first")
+        ids = recorded_ids(author, token_ids, self._tokenizer.largest_id)
+        return self._add(Turn(author, ids), self._after(after), opened)
 
     def add(self, author: Author, text: str) -> Turn | None:
         """Add a message after the model's turn, by the chat template; None where it leaves no room."""
@@ -146,7 +161,7 @@ class Recorder:
 
     def room_after(self, turn: int) -> int:
         """Tokens that may follow a turn."""
-        return self.limit - self._ends[self._after(turn)]
+        return self.limit - self._log.length(self._after(turn))
 
     def text(self, turn: Turn) -> str:
         """Text of a turn without special tokens."""
@@ -154,7 +169,7 @@ class Recorder:
 
     def finish(self, reward: Reward) -> None:
         """Give the trajectory this reward."""
-        self._given = Verdict(reward, verifier="workflow")
+        self._given = Verdict(recorded_reward(reward), verifier="workflow")
 
     def truncate(self) -> None:
         """End the trajectory for want of room; the reward is that of its last response."""
@@ -164,7 +179,7 @@ class Recorder:
         """Give the trajectory no verdict."""
         assert not cause.by_policy, "a trajectory that the policy ended has a reward"
         if not self.turns:
-            self.ask(self._claim.task)
+            self._add(Turn("user", self._prompt.token_ids), -1)
         self.cause = cause
         reason = without_surrogates(reason[:MAX_REASON])
         self._given = Verdict(Reward(math.nan, "error"), reason, verifier="workflow")
@@ -191,12 +206,11 @@ class Recorder:
         """Sample a turn of the model, and add it."""
         assert self.turns, "nothing has been asked"
         after = self._after(after)
-        if self.turns[after].author == "model":
-            raise ValueError("a response follows a response; add a message between them")
-        number, self._begun = self._begun, self._begun + 1
+        check_request(self._log, after, max_tokens, self.limit)
+        number = self._log.begin()
         images = self._prompt.images
-        images = images if images and self._line(after)[0] == self._task_turn else ()
-        context = self._with_images(after) if images else self._tokens(after)
+        images = images if images and self._log.line(after)[0] == self._task_turn else ()
+        context = self._with_images(after) if images else self._log.tokens(after)
         request = SampleRequest(
             self._claim.group_id,
             self._index,
@@ -210,57 +224,36 @@ class Recorder:
         self._asked += 1
         completion = await self._gatherer.sample(request)
         if completion.prompt_ids is not None and self._task_turn is not None:
-            self._expand(self._task_turn, completion.prompt_ids, len(context) - len(self._prompt.token_ids))
-        return self._add(_model_turn(completion, self._claim.version), after, number=number)
+            # the prompt with its images' placeholders expanded, and what came later
+            later = len(context) - len(self._prompt.token_ids)
+            expanded = completion.prompt_ids[: len(completion.prompt_ids) - later]
+            self._log.replace_tokens(self._task_turn, expanded)
+        return self._log.add(_model_turn(completion, self._claim.version), after, number)
 
     def _after(self, turn: int) -> int:
+        if not -1 <= turn < len(self.turns):
+            raise ValueError(f"after={turn} is no turn; there are {len(self.turns)}")
         return turn % len(self.turns)
 
-    def _line(self, turn: int) -> list[int]:
-        """Indices of the turns up to a turn, from the one that follows nothing."""
-        line = [turn]
-        while (before := self.turns[line[-1]].follows) >= 0:
-            line.append(before)
-        return line[::-1]
-
-    def _tokens(self, last: int) -> np.ndarray:
-        """int32 [T]; tokens up to a turn. What the last call returned is not put together again."""
-        turn, parts = last, list[np.ndarray]()
-        while turn >= 0 and turn != self._context[0]:
-            parts.append(self.turns[turn].token_ids)
-            turn = self.turns[turn].follows
-        if turn >= 0:
-            parts.append(self._context[1])
-        self._context = last, np.concatenate(parts[::-1])
-        return self._context[1]
-
     def _with_images(self, last: int) -> np.ndarray:
-        """int32 [T]; as ``_tokens``, with the task's prompt as it was rendered: the engine expands the placeholders of
-        its images again."""
-        later = self._line(last)[1:]
+        """int32 [T]; tokens up to a turn, with the task's prompt as it was rendered: the engine expands the
+        placeholders of its images again."""
+        later = self._log.line(last)[1:]
         return np.concatenate([self._prompt.token_ids, *(self.turns[i].token_ids for i in later)])
-
-    def _expand(self, turn: int, token_ids: np.ndarray, later: int) -> None:
-        """Take the task's prompt with its images' placeholders expanded; ``later`` tokens came after it."""
-        prompt = token_ids[: len(token_ids) - later]
-        self.turns[turn] = replace(self.turns[turn], token_ids=prompt)
-        for i, one in enumerate(self.turns):
-            self._ends[i] = len(one) + (self._ends[one.follows] if one.follows >= 0 else 0)
 
     def last_of_model(self) -> Turn:
         """The model's turn that was begun last."""
-        return self.turns[max((n, i) for i, n in enumerate(self._order) if self.turns[i].author == "model")[1]]
+        return self._log.last_of_model()
 
-    def _add(self, turn: Turn, follows: int, opened: bool = False, number: int | None = None) -> Turn:
-        turn = replace(turn, follows=follows)
-        if number is None:
-            number, self._begun = self._begun, self._begun + 1
-        self._order.append(number)
-        self._ends.append(len(turn) + (self._ends[follows] if follows >= 0 else 0))
+    def _add(self, turn: Turn, follows: int, opened: bool = False) -> Turn:
         if opened:
             self._opened.add(len(self.turns))
-        self.turns.append(turn)
-        return turn
+        return self._log.add(turn, follows)
+
+
+def episode_seed(group_seed: int, index: int) -> int:
+    """Seed for what is random in one trajectory beside its samples. Samples of later turns have longer sequences."""
+    return int(np.random.SeedSequence([group_seed, index - GREEDY]).generate_state(1)[0])
 
 
 def _model_turn(completion: Completion, asked: WeightsVersion) -> Turn:

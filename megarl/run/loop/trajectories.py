@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -11,16 +12,17 @@ from typing import Protocol
 
 from megarl.core import heartbeat
 from megarl.core.config.rewards import RewardConfig
-from megarl.core.errors import EngineError, JobError, describe
 from megarl.core.schema import End, Reward, Task, Trajectory
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed_reward
-from megarl.explore.rollout.gather import LONGEST_RETRY_S, Gatherer
+from megarl.explore.rollout.frames import Completion
+from megarl.explore.rollout.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import Workflow
 from megarl.run.loop.recorder import Recorder, RenderedPrompt
 from megarl.run.loop.rollout_clock import RolloutClock
+from megarl.run.loop.workflow_run import OwnTime, run_workflow
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class TrajectoryRunner:
         retry_s: First wait before that; waits double.
         rewards: Weights of the form, repetition and language of responses, for rewards that a workflow gives.
         wrong_ends: Ends that count as a wrong response (``rollout.wrong_ends``).
+        timeout_s: Most seconds of a workflow of its own; None for one that has a limit itself.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class TrajectoryRunner:
         retry_s: float,
         rewards: RewardConfig | None = None,
         wrong_ends: Collection[End] = (),
+        timeout_s: float | None = None,
     ) -> None:
         self._workflow = workflow
         self._scorer = scorer
@@ -73,8 +77,15 @@ class TrajectoryRunner:
         self._retry_s = retry_s
         self._rewards = rewards or RewardConfig()
         self._wrong_ends = wrong_ends
+        self._timeout_s = timeout_s
+        self._running: set[OwnTime] = set()
         self.scoring = 0
         """Responses that wait for their verdict."""
+
+    @property
+    def in_workflow(self) -> int:
+        """Trajectories whose workflow waits neither for the engine nor for the verifier; each has a limit."""
+        return sum(own.running for own in self._running)
 
     async def run(
         self, group: ClaimedGroup, index: int, gatherer: Gatherer, generated: Callable[[], None]
@@ -105,17 +116,7 @@ class TrajectoryRunner:
         """Run the workflow until it fails no more, or has been begun again ``retries`` times."""
         retry = 0
         while True:
-            recorder = Recorder(
-                group.claim,
-                index,
-                group.prompt,
-                group.seed,
-                gatherer,
-                self._tokenizer,
-                partial(self._verdict, group),
-                self._limit,
-            )
-            await _run(self._workflow, group.claim.task, recorder)
+            recorder = await self._attempt(group, index, gatherer)
             cause = recorder.cause
             if cause is None or cause.by_policy or self._is_wrong(recorder) or retry == self._retries:
                 return recorder
@@ -124,6 +125,26 @@ class TrajectoryRunner:
             log.warning("task %s: %s: %s; beginning again", group.claim.task.task_id, recorder.cause, message)
             await asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 2**retry))
             retry += 1
+
+    async def _attempt(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> Recorder:
+        """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
+        own = OwnTime()
+        recorder = Recorder(
+            group.claim,
+            index,
+            group.prompt,
+            group.seed,
+            _TimedGatherer(gatherer, own),
+            self._tokenizer,
+            partial(self._verdict, group, own),
+            self._limit,
+        )
+        self._running.add(own)
+        try:
+            await run_workflow(self._workflow, copy.deepcopy(group.claim.task), recorder, own, self._timeout_s)
+        finally:
+            self._running.discard(own)
+        return recorder
 
     def _is_wrong(self, recorder: Recorder) -> bool:
         return recorder.cause in self._wrong_ends and recorder.has_response
@@ -138,27 +159,27 @@ class TrajectoryRunner:
         reward = weighed_reward(verdict.reward, text, task.question, recorder.opened, self._rewards)
         return verdict._replace(reward=reward)
 
-    async def _verdict(self, group: ClaimedGroup, text: str, opened: bool) -> Verdict:
+    async def _verdict(self, group: ClaimedGroup, own: OwnTime, text: str, opened: bool) -> Verdict:
         group.clock.change("reward", 1)
         self.scoring += 1
         try:
-            return await self._scorer.score(group.claim.task, text, opened=opened)
+            if own.ended:
+                return await self._scorer.score(group.claim.task, text, opened=opened)
+            with own.waiting():
+                return await self._scorer.score(group.claim.task, text, opened=opened)
         finally:
             heartbeat.count_work()
             self.scoring -= 1
             group.clock.change("reward", -1)
 
 
-async def _run(workflow: Workflow, task: Task, recorder: Recorder) -> None:
-    """Run a workflow; an exception of its own costs its trajectory the verdict.
+class _TimedGatherer:
+    """A gatherer whose time is not the workflow's."""
 
-    Raises EngineError and JobError, which are not the workflow's.
-    """
-    try:
-        await workflow(task, recorder)
-        if not recorder.has_response and recorder.cause is None:
-            recorder.fail("the workflow ended without a response of the model")
-    except (EngineError, JobError):
-        raise
-    except Exception as error:
-        recorder.fail(describe(error))
+    def __init__(self, gatherer: Gatherer, own: OwnTime) -> None:
+        self._gatherer = gatherer
+        self._own = own
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        with self._own.waiting():
+            return await self._gatherer.sample(request)

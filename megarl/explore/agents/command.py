@@ -1,0 +1,120 @@
+"""Agents that are programs: one process for each trajectory, ended with all that it has started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from megarl.core.machine import kill_group, kill_marked
+from megarl.explore.agents.loopback import with_loopback
+
+OUTPUT_BYTES = 64 * 2**10
+"""Last bytes of each of a command's two outputs that are kept."""
+RESULT = "MEGARL_RESULT"
+"""A line of a command's stdout that begins so holds its result as JSON."""
+MARK = "MEGARL_AGENT"
+"""Variable by whose value all processes of a trajectory's command are found, whatever session they are in."""
+DRAIN_S = 2.0
+"""Seconds for what a command had written before it ended; a process that cannot be ended may hold its output open."""
+PASSED = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TERM",
+    "TMPDIR", "TEMP", "TMP", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE",
+    "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+"""Variables that every command gets beside those of ``rollout.agent_env``; none holds a secret."""
+
+
+class CommandOutput(asyncio.SubprocessProtocol):
+    """The end of a process, and the last bytes of its outputs."""
+
+    def __init__(self) -> None:
+        self._kept = {1: b"", 2: b""}
+        self._open = {1, 2}
+        self.ended = asyncio.Event()
+        """The process has ended."""
+        self.drained = asyncio.Event()
+        """Nobody holds its outputs open."""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Keep the last bytes."""
+        self._kept[fd] = (self._kept[fd] + data)[-OUTPUT_BYTES:]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """Nothing comes any more."""
+        self._open.discard(fd)
+        if not self._open:
+            self.drained.set()
+
+    def process_exited(self) -> None:
+        """The process has ended; what it has started may go on."""
+        self.ended.set()
+
+    def text(self, fd: int) -> str:
+        """Last text of an output: 1 is stdout, 2 stderr."""
+        return self._kept[fd].decode(errors="replace")
+
+
+async def run_command(words: Sequence[str], given: Mapping[str, Any], env: Mapping[str, str]) -> Any:
+    """Run a command that reads ``given`` as JSON, and return its result; None where it prints none.
+
+    The command ends with its first process: what that has left behind is killed, and nobody waits for its output.
+    Raises RuntimeError for an exit status, OSError for a command that is not there, ValueError for a result that is no
+    JSON.
+    """
+    mark = secrets.token_hex(16)
+    stdin = os.memfd_create("agent-input")  # no pipe: a command need not read it
+    try:
+        os.write(stdin, json.dumps(given).encode())
+        os.lseek(stdin, 0, os.SEEK_SET)
+        transport, output = await asyncio.get_running_loop().subprocess_exec(
+            CommandOutput, *words, stdin=stdin, env={**env, MARK: mark}, start_new_session=True
+        )
+    finally:
+        os.close(stdin)
+    try:
+        await output.ended.wait()
+    finally:
+        await _end(transport, output, mark)
+    if status := transport.get_returncode():
+        last = output.text(2).strip().rpartition("\n")[2]
+        raise RuntimeError(f"{words[0]} ended with status {status}: {last}")
+    return _result(output.text(1))
+
+
+async def _end(transport: asyncio.SubprocessTransport, output: CommandOutput, mark: str) -> None:
+    """Kill all that a command has started, and read what is left of its output."""
+    await asyncio.to_thread(_kill, transport.get_pid(), f"{MARK}={mark}")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            await output.ended.wait()
+            await output.drained.wait()
+    transport.close()
+
+
+def _kill(group: int, mark: str) -> None:
+    kill_group(group)
+    kill_marked(mark)
+
+
+def command_environment(base_url: str, names: Sequence[str]) -> dict[str, str]:
+    """Variables of a command: ``PASSED``, those of ``rollout.agent_env``, and the endpoint of both protocols."""
+    own = {name: os.environ[name] for name in (*PASSED, *names) if name in os.environ}
+    return {
+        **own,
+        **with_loopback(own),
+        "OPENAI_BASE_URL": f"{base_url}/v1",
+        "OPENAI_API_KEY": "none",
+        "ANTHROPIC_BASE_URL": base_url,
+        "ANTHROPIC_API_KEY": "none",
+    }
+
+
+def _result(stdout: str) -> Any:
+    """Raises ValueError for a result that is no JSON."""
+    lines = [line for line in stdout.splitlines() if line.startswith(RESULT)]
+    return json.loads(lines[-1].removeprefix(RESULT).strip()) if lines else None

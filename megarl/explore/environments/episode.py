@@ -1,0 +1,122 @@
+"""One episode, whose calls run in daemon threads: so many of all episodes at once, each within a limit of time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from megarl.core.errors import describe
+from megarl.core.schema import Task
+from megarl.explore.environments.types import (
+    Environment,
+    EnvironmentFault,
+    EnvironmentTimeout,
+    MakeEnvironment,
+    Observation,
+)
+
+T = TypeVar("T")
+
+
+class EpisodeThreads:
+    """Threads of all episodes of an explorer.
+
+    A thread runs one call. Python cannot end one that hangs, so a call past its limit keeps its thread, but its place
+    goes to another call; no end of the process waits for it.
+
+    Args:
+        size: Most calls at once; others wait for their turn, which is not part of ``timeout_s``.
+        timeout_s: Longest call.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.free = asyncio.Semaphore(size)
+        self._timeout_s = timeout_s
+
+    async def result(self, call: Future[T], what: str) -> T:
+        """Wait for a call that has begun. Raises EnvironmentFault."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(call)
+        except TimeoutError as error:
+            raise EnvironmentTimeout(
+                f"{what} has not returned within rollout.environment_timeout_s={self._timeout_s:g}"
+            ) from error
+
+
+class Episode:
+    """Calls of one environment, one after another; each raises EnvironmentFault."""
+
+    def __init__(self, threads: EpisodeThreads) -> None:
+        self._threads = threads
+        self._made: Future[Environment] | None = None
+        self._last: Future[Any] = Future()
+        """The call that was made last; it may run on when nobody waits for it."""
+
+    async def begin(self, make: MakeEnvironment, task: Task, seed: int | None) -> None:
+        """Make the environment, with the trajectory's seed where ``make`` has a parameter of that name."""
+        settings = {"seed": seed} if takes_seed(make) else {}
+        async with self._threads.free:
+            self._made = self._last = in_thread(lambda: make(task, **settings))
+            await self._threads.result(self._made, "make")
+
+    async def step(self, response: str) -> Observation:
+        """Give a response to the environment."""
+        assert self._made is not None, "an episode begins before its first step"
+        environment = self._made.result()
+        async with self._threads.free:
+            self._last = in_thread(lambda: _checked(environment.step(response)))
+            return await self._threads.result(self._last, "step")  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Close the environment, if one was made, as soon as no call of it runs; waits only where none does."""
+        if self._made is None:
+            return
+        made = self._made
+        if not self._last.done():
+            self._last.add_done_callback(lambda _: in_thread(lambda: _close(made)))
+            return
+        async with self._threads.free:
+            await self._threads.result(in_thread(lambda: _close(made)), "close")
+
+
+def takes_seed(make: MakeEnvironment) -> bool:
+    """Return True if ``make`` has a parameter ``seed``."""
+    try:
+        return "seed" in inspect.signature(make).parameters
+    except (TypeError, ValueError):  # of some callables written in C
+        return False
+
+
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Call foreign code in a daemon thread; each exception of it becomes an EnvironmentFault."""
+    call: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except EnvironmentFault as fault:
+            call.set_exception(fault)
+        except BaseException as error:  # SystemExit too
+            call.set_exception(EnvironmentFault(describe(error)))
+        else:
+            call.set_result(result)
+
+    call.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a wait for it can
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return call
+
+
+def _checked(seen: Observation) -> Observation:
+    if not isinstance(seen, Observation):
+        raise TypeError(f"step must return an Observation, got {seen!r:.60}")
+    return seen
+
+
+def _close(made: Future[Environment]) -> None:
+    if made.exception() is None:
+        made.result().close()

@@ -1,0 +1,78 @@
+"""Turns of one trajectory while it is made, several of which may be under way at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from megarl.core.schema import Turn
+
+
+class TurnLog:
+    """Turns by an index that stays: they are listed in the order in which they ended.
+
+    ``ordered`` has them in the order in which they were begun, which does not depend on time.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._begun = 0
+        self._numbers: list[int] = []
+        """Number of each turn in the order in which they were begun."""
+        self._lengths: list[int] = []
+        """Tokens of the line of turns up to each turn, its own included."""
+        self._context: tuple[int, np.ndarray] = -1, np.empty(0, np.int32)
+        """The turn that ``tokens`` was last asked for, and the result."""
+
+    def begin(self) -> int:
+        """Number of a turn that begins now."""
+        self._begun += 1
+        return self._begun - 1
+
+    def add(self, turn: Turn, follows: int, number: int | None = None) -> Turn:
+        """Add a turn. ``number``: that of ``begin``; None for one that begins and ends now."""
+        turn = replace(turn, follows=follows)
+        self._numbers.append(self.begin() if number is None else number)
+        self._lengths.append(len(turn) + (self._lengths[follows] if follows >= 0 else 0))
+        self.turns.append(turn)
+        return turn
+
+    def ordered(self) -> tuple[Turn, ...]:
+        """Turns in the order in which they were begun: that of requests and their choices, whichever ended first."""
+        order = sorted(range(len(self.turns)), key=self._numbers.__getitem__)
+        place = {turn: i for i, turn in enumerate(order)} | {-1: -1}
+        return tuple(replace(self.turns[i], follows=place[self.turns[i].follows]) for i in order)
+
+    def last_of_model(self) -> Turn:
+        """The model's turn that was begun last."""
+        return self.turns[max((n, i) for i, n in enumerate(self._numbers) if self.turns[i].author == "model")[1]]
+
+    def line(self, last: int) -> list[int]:
+        """Indices of the turns up to a turn, from the one that follows nothing."""
+        line = [last]
+        while (before := self.turns[line[-1]].follows) >= 0:
+            line.append(before)
+        return line[::-1]
+
+    def length(self, last: int) -> int:
+        """Tokens up to a turn."""
+        return self._lengths[last]
+
+    def tokens(self, last: int) -> np.ndarray:
+        """int32 [T]; tokens up to a turn. What the last call returned is not put together again."""
+        turn, parts = last, list[np.ndarray]()
+        while turn >= 0 and turn != self._context[0]:
+            parts.append(self.turns[turn].token_ids)
+            turn = self.turns[turn].follows
+        if turn >= 0:
+            parts.append(self._context[1])
+        self._context = last, np.concatenate(parts[::-1])
+        return self._context[1]
+
+    def replace_tokens(self, turn: int, token_ids: np.ndarray) -> None:
+        """Give a turn other tokens."""
+        self.turns[turn] = replace(self.turns[turn], token_ids=token_ids)
+        self._context = -1, np.empty(0, np.int32)
+        for i, one in enumerate(self.turns):
+            self._lengths[i] = len(one) + (self._lengths[one.follows] if one.follows >= 0 else 0)

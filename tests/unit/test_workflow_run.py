@@ -1,0 +1,281 @@
+"""What a workflow does wrong costs its own trajectory the verdict, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
+from megarl.explore.rewards import Verdict
+from megarl.explore.rollout.frames import Completion
+from megarl.explore.rollout.gather import SampleRequest
+from megarl.explore.store import Claim
+from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.run.loop import workflow_run
+from megarl.run.loop.recorder import RenderedPrompt
+from megarl.run.loop.rollout_clock import RolloutClock
+from megarl.run.loop.trajectories import ClaimedGroup, TrajectoryRunner
+from tests.chat_battery import checkpoint
+
+Play = Callable[[Task, Any], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer.open(checkpoint(tmp_path_factory.mktemp("qwen") / "qwen2_5", "qwen2_5"))
+
+
+class Engine:
+    """A gatherer whose samples are all the same; ``delay_s`` before each."""
+
+    def __init__(self, tokenizer: ChatTokenizer, delay_s: float = 0.0) -> None:
+        self.ids, self.delay_s = tokenizer.response_ids("15"), delay_s
+        self.requests: list[SampleRequest] = []
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        self.requests.append(request)
+        await asyncio.sleep(self.delay_s)
+        return Completion(0, 0, self.ids, np.full(len(self.ids), -0.5, np.float32), "stop", ())
+
+
+class RightAlways:
+    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+        return Verdict(Reward(1.0, "ok"))
+
+
+def task() -> Task:
+    messages = ({"role": "user", "content": "What is 12 + 3?"},)
+    return Task("t", "s", messages, "", {"ground_truth": ["15"]}, {"tools": ["add"]})
+
+
+def group(tokenizer: ChatTokenizer, size: int = 1, row: Task | None = None) -> ClaimedGroup:
+    row = row or task()
+    claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, size, {}, row, "w", "t", 1)
+    return ClaimedGroup(claim, RenderedPrompt.of(row, tokenizer), 7, RolloutClock())
+
+
+def play(
+    workflow: Play, tokenizer: ChatTokenizer, size: int = 1, engine: Engine | None = None, **changes: Any
+) -> list[Trajectory]:
+    """Trajectories of one group, each as the store gives it back."""
+    settings: dict[str, Any] = {"limit": 200, "retries": 0, "retry_s": 0.0, "timeout_s": 30.0} | changes
+    claimed, gatherer = group(tokenizer, size), engine or Engine(tokenizer)
+
+    async def main() -> list[Trajectory]:
+        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, **settings)
+        runs = (runner.run(claimed, i, gatherer, lambda: None) for i in range(size))  # type: ignore[arg-type]
+        return await asyncio.gather(*runs)
+
+    found = asyncio.run(asyncio.wait_for(main(), 60))
+    return [trajectory_from_row(_Row(trajectory_to_row(trajectory))) for trajectory in found]
+
+
+class _Row:
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.__dict__.update(row)
+
+
+def raising(error: BaseException) -> Play:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        raise error
+
+    return workflow
+
+
+def finishing(*reward: Any) -> Play:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        model.finish(Reward(*reward))
+
+    return workflow
+
+
+def calling(call: Callable[[Any], Any]) -> Play:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        result = call(model)
+        if asyncio.iscoroutine(result):
+            await result
+
+    return workflow
+
+
+WRONG = {
+    "CancelledError": raising(asyncio.CancelledError()),
+    "SystemExit: 3": raising(SystemExit(3)),
+    "KeyboardInterrupt": raising(KeyboardInterrupt()),
+    "GeneratorExit": raising(GeneratorExit()),
+    "surrogate": raising(ValueError("surrogate \ud800")),
+    "status must be one of": finishing(1.0, "great"),
+    "score must be a number, got '1.0'": finishing("1.0", "ok"),
+    "score must be a number, got None": finishing(None, "ok"),
+    "the reward nan": finishing(float("nan"), "ok"),
+    "must be a finite number, got nan": finishing(1.0, "ok", {"part": float("nan")}),
+    "must be a finite number, got 'x'": finishing(1.0, "ok", {"part": "x"}),
+    "valid text": finishing(1.0, "ok", {"\ud800": 1.0}),
+    "needs a name": finishing(1.0, "ok", {3: 1.0}),
+    "300 parts": finishing(1.0, "ok", {str(i): 1.0 for i in range(300)}),
+    "finish takes a Reward": calling(lambda model: model.finish(1.0)),
+    "got float64": calling(lambda model: model.write("user", [1.5])),
+    "row of integers": calling(lambda model: model.write("user", [[1]])),
+    "must lie between 0": calling(lambda model: model.write("user", [2**31 + 1])),
+    "got -1 to": calling(lambda model: model.begin([-1])),
+    "got 'assistant'": calling(lambda model: model.write("assistant", [1])),
+    "a prompt of 5000 tokens leaves no room": calling(
+        lambda model: (model.begin(np.ones(5000, np.int32)), model.generate())[1]
+    ),
+    "follows a prompt of one token": calling(lambda model: (model.begin([]), model.generate())[1]),
+    "max_tokens of 1 or more": calling(lambda model: model.generate(max_tokens=0)),
+    "after=99 is no turn": calling(lambda model: model.generate(after=99)),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_one_trajectory_pays_with_a_named_reason(tokenizer: ChatTokenizer, words: str) -> None:
+    numbers = itertools.count()
+
+    async def workflow(task: Task, model: Any) -> None:
+        if model.index == 1:
+            next(numbers)
+            await WRONG[words](task, model)
+        else:
+            await finishing(0.5, "wrong")(task, model)
+
+    first, second, third = play(workflow, tokenizer, 3, retries=1)
+    assert (first.end, third.end) == (End.FINISHED, End.FINISHED) and first.reward.score == 0.5
+    assert second.end is End.WORKFLOW_ERROR and words in second.metadata["reward_message"] and next(numbers) == 2
+
+
+def test_a_prompt_of_the_task_without_room(tokenizer: ChatTokenizer) -> None:
+    [found] = play(finishing(1.0, "ok"), tokenizer, limit=3)
+    assert found.end is End.WORKFLOW_ERROR and "rollout.max_trajectory_tokens" in found.metadata["reward_message"]
+    assert len(found.turns) == 1
+
+
+def test_a_response_for_which_responses_left_no_room_is_truncated(tokenizer: ChatTokenizer) -> None:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        while True:
+            await model.generate()
+            model.write("user", [1] * 40)
+
+    [found] = play(workflow, tokenizer)
+    assert found.end is End.TRUNCATED and found.reward == Reward(1.0, "ok")
+
+
+def test_other_integers_are_recorded_as_int32(tokenizer: ChatTokenizer) -> None:
+    given = np.array([1, 2], np.int64)
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        model.write("tool", given)
+        given[:] = 0
+        await model.generate()
+        model.finish(Reward(np.float32(0.5), "wrong", {"part": np.int64(2)}))  # type: ignore[arg-type, dict-item]
+
+    [found] = play(workflow, tokenizer)
+    assert found.turns[2].token_ids.tolist() == [1, 2] and found.reward == Reward(0.5, "wrong", {"part": 2.0})
+
+
+def test_every_trajectory_has_a_task_of_its_own(tokenizer: ChatTokenizer) -> None:
+    seen: list[Task] = []
+    images: list[int] = []
+
+    async def workflow(task: Task, model: Any) -> None:
+        seen.append(task)
+        assert task.ground_truth == ["15"] and task.extra_info == {"tools": ["add"]}
+        images.append(id(task.images))
+        model.ask(task)
+        task.prompt[-1]["content"] += " Think."
+        task.ground_truth.append("16")
+        task.extra_info["tools"].append("sub")
+        task.chat_template_kwargs["tools"] = []
+        with pytest.raises(ValueError, match="read-only"):
+            model.turns[0].token_ids[0] = 0
+        await model.generate()
+        if model.index == 0:
+            raise ValueError("again")
+
+    found = play(workflow, tokenizer, 4, retries=1)
+    assert [e.end for e in found] == [End.WORKFLOW_ERROR] + [End.FINISHED] * 3
+    assert [row.prompt[-1]["content"] for row in seen] == ["What is 12 + 3? Think."] * 5
+    assert {e.turns[0].token_ids.tobytes() for e in found} == {found[0].turns[0].token_ids.tobytes()}
+
+
+def test_a_changed_task_is_not_asked(tokenizer: ChatTokenizer) -> None:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(replace(task, prompt=({"role": "user", "content": "other"},)))
+
+    [found] = play(workflow, tokenizer)
+    assert "begin takes other prompts" in found.metadata["reward_message"]
+
+
+def test_the_seed_stays_when_a_trajectory_begins_again(tokenizer: ChatTokenizer) -> None:
+    seeds: list[tuple[int, int]] = []
+
+    async def workflow(task: Task, model: Any) -> None:
+        seeds.append((model.index, model.seed))
+        raise ValueError("again")
+
+    play(workflow, tokenizer, 3, retries=1)
+    assert sorted(seeds) == sorted(2 * list(dict(seeds).items())) and len(set(dict(seeds).values())) == 3
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_workflow_without_an_end(tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, stubborn: bool) -> None:
+    monkeypatch.setattr(workflow_run, "CANCEL_S", 0.1)
+    closed: list[int] = []
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            closed.append(1)
+            if not stubborn:
+                raise
+            await asyncio.sleep(1000)
+
+    [found] = play(workflow, tokenizer, timeout_s=0.1)
+    assert found.end is End.WORKFLOW_TIMEOUT and "rollout.workflow_timeout_s=0.1" in found.metadata["reward_message"]
+    assert closed == [1]
+
+
+def test_waits_for_the_engine_are_not_the_workflows_time(tokenizer: ChatTokenizer) -> None:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await asyncio.gather(model.generate(), model.generate())
+        await model.verify()
+
+    [found] = play(workflow, tokenizer, engine=Engine(tokenizer, delay_s=1.0), timeout_s=0.5)
+    assert found.end is End.FINISHED
+
+
+def test_a_cancellation_passes(tokenizer: ChatTokenizer) -> None:
+    async def workflow(task: Task, model: Any) -> None:
+        await asyncio.sleep(1000)
+
+    async def main() -> None:
+        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=9, retries=9, retry_s=0.0, timeout_s=None)
+        gatherer: Any = Engine(tokenizer)
+        running = asyncio.ensure_future(runner.run(group(tokenizer), 0, gatherer, lambda: None))
+        await asyncio.sleep(0.05)
+        assert runner.in_workflow == 1
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert runner.in_workflow == 0
+
+    asyncio.run(asyncio.wait_for(main(), 30))
