@@ -13,7 +13,7 @@ from tests.loop.fault_kinds import EXCEPTIONS, EveryFifth
 
 KINDS = (*EXCEPTIONS, asyncio.CancelledError(), "text", "score", "left", "timeout")
 RESULTS = {"text": "good", "score": {"acc": True}}
-WORDS = {"text": "returned no reward", "score": "without 'score'", "left": "no response", "timeout": "requests"}
+WORDS = {"text": "returned no reward", "score": "without 'score'", "left": "requests", "timeout": "requests"}
 """In the log, of those that are no exceptions."""
 faults = EveryFifth(KINDS)
 client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=3600.0, max_retries=0)
@@ -42,15 +42,18 @@ async def run(base_url: str, prompt: Any, request_kwargs: Any, metadata: Any) ->
     return 0.0
 
 
-async def given_up(model: Any, messages: Any, request_kwargs: Any, kind: str) -> float:
-    """Return before the response has come: the request is left behind, or its client has timed out."""
-    request = model.chat.completions.create(messages=messages, **request_kwargs, timeout=1e-4 + 3600 * (kind == "left"))
+async def given_up(model: Any, messages: Any, request_kwargs: Any, kind: str) -> str:
+    """Return before the response has come: the request is left behind, or its client has timed out.
+
+    The result is no reward, for the case that the response was faster.
+    """
+    request = model.chat.completions.create(messages=messages, **request_kwargs, timeout=0.02 + 3600 * (kind == "left"))
     if kind == "left":
         task = asyncio.create_task(request)
         left.add(task)
         task.add_done_callback(left.discard)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
     else:
         with suppress(openai.APITimeoutError):
             await request
-    return 0.0
+    return "given up"

@@ -61,6 +61,8 @@ class Job:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     _process: subprocess.Popen[bytes] | None = None
     _sessions: set[int] = field(default_factory=set)
+    _segments: set[Path] = field(default_factory=set)
+    """Shared memory of processes that this test has killed."""
 
     def start(self) -> Job:
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -91,6 +93,7 @@ class Job:
 
     def kill_all(self) -> None:
         """SIGKILL for everything that the job has started, supervisor and reaper first."""
+        self._segments |= self.shared_memory()
         for pid in [self.pid, *self.processes()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -178,8 +181,11 @@ class Job:
         return {path for session in self._sessions for path in shared_memory(session)}
 
     def clean_up(self) -> None:
-        """Kill whatever of the job still lives."""
+        """Kill whatever of the job still lives; remove the shared memory that nobody else could have removed."""
+        self._segments |= self.shared_memory()
         for pid in [*self.processes(), self.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.wait(30)
+        for segment in self._segments:
+            segment.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from megarl.explore.rollout.leftovers import shared_memory
 from tests.system.jobs import end_with_the_tests
 from tests.system.networks import Networks, possible
 
@@ -199,7 +200,17 @@ class SlurmCluster:
                 raise TimeoutError(f"no {name} after {timeout_s:.0f} s\n{logs}")
             time.sleep(0.3)
 
+    def _shared_memory(self) -> set[Path]:
+        """Shared memory of the jobs that still run: nobody else removes it when all of a job is killed."""
+        found: set[Path] = set()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if os.fsencode(self.root) in environment.read_bytes():
+                    found |= shared_memory(os.getsid(int(environment.parent.name)))
+        return found
+
     def close(self) -> None:
+        segments = self._shared_memory()
         if "slurmctld" in self._daemons:
             with suppress(RuntimeError):
                 self.run("scancel", "--full", "--signal=KILL", "--user=root")
@@ -213,6 +224,8 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
         self._daemons.clear()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
         if self._networks is not None:
             self._networks.remove()
 

@@ -19,6 +19,7 @@ import pytest
 from megarl.core.errors import JobError
 from megarl.core.machine import group_members
 from megarl.explore.rollout.leftovers import own_folder, remove_stale_folders
+from megarl.run.launch import postgres
 from megarl.run.launch.nodes import ports
 from megarl.run.launch.nodes.node import LocalNode, Spec, stop
 from megarl.run.launch.run_dir.owner import own_run_dir
@@ -193,6 +194,69 @@ def test_the_folders_of_a_killed_start_are_removed_by_the_next(tmp_path: Path, m
         engine.kill()
     assert remove_stale_folders(tmp_path / "run") == [used]
     shutil.rmtree(shared)
+
+
+def test_the_shared_memory_of_a_killed_start_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When supervisor, reaper and engine were killed together. A file of the same name that is another's stays."""
+    shared = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    own, other = (Path(f"/dev/shm/psm_{secrets.token_hex(8)}") for _ in range(2))
+    code = f"""
+import sys
+from pathlib import Path
+from megarl.run.launch.nodes.node import LocalNode, Spec
+from megarl.run.launch.supervise.reaper import Reaper
+maps = "import mmap, time\\nheld = [open(path, 'w+b') for path in {[str(own), str(other)]!r}]\\n"
+maps += "for file in held: file.truncate(4096)\\nmaps = [mmap.mmap(file.fileno(), 4096) for file in held]\\n"
+node = LocalNode(Reaper(), run_dir=Path({str(tmp_path)!r}))
+process = node.start(Spec("engine 0", ("-c", maps + "print('up', flush=True); time.sleep(600)"), {{}}, "engine.log"))
+while "up" not in process.log.read_text(): pass
+node.note("engine 0")
+print(process.folder, process.pid, node.reaper._process.pid, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(shared)},
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        folder, engine, reaper = supervisor.stdout.readline().split()
+        os.kill(int(reaper), signal.SIGKILL)
+        supervisor.kill()
+        os.kill(int(engine), signal.SIGKILL)
+    while group_members(int(engine)):
+        time.sleep(0.02)
+    assert own.exists() and Path(folder).is_dir()
+    other.rename(f"{other}.kept")
+    other.touch()
+    try:
+        assert remove_stale_folders(tmp_path) == [Path(folder)]
+        assert not own.exists() and other.exists()
+    finally:
+        for path in (own, other, Path(f"{other}.kept")):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+def test_a_killed_program_of_postgresql_leaves_no_shared_memory() -> None:
+    """initdb fills its folder with a server that has some."""
+    segment = Path(f"/dev/shm/PostgreSQL.{secrets.randbelow(2**32)}")
+    code = (
+        f"import mmap, time; file = open({str(segment)!r}, 'w+b'); file.truncate(4096); "
+        "held = mmap.mmap(file.fileno(), 4096); print('up', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as program:
+        assert program.stdout is not None and program.stdout.readline() == "up\n" and segment.exists()
+        postgres._kill_session(program)
+    assert not segment.exists()
 
 
 def test_a_folder_of_sockets_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from sqlalchemy.exc import ArgumentError
 
 from megarl.core.errors import ConfigError, JobError, masked_text
 from megarl.core.parent import die_with
+from megarl.explore.rollout.leftovers import shared_memory
 from megarl.explore.store import OWN_SERVER, VARIABLE, check_url
 from megarl.run.launch.nodes import ports
 
@@ -418,11 +419,14 @@ def _environment() -> dict[str, str]:
 
 
 def _kill_session(process: subprocess.Popen[str]) -> None:
-    """End a program that leads its session, and its children."""
+    """End a program that leads its session, and its children; remove their shared memory."""
+    segments = shared_memory(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
+    for path in segments:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

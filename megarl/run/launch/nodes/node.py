@@ -18,7 +18,7 @@ from megarl.core.errors import JobError
 from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.machine import group_members
 from megarl.explore.rollout.auth import KEY_VARIABLE
-from megarl.explore.rollout.leftovers import own_folder, shared_memory
+from megarl.explore.rollout.leftovers import own_folder, record_segments, shared_memory
 from megarl.run.launch.nodes import devices, ports
 from megarl.run.launch.nodes.allocation import Role
 from megarl.run.launch.supervise import stacks
@@ -194,6 +194,8 @@ class LocalNode:
     def note(self, name: str) -> None:
         if (child := self.children.get(name)) is not None:
             child.segments |= shared_memory(child.pid)
+            if child.folder is not None and child.segments:
+                record_segments(child.folder, child.segments)
 
     def fault(self) -> str | None:
         return None
