@@ -26,9 +26,7 @@ STAND_INS = {
 }
 
 
-def script(
-    tmp_path: Path, *arguments: str, path: Path = SCRIPT, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def script(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The script with megarl itself and stand-ins for Slurm; tests/system has a real one."""
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -36,7 +34,7 @@ def script(
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "MEGARL_"))}
     env = {**kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **environment}
     return subprocess.run(
-        ["bash", str(path), *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ["bash", str(SCRIPT), *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
 
 

@@ -1,7 +1,7 @@
 """The layouts that exist: Megatron-Core's grid, its checkpoints, vLLM's fused shards, and plain HF files.
 
-All come from the tables of ``megarl.weights.architectures``; how tensors are cut is in ``cuts.py``, who holds what in
-``grid.py``.
+All come from the tables of ``megarl.weights.architectures``; how tensors are cut is in ``sharding.py``, who holds what
+in ``grid.py``.
 """
 
 from __future__ import annotations
