@@ -32,6 +32,7 @@ from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import render_turn, turn_ids
 from megarl.explore.workflows import RolloutModel
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
+from megarl.run.loop import explorer as explorer_module
 from megarl.run.loop.explorer import Explorer
 from megarl.run.loop.rollout_clock import RolloutClock
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
@@ -130,6 +131,50 @@ def explore(store: Store, engine: FakeEngine, scorer: FakeScorer, tokenizer: Cha
 def request(store: Store, groups: int = 3, group_size: int = 4, **sampling: Any) -> None:
     settings = {"temperature": 0.9, "max_tokens": 8, "seed": 11} | sampling
     store.request_rollout("r0", "train", 5, VERSION, store.task_ids("train")[:groups], group_size, settings)
+
+
+def test_a_workflow_within_its_limit_is_work_for_the_watchdog(
+    store: Store, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[bool] = []
+    monkeypatch.setattr(heartbeat, "count_work", lambda: counted.append(True))
+
+    async def slow(task: Task, model: RolloutModel) -> None:
+        model.ask(task)
+        while not counted:  # no sample has ended
+            await asyncio.sleep(0.01)
+        await model.generate()
+
+    request(store)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow)
+    assert len(store.trajectories("r0")) == 12
+
+
+def test_claims_are_renewed_while_their_trajectories_last(
+    store: Store, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explorer_module, "RENEW_S", 0.01)
+    renewed = asyncio.Event()
+    renew = store.renew_claims
+
+    def counted(worker: str) -> int:
+        held = renew(worker)
+        if held:
+            loop[0].call_soon_threadsafe(renewed.set)
+        return held
+
+    monkeypatch.setattr(store, "renew_claims", counted)
+    loop = list[asyncio.AbstractEventLoop]()
+
+    async def slow(task: Task, model: RolloutModel) -> None:
+        loop[:] = [asyncio.get_running_loop()]
+        model.ask(task)
+        await renewed.wait()
+        await model.generate()
+
+    request(store)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow)
+    assert len(store.trajectories("r0")) == 12
 
 
 def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenizer: ChatTokenizer) -> None:

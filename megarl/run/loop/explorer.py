@@ -41,6 +41,7 @@ from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.rollout.client import EngineClient, Sampling
 from megarl.explore.rollout.gather import Engine, Gatherer
 from megarl.explore.store import Claim, Store
+from megarl.explore.store.buffer import RENEW_S
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
 from megarl.run.loop.held_out import record_evaluations
@@ -129,6 +130,7 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 ticking = tasks.create_task(heartbeat.beat_periodically(self._mark))
                 reporting = tasks.create_task(self._report())
+                renewing = tasks.create_task(self._renew())
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
                     for batch in self._batches(claims):
@@ -137,7 +139,7 @@ class Explorer:
                         flight.add_done_callback(flights.discard)
                     if not claims:
                         await asyncio.sleep(self._poll_s)
-                for task in (ticking, reporting, *flights):
+                for task in (ticking, reporting, renewing, *flights):
                     task.cancel()
         except BaseExceptionGroup as failures:
             if (failure := _first(failures)) is None:
@@ -153,6 +155,11 @@ class Explorer:
             if (line := self._event_lines()) is not None:
                 log.warning("%s", line)
                 await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._call(self._store.renew_claims, self._worker)
 
     def _mark(self) -> str:
         """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
