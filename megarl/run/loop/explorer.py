@@ -359,9 +359,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
     try:
-        return asyncio.run(
-            _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
-        )
+        # asyncio.run would wait for threads in which code of users blocks; `leave` ends them with the process
+        work = _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
+        return asyncio.new_event_loop().run_until_complete(work)
     except (EngineError, JobError, InputError) as error:
         log.error("explorer %s: %s", arguments.worker, error)
         return 1
