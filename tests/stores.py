@@ -55,6 +55,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "request_rollout": lambda store, claims: request(store, "r9", step=9),
     "claim_groups": lambda store, claims: store.claim_groups("a", 1),
     "put": lambda store, claims: finish(store, claims[0]),
+    "renew_claims": lambda store, claims: store.renew_claims("a"),
     "release_claims": lambda store, claims: store.release_claims("a"),
     "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"})),
     "record_evaluation": lambda store, claims: store.record_evaluation("a", "r0", {"step": 1}),

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import render_turn, turn_ids
 from megarl.explore.workflows import RolloutModel
 from megarl.explore.workflows.reflect import FEEDBACK, reflect
+from megarl.run.loop import explorer as explorer_module
 from megarl.run.loop.explorer import Explorer
 from megarl.run.loop.rollout_clock import RolloutClock
 from tests.loop.fake_server import KEY, Connected, FakeServer, answer, serving
@@ -130,6 +131,50 @@ def explore(store: Store, engine: FakeEngine, scorer: FakeScorer, tokenizer: Cha
 def request(store: Store, groups: int = 3, group_size: int = 4, **sampling: Any) -> None:
     settings = {"temperature": 0.9, "max_tokens": 8, "seed": 11} | sampling
     store.request_rollout("r0", "train", 5, VERSION, store.task_ids("train")[:groups], group_size, settings)
+
+
+def test_a_workflow_within_its_limit_is_work_for_the_watchdog(
+    store: Store, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[bool] = []
+    monkeypatch.setattr(heartbeat, "count_work", lambda: counted.append(True))
+
+    async def slow(task: Task, model: RolloutModel) -> None:
+        model.ask(task)
+        while not counted:  # no sample has ended
+            await asyncio.sleep(0.01)
+        await model.generate()
+
+    request(store)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow)
+    assert len(store.trajectories("r0")) == 12
+
+
+def test_claims_are_renewed_while_their_trajectories_last(
+    store: Store, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explorer_module, "RENEW_S", 0.01)
+    renewed = asyncio.Event()
+    renew = store.renew_claims
+
+    def counted(worker: str) -> int:
+        held = renew(worker)
+        if held:
+            loop[0].call_soon_threadsafe(renewed.set)
+        return held
+
+    monkeypatch.setattr(store, "renew_claims", counted)
+    loop = list[asyncio.AbstractEventLoop]()
+
+    async def slow(task: Task, model: RolloutModel) -> None:
+        loop[:] = [asyncio.get_running_loop()]
+        model.ask(task)
+        await renewed.wait()
+        await model.generate()
+
+    request(store)
+    explore(store, FakeEngine(tokenizer), FakeScorer(), tokenizer, workflow=slow)
+    assert len(store.trajectories("r0")) == 12
 
 
 def test_groups_are_written_whole_as_the_engine_gave_them(store: Store, tokenizer: ChatTokenizer) -> None:
@@ -321,13 +366,19 @@ def test_clock() -> None:
 
 @contextmanager
 def process(
-    tmp_path: Path, model_path: Path, engines: str, *, descriptors: Sequence[int] = (), **env: str
+    tmp_path: Path,
+    model_path: Path,
+    engines: str,
+    *,
+    descriptors: Sequence[int] = (),
+    rollout: Mapping[str, Any] | None = None,
+    **env: str,
 ) -> Iterator[subprocess.Popen[str]]:
     config = Config(
         run=RunConfig(dir=str(tmp_path)),
         model=ModelConfig(path=str(model_path)),
         taskset=TasksetConfig(train="-", eval="-"),
-        rollout=RolloutConfig(max_prompt_tokens=64, request_timeout_s=5, start_timeout_s=2),
+        rollout=RolloutConfig(max_prompt_tokens=64, request_timeout_s=5, start_timeout_s=2, **(rollout or {})),
         sync=SyncConfig(timeout_s=1),
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
     )
@@ -512,6 +563,60 @@ def test_sigterm_gives_the_claims_back(
         explorer.send_signal(signal.SIGTERM)
         assert explorer.wait(60) == 143
         assert "claims given back" in explorer.communicate()[1]
+    assert len(store.claim_groups("other", 10)) == 3
+
+
+BLOCKING = {
+    "agent": """
+import json, urllib.request
+async def run(base_url, prompt, request_kwargs, metadata):
+    {call}
+def ask(base_url, prompt, request_kwargs):
+    body = json.dumps({{"messages": prompt, **request_kwargs}}).encode()
+    headers = {{"Content-Type": "application/json"}}
+    urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)).read()
+""",
+    "workflow": """
+import asyncio, time
+async def workflow(task, model):
+    model.ask(task)
+    asyncio.create_task(model.generate())
+    await asyncio.to_thread(time.sleep, 1000)
+""",
+    "environment": """
+import time
+class Hanging:
+    def __init__(self, task): ...
+    def step(self, response): ...
+    def close(self): time.sleep(1000)
+make = Hanging
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("agent", "ask(base_url, prompt, request_kwargs)"),
+        ("agent", "import asyncio; await asyncio.to_thread(ask, base_url, prompt, request_kwargs)"),
+        ("workflow", ""),
+        ("environment", ""),
+    ],
+)
+def test_a_stop_waits_for_no_thread_that_blocks(
+    tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer, kind: str, call: str
+) -> None:
+    """Within ``run.shutdown_grace_s`` (20 s)."""
+    path = tmp_path / "mine.py"
+    path.write_text(BLOCKING[kind].format(call=call))
+    rollout = {"workflow": str(path)} if kind == "workflow" else {"workflow": kind, kind: str(path)}
+    server = FakeServer(tokenizer)
+    server.delay_s = 1000.0
+    request(store)
+    with serving(server) as url, process(tmp_path, model_path, url, rollout=rollout) as explorer:
+        assert server.received.wait(30)
+        explorer.send_signal(signal.SIGTERM)
+        assert explorer.wait(20) == 143
     assert len(store.claim_groups("other", 10)) == 3
 
 

@@ -192,6 +192,7 @@ SCRIPT: list[tuple[str, Callable[[Store, list[Any]], Any]]] = [
     ("request_rollout", lambda store, held: request(store)),
     ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("a", 3, max_samples=4)) or held)),
     ("put", lambda store, held: finish(store, held.pop())),
+    ("renew_claims", lambda store, held: [store.renew_claims("a")][:0]),
     ("release_claims", lambda store, held: [store.release_claims("a")][:0]),  # how many it were may get lost
     ("claim_groups", lambda store, held: names(held.extend(store.claim_groups("b", 2)) or held)),
     ("put", lambda store, held: [finish(store, claim) for claim in held[1:]]),  # what a had is released

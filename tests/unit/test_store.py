@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store import OWN_SERVER, Store, Used, check_url, database, journal
+from megarl.explore.store import OWN_SERVER, Store, Used, buffer, check_url, database, journal
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.database import shown
 from megarl.run.launch.postgres import without_password
@@ -226,6 +227,20 @@ def test_released_claims_are_free_again_and_the_old_ones_void(store: Store) -> N
     assert not finish(store, again[0])  # not twice either
     assert store.progress("r0") == (6, 6) and len(store.trajectories("r0")) == 12
     assert store.release_claims("b") == 0
+
+
+def test_a_renewed_claim_is_not_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(buffer, "time", SimpleNamespace(time=lambda: now[0]))
+    request(store, groups=2)
+    (slow,) = store.claim_groups("a", 1)
+    store.claim_groups("c", 1)
+    now[0] += buffer.LEASE_S
+    assert store.renew_claims("a") == 1
+    now[0] += buffer.RENEW_S
+    taken = store.claim_groups("b", 2)
+    assert [claim.group_id for claim in taken] == ["r0/1"], "that of c, who did not renew"
+    assert finish(store, slow) and store.renew_claims("a") == 0
 
 
 def test_an_expired_lease_frees_a_claim(store: Store) -> None:

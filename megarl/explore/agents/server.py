@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 * 2**20
+STOP_S = 0.5
+"""Seconds that requests get to end, twice, when the server stops: their agents have been cancelled by then."""
 MODEL = "megarl"
 """Name of the model, for agents that ask for a list; any other is taken too."""
 
@@ -42,7 +44,7 @@ class AgentServer:
             ]
         )
         # So that a session sees when a client has gone.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
         await site.start()

@@ -24,8 +24,11 @@ from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES, WHOLE, G
 PART_BYTES = 64 * 2**20
 """Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
 side."""
-LEASE_S = 3600.0
-"""Age after which a claim is taken from a worker that never came back. A live worker's claims are much younger."""
+LEASE_S = 600.0
+"""Time without ``renew_claims`` after which claims are taken from a worker that never came back. A live worker renews
+them every ``RENEW_S``, however long its trajectories take."""
+RENEW_S = 60.0
+"""Seconds between two renewals."""
 
 
 class Buffer(Handle):
@@ -34,9 +37,8 @@ class Buffer(Handle):
     def claim_groups(
         self, worker: str, limit: int, *, max_samples: int | None = None, lease_s: float = LEASE_S
     ) -> list[Claim]:
-        """Claim up to ``limit`` groups, oldest rollout first; groups that others claimed over ``lease_s`` ago count as
-        free (one's own do not: who is slow would be given its own work again; ``release_claims`` frees those of a
-        predecessor).
+        """Claim up to ``limit`` groups, oldest rollout first; groups whose worker, another one, has not renewed its
+        claims for ``lease_s`` count as free (``release_claims`` frees those of a predecessor of the same name).
 
         With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
 
@@ -82,6 +84,15 @@ class Buffer(Handle):
             f"a trajectory of another group in {claim.group_id}"
         )
         return self._write(lambda connection, again: claims.finish(connection, again, claim, rows, metrics))
+
+    def renew_claims(self, worker: str) -> int:
+        """Show that ``worker`` still works on all groups that it holds; returns how many.
+
+        Safe to repeat.
+        """
+        held = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by == worker)
+        renewed = update(GROUPS).where(*held).values(claimed_at=time.time())
+        return self._write(lambda connection, again: connection.execute(renewed).rowcount)
 
     def release_claims(self, worker: str) -> int:
         """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died.

@@ -55,8 +55,8 @@ class Claim:
 
 
 def is_free(worker: str, claimed_before: float) -> ColumnElement[bool]:
-    """Groups that ``worker`` may claim: those that nobody holds, and those that another has held since before that
-    time."""
+    """Groups that ``worker`` may claim: those that nobody holds, and those whose claim another has not renewed since
+    that time."""
     expired = (
         (GROUPS.c.state == GroupState.CLAIMED)
         & (GROUPS.c.claimed_at < claimed_before)

@@ -90,7 +90,7 @@ GROUPS = Table(
     _checksum(),
     Column("state", String, nullable=False),  # a GroupState
     Column("claimed_by", String),
-    Column("claimed_at", Float),
+    Column("claimed_at", Float),  # or renewed
     Column("claim_token", String),
     Column("attempt", Integer, nullable=False),
     Column("used_by", Integer),  # number of the step, from 1, that consumed or dropped it

@@ -6,7 +6,12 @@ Imports nothing heavy at the top: the explorer needs no torch.
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 from megarl.core import heartbeat
 from megarl.core.parent import end_after_parent
@@ -25,7 +30,24 @@ def main() -> int:
         sys.stderr.write("usage: python -m megarl.run.loop trainer|explorer --config RUN/resolved.json\n")
         return 2
     gc.freeze()  # modules stay, and take long to walk
+    if role == "explorer":
+        leave(run, arguments)
     return run(arguments)
+
+
+def leave(run: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
+    """End the process with ``run``: Python would wait for threads first, in which an agent's client may block."""
+    try:
+        status = run(arguments)
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from megarl.explore.rewards.pool.tally import EVENT
 from megarl.explore.rollout.client import EngineClient, Sampling
 from megarl.explore.rollout.gather import Engine, Gatherer
 from megarl.explore.store import Claim, Store
+from megarl.explore.store.buffer import RENEW_S
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
 from megarl.run.loop.held_out import record_evaluations
@@ -140,6 +141,7 @@ class Explorer:
             async with asyncio.TaskGroup() as tasks:
                 ticking = tasks.create_task(heartbeat.beat_periodically(self._mark))
                 reporting = tasks.create_task(self._report())
+                renewing = tasks.create_task(self._renew())
                 while await self._call(self._store.job_state) == "open":
                     claims = await self._claim()
                     for batch in self._batches(claims):
@@ -148,7 +150,7 @@ class Explorer:
                         flight.add_done_callback(flights.discard)
                     if not claims:
                         await asyncio.sleep(self._poll_s)
-                for task in (ticking, reporting, *flights):
+                for task in (ticking, reporting, renewing, *flights):
                     task.cancel()
         except BaseExceptionGroup as failures:
             if (failure := _first(failures)) is None:
@@ -164,6 +166,11 @@ class Explorer:
             if (line := self._event_lines()) is not None:
                 log.warning("%s", line)
                 await self._call(self._store.record_event, self._worker, EVENT, {"line": line})
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._call(self._store.renew_claims, self._worker)
 
     def _mark(self) -> str:
         """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
@@ -365,9 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
     try:
-        return asyncio.run(
-            _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
-        )
+        # asyncio.run would wait for threads in which code of users blocks; `leave` ends them with the process
+        work = _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
+        return asyncio.new_event_loop().run_until_complete(work)
     except (EngineError, JobError, InputError) as error:
         log.error("explorer %s: %s", arguments.worker, error)
         return 1
