@@ -566,6 +566,24 @@ def test_sigterm_gives_the_claims_back(
     assert len(store.claim_groups("other", 10)) == 3
 
 
+def test_other_processes_of_the_user_cannot_read_an_explorers_keys(
+    tmp_path: Path, model_path: Path, store: Store, tokenizer: ChatTokenizer
+) -> None:
+    path, found = tmp_path / "mine.py", tmp_path / "dumpable"
+    path.write_text(
+        "import ctypes\nasync def workflow(task, model):\n"
+        f"    open({str(found)!r}, 'w').write(str(ctypes.CDLL(None).prctl(3)))  # PR_GET_DUMPABLE\n"
+        "    model.ask(task)\n    await model.generate()\n"
+    )
+    request(store)
+    rollout = {"workflow": str(path)}
+    with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url, rollout=rollout) as explorer:
+        wait_for(lambda: store.progress("r0") == (3, 3))
+        store.close_job()
+        assert explorer.wait(60) == 0
+    assert found.read_text() == "0"
+
+
 BLOCKING = {
     "agent": """
 import json, urllib.request
