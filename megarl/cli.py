@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
-    report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart")
+    report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart; a sweep's: print its results")
     add_arguments(
         add("convert", "Convert checkpoints between HF and Megatron-Core, reshard them, print their content.")
     )
@@ -221,9 +221,11 @@ def _train(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--nodes={nodes}: a job has one or more")
         gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
         with no_bytecode():
-            check(config, nodes=nodes, dry=True)
+            check(config, nodes=nodes, dry=True, elsewhere=arguments.gpus_per_node is not None)
             logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)]))
         logging.info("the settings, data and model fit; nothing was started or written")
+        if arguments.gpus_per_node is not None:
+            logging.info("not checked: what is installed on those machines, and their memory")
         return 0
     return run(config)
 
@@ -260,10 +262,15 @@ def _report(arguments: argparse.Namespace) -> int:
     from megarl.core.config import load_resolved
     from megarl.explore.store import OWN_SERVER, VARIABLE
     from megarl.run.launch.postgres import job_store, live_url
+    from megarl.run.report import sweep
     from megarl.run.report.html import write_report
 
     run_dir = Path(arguments.run_dir)
     resolved = run_dir / "resolved.json"
+    if not resolved.is_file() and (runs := sweep.runs_of(run_dir)):
+        sys.stdout.write(f"{sweep.results(runs)}\n")
+        logging.info("%s is a sweep; `megarl report '%s'` writes the report of one run", run_dir, runs[0])
+        return 0
     url = load_resolved(resolved).store.url if resolved.is_file() else ""
     if (
         url == OWN_SERVER

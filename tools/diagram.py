@@ -120,7 +120,7 @@ def main(paths: Sequence[str]) -> int:
     for path in map(Path, paths):
         try:
             path.with_suffix(".svg").write_text(drawn(path.read_text(), str(path)))
-        except DiagramError as error:
+        except (DiagramError, OSError) as error:  # the text of an OSError has the file's name
             sys.stderr.write(f"{error}\n")
             return 1
     return 0

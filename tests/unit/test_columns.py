@@ -1,40 +1,81 @@
-"""Pages and sources are 120 columns wide, and cells of tables are short."""
+"""Columns of rows: what is said about those that are missing, and names of others, for every kind of rows."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-WIDTH, WORDS = 120, 12
-"""Most columns of a line, and most words of a cell."""
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = sorted((ROOT / "csrc").rglob("*"))
-"""Python is the linter's."""
+from megarl.core.config import compose
+from megarl.core.errors import ConfigError, DataError
+from megarl.explore.tasksets import read_preferences, read_rows
+from megarl.learn import algorithms
+from megarl.run.launch.checks.rows import read_split
+from megarl.run.launch.checks.tasksets import check_taskset
 
 
-def too_long(text: str) -> list[str]:
-    return [line for line in text.splitlines() if len(line) > WIDTH]
+def write(path: Path, row: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(row) + "\n")
+    return path
 
 
-def wordy(text: str) -> list[str]:
-    cells = [cell for line in text.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")]
-    return [cell for cell in cells if len(cell.split()) > WORDS]
+def test_a_missing_data_source_names_what_replaces_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"prompt": "1+1?", "reward_model": {"ground_truth": "2"}})
+    with pytest.raises(DataError) as raised:
+        read_rows(path)
+    for setting in ("taskset.columns={data_source: COLUMN}", "taskset.data_source=math", "reward.path"):
+        assert setting in str(raised.value)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_pages_have_short_lines_and_cells(page: Path) -> None:
-    text = page.read_text()
-    assert (too_long(text), wordy(text)) == ([], [])
+def test_a_missing_answer_names_its_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"prompt": "1+1?", "answer": "2", "data_source": "math"})
+    with pytest.raises(DataError, match=r"taskset.columns=\{ground_truth: COLUMN\}"):
+        read_rows(path)
 
 
-def test_sources_have_short_lines() -> None:
-    files = [path for path in SOURCES if path.is_file()]
-    assert len(files) > 20
-    assert {str(path.relative_to(ROOT)): found for path in files if (found := too_long(path.read_text()))} == {}
+@pytest.mark.parametrize(("settings", "source"), [([], "user"), (["taskset.data_source=math"], "math")])
+def test_a_reward_of_ones_own_needs_no_data_source(tmp_path: Path, settings: list[str], source: str) -> None:
+    path = write(tmp_path / "rows.jsonl", {"prompt": "1+1?", "reward_model": {"ground_truth": "2"}})
+    files = [f"taskset.train={path}", f"taskset.eval={path}", "model.path=/m"]
+    [row] = read_split(compose(["experiment=own", *files, "reward.path=mine.py", *settings]), "train")
+    assert row.data_source == source
+    with pytest.raises(DataError, match="column 'data_source' is missing"):
+        read_split(compose(["experiment=own", *files]), "train")
 
 
-def test_long_lines_and_cells_are_seen() -> None:
-    assert too_long("a" * 120 + "\n" + "b" * 121) == ["b" * 121]
-    assert wordy("| short | " + "word " * 13 + "|\n| a |") == [" " + "word " * 13]
+def test_columns_of_demonstrations(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"instruction": "1+1?", "output": "2", "level": 3})
+    columns = {"prompt": "instruction", "response": "output", "extra_info.level": "level"}
+    [row] = read_rows(path, require_response=True, columns=columns)
+    assert (row.prompt[0]["content"], row.response, row.extra_info) == ("1+1?", "2", {"level": 3})
+    with pytest.raises(DataError, match=r"taskset.columns=\{prompt: COLUMN\}"):
+        read_rows(path, require_response=True)
+
+
+def test_columns_of_preferences(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"question": "1+1?", "good": "2", "bad": "3"})
+    [row] = read_preferences(path, columns={"prompt": "question", "chosen": "good", "rejected": "bad"})
+    assert (row.prompt[0]["content"], row.chosen, row.rejected) == ("1+1?", "2", "3")
+    with pytest.raises(DataError, match=r"taskset.columns=\{chosen: COLUMN\}"):
+        read_preferences(path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "columns", "words"),
+    [
+        ("sft", "{response: output}", None),
+        ("dpo", "{chosen: good}", None),
+        ("sft", "{chosen: good}", "'chosen', which is no field of demonstrations"),
+        ("dpo", "{ground_truth: good}", "'ground_truth', which is no field of preferences"),
+    ],
+)
+def test_fields_of_offline_jobs(algorithm: str, columns: str, words: str | None) -> None:
+    config = compose([f"experiment={algorithm}", f"taskset.columns={columns}"])
+    job = algorithms.get(algorithm).job
+    if words is None:
+        check_taskset(config, job)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            check_taskset(config, job)

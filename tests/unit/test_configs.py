@@ -51,7 +51,7 @@ NODES = {
 }
 LARGE = ("grpo_qwen3_30b_a3b", "grpo_deepseek_v3")
 """Thousands of experts' tensors: to plan everything takes seconds, so two engine ranks are planned."""
-TOYS = ("quickstart", "own", "sft", "dpo", "reward_model", "guess")
+TOYS = ("quickstart", "own", "own_gpu", "sft", "dpo", "reward_model", "guess")
 YOURS = ("model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet")
 CPU = ("parallel.backend=gloo", "model.transformer_impl=local", "rollout.kv_cache_bytes=1048576")
 GB = 1e9
@@ -408,7 +408,32 @@ def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) 
 
     with pytest.raises(ConfigError, match="parallel.backend=nccl needs GPUs, but this torch"):
         check(compose([f"experiment={name}"]))
-    check(compose([f"experiment={name}", *CPU]), nodes=NODES[name])
+    check(compose([f"experiment={name}"]), nodes=NODES[name], elsewhere=True)
+
+
+def test_a_job_for_other_machines_is_checked_here(in_workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is installed here does not matter then; what would run where is printed."""
+    from megarl.cli import main
+
+    caplog.set_level("INFO")
+    assert main(["train", "--check", "--gpus-per-node", "8", "experiment=grpo_qwen2_5_7b"]) == 0
+    assert "trainer ranks 0-3" in caplog.text
+    assert caplog.messages[-1] == "not checked: what is installed on those machines, and their memory"
+    assert main(["train", "--check", "--gpus-per-node", "7", "experiment=grpo_qwen2_5_7b"]) == 2
+    assert "add nodes or GPUs" in caplog.messages[-1]
+    assert main(["train", "--check", "experiment=grpo_qwen2_5_7b"]) == 2
+    assert "--check --gpus-per-node N` checks a job of other machines here" in caplog.messages[-1]
+
+
+def test_a_part_of_experiments_is_no_experiment() -> None:
+    with pytest.raises(ConfigError, match="experiment=base/gpu is a part that files of configs/experiment share"):
+        compose(["experiment=base/gpu"])
+
+
+def test_gpus_for_a_model_and_rows_of_ones_own() -> None:
+    ours, gpu = (compose([f"experiment={name}", *YOURS]) for name in ("own_gpu", "grpo_qwen2_5_7b"))
+    assert (ours.parallel.backend, ours.model.transformer_impl) == ("nccl", "transformer_engine")
+    assert ours.rollout.kv_cache_bytes == gpu.rollout.kv_cache_bytes and ours.model.path == "/m"
 
 
 @pytest.mark.parametrize("name", LARGE)

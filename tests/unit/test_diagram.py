@@ -38,3 +38,8 @@ def test_a_line_that_cannot_be_drawn_is_named(diagram: ModuleType, line: str) ->
     text = f"box a 0 0 A\nbox b 1 1 B\nbox d 0 1 D\n{line}\n"
     with pytest.raises(diagram.DiagramError, match="f.diagram, line 4, "):
         diagram.drawn(text, "f.diagram")
+
+
+def test_a_file_that_is_missing_is_named(diagram: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diagram.main(["MISSING"]) == 1
+    assert "'MISSING'" in capsys.readouterr().err

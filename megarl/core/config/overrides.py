@@ -113,6 +113,11 @@ def _check_override(override: str, folders: Sequence[Path]) -> None:
         raise ConfigError(f"{override!r} is not an override; write key=value, e.g. trainer.steps=10")
     if key in groups(folders):
         found = sorted(path.stem for folder in folders for path in (folder / key).glob("*.yaml"))
+        if "/" in value and any((folder / key / f"{value}.yaml").is_file() for folder in folders):
+            raise ConfigError(
+                f"{key}={value} is a part that files of configs/{key} share, no {key} of its own: name it in the "
+                f"defaults of yours (docs/own_experiments.md), or take one of {', '.join(found)}"
+            )
         if value not in found:
             raise ConfigError(f"no configs/{key}/{value}.yaml;{nearest(value, found)} there are {', '.join(found)}")
         return

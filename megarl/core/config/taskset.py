@@ -30,8 +30,8 @@ class TasksetConfig:
     eval: str | dict[str, SourceConfig] = "???"
     """Held-out rows of the same kind."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Column of the files for each of a task's fields, where these are not verl's or slime's: {prompt: question,
-    ground_truth: answer}."""
+    """Column of the files for each of a row's fields, where these are not verl's or slime's: {prompt: question,
+    ground_truth: answer}; of demonstrations {response: text}, of preferences {chosen: good, rejected: bad}."""
     data_source: str | None = None
     """``data_source`` of tasks whose row has none; it selects the verifier."""
     process: str | None = None

@@ -1,8 +1,9 @@
 """Rows of tasks and preferences: read and checked, generated, and turned into token ids."""
 
+from megarl.explore.tasksets.columns import Kind
 from megarl.explore.tasksets.entries import Entry, Generator
 from megarl.explore.tasksets.files import place_of, read_recipe
-from megarl.explore.tasksets.generate import GENERATORS, Kind, generate, recipe
+from megarl.explore.tasksets.generate import GENERATORS, generate, recipe
 from megarl.explore.tasksets.images import chat_messages
 from megarl.explore.tasksets.preferences import read_preferences, write_preferences
 from megarl.explore.tasksets.process import difficulty_of, processed, with_templates

@@ -5,35 +5,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.core.errors import ConfigError, DataError
 
-FIELDS = (
-    "prompt",
-    "ground_truth",
-    "data_source",
-    "ability",
-    "extra_info",
-    "images",
-    "tools",
-    "enable_thinking",
-    "chat_template_kwargs",
-)
-"""Fields of a task that ``taskset.columns`` may name a column for; ``extra_info.NAME`` is one entry of extra_info."""
+Kind = Literal["tasks", "demonstrations", "preferences"]
+"""Kind of the rows of train and eval; those of warm_start and expert are always demonstrations."""
+ALL = ("prompt", "data_source", "extra_info", "tools", "enable_thinking", "chat_template_kwargs")
+FIELDS: dict[Kind, tuple[str, ...]] = {
+    "tasks": (*ALL, "ground_truth", "ability", "images"),
+    "demonstrations": (*ALL, "response", "messages", "ability"),
+    "preferences": (*ALL, "chosen", "rejected", "margin"),
+}
+"""Fields of a row that ``taskset.columns`` may name a column for; ``extra_info.NAME`` is one entry of extra_info."""
 SLIME = ("label", "metadata")
 """slime's columns, where ``reward_model`` and ``extra_info`` are missing."""
 ENTRY = "extra_info."
 
 
-def check_fields(columns: Mapping[str, str]) -> None:
-    """Raise ConfigError naming the first key that is no field of a task."""
-    unknown = [name for name in columns if name not in FIELDS and not (name.startswith(ENTRY) and name != ENTRY)]
+def check_fields(columns: Mapping[str, str], kind: Kind = "tasks") -> None:
+    """Raise ConfigError naming the first key that is no field of rows of this kind."""
+    known = FIELDS[kind]
+    unknown = [name for name in columns if name not in known and not (name.startswith(ENTRY) and name != ENTRY)]
     if unknown:
         raise ConfigError(
-            f"taskset.columns has {unknown[0]!r}, which is no field of a task; there are {', '.join(FIELDS)} and "
+            f"taskset.columns has {unknown[0]!r}, which is no field of {kind}; there are {', '.join(known)} and "
             f"{ENTRY}NAME"
         )
+
+
+def check_required(path: Path, names: Sequence[str], required: Sequence[str]) -> None:
+    """Raise DataError naming the first column of ``required`` that is missing, and the settings that replace it."""
+    missing = [name for name in required if name not in names]
+    if not missing:
+        return
+    field = "ground_truth" if missing[0] == "reward_model" else missing[0]
+    fixes = [f"name the column that has it (taskset.columns={{{field}: COLUMN}})"]
+    if field == "data_source":
+        fixes.append("name the verifier of all rows (taskset.data_source=math)")
+        fixes.append("score them by a function of yours (reward.path)")
+    raise DataError(
+        f"{path}: column {missing[0]!r} is missing; the columns are {list(names)}, needed are {list(required)}; "
+        f"{', or '.join(fixes)}"
+    )
 
 
 def in_verl_form(
@@ -41,26 +55,27 @@ def in_verl_form(
     names: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, str],
-    data_source: str | None,
+    data_source: str | None = None,
+    kind: Kind = "tasks",
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """(names of the columns, rows) as verl would have written them.
 
     Args:
         names: All columns of the file.
-        columns: Field of a task -> column.
+        columns: Field of a row -> column.
         data_source: That of rows that have none.
 
     Raises:
-        ConfigError: ``columns`` has a field that no task has.
+        ConfigError: ``columns`` has a field that no such row has.
         DataError: the file lacks a column that ``columns`` names.
     """
-    check_fields(columns)
+    check_fields(columns, kind)
     for field, column in columns.items():
         if column not in names:
             raise DataError(
                 f"{path}: taskset.columns.{field}={column}: there is no such column; the columns are {list(names)}"
             )
-    found = _slime_fields(names, columns) | dict(columns)
+    found = (_slime_fields(names, columns) if kind == "tasks" else {}) | dict(columns)
     changed = [_row(row, found, data_source) for row in rows]
     new = [field if field != "ground_truth" else "reward_model" for field in found if not field.startswith(ENTRY)]
     return [*names, *new, *(["data_source"] if data_source else [])], changed

@@ -94,15 +94,6 @@ def _read_jsonl(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[dict
     return list(names), [{name: row.get(name) for name in found} for row in rows]
 
 
-def check_columns(path: Path, names: Sequence[str], required: Sequence[str]) -> None:
-    """Raise DataError naming the first column of ``required`` that is not among ``names``."""
-    missing = [name for name in required if name not in names]
-    if missing:
-        raise DataError(
-            f"{path}: column {missing[0]!r} is missing; the columns are {list(names)}, needed are {list(required)}"
-        )
-
-
 def write_table(
     path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None
 ) -> None:

@@ -13,11 +13,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
 from megarl.explore.tasksets import guess, school, user
+from megarl.explore.tasksets.columns import Kind
 from megarl.explore.tasksets.entries import (
     ARITHMETIC,
     OPTION_BOUNDS,
@@ -34,8 +35,6 @@ from megarl.explore.tasksets.rows import write_rows
 MAX_DRY_DRAWS = 50_000
 """Draws in a row without a new question after which a file counts as unreachable (half a second)."""
 SPLITS = ("train", "eval", "warm_start", "expert")
-Kind = Literal["tasks", "demonstrations", "preferences"]
-"""Kind of the rows of train and eval; those of warm_start and expert are always demonstrations."""
 DEMONSTRATIONS = ("warm_start", "expert")
 SLIPS = 0.5
 """Share of rejected answers that are the careless teacher's; the others have another digit wrong."""

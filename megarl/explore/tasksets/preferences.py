@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.schema import Message, Preference
-from megarl.explore.tasksets.files import RowLocation, check_columns, json_struct, read_table, source_of, write_table
+from megarl.explore.tasksets.columns import check_required, in_verl_form
+from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, write_table
 from megarl.explore.tasksets.images import refuse_images
 from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of
 
@@ -22,14 +23,20 @@ ANSWERS = ("chosen", "rejected")
 COLUMNS = ("prompt", *ANSWERS, "margin", "data_source", "extra_info", *OPTIONS)
 
 
-def read_preferences(path: str | os.PathLike[str], *, split: str | None = None) -> list[Preference]:
+def read_preferences(
+    path: str | os.PathLike[str], *, split: str | None = None, columns: Mapping[str, str] | None = None
+) -> list[Preference]:
     """Read and check every row of a parquet or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
+
+    Args:
+        columns: ``taskset.columns``.
 
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
-    path = Path(path)
-    names, rows = read_table(path, (*COLUMNS, "images", "videos"))
-    check_columns(path, names, ANSWERS)
+    path, columns = Path(path), columns or {}
+    names, rows = read_table(path, (*COLUMNS, "images", "videos", *columns.values()))
+    names, rows = in_verl_form(path, names, rows, columns, kind="preferences")
+    check_required(path, names, ANSWERS)
     prefix = path.stem if split is None else split
     return [_preference(RowLocation(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]
 

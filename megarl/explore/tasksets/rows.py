@@ -16,16 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.schema import Message, Task
-from megarl.explore.tasksets.columns import SLIME, in_verl_form
-from megarl.explore.tasksets.files import (
-    RowLocation,
-    check_columns,
-    json_struct,
-    read_table,
-    source_of,
-    text_of,
-    write_table,
-)
+from megarl.explore.tasksets.columns import SLIME, check_required, in_verl_form
+from megarl.explore.tasksets.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.explore.tasksets.images import columns_of, images_of, refuse_images
 from megarl.explore.tasksets.messages import ASKING, OPTIONS, answer_of, messages_of, prompt_of, template_kwargs_of
 
@@ -49,7 +41,8 @@ def read_rows(
     be left out.
 
     Args:
-        columns, data_source: Of tasks: ``taskset.columns`` and ``taskset.data_source``.
+        columns: ``taskset.columns``.
+        data_source: That of tasks whose row has none.
 
     Raises DataError naming the file, the row, the field, what was seen and what is expected.
     """
@@ -57,9 +50,11 @@ def read_rows(
     names, rows = read_table(path, (*COLUMNS, "completion", "messages", *SLIME, *columns.values()))
     if not require_response:
         names, rows = in_verl_form(path, names, rows, columns, data_source)
-        check_columns(path, names, TASK)
-    elif "messages" not in names:
-        check_columns(path, [*names, "response"] if "completion" in names else names, DEMONSTRATION)
+        check_required(path, names, TASK)
+    else:
+        names, rows = in_verl_form(path, names, rows, columns, kind="demonstrations")
+        if "messages" not in names:
+            check_required(path, [*names, "response"] if "completion" in names else names, DEMONSTRATION)
     prefix = path.stem if split is None else split
     read = _demonstration if require_response else _task
     return [read(RowLocation(path, i), f"{prefix}/{i}", row) for i, row in enumerate(rows)]

@@ -32,8 +32,11 @@ def source_of(task_id: str) -> str:
     return parts[1] if len(parts) > 2 else ""
 
 
-def read_tasks(taskset: TasksetConfig, split: str) -> list[Task]:
+def read_tasks(taskset: TasksetConfig, split: str, data_source: str | None = None) -> list[Task]:
     """Rows of all sources of train or eval, one source after the other.
+
+    Args:
+        data_source: That of rows for which neither the file nor a setting has one; None refuses them.
 
     Raises:
         DataError: a row is not sound, with file, row and field.
@@ -45,7 +48,7 @@ def read_tasks(taskset: TasksetConfig, split: str) -> list[Task]:
             source.path,
             split=f"{split}/{name}" if name else split,
             columns=source.columns,
-            data_source=source.data_source,
+            data_source=source.data_source or data_source,
         )
     ]
 

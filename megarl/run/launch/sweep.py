@@ -20,6 +20,7 @@ from megarl.core.config import Config, compose
 from megarl.core.config.load import config_dirs, hydra_at
 from megarl.core.config.overrides import grammar_fault
 from megarl.core.errors import ConfigError, InputError, JobError
+from megarl.run.report import sweep
 
 log = logging.getLogger(__name__)
 
@@ -173,4 +174,6 @@ def _run_all(found: Sequence[Combination]) -> int:
         status = max(status, code)
     for number, slug, _ in found:
         log.info("%d %s: %s", number, slug, results[number] if number < len(results) else "not started")
+    if begun := [run_dir for _, _, config in found if (run_dir := Path(config.run.dir)).is_dir()]:
+        log.info("\n%s", sweep.results(begun))
     return status

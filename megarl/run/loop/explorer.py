@@ -369,6 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    for client in ("httpx", "openai", "anthropic"):  # of agents: a line for each request
+        logging.getLogger(client).setLevel(logging.WARNING)
     missing = [name for name in ("MEGARL_JOB_KEY", "MEGARL_ATTEMPT") if not os.environ.get(name)]
     if missing:
         parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")

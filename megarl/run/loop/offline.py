@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,8 +80,10 @@ class OfflineTrainer(Trainer):
         """Read the rows."""
         with self.timeline.phase("load"), starting(self.config):
             tokenizer, pairs = ChatTokenizer.of(self.config), "pairs" in self.algorithm.needs
+            taskset = self.config.taskset
             self.rows, held_out = (
-                read(single_file(self.config.taskset, split), tokenizer, pairs=pairs) for split in ("train", "eval")
+                read(single_file(taskset, split), tokenizer, pairs=pairs, columns=taskset.columns)
+                for split in ("train", "eval")
             )
             self.test = self.batch_of(held_out, range(len(held_out)))
 
@@ -138,12 +140,12 @@ def scores(config: Config) -> bool:
     return "actor" not in algorithms.get(config.algorithm.name).roles
 
 
-def read(path: str, tokenizer: ChatTokenizer, *, pairs: bool) -> Rows:
-    """Read preferences (``pairs``) or demonstrations. Raises DataError."""
+def read(path: str, tokenizer: ChatTokenizer, *, pairs: bool, columns: Mapping[str, str] = {}) -> Rows:
+    """Read preferences (``pairs``) or demonstrations, in the columns of ``taskset.columns``. Raises DataError."""
     if not pairs:
-        tasks = read_rows(Path(path), require_response=True)
+        tasks = read_rows(Path(path), require_response=True, columns=columns)
         return Rows(tuple((pair,) for pair in encode_demonstrations(tasks, tokenizer)), (0.0,) * len(tasks))
-    preferences = read_preferences(Path(path))
+    preferences = read_preferences(Path(path), columns=columns)
     ids = encode_preferences(preferences, tokenizer)
     return Rows(tuple(((p, chosen), (p, other)) for p, chosen, other in ids), tuple(x.margin for x in preferences))
 

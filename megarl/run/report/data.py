@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from megarl.core.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
 from megarl.core.schema import Task, Trajectory
+from megarl.core.truncation import truncation
 from megarl.explore.store import Store
 from megarl.run.report.timeline import Phase, union
 
@@ -154,6 +155,8 @@ def load(run_dir: Path) -> ReportData:
             answers = {name: _answers(store, name, notes) for name in answers}
         finally:
             store.close()
+    if steps and (text := truncation(steps[-1][1], config.rollout.max_response_tokens)) is not None:
+        notes.append(f"Step {steps[-1][0]}: {text}.")
     before, after = (_evaluation(name, events, answers[name]) for name in answers)
     right = [{e.task_id for e in answers[n] if e.index == 0 and e.reward.status == "ok"} for n in answers]
     both = set.intersection(*({e.task_id for e in answers[n]} for n in answers))

@@ -18,6 +18,7 @@ from megarl.core.schema import Task
 from megarl.explore.tasksets import ChatTokenizer, check_prompts, place_of_row
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
+from megarl.learn.models.specs import check_implementation
 from megarl.learn.parallel.grid import check_roles
 from megarl.run.launch.checks.filters import Selected, selected
 from megarl.run.launch.checks.inputs import check_held_out, check_lengths, check_rewards
@@ -43,13 +44,16 @@ EXPORTS = ("hf", "reference")
 """Folders of a run into which the trainer exports HF checkpoints."""
 
 
-def check(config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = False) -> dict[str, Selected]:
+def check(
+    config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = False, elsewhere: bool = False
+) -> dict[str, Selected]:
     """Check everything that can be checked before a process is launched; make missing data and a missing model.
 
     Args:
-        fix: Set damaged checkpoints aside, and rebuild a damaged store.
+        repair: Set damaged checkpoints aside, and rebuild a damaged store.
         nodes: Machines of the job.
         dry: Make what is missing in a temporary folder, which is removed.
+        elsewhere: The job is to run on other machines: what is installed here does not matter.
 
     Returns:
         Tasks of the store by split (train, eval): none in a job without an explorer.
@@ -64,15 +68,17 @@ def check(config: Config, *, repair: bool = False, nodes: int = 1, dry: bool = F
     config = with_limit_of_run(config)
     check_settings_of_run(config, run_dir)
     algorithm = algorithms.get(config.algorithm.name)
-    check_settings(config, algorithm, nodes)
+    check_settings(config, algorithm, nodes, elsewhere=elsewhere)
     if not dry:
-        return _check_inputs(make(config), algorithm)
+        return _check_inputs(make(config), algorithm, elsewhere)
     with scratch(config) as made:
-        return _check_inputs(made, algorithm)
+        return _check_inputs(made, algorithm, elsewhere)
 
 
-def _check_inputs(config: Config, algorithm: Algorithm) -> dict[str, Selected]:
+def _check_inputs(config: Config, algorithm: Algorithm, elsewhere: bool) -> dict[str, Selected]:
     """Check rows, model and rewards, all of which are there. Returns and raises as ``check``."""
+    if not elsewhere:
+        check_implementation(config.model, config.parallel)
     check_budget(config, algorithm)
     dropped: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
     rows = {split: read_split(config, split, dropped[split]) for split in SPLITS}

@@ -12,7 +12,6 @@ import torch
 from megarl.core.config import Config
 from megarl.core.config.lengths import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
-from megarl.learn.models.specs import check_implementation
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
 from megarl.weights.architectures import Head, architecture
@@ -31,11 +30,9 @@ ENGINE_EXPERT_UNIT = 32
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, head: Head = "lm") -> None:
-    """The architecture has a table, the trainer's grid can train it and its modules can be built here, its files are
-    whole; with ``engines`` they can be sent it. ``head="score"``: a reward model from the start, which a language
-    model's files do for too."""
+    """The architecture has a table, the trainer's grid can train it, its files are whole; with ``engines`` they can be
+    sent it. ``head="score"``: a reward model from the start, which a language model's files do for too."""
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
-    check_implementation(config.model, config.parallel)
     check_router(config, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:

@@ -22,6 +22,8 @@ from megarl.explore.tasksets import (
 
 Rows = Sequence[Task | Preference]
 SPLITS = ("train", "eval")
+OWN_REWARD = "user"
+"""``data_source`` of tasks without one, where ``reward.path`` scores them all."""
 
 
 def needs_expert_rows(config: Config) -> bool:
@@ -60,11 +62,15 @@ def read_split(config: Config, split: str, dropped: Counter[str] | None = None) 
     """
     taskset, kind = config.taskset, kind_of_rows(config) if split in SPLITS else "demonstrations"
     if kind == "tasks":
-        return processed(read_tasks(taskset, split), taskset, split, dropped, config.reward.judge)
+        # A function of the user's needs no name of a verifier.
+        tasks = read_tasks(taskset, split, data_source=OWN_REWARD if config.reward.path is not None else None)
+        return processed(tasks, taskset, split, dropped, config.reward.judge)
     path = Path(single_file(taskset, split))
+    columns = taskset.columns if split in SPLITS else {}  # warm_start and expert have columns of their own
     if kind == "preferences":
-        return read_preferences(path, split=split)
-    return [with_templates(row, taskset) for row in read_rows(path, require_response=True, split=split)]
+        return read_preferences(path, split=split, columns=columns)
+    rows = read_rows(path, require_response=True, split=split, columns=columns)
+    return [with_templates(row, taskset) for row in rows]
 
 
 def place(config: Config, split: str, row: Task | Preference) -> str:

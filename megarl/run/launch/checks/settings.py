@@ -34,10 +34,12 @@ PROCESS_BYTES = 400 * 2**20
 """Memory of a process that has done nothing but its imports."""
 
 
-def check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
+def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewhere: bool = False) -> None:
     """Make every check below, and those of other packages that need neither rows nor a model.
 
-    ``nodes``: machines of the job.
+    Args:
+        nodes: Machines of the job.
+        elsewhere: It is to run on other machines, so that what is installed here does not matter.
 
     Raises:
         ConfigError: a setting does not fit another, the algorithm, this machine or what is installed.
@@ -46,7 +48,8 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int) -> None:
     check_algorithm(config)
     check_updates(config, algorithm)
     check_warm_start(config)
-    check_builds(config, job)
+    if not elsewhere:
+        check_builds(config, job)
     check_optimizers(config)
     check_evaluation(config)
     check_rows_of_files(config, job)
@@ -131,7 +134,8 @@ def check_builds(config: Config, job: Job) -> None:
     if torch.version.cuda is None:
         raise ConfigError(
             f"parallel.backend=nccl needs GPUs, but this torch ({torch.__version__}) is built for CPUs alone; install "
-            "megarl[gpu] in its place, or set parallel.backend to gloo"
+            "megarl[gpu] in its place. `megarl train --check --gpus-per-node N` checks a job of other machines here; "
+            "parallel.backend=gloo with model.transformer_impl=local is for CPUs"
         )
     if config.trainer.kernels == "megarl" and not ops.has_cuda_kernels():
         raise ConfigError(

@@ -13,11 +13,10 @@ from megarl.core.jobs import Job
 from megarl.explore.tasksets import source_of, sources_of
 from megarl.explore.tasksets.columns import check_fields
 from megarl.explore.tasksets.process import PROMPT
-from megarl.run.launch.checks.rows import Rows, files
+from megarl.run.launch.checks.rows import Rows, files, kind_of_rows
 from megarl.run.loop.shares import Shares
 
 OF_TASKS = (
-    "columns",
     "data_source",
     "process",
     "prompt_template",
@@ -39,6 +38,7 @@ def check_taskset(config: Config, job: Job) -> None:
     taskset = config.taskset
     if not job.rollouts:
         _check_offline(taskset)
+        check_fields(taskset.columns, kind_of_rows(config))
         return
     for split in ("train", "eval"):
         for source in sources_of(taskset, split).values():
