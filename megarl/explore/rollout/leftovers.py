@@ -69,6 +69,16 @@ def record_segments(folder: Path, segments: Iterable[Path]) -> None:
     write_text(folder / OWNER, json.dumps(owner | {"segments": found}))
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove an engine's folder and the shared memory recorded there."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # there is no record
+        for name, inode in json.loads((folder / OWNER).read_text())["segments"].items():
+            path = Path(name)
+            if _SEGMENT.fullmatch(name) and _is_own(path, {os.geteuid()}) and path.stat().st_ino == inode:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _folder_root() -> str:
     shared = tempfile.gettempdir()
     return shared if len(os.fsencode(shared)) + _SOCKET <= LONGEST_SOCKET else "/tmp"
@@ -82,7 +92,6 @@ def remove_stale_folders(run_dir: Path) -> list[Path]:
         try:
             owner = json.loads((folder / OWNER).read_text())
             of_run, pid, start = owner["run_dir"] == str(run_dir.resolve()), int(owner["pid"]), owner["start"]
-            segments = [(Path(path), int(inode)) for path, inode in owner.get("segments", {}).items()]
         except (
             OSError,
             ValueError,
@@ -92,10 +101,7 @@ def remove_stale_folders(run_dir: Path) -> list[Path]:
         ):  # another program's, another user's, or just being made
             continue
         if of_run and start_ticks(pid) != start and not _used(folder):
-            for path, inode in segments:
-                if _SEGMENT.fullmatch(str(path)) and _is_own(path, {os.geteuid()}) and path.stat().st_ino == inode:
-                    path.unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
             removed.append(folder)
     return removed
 

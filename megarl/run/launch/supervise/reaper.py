@@ -8,7 +8,6 @@ pipe that only the supervisor holds.
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Self
 
 from megarl.core.machine import group_members, kill_group
 from megarl.core.parent import ALONE_S
-from megarl.explore.rollout.leftovers import shared_memory
+from megarl.explore.rollout.leftovers import remove_folder, shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ def end(groups: Iterable[int], after_s: float, folders: Iterable[Path] = ()) -> 
     for path in segments:
         path.unlink(missing_ok=True)
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)  # with the shared memory of engines that have ended before this looked
 
 
 def main() -> None:
