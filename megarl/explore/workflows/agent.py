@@ -98,4 +98,5 @@ def _metadata(task: Task, model: RolloutModel) -> dict[str, Any]:
         "ground_truth": task.reward_model.get("ground_truth"),
         "extra_info": task.extra_info,
         "index": model.index,
+        "seed": model.seed,
     }
