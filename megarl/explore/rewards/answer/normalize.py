@@ -162,7 +162,11 @@ def _clean_short(text: str) -> str:
     return _clean(text)
 
 
+_CHOOSE = re.compile(r"\{\s*([\w+-]+)\s*\\choose\s+([\w+-]+)\s*\}|^\s*([\w+-]+)\s*\\choose\s+([\w+-]+)\s*$")
+
+
 def _clean(text: str) -> str:
+    text = _CHOOSE.sub(lambda match: rf"\binom{{{match[1] or match[3]}}}{{{match[2] or match[4]}}}", text)
     text = _SUPERSCRIPT.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run.group()) + "}", text)
     text = re.sub(r"\s+", " ", half_width(text).translate(_MATH_SIGNS)).strip().strip("`").strip()
     text = re.sub(r"^\*\*(.*)\*\*$", r"\1", text, flags=re.DOTALL)

@@ -136,7 +136,7 @@ def options_of(info: Mapping[str, Any]) -> dict[str, str]:
 
 _NUMBERED = re.compile(
     r"(?:^|(?<=[\s,;、。]))(?:\((\d{1,2})\)|(\d{1,2})[.、:)](?!\d)|"
-    r"第([一二三四五六七八九十\d])[空个题]+\s*:?|\b[Bb]lank\s*(\d{1,2})\s*[.:]?)\s*|([①②③④⑤⑥⑦⑧⑨⑩])\s*"
+    r"第([一二三四五六七八九十\d])[空个题]+(?:应?[填是为])?\s*:?|\b[Bb]lank\s*(\d{1,2})\s*[.:]?)\s*|([①②③④⑤⑥⑦⑧⑨⑩])\s*"
 )
 _SEPARATES = re.compile(r"(?:\s|[,、]|[-=]+>|→|⇒|\\(?:to|rightarrow)(?![a-z])|\b(?:and|then)\b|和)*")
 _CIRCLED = "①②③④⑤⑥⑦⑧⑨⑩"
@@ -166,6 +166,13 @@ def split_blanks(text: str, count: int | None = None, commas: bool = False) -> l
     if count is not None and (fitting := next((way for way in ways if len(way) == count), None)):
         return fitting
     return next((way for way in ways[:-1] if len(way) > 1), [text] if text else [])
+
+
+def numbered(text: str) -> list[str]:
+    """The answers to numbered blanks, as ``split_blanks`` strips them; the whole text where there are no numbers."""
+    return [
+        part.strip(" ,，;、。.") for part in _numbered(half_width(text.replace("、", "\0")).replace("\0", "、").strip())
+    ]
 
 
 def _numbered(text: str) -> list[str]:

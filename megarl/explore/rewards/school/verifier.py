@@ -208,7 +208,12 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
         if options:
             return verdict("error", pred, f"ground_truth {truth!r:.80} is not one of the options {', '.join(options)}")
         return _judge(pred, float(same_short(gold_text, pred)))
-    found = k12_options.named(pred, options) or k12_contrast.settled(pred) or k12_read.chosen(after_thinking(response))
+    found = (
+        k12_options.named(pred, options)
+        or k12_contrast.settled(pred)
+        or k12_contrast.settled(unmarked(response).rsplit("\n", 1)[-1])  # "Option B is correct."
+        or k12_read.chosen(after_thinking(response))
+    )
     return _judge(pred, float(found == gold))
 
 
@@ -260,9 +265,14 @@ def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     golds = list(truth) if isinstance(truth, (list, tuple)) else list(k12_read.split_blanks(str(truth), commas=True))
     accepted = [[str(item) for item in gold] if isinstance(gold, (list, tuple)) else [str(gold)] for gold in golds]
     parts = k12_read.split_blanks(pred, len(golds))
+    if len(accepted) == 1 and _recited(response, accepted[0]):
+        return _judge(pred, 1.0, blanks=1.0, right_blanks=1.0)
     found = [content for _, content in boxes(after_thinking(response))]
     if len(parts) != len(golds) and len(found) == len(golds):
         parts = found
+    numbered = k12_read.numbered(unmarked(response).rsplit("\n", 1)[-1])
+    if len(numbered) == len(golds) > 1:  # 第一空填3，第二空填5
+        parts = numbered
     right, convert = 0, _units_open(info)
     if len(parts) <= len(golds):
         if info.get("unordered"):
@@ -288,13 +298,15 @@ def _units_open(info: Mapping[str, Any]) -> bool:
     return not (isinstance(question, str) and measures.asks_for_unit(question))
 
 
+def _recited(response: str, golds: Sequence[str]) -> bool:
+    """Return True if the last line is a ground truth: 床前明月光，疑是地上霜 is not an equation with 是."""
+    line = k12_read.plain(unmarked(response).rsplit("\n", 1)[-1])
+    return len(line) > 3 and line in map(k12_read.plain, golds)
+
+
 def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
     golds = [str(gold) for gold in (truth if isinstance(truth, (list, tuple)) else [truth])]
-    line = k12_read.plain(
-        unmarked(response).rsplit("\n", 1)[-1]
-    )  # "床前明月光，疑是地上霜。" says not that 床前明月光，疑 is 地上霜
-    recited = len(line) > 3 and line in map(k12_read.plain, golds)
-    return _judge(pred, float(recited or _any_short(golds, pred, _units_open(info))))
+    return _judge(pred, float(_recited(response, golds) or _any_short(golds, pred, _units_open(info))))
 
 
 _SCORE = {

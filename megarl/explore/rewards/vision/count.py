@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from megarl.explore.rewards.answer.normalize import half_width
 from megarl.explore.rewards.answer.numerals import TENS, with_digits
@@ -72,12 +73,31 @@ def read_count(text: str) -> int | None:
         return None
     text = _NOT_COUNTS.sub(" ", text)
     found = list(_COUNT.finditer(text))
+    if len(found) > 2 and _SUM.search(text[found[-2].end() : found[-1].start()]):
+        return _total(found, text[found[-1].end() :])
     if len(found) != 1 or not stated(text[: found[0].start()], text[found[0].end() :]):
         return None
     match = found[0]
     if match["digits"]:
         return None if match["behind"] else _whole(match["digits"].replace(",", ""))
     return _whole(with_digits(" ".join(match.group().split())).strip())
+
+
+_SUM = re.compile(
+    r"^[^.;]*[,，]\s*(?:so|in\s+total|for\s+a\s+total\s+of|所以|共)\s*(?:there\s+are\s+|有|是)?$", re.IGNORECASE
+)
+
+
+def _total(found: Sequence[re.Match[str]], behind: str) -> int | None:
+    """``5`` of ``2 cats and 3 dogs, so 5``; None where the parts have another sum."""
+    values = [
+        None if match["behind"] else _whole(with_digits(" ".join(match.group().replace(",", "").split())).strip())
+        for match in found
+    ]
+    *parts, total = values
+    if total is None or None in parts or not stated("", behind):
+        return None
+    return total if sum(part for part in parts if part is not None) == total else None
 
 
 def _whole(text: str) -> int | None:
