@@ -73,7 +73,9 @@ async def run_workflow(
             work.cancel()
             await asyncio.wait({work}, timeout=CANCEL_S)
         own.ended = True
-    if in_time:
+    if in_time and work.cancelled():
+        recorder.fail("the workflow has cancelled its own task")
+    elif in_time:
         _settle(recorder, work.result())
     else:
         recorder.fail(
