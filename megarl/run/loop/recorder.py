@@ -90,9 +90,14 @@ class Recorder:
         """Turns that end inside a thought."""
         self.cause: End | None = None
         """End that the workflow has named, or that the limit has made."""
+        self._closed = False
         self._log = TurnLog()
         self._task_turn: int | None = None
         """Turn with the task's own prompt, which the images belong to."""
+
+    def close(self) -> None:
+        """Record no response any more: the verdict would not have seen it."""
+        self._closed = True
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -107,6 +112,11 @@ class Recorder:
     def has_response(self) -> bool:
         """True if the model has written a turn."""
         return any(turn.author == "model" for turn in self.turns)
+
+    @property
+    def unread(self) -> int:
+        """Responses that were asked for and have not come, since nobody waits for them."""
+        return self._asked - sum(turn.author == "model" for turn in self.turns)
 
     @property
     def opened(self) -> bool:
@@ -168,7 +178,9 @@ class Recorder:
         return self._tokenizer.decode(turn.token_ids)
 
     def finish(self, reward: Reward) -> None:
-        """Give the trajectory this reward."""
+        """Give the trajectory this reward. Raises ValueError after ``fail``."""
+        if self.cause is not None and not self.cause.by_policy:
+            raise ValueError(f"finish after fail: the trajectory has ended as {self.cause}, which has no reward")
         self._given = Verdict(recorded_reward(reward), verifier="workflow")
 
     def truncate(self) -> None:
@@ -223,6 +235,8 @@ class Recorder:
         )
         self._asked += 1
         completion = await self._gatherer.sample(request)
+        if self._closed:
+            raise RuntimeError("the trajectory has ended")
         if completion.prompt_ids is not None and self._task_turn is not None:
             # the prompt with its images' placeholders expanded, and what came later
             later = len(context) - len(self._prompt.token_ids)
