@@ -228,6 +228,28 @@ except openai.BadRequestError as error:
     assert asyncio.run(recorded.verdict()).reward == Reward(0.0, "wrong"), "no verifier is there to ask"
 
 
+OVERFLOWS = {
+    "raise ConnectionError('no route')": End.WORKFLOW_ERROR,  # while it handles the overflow
+    "raise RuntimeError('the step failed') from error": End.TRUNCATED,
+    "raise ExceptionGroup('tasks', [error])": End.TRUNCATED,
+    "raise error from error": End.TRUNCATED,
+}
+
+
+@pytest.mark.parametrize("end", OVERFLOWS)
+def test_an_overflow_ends_an_agent_where_it_has_caused_the_error(
+    agent: Callable[..., Any], tokenizer: ChatTokenizer, end: str
+) -> None:
+    source = f"""
+await ask(prompt)
+try:
+    await ask([{{"role": "user", "content": "word " * 300}}])
+except openai.BadRequestError as error:
+    {end}
+"""
+    assert agent(Model(tokenizer, "15"), source).cause is OVERFLOWS[end]
+
+
 def test_a_timeout_of_the_agents_own_is_its_error(agent: Callable[..., Any], tokenizer: ChatTokenizer) -> None:
     recorded = agent(Model(tokenizer, "15"), "await ask(prompt)\nraise TimeoutError('a page')")
     assert recorded.cause is End.WORKFLOW_ERROR and "a page" in asyncio.run(recorded.verdict()).message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows.single_turn import single_turn
 from megarl.run.loop import workflow_run
+from megarl.run.loop.explorer import run_through
 from megarl.run.loop.recorder import RenderedPrompt
 from megarl.run.loop.rollout_clock import RolloutClock
 from megarl.run.loop.trajectories import ClaimedGroup, TrajectoryRunner
@@ -359,3 +361,52 @@ def test_a_prompt_that_engines_refuse_costs_its_trajectory(tokenizer: ChatTokeni
     first, second = play(single_turn, tokenizer, 2, engine=Refusing(tokenizer))
     assert first.end is End.FINISHED and second.end is End.WORKFLOW_ERROR
     assert "cannot be decoded" in second.metadata["reward_message"]
+
+
+def test_sys_exit_of_a_task_of_a_workflow_ends_no_explorer(tokenizer: ChatTokenizer) -> None:
+    async def leave() -> None:
+        await asyncio.sleep(0)
+        sys.exit(3)
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        if model.index == 1:
+            await asyncio.gather(leave(), asyncio.sleep(0.01))
+        if model.index == 2:
+            model.left = asyncio.create_task(leave())
+
+    found: list[Trajectory] = []
+
+    async def main() -> int:
+        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=200, retries=0, retry_s=0.0, timeout_s=30.0)
+        gatherer: Any = Engine(tokenizer)
+        found.extend(await asyncio.gather(*(runner.run(group(tokenizer, 3), i, gatherer, int) for i in range(3))))
+        await asyncio.sleep(0.05)
+        return 7
+
+    loop = asyncio.new_event_loop()
+    assert run_through(loop, main()) == 7
+    loop.close()
+    assert [one.end for one in found] == [End.FINISHED, End.WORKFLOW_ERROR, End.FINISHED]
+    assert "SystemExit: 3" in found[1].metadata["reward_message"]
+
+
+def test_sampling_without_a_seed_leaves_the_trajectory_one(tokenizer: ChatTokenizer) -> None:
+    """A greedy evaluation: an environment without a seed is begun again until it draws an easy episode."""
+    seeds: list[int] = []
+
+    async def workflow(task: Task, model: Any) -> None:
+        seeds.append(model.seed)
+        raise ValueError("again")
+
+    claimed = replace(group(tokenizer, 2), seed=None)
+
+    async def main() -> None:
+        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=99, retries=1, retry_s=0.0, timeout_s=30.0)
+        gatherer: Any = Engine(tokenizer)
+        for index in range(2):
+            await runner.run(claimed, index, gatherer, lambda: None)
+
+    asyncio.run(main())
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]

@@ -146,10 +146,12 @@ class Gatherer:
                     if not future.done():  # a trajectory that was given up
                         future.set_result(completion)
         except PromptRefused as error:
-            if error.prompt >= len(asks):
+            asked = asks[error.prompt].requests if 0 <= error.prompt < len(asks) else ()
+            refused = [missing.pop(request) for request in asked if request in missing]
+            if not refused:
                 raise
-            for request in asks[error.prompt].requests:
-                if (future := missing.pop(request, None)) is not None and not future.done():
+            for future in refused:
+                if not future.done():
                     future.set_exception(PromptRefused(str(error)))
         finally:
             self._change(-outstanding)

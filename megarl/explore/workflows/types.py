@@ -45,8 +45,8 @@ class RolloutModel(Protocol):
         ...
 
     @property
-    def seed(self) -> int | None:
-        """Seed of the trajectory, for what is random in it beside its samples; None where sampling has none.
+    def seed(self) -> int:
+        """Seed of the trajectory, for what is random in it beside its samples.
 
         It is the same when the trajectory begins again, and in a job that was resumed.
         """

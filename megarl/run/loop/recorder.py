@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -129,9 +130,11 @@ class Recorder:
         return self._index
 
     @property
-    def seed(self) -> int | None:
-        """Seed of the trajectory, the same when it begins again; None where sampling has none."""
-        return None if self._seed is None else episode_seed(self._seed, self._index)
+    def seed(self) -> int:
+        """Seed of the trajectory, the same when it begins again. Where sampling has none, as in a greedy evaluation,
+        it is the task's: every evaluation meets the same episodes."""
+        own = zlib.crc32(self._claim.task.task_id.encode()) if self._seed is None else self._seed
+        return episode_seed(own, self._index)
 
     def ask(self, task: Task) -> Turn:
         """Add the prompt of the group's task."""
