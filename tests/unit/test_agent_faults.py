@@ -15,6 +15,7 @@ import pytest
 
 from megarl.core.config.rewards import FormatConfig, RewardConfig
 from megarl.core.config.schema import RolloutConfig
+from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward
 from megarl.explore import workflows
 from megarl.explore.agents import Session
@@ -439,3 +440,31 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
         assert found.reward.parts["format"] == 0.0
     kept = verify([found], RewardConfig(), vocab_size=10**6).trajectories
     assert len(kept) == (status != "error")
+
+
+def test_an_agent_that_speaks_both_protocols(tokenizer: ChatTokenizer) -> None:
+    model = Model(tokenizer, "one", "two", "three")
+
+    async def ask(url: str) -> None:
+        body = {"messages": FIRST, "max_tokens": 8}
+        async with aiohttp.ClientSession() as http:
+            for path in ("chat/completions", "messages", "chat/completions"):
+                async with http.post(f"{url}/v1/{path}", json=body) as response:
+                    assert response.status == 200, await response.text()
+
+    recorded = play(model, ask)
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, 0, 0]
+
+
+def test_a_prompt_that_engines_refuse_is_refused_to_the_agent(
+    agent: Callable[..., Any], tokenizer: ChatTokenizer
+) -> None:
+    class Refusing(Model):
+        async def sample(self, request: Any) -> Any:
+            self.requests.append(request)
+            raise PromptRefused("ValueError: out of vocabulary")
+
+    model = Refusing(tokenizer)
+    recorded = agent(model, "await ask(prompt)")
+    assert recorded.cause is End.WORKFLOW_ERROR and len(model.requests) == 1
+    assert "out of vocabulary" in asyncio.run(recorded.verdict()).message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -141,6 +142,8 @@ WRONG = {
     ),
     "follows a prompt of one token": calling(lambda model: (model.begin([]), model.generate())[1]),
     "max_tokens of 1 or more": calling(lambda model: model.generate(max_tokens=0)),
+    "a whole number, got 8.5": calling(lambda model: model.generate(max_tokens=8.5)),
+    "a whole number, got '8'": calling(lambda model: model.generate(max_tokens="8")),
     "after=99 is no turn": calling(lambda model: model.generate(after=99)),
 }
 
@@ -410,3 +413,14 @@ def test_sampling_without_a_seed_leaves_the_trajectory_one(tokenizer: ChatTokeni
 
     asyncio.run(main())
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_most_tokens_are_a_number_that_engines_take(tokenizer: ChatTokenizer) -> None:
+    engine = Engine(tokenizer)
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await asyncio.gather(*(model.generate(max_tokens=n) for n in (np.int64(8), 10**30)))
+
+    play(workflow, tokenizer, engine=engine)
+    assert json.dumps([request.max_tokens for request in engine.requests]) == f"[8, {2**31 - 1}]"

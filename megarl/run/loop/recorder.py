@@ -21,7 +21,7 @@ from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.turns import render_turn, turn_ids
-from megarl.run.loop.recorded_values import check_request, recorded_ids, recorded_reward
+from megarl.run.loop.recorded_values import check_request, recorded_ids, recorded_limit, recorded_reward
 from megarl.run.loop.turn_log import TurnLog
 
 ROLES: dict[Author, str] = {"environment": "user"}
@@ -221,7 +221,8 @@ class Recorder:
         """Sample a turn of the model, and add it."""
         assert self.turns, "nothing has been asked"
         after = self._after(after)
-        check_request(self._log, after, max_tokens, self.limit)
+        max_tokens = recorded_limit(max_tokens)
+        check_request(self._log, after, self.limit)
         number = self._log.begin()
         images = self._prompt.images
         images = images if images and self._log.line(after)[0] == self._task_turn else ()
