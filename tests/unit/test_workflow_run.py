@@ -424,3 +424,17 @@ def test_most_tokens_are_a_number_that_engines_take(tokenizer: ChatTokenizer) ->
 
     play(workflow, tokenizer, engine=engine)
     assert json.dumps([request.max_tokens for request in engine.requests]) == f"[8, {2**31 - 1}]"
+
+
+def test_a_workflow_that_goes_on_after_a_message_without_room_is_not_truncated(tokenizer: ChatTokenizer) -> None:
+    """``algorithm.overlong_filtering`` left out whatever had rewritten its context."""
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        assert model.add("user", "word " * 300) is None
+        model.begin(model.turns[0].token_ids)
+        await model.generate()
+
+    [found] = play(workflow, tokenizer)
+    assert found.end is End.FINISHED and not found.truncated

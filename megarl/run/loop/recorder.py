@@ -241,6 +241,8 @@ class Recorder:
         completion = await self._gatherer.sample(request)
         if self._closed:
             raise RuntimeError("the trajectory has ended")
+        if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
+            self.cause = None
         if completion.prompt_ids is not None and self._task_turn is not None:
             # the prompt with its images' placeholders expanded, and what came later
             later = len(context) - len(self._prompt.token_ids)
