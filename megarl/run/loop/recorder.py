@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,17 +10,16 @@ from typing import Protocol
 
 import numpy as np
 
-from megarl.core.durable import without_surrogates
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
-from megarl.explore.rewards.verdict import MAX_REASON
 from megarl.explore.rollout.frames import Completion
 from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.turns import render_turn, turn_ids
-from megarl.run.loop.recorded_values import check_request, recorded_ids, recorded_limit, recorded_reward
+from megarl.run.loop.recorded_end import RecordedEnd
+from megarl.run.loop.recorded_values import check_request, recorded_ids, recorded_limit
 from megarl.run.loop.turn_log import TurnLog
 
 ROLES: dict[Author, str] = {"environment": "user"}
@@ -53,7 +51,7 @@ class RenderedPrompt:
         return cls(token_ids, task.images, opens_thinking(text))
 
 
-class Recorder:
+class Recorder(RecordedEnd):
     """A ``workflows.RolloutModel``.
 
     Args:
@@ -75,6 +73,7 @@ class Recorder:
         judge: Callable[[str, bool], Awaitable[Verdict]],
         limit: int | None = None,
     ) -> None:
+        super().__init__()
         self._claim = claim
         self._index = index
         self._prompt = prompt
@@ -84,13 +83,10 @@ class Recorder:
         self._judge = judge
         self.limit = sys.maxsize if limit is None else limit
         self._verdict: tuple[Turn, Verdict] | None = None
-        self._given: Verdict | None = None
         self._asked = 0
         """Samples that were asked for."""
         self._opened: set[int] = set()
         """Turns that end inside a thought."""
-        self.cause: End | None = None
-        """End that the workflow has named, or that the limit has made."""
         self._closed = False
         self._log = TurnLog()
         self._task_turn: int | None = None
@@ -180,29 +176,11 @@ class Recorder:
         """Text of a turn without special tokens."""
         return self._tokenizer.decode(turn.token_ids)
 
-    def finish(self, reward: Reward) -> None:
-        """Give the trajectory this reward. Raises ValueError after ``fail``."""
-        if self.cause is not None and not self.cause.by_policy:
-            raise ValueError(f"finish after fail: the trajectory has ended as {self.cause}, which has no reward")
-        self._given = Verdict(recorded_reward(reward), verifier="workflow")
-
-    def truncate(self) -> None:
-        """End the trajectory for want of room; the reward is that of its last response."""
-        self.cause = End.TRUNCATED
-
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
         """Give the trajectory no verdict."""
-        assert not cause.by_policy, "a trajectory that the policy ended has a reward"
         if not self.turns:
             self._add(Turn("user", self._prompt.token_ids), -1)
-        self.cause = cause
-        reason = without_surrogates(reason[:MAX_REASON])
-        self._given = Verdict(Reward(math.nan, "error"), reason, verifier="workflow")
-
-    @property
-    def is_given(self) -> bool:
-        """True if the workflow has given the reward, or none."""
-        return self._given is not None
+        super().fail(reason, cause)
 
     async def verify(self) -> Reward:
         """Reward of the model's last turn."""
@@ -210,8 +188,8 @@ class Recorder:
 
     async def verdict(self) -> Verdict:
         """Verdict of the model's last turn, asked for once."""
-        if self._given is not None:
-            return self._given
+        if self.given is not None:
+            return self.given
         response = self.last_of_model()
         if self._verdict is None or self._verdict[0] is not response:
             self._verdict = response, await self._judge(self.text(response), self.opened)
