@@ -377,9 +377,10 @@ def test_sys_exit_of_a_task_of_a_workflow_ends_no_explorer(tokenizer: ChatTokeni
         if model.index == 1:
             await asyncio.gather(leave(), asyncio.sleep(0.01))
         if model.index == 2:
-            model.left = asyncio.create_task(leave())
+            left.append(asyncio.create_task(leave()))
 
     found: list[Trajectory] = []
+    left: list[asyncio.Task[None]] = []
 
     async def main() -> int:
         runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=200, retries=0, retry_s=0.0, timeout_s=30.0)
@@ -389,7 +390,7 @@ def test_sys_exit_of_a_task_of_a_workflow_ends_no_explorer(tokenizer: ChatTokeni
         return 7
 
     loop = asyncio.new_event_loop()
-    assert run_through(loop, main()) == 7
+    assert run_through(loop, main()) == 7 and isinstance(left[0].exception(), SystemExit)
     loop.close()
     assert [one.end for one in found] == [End.FINISHED, End.WORKFLOW_ERROR, End.FINISHED]
     assert "SystemExit: 3" in found[1].metadata["reward_message"]
