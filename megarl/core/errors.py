@@ -57,6 +57,15 @@ class RequestRefused(EngineError):
     """The rollout engine refused a request for what is in it, and would refuse it again."""
 
 
+class PromptRefused(RequestRefused):
+    """It refused one prompt of a request, the others' engine is well: the prompt's trajectories pay."""
+
+    def __init__(self, text: str, prompt: int = 0) -> None:
+        super().__init__(text)
+        self.prompt = prompt
+        """Number of the prompt in its request."""
+
+
 class SandboxError(MegarlError, RuntimeError):
     """Programs cannot be isolated here, or the sandbox failed; never something that a program in it did."""
 

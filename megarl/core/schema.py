@@ -33,7 +33,7 @@ class End(StrEnum):
     """The workflow, or the agent, has raised an exception."""
     WORKFLOW_TIMEOUT = "workflow_timeout"
     ABANDONED = "abandoned"
-    """The agent has not waited for a response that it had asked for."""
+    """The workflow, or the agent, has not waited for a response that it had asked for."""
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     REWARD_ERROR = "reward_error"

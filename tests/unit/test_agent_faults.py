@@ -15,6 +15,7 @@ import pytest
 
 from megarl.core.config.rewards import FormatConfig, RewardConfig
 from megarl.core.config.schema import RolloutConfig
+from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward
 from megarl.explore import workflows
 from megarl.explore.agents import Session
@@ -228,6 +229,28 @@ except openai.BadRequestError as error:
     assert asyncio.run(recorded.verdict()).reward == Reward(0.0, "wrong"), "no verifier is there to ask"
 
 
+OVERFLOWS = {
+    "raise ConnectionError('no route')": End.WORKFLOW_ERROR,  # while it handles the overflow
+    "raise RuntimeError('the step failed') from error": End.TRUNCATED,
+    "raise ExceptionGroup('tasks', [error])": End.TRUNCATED,
+    "raise error from error": End.TRUNCATED,
+}
+
+
+@pytest.mark.parametrize("end", OVERFLOWS)
+def test_an_overflow_ends_an_agent_where_it_has_caused_the_error(
+    agent: Callable[..., Any], tokenizer: ChatTokenizer, end: str
+) -> None:
+    source = f"""
+await ask(prompt)
+try:
+    await ask([{{"role": "user", "content": "word " * 300}}])
+except openai.BadRequestError as error:
+    {end}
+"""
+    assert agent(Model(tokenizer, "15"), source).cause is OVERFLOWS[end]
+
+
 def test_a_timeout_of_the_agents_own_is_its_error(agent: Callable[..., Any], tokenizer: ChatTokenizer) -> None:
     recorded = agent(Model(tokenizer, "15"), "await ask(prompt)\nraise TimeoutError('a page')")
     assert recorded.cause is End.WORKFLOW_ERROR and "a page" in asyncio.run(recorded.verdict()).message
@@ -417,3 +440,31 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
         assert found.reward.parts["format"] == 0.0
     kept = verify([found], RewardConfig(), vocab_size=10**6).trajectories
     assert len(kept) == (status != "error")
+
+
+def test_an_agent_that_speaks_both_protocols(tokenizer: ChatTokenizer) -> None:
+    model = Model(tokenizer, "one", "two", "three")
+
+    async def ask(url: str) -> None:
+        body = {"messages": FIRST, "max_tokens": 8}
+        async with aiohttp.ClientSession() as http:
+            for path in ("chat/completions", "messages", "chat/completions"):
+                async with http.post(f"{url}/v1/{path}", json=body) as response:
+                    assert response.status == 200, await response.text()
+
+    recorded = play(model, ask)
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, 0, 0]
+
+
+def test_a_prompt_that_engines_refuse_is_refused_to_the_agent(
+    agent: Callable[..., Any], tokenizer: ChatTokenizer
+) -> None:
+    class Refusing(Model):
+        async def sample(self, request: Any) -> Any:
+            self.requests.append(request)
+            raise PromptRefused("ValueError: out of vocabulary")
+
+    model = Refusing(tokenizer)
+    recorded = agent(model, "await ask(prompt)")
+    assert recorded.cause is End.WORKFLOW_ERROR and len(model.requests) == 1
+    assert "out of vocabulary" in asyncio.run(recorded.verdict()).message

@@ -15,7 +15,9 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EpisodeThreads, Observation
+from megarl.explore.rewards.verdict import MAX_PARTS
 from megarl.explore.workflows.environment import environment
+from megarl.run.loop.recorded_values import recorded_reward
 from tests.trajectories import one_turn
 
 
@@ -254,3 +256,20 @@ def test_calls_at_once_are_limited() -> None:
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert most[0] == 3
+
+
+def test_an_episode_of_more_responses_than_a_reward_has_parts() -> None:
+    """It failed, so that a policy was trained on its short episodes alone."""
+
+    class Long:
+        steps = 0
+
+        def step(self, response: str) -> Observation:
+            self.steps += 1
+            return Observation("on", 1.0, done=self.steps == MAX_PARTS + 44)
+
+        def close(self) -> None: ...
+
+    reward = run(Model(*["a"] * (MAX_PARTS + 44), room=1000), lambda task: Long()).reward
+    assert reward is not None and reward.score == MAX_PARTS + 44 and recorded_reward(reward) == reward
+    assert len(reward.parts) == MAX_PARTS

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.errors import EngineError, PromptRefused, RequestRefused
 from megarl.core.schema import GREEDY
 from megarl.explore.rollout.client import Prompt, Sampling
 from megarl.explore.rollout.frames import Completion
@@ -134,6 +134,29 @@ def test_a_failure_is_asked_again_and_a_refusal_is_not() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         gathered(refusing, lambda g: all_of(g, [request(0, size=1)]))
     assert caught.value.subgroup(RequestRefused) is not None and len(refusing.calls) == 1
+
+
+def test_who_asked_for_a_refused_prompt_is_told_and_others_get_their_samples() -> None:
+    """An image that cannot be decoded, or whose vectors leave no room, ended the job."""
+
+    class Refusing(Engine):
+        async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+            async for completion in super().generate(prompts, sampling):
+                if prompts[completion.request].images:
+                    raise PromptRefused("ValueError: image 0 cannot be decoded", completion.request)
+                yield completion
+
+    engine = Refusing()
+
+    async def work(gatherer: Gatherer) -> list[Any]:
+        bad = [request(i, "bad", 2, images=(b"no image",)) for i in range(2)]
+        asked = [request(0, "a", 1), *bad, request(0, "b", 1, 200)]
+        return await asyncio.gather(*[gatherer.sample(r) for r in asked], return_exceptions=True)
+
+    (first, *refused, last), changes = gathered(engine, work)
+    assert (first.token_ids.tolist(), last.token_ids.tolist()) == ([100], [200]) and sum(changes) == 0
+    assert all(isinstance(error, PromptRefused) and "cannot be decoded" in str(error) for error in refused)
+    assert [len(call) for call in engine.calls] == [3, 1]
 
 
 def test_an_engine_that_stays_silent_for_too_long_ends_the_wait() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
 from megarl.explore.rewards import Verdict
 from megarl.explore.rollout.frames import Completion
@@ -18,7 +21,9 @@ from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.tasksets import ChatTokenizer
+from megarl.explore.workflows.single_turn import single_turn
 from megarl.run.loop import workflow_run
+from megarl.run.loop.explorer import run_through
 from megarl.run.loop.recorder import RenderedPrompt
 from megarl.run.loop.rollout_clock import RolloutClock
 from megarl.run.loop.trajectories import ClaimedGroup, TrajectoryRunner
@@ -147,6 +152,8 @@ WRONG = {
     ),
     "follows a prompt of one token": calling(lambda model: (model.begin([]), model.generate())[1]),
     "max_tokens of 1 or more": calling(lambda model: model.generate(max_tokens=0)),
+    "a whole number, got 8.5": calling(lambda model: model.generate(max_tokens=8.5)),
+    "a whole number, got '8'": calling(lambda model: model.generate(max_tokens="8")),
     "after=99 is no turn": calling(lambda model: model.generate(after=99)),
 }
 
@@ -289,3 +296,156 @@ def test_a_cancellation_passes(tokenizer: ChatTokenizer) -> None:
         assert runner.in_workflow == 0
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+class Uneven(Engine):
+    """A gatherer whose first sample of all takes long."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        self.delay_s = 0.0 if self.requests else 0.3
+        return await super().sample(request)
+
+
+async def _first_of_two(task: Task, model: Any) -> None:
+    model.ask(task)
+    tasks = [asyncio.create_task(model.generate()) for _ in range(2)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _again_after_a_timeout(task: Task, model: Any) -> None:
+    model.ask(task)
+    try:
+        async with asyncio.timeout(0.05):
+            await model.generate()
+    except TimeoutError:
+        await model.generate()
+
+
+@pytest.mark.parametrize("workflow", [_first_of_two, _again_after_a_timeout])
+def test_a_response_that_nobody_waited_for_ends_the_trajectory(tokenizer: ChatTokenizer, workflow: Play) -> None:
+    """Else a workflow trains on what came first: the short responses."""
+    engine = Uneven(tokenizer)
+    [found] = play(workflow, tokenizer, engine=engine, retries=2)
+    assert found.end is End.ABANDONED and "1 of its responses" in found.metadata["reward_message"]
+    assert len(engine.requests) == 2  # a further try would be kept on condition of being short
+
+
+def test_a_response_after_the_verdict_is_not_recorded(tokenizer: ChatTokenizer) -> None:
+    left: list[asyncio.Task[Any]] = []
+
+    class Slow(RightAlways):
+        async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+            await asyncio.gather(*left, return_exceptions=True)
+            return await super().score(task, text)
+
+    async def workflow(task: Task, model: Any) -> None:
+        await _first_of_two(task, model)
+        left.extend(one for one in asyncio.all_tasks() if "generate" in repr(one.get_coro()))
+
+    async def main() -> Trajectory:
+        runner = TrajectoryRunner(workflow, Slow(), tokenizer, limit=200, retries=0, retry_s=0.0, timeout_s=30.0)
+        gatherer: Any = Uneven(tokenizer)
+        found = await runner.run(group(tokenizer), 0, gatherer, lambda: None)
+        await asyncio.gather(*left, return_exceptions=True)
+        return found
+
+    found = asyncio.run(asyncio.wait_for(main(), 30))
+    assert len(left) == 1 and sum(turn.author == "model" for turn in found.turns) == 1
+
+
+def test_a_trajectory_that_failed_gets_no_reward(tokenizer: ChatTokenizer) -> None:
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        model.fail("the tool is gone")
+        model.finish(Reward(1.0, "ok"))
+
+    [found] = play(workflow, tokenizer)
+    assert found.end is End.WORKFLOW_ERROR and found.reward.status == "error"
+
+
+def test_a_prompt_that_engines_refuse_costs_its_trajectory(tokenizer: ChatTokenizer) -> None:
+    class Refusing(Engine):
+        async def sample(self, request: SampleRequest) -> Completion:
+            if request.index == 1:
+                raise PromptRefused("ValueError: image 0 cannot be decoded")
+            return await super().sample(request)
+
+    first, second = play(single_turn, tokenizer, 2, engine=Refusing(tokenizer))
+    assert first.end is End.FINISHED and second.end is End.WORKFLOW_ERROR
+    assert "cannot be decoded" in second.metadata["reward_message"]
+
+
+def test_sys_exit_of_a_task_of_a_workflow_ends_no_explorer(tokenizer: ChatTokenizer) -> None:
+    async def leave() -> None:
+        await asyncio.sleep(0)
+        sys.exit(3)
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        if model.index == 1:
+            await asyncio.gather(leave(), asyncio.sleep(0.01))
+        if model.index == 2:
+            left.append(asyncio.create_task(leave()))
+
+    found: list[Trajectory] = []
+    left: list[asyncio.Task[None]] = []
+
+    async def main() -> int:
+        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=200, retries=0, retry_s=0.0, timeout_s=30.0)
+        gatherer: Any = Engine(tokenizer)
+        found.extend(await asyncio.gather(*(runner.run(group(tokenizer, 3), i, gatherer, int) for i in range(3))))
+        await asyncio.sleep(0.05)
+        return 7
+
+    loop = asyncio.new_event_loop()
+    assert run_through(loop, main()) == 7 and isinstance(left[0].exception(), SystemExit)
+    loop.close()
+    assert [one.end for one in found] == [End.FINISHED, End.WORKFLOW_ERROR, End.FINISHED]
+    assert "SystemExit: 3" in found[1].metadata["reward_message"]
+
+
+def test_sampling_without_a_seed_leaves_the_trajectory_one(tokenizer: ChatTokenizer) -> None:
+    """A greedy evaluation: an environment without a seed is begun again until it draws an easy episode."""
+    seeds: list[int] = []
+
+    async def workflow(task: Task, model: Any) -> None:
+        seeds.append(model.seed)
+        raise ValueError("again")
+
+    claimed = replace(group(tokenizer, 2), seed=None)
+
+    async def main() -> None:
+        runner = TrajectoryRunner(workflow, RightAlways(), tokenizer, limit=99, retries=1, retry_s=0.0, timeout_s=30.0)
+        gatherer: Any = Engine(tokenizer)
+        for index in range(2):
+            await runner.run(claimed, index, gatherer, lambda: None)
+
+    asyncio.run(main())
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_most_tokens_are_a_number_that_engines_take(tokenizer: ChatTokenizer) -> None:
+    engine = Engine(tokenizer)
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await asyncio.gather(*(model.generate(max_tokens=n) for n in (np.int64(8), 10**30)))
+
+    play(workflow, tokenizer, engine=engine)
+    assert json.dumps([request.max_tokens for request in engine.requests]) == f"[8, {2**31 - 1}]"
+
+
+def test_a_workflow_that_goes_on_after_a_message_without_room_is_not_truncated(tokenizer: ChatTokenizer) -> None:
+    """``algorithm.overlong_filtering`` left out whatever had rewritten its context."""
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.ask(task)
+        await model.generate()
+        assert model.add("user", "word " * 300) is None
+        model.begin(model.turns[0].token_ids)
+        await model.generate()
+
+    [found] = play(workflow, tokenizer)
+    assert found.end is End.FINISHED and not found.truncated

@@ -49,10 +49,14 @@ class Repeated:
 
     def __init__(self) -> None:
         self._items: Sequence[Any] = ()
+        self._make: Callable[[Any], Any] | None = None
         self._made: list[Any] = []
 
     def of(self, items: Sequence[Any], make: Callable[[Any], T]) -> list[T]:
-        """Values of ``items``; those of the begin that the last call had too are not made again."""
+        """Values of ``items``; those of the begin that the last call had too are not made again by the same ``make``:
+        an agent may speak both protocols."""
+        if make is not self._make:
+            self._items, self._make = (), make
         pairs = zip(items, self._items, strict=False)
         same = next((i for i, (item, before) in enumerate(pairs) if item != before), None)
         same = min(len(items), len(self._items)) if same is None else same

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megarl.core.errors import DataError
+from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import Author, Message, Task, Turn
 from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack
 from megarl.explore.rewards.shape import opens_thinking
@@ -119,9 +119,12 @@ class Session:
                 raise BadRequest("a message or tool is nested too deeply") from error
         self.full = False
         prompt_tokens = self._model.limit - self._model.room_after(context)
-        turns = await asyncio.gather(
-            *(self._model.generate(after=context, max_tokens=asked.max_tokens) for _ in range(asked.n))
-        )
+        try:
+            turns = await asyncio.gather(
+                *(self._model.generate(after=context, max_tokens=asked.max_tokens) for _ in range(asked.n))
+            )
+        except PromptRefused as error:
+            raise BadRequest(str(error)) from error
         replies = [self._reply(asked, turn, prompt_tokens) for turn in turns]
         for turn, reply in zip(turns, replies, strict=True):
             self._known[_digest(digests[-1], _canonical(sent_back(reply)))] = self._index(turn)

@@ -57,7 +57,7 @@ class Episode:
         self._last: Future[Any] = Future()
         """The call that was made last; it may run on when nobody waits for it."""
 
-    async def begin(self, make: MakeEnvironment, task: Task, seed: int | None) -> None:
+    async def begin(self, make: MakeEnvironment, task: Task, seed: int) -> None:
         """Make the environment, with the trajectory's seed where ``make`` has a parameter of that name."""
         settings = {"seed": seed} if takes_seed(make) else {}
         async with self._threads.free:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import aiohttp
 import numpy as np
 
-from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.errors import EngineError, PromptRefused, RequestRefused
 from megarl.explore.rollout.auth import bearer
 from megarl.explore.rollout.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat, pack_ids
 
@@ -147,7 +147,7 @@ class EngineClient:
 
         Raises:
             EngineError: the engine refuses all calls, or is gone; samples already yielded stay good.
-            RequestRefused: it refused this call, or a prompt of it, for what is in it.
+            RequestRefused: it refused this call for what is in it; PromptRefused: a prompt of it.
         """
         missing = {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
         total = len(missing)
@@ -246,5 +246,5 @@ def _check(url: str, sample: Completion, missing: Set[tuple[int, int]]) -> None:
 def _completion(url: str, record: Completion | Failure) -> Completion:
     if isinstance(record, Completion):
         return record
-    kind = RequestRefused if record.refused else EngineError
-    raise kind(f"the engine at {url} failed at prompt {record.request}, sample {record.index}: {record.message}")
+    text = f"the engine at {url} failed at prompt {record.request}, sample {record.index}: {record.message}"
+    raise PromptRefused(text, record.request) if record.refused else EngineError(text)

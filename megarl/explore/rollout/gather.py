@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megarl.core import heartbeat
-from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.errors import EngineError, PromptRefused, RequestRefused
 from megarl.core.schema import GREEDY
 from megarl.explore.rollout.client import Prompt, Sampling
 from megarl.explore.rollout.frames import Completion
@@ -97,7 +97,8 @@ class Gatherer:
         """Requests of this moment, which no call has taken yet."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return the sample once an engine has given it whole. Raises EngineError, RequestRefused through ``calls``."""
+        """Return the sample once an engine has given it whole. Raises PromptRefused for a prompt that no engine takes;
+        EngineError and other refusals through ``calls``."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._start)
@@ -128,7 +129,7 @@ class Gatherer:
                 delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))
 
     async def _call(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
-        """Make one call for all that is missing, and take out what it gives. Raises EngineError."""
+        """Make one call for all that is missing, and take out what it gives, or refuses. Raises EngineError."""
         asks = _asks(list(missing))
         outstanding, aborted = len(missing), 0
         self._change(outstanding)
@@ -144,6 +145,14 @@ class Gatherer:
                     future = missing.pop(asks[completion.request].requests[completion.index])
                     if not future.done():  # a trajectory that was given up
                         future.set_result(completion)
+        except PromptRefused as error:
+            asked = asks[error.prompt].requests if 0 <= error.prompt < len(asks) else ()
+            refused = [missing.pop(request) for request in asked if request in missing]
+            if not refused:
+                raise
+            for future in refused:
+                if not future.done():
+                    future.set_exception(PromptRefused(str(error)))
         finally:
             self._change(-outstanding)
         if aborted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -63,16 +63,19 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
 
 
 def _is_of_room(error: BaseException) -> bool:
-    """Return True if an agent's exception, or one that caused it, is the refusal of a context without room."""
-    return any(ROOM in str(one) for one in _chain(error))
+    """Return True if an agent's exception, or one that caused it, is the refusal of a context without room.
 
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    One in whose ``except`` block it was raised has not caused it: the agent has handled that.
+    """
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        if ROOM in str(one):
+            return True
+        seen.add(id(one))
+        causes = one.exceptions if isinstance(one, BaseExceptionGroup) else [one.__cause__]
+        left += [cause for cause in causes if cause is not None and id(cause) not in seen]
+    return False
 
 
 def _finish(model: RolloutModel, result: Any) -> None:

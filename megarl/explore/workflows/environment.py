@@ -6,11 +6,12 @@ import logging
 
 from megarl.core.schema import Reward, Task
 from megarl.explore.environments import EnvironmentFault, Episode, EpisodeThreads, MakeEnvironment, Observation
+from megarl.explore.rewards.verdict import MAX_PARTS
 from megarl.explore.workflows.types import RolloutModel, Workflow
 
 log = logging.getLogger(__name__)
 PART = "turn_{}"
-"""Part of the reward that a response got, counted from 1."""
+"""Part of the reward that a response got, counted from 1; of the first MAX_PARTS responses."""
 
 
 def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
@@ -54,5 +55,5 @@ async def _closed(episode: Episode) -> None:
 def _reward(rewards: list[float], last: Observation) -> Reward:
     score = sum(rewards)
     success = last.success if last.success is not None else last.done and score >= 1.0
-    parts = {PART.format(i + 1): reward for i, reward in enumerate(rewards)}
+    parts = {PART.format(i + 1): reward for i, reward in enumerate(rewards[:MAX_PARTS])}
     return Reward(score, "ok" if success else "wrong", parts)

@@ -45,8 +45,8 @@ class RolloutModel(Protocol):
         ...
 
     @property
-    def seed(self) -> int | None:
-        """Seed of the trajectory, for what is random in it beside its samples; None where sampling has none.
+    def seed(self) -> int:
+        """Seed of the trajectory, for what is random in it beside its samples.
 
         It is the same when the trajectory begins again, and in a job that was resumed.
         """
@@ -79,7 +79,7 @@ class RolloutModel(Protocol):
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
         """Sample a turn of the model from the turns up to ``after`` (-1: the last one), and add it.
 
-        ``max_tokens``: where fewer than ``rollout.max_response_tokens``. Raises EngineError, RequestRefused.
+        ``max_tokens``: where fewer than ``rollout.max_response_tokens``. Raises EngineError, PromptRefused.
         """
         ...
 

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,7 +29,7 @@ from megarl.core import heartbeat
 from megarl.core.config import Config, load_resolved
 from megarl.core.config.lengths import context_tokens
 from megarl.core.config.rewards import RewardConfig
-from megarl.core.errors import EngineError, InputError, JobError
+from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.metrics import Timeline
 from megarl.core.schema import GREEDY, End, WeightsVersion
 from megarl.explore import workflows
@@ -357,6 +357,18 @@ async def _until_signal(config: Config, key: str, worker: str) -> int:
     return 0
 
 
+def run_through(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, int]) -> int:
+    """Run ``work`` to its end; SystemExit of a task that a workflow has started reaches who awaits it, not the loop."""
+    task = loop.create_task(work)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except SystemExit as error:
+            if task.done():
+                raise
+            log.warning("a task of a workflow raised %s", describe(error))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The process; returns its exit status."""
     parser = argparse.ArgumentParser(
@@ -376,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # asyncio.run would wait for threads in which code of users blocks; `leave` ends them with the process
         work = _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
-        return asyncio.new_event_loop().run_until_complete(work)
+        return run_through(asyncio.new_event_loop(), work)
     except (EngineError, JobError, InputError) as error:
         log.error("explorer %s: %s", arguments.worker, error)
         return 1

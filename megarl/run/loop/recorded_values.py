@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
-from typing import get_args
+from numbers import Integral, Real
+from typing import Any, get_args
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from megarl.core.durable import without_surrogates
 from megarl.core.schema import Author, Reward
 from megarl.explore.rewards.verdict import MAX_NAME, MAX_PARTS, NO_VERDICT
 from megarl.run.loop.turn_log import TurnLog
+
+LARGEST_LIMIT = 2**31 - 1
 
 
 def recorded_ids(author: Author, token_ids: Sequence[int] | np.ndarray, largest: int) -> np.ndarray:
@@ -49,10 +51,17 @@ class NoRoom(Exception):
     """A response was asked for after turns of the model that have used up the trajectory's room."""
 
 
-def check_request(log: TurnLog, after: int, max_tokens: int | None, limit: int) -> None:
+def recorded_limit(max_tokens: Any) -> int | None:
+    """Most tokens of a response as a plain integer. Raises ValueError for what an engine would refuse."""
+    if max_tokens is None:
+        return None
+    if not isinstance(max_tokens, Integral) or max_tokens < 1:
+        raise ValueError(f"generate takes max_tokens of 1 or more, a whole number, got {max_tokens!r:.40}")
+    return min(int(max_tokens), LARGEST_LIMIT)
+
+
+def check_request(log: TurnLog, after: int, limit: int) -> None:
     """Raise NoRoom or ValueError for a response that cannot follow a turn, or that an engine would refuse."""
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"generate takes max_tokens of 1 or more, got {max_tokens}")
     if log.turns[after].author == "model":
         raise ValueError("a response follows a response; add a message between them")
     tokens = log.length(after)

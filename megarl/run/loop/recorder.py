@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import sys
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from megarl.core.durable import without_surrogates
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
-from megarl.explore.rewards.verdict import MAX_REASON
 from megarl.explore.rollout.frames import Completion
 from megarl.explore.rollout.gather import SampleRequest
 from megarl.explore.store import Claim
 from megarl.explore.tasksets import ChatTokenizer, chat_messages
 from megarl.explore.tasksets.turns import render_turn, turn_ids
-from megarl.run.loop.recorded_values import check_request, recorded_ids, recorded_reward
+from megarl.run.loop.recorded_end import RecordedEnd
+from megarl.run.loop.recorded_values import check_request, recorded_ids, recorded_limit
 from megarl.run.loop.turn_log import TurnLog
 
 ROLES: dict[Author, str] = {"environment": "user"}
@@ -52,7 +51,7 @@ class RenderedPrompt:
         return cls(token_ids, task.images, opens_thinking(text))
 
 
-class Recorder:
+class Recorder(RecordedEnd):
     """A ``workflows.RolloutModel``.
 
     Args:
@@ -74,6 +73,7 @@ class Recorder:
         judge: Callable[[str, bool], Awaitable[Verdict]],
         limit: int | None = None,
     ) -> None:
+        super().__init__()
         self._claim = claim
         self._index = index
         self._prompt = prompt
@@ -83,16 +83,18 @@ class Recorder:
         self._judge = judge
         self.limit = sys.maxsize if limit is None else limit
         self._verdict: tuple[Turn, Verdict] | None = None
-        self._given: Verdict | None = None
         self._asked = 0
         """Samples that were asked for."""
         self._opened: set[int] = set()
         """Turns that end inside a thought."""
-        self.cause: End | None = None
-        """End that the workflow has named, or that the limit has made."""
+        self._closed = False
         self._log = TurnLog()
         self._task_turn: int | None = None
         """Turn with the task's own prompt, which the images belong to."""
+
+    def close(self) -> None:
+        """Record no response any more: the verdict would not have seen it."""
+        self._closed = True
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -109,6 +111,11 @@ class Recorder:
         return any(turn.author == "model" for turn in self.turns)
 
     @property
+    def unread(self) -> int:
+        """Responses that were asked for and have not come, since nobody waits for them."""
+        return self._asked - sum(turn.author == "model" for turn in self.turns)
+
+    @property
     def opened(self) -> bool:
         """True if the context of the model's last turn ended inside a thought."""
         return self.last_of_model().follows in self._opened
@@ -119,9 +126,11 @@ class Recorder:
         return self._index
 
     @property
-    def seed(self) -> int | None:
-        """Seed of the trajectory, the same when it begins again; None where sampling has none."""
-        return None if self._seed is None else episode_seed(self._seed, self._index)
+    def seed(self) -> int:
+        """Seed of the trajectory, the same when it begins again. Where sampling has none, as in a greedy evaluation,
+        it is the task's: every evaluation meets the same episodes."""
+        own = zlib.crc32(self._claim.task.task_id.encode()) if self._seed is None else self._seed
+        return episode_seed(own, self._index)
 
     def ask(self, task: Task) -> Turn:
         """Add the prompt of the group's task."""
@@ -167,27 +176,11 @@ class Recorder:
         """Text of a turn without special tokens."""
         return self._tokenizer.decode(turn.token_ids)
 
-    def finish(self, reward: Reward) -> None:
-        """Give the trajectory this reward."""
-        self._given = Verdict(recorded_reward(reward), verifier="workflow")
-
-    def truncate(self) -> None:
-        """End the trajectory for want of room; the reward is that of its last response."""
-        self.cause = End.TRUNCATED
-
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
         """Give the trajectory no verdict."""
-        assert not cause.by_policy, "a trajectory that the policy ended has a reward"
         if not self.turns:
             self._add(Turn("user", self._prompt.token_ids), -1)
-        self.cause = cause
-        reason = without_surrogates(reason[:MAX_REASON])
-        self._given = Verdict(Reward(math.nan, "error"), reason, verifier="workflow")
-
-    @property
-    def is_given(self) -> bool:
-        """True if the workflow has given the reward, or none."""
-        return self._given is not None
+        super().fail(reason, cause)
 
     async def verify(self) -> Reward:
         """Reward of the model's last turn."""
@@ -195,8 +188,8 @@ class Recorder:
 
     async def verdict(self) -> Verdict:
         """Verdict of the model's last turn, asked for once."""
-        if self._given is not None:
-            return self._given
+        if self.given is not None:
+            return self.given
         response = self.last_of_model()
         if self._verdict is None or self._verdict[0] is not response:
             self._verdict = response, await self._judge(self.text(response), self.opened)
@@ -206,7 +199,8 @@ class Recorder:
         """Sample a turn of the model, and add it."""
         assert self.turns, "nothing has been asked"
         after = self._after(after)
-        check_request(self._log, after, max_tokens, self.limit)
+        max_tokens = recorded_limit(max_tokens)
+        check_request(self._log, after, self.limit)
         number = self._log.begin()
         images = self._prompt.images
         images = images if images and self._log.line(after)[0] == self._task_turn else ()
@@ -223,6 +217,10 @@ class Recorder:
         )
         self._asked += 1
         completion = await self._gatherer.sample(request)
+        if self._closed:
+            raise RuntimeError("the trajectory has ended")
+        if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
+            self.cause = None
         if completion.prompt_ids is not None and self._task_turn is not None:
             # the prompt with its images' placeholders expanded, and what came later
             later = len(context) - len(self._prompt.token_ids)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megarl.core.errors import EngineError, JobError, describe
+from megarl.core.errors import EngineError, JobError, PromptRefused, describe
 from megarl.core.schema import End, Task
 from megarl.explore.workflows import Workflow
 from megarl.run.loop.recorded_values import NoRoom
@@ -73,6 +73,7 @@ async def run_workflow(
             work.cancel()
             await asyncio.wait({work}, timeout=CANCEL_S)
         own.ended = True
+        recorder.close()
     if in_time and work.cancelled():
         recorder.fail("the workflow has cancelled its own task")
     elif in_time:
@@ -86,12 +87,15 @@ async def run_workflow(
 
 
 def _settle(recorder: Recorder, error: BaseException | None) -> None:
-    if isinstance(error, EngineError | JobError):
+    if isinstance(error, EngineError | JobError) and not isinstance(error, PromptRefused):
         raise error
     if isinstance(error, NoRoom):
         recorder.truncate()
     elif error is not None:
         recorder.fail(describe(error))
+    elif recorder.unread and (recorder.cause is None or recorder.cause.by_policy):
+        # what has come first is what is short
+        recorder.fail(f"the workflow has not waited for {recorder.unread} of its responses", End.ABANDONED)
     elif not recorder.has_response and recorder.cause is None:
         recorder.fail("the workflow ended without a response of the model")
 
