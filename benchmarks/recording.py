@@ -42,7 +42,7 @@ class Instant:
         return Completion(0, 0, self._ids, logprobs, "stop", ())
 
 
-async def judge(text: str, opened: bool) -> Verdict:
+async def judge(text: str, in_thinking: bool) -> Verdict:
     return Verdict(Reward(0.0, "wrong"))
 
 

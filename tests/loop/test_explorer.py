@@ -102,7 +102,7 @@ class FakeScorer:
         self.seconds = seconds
         self.starts: list[float] = []
 
-    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+    async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
         self.starts.append(time.monotonic())
         await asyncio.sleep(self.seconds)
         if text == "2":
@@ -282,7 +282,7 @@ def test_a_request_that_would_be_refused_again_fails_at_once(store: Store, token
 
 def test_another_fault_is_not_disguised(store: Store, tokenizer: ChatTokenizer) -> None:
     class Broken(FakeScorer):
-        async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+        async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
             raise ZeroDivisionError
 
     request(store)
@@ -309,7 +309,7 @@ def test_slow_verifiers_do_not_hold_up_generation_until_the_backlog_is_full(
     engine = FakeEngine(tokenizer)
 
     class Slow(FakeScorer):
-        async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+        async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
             until = time.monotonic() + 20
             while sum(map(len, engine.calls)) < begun and time.monotonic() < until:
                 await asyncio.sleep(0.005)

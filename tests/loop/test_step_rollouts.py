@@ -53,7 +53,7 @@ class Words:
 class EvenScorer:
     """An answer is right when its first token is even: about one group of four in eight then has zero variance."""
 
-    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+    async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
         right = int(text.split()[0]) % 2 == 0
         return Verdict(Reward(float(right), "ok" if right else "wrong"))
 

@@ -43,7 +43,7 @@ class Model:
         return Completion(0, 0, ids, np.full(len(ids), -0.5, np.float32), reason, ())
 
 
-async def judge(text: str, opened: bool) -> Verdict:
+async def judge(text: str, in_thinking: bool) -> Verdict:
     return Verdict(Reward(float(text == "15"), "ok" if text == "15" else "wrong"))
 
 

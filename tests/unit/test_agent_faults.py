@@ -416,7 +416,7 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
         model.finish(Reward(0.25, "wrong", {"turn_1": 0.25})) if cause is None else model.fail("why", cause)
 
     class Unasked:
-        async def score(self, task: Any, text: str, *, opened: bool = False) -> Verdict:
+        async def score(self, task: Any, text: str, *, in_thinking: bool = False) -> Verdict:
             raise AssertionError("no verifier is asked")
 
     model: Any = Model(tokenizer)

@@ -336,7 +336,7 @@ def test_a_prompt_that_opens_a_thought_and_a_question_are_known_to_the_verifier(
             (r"\boxed{x^2}", False),
             (r"\boxed{(x+1)(x-1)+1}", False),
         ]
-        return [(await pool.score(task, text, opened=opened)).reward.status for text, opened in texts]
+        return [(await pool.score(task, text, in_thinking=opened)).reward.status for text, opened in texts]
 
     assert run_pool(RewardConfig(), work) == ["wrong", "ok", "ok", "wrong"]
 
@@ -383,7 +383,7 @@ def test_shape_rewards_are_added_with_their_weights(user_config: RewardConfig) -
     async def work(pool: RewardPool) -> list[Verdict]:
         return [
             await pool.score(TASK, "12"),
-            await pool.score(TASK, "9 and 3</think> 12", opened=True),
+            await pool.score(TASK, "9 and 3</think> 12", in_thinking=True),
             await pool.score(TASK, "nan"),
         ]
 

@@ -51,10 +51,10 @@ def test_format(text: str, think: float, think_answer: float) -> None:
 
 def test_a_thought_that_the_prompt_opened() -> None:
     assert opens_thinking("<|im_start|>assistant\n<think>\n") and not opens_thinking("<think>\n\n</think>\n\n")
-    assert format_reward("a</think><answer>7</answer>", "think_answer", opened=True) == 1
-    assert format_reward("a</think>7", "think", opened=True) == 1
-    assert format_reward("<think>a</think>7", "think", opened=True) == 0  # the conversation now has it twice
-    assert format_reward("7", "think", opened=True) == 0
+    assert format_reward("a</think><answer>7</answer>", "think_answer", in_thinking=True) == 1
+    assert format_reward("a</think>7", "think", in_thinking=True) == 1
+    assert format_reward("<think>a</think>7", "think", in_thinking=True) == 0  # the conversation now has it twice
+    assert format_reward("7", "think", in_thinking=True) == 0
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=9).map("".join))
@@ -200,4 +200,4 @@ def test_only_parts_with_a_weight_are_computed() -> None:
     english = RewardConfig(language=LanguageConfig(weight=-1.0, language="en"))
     assert shape_parts(text, question, english) == {"language": 0.0}
     closed = RewardConfig(format=FormatConfig(weight=1.0, form="think"))
-    assert shape_parts("a</think>b", question, closed, opened=True) == {"format": 1.0}
+    assert shape_parts("a</think>b", question, closed, in_thinking=True) == {"format": 1.0}

@@ -51,7 +51,7 @@ class Engine:
 
 
 class RightAlways:
-    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+    async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
         return Verdict(Reward(1.0, "ok"))
 
 
@@ -334,7 +334,7 @@ def test_a_response_after_the_verdict_is_not_recorded(tokenizer: ChatTokenizer) 
     left: list[asyncio.Task[Any]] = []
 
     class Slow(RightAlways):
-        async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+        async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
             await asyncio.gather(*left, return_exceptions=True)
             return await super().score(task, text)
 

@@ -34,8 +34,8 @@ class TurnRecorder(Protocol):
     @property
     def limit(self) -> int: ...
     def room_after(self, turn: int) -> int: ...
-    def begin(self, token_ids: np.ndarray, *, opened: bool = False) -> Turn: ...
-    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, opened: bool = False) -> Turn: ...
+    def begin(self, token_ids: np.ndarray, *, in_thinking: bool = False) -> Turn: ...
+    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, in_thinking: bool = False) -> Turn: ...
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn: ...
     def text(self, turn: Turn) -> str: ...
 
@@ -180,7 +180,7 @@ class Session:
         if len(token_ids) >= room:
             raise self._no_room(f"{self._model.limit - room + len(token_ids)}")
         author: Author = "tool" if all(message["role"] == "tool" for message in messages) else "user"
-        self._model.write(author, token_ids, after=after, opened=opens_thinking(rendered))
+        self._model.write(author, token_ids, after=after, in_thinking=opens_thinking(rendered))
         return len(self._model.turns) - 1
 
     async def _begun(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> int:
@@ -190,7 +190,7 @@ class Session:
         token_ids = await self._encoded(rendered, limit, lambda: self._tokenizer.rendered_ids(rendered))
         if len(token_ids) >= limit:
             raise self._no_room(f"{len(token_ids)}")
-        self._model.begin(token_ids, opened=opens_thinking(rendered))
+        self._model.begin(token_ids, in_thinking=opens_thinking(rendered))
         return len(self._model.turns) - 1
 
     async def _encoded(self, rendered: str, room: int, encode: Callable[[], np.ndarray]) -> np.ndarray:

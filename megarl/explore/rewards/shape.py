@@ -37,17 +37,17 @@ _NO_WORDS = re.compile(
 _WORD = re.compile(rf"(?P<zh>[{_HAN}])|(?P<en>[A-Za-zÀ-ɏ]+(?:['’][A-Za-zÀ-ɏ]+)*)|[^\W\d_{_HAN}A-Za-zÀ-ɏ]+")
 
 
-def shape_parts(text: str, question: str, config: RewardConfig, *, opened: bool = False) -> dict[str, float]:
+def shape_parts(text: str, question: str, config: RewardConfig, *, in_thinking: bool = False) -> dict[str, float]:
     """The parts that need nothing but an answer's text and whose weight is not 0, unweighted: format, repetition,
     language.
 
     Args:
         question: The last message of the prompt, whose language is meant by ``reward.language.language: prompt``.
-        opened: As in ``format_reward``.
+        in_thinking: As in ``format_reward``.
     """
     parts: dict[str, float] = {}
     if config.format.weight:
-        parts["format"] = format_reward(text, config.format.form, opened=opened)
+        parts["format"] = format_reward(text, config.format.form, in_thinking=in_thinking)
     if config.repetition.weight:
         parts["repetition"] = repetition_penalty(text, config.repetition.ngram)
     if config.language.weight:
@@ -62,21 +62,21 @@ def opens_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith("<think>")
 
 
-def as_written(text: str, opened: bool) -> str:
+def as_written(text: str, in_thinking: bool) -> str:
     """An answer with the ``<think>`` that its prompt ended with."""
-    return "<think>" + text if opened else text
+    return "<think>" + text if in_thinking else text
 
 
-def format_reward(text: str, form: Form, *, opened: bool = False) -> float:
+def format_reward(text: str, form: Form, *, in_thinking: bool = False) -> float:
     """1.0 for the wanted form, else 0.0 (DeepSeek-R1, 2501.12948 §2.2.2).
 
     Each tag once, in order, nothing but white space outside, the answer not blank; a thought may be, as it is where a
     model has thinking switched off. The answer of ``think`` is all that is after ``</think>``.
 
     Args:
-        opened: The prompt ended with ``<think>`` (``opens_thinking``): the answer begins inside.
+        in_thinking: The prompt ended with ``<think>`` (``opens_thinking``): the answer begins inside.
     """
-    text = as_written(text, opened)
+    text = as_written(text, in_thinking)
     tags = _TAGS[form]
     if tuple(tag for tag in _TAG.findall(text) if tag in tags) != tags:
         return 0.0

@@ -65,10 +65,10 @@ def with_question(extra_info: Mapping[str, Any] | None, question: str) -> dict[s
     return info if info.get("question") else info | {"question": question}
 
 
-def weighed(result: Any, text: str, question: str, opened: bool, config: RewardConfig) -> dict[str, Any]:
+def weighed(result: Any, text: str, question: str, in_thinking: bool, config: RewardConfig) -> dict[str, Any]:
     """``to_verdict`` of what a verifier returned for ``text``, with the shape rewards of the settings; see
     ``shape_parts``."""
-    return weigh(to_verdict(result), shape_parts(text, question, config, opened=opened), config)
+    return weigh(to_verdict(result), shape_parts(text, question, config, in_thinking=in_thinking), config)
 
 
 def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardConfig) -> dict[str, Any]:
@@ -86,10 +86,10 @@ def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardCon
     return {**verdict, "score": score, "parts": {**verdict["parts"], **shape, ANSWER: verdict["score"]}}
 
 
-def weighed_reward(reward: Reward, text: str, question: str, opened: bool, config: RewardConfig) -> Reward:
+def weighed_reward(reward: Reward, text: str, question: str, in_thinking: bool, config: RewardConfig) -> Reward:
     """A reward that a workflow has given for a trajectory whose last response is ``text``, as ``weighed``."""
     verdict = {"score": reward.score, "status": reward.status, "parts": reward.parts}
-    found = weigh(verdict, shape_parts(text, question, config, opened=opened), config)
+    found = weigh(verdict, shape_parts(text, question, config, in_thinking=in_thinking), config)
     return Reward(found["score"], found["status"], found["parts"])
 
 

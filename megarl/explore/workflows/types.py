@@ -25,14 +25,14 @@ class RolloutModel(Protocol):
         """
         ...
 
-    def begin(self, token_ids: np.ndarray, *, opened: bool = False) -> Turn:
+    def begin(self, token_ids: np.ndarray, *, in_thinking: bool = False) -> Turn:
         """Add a rendered prompt, int32 [T], that follows no turn: a context that was rewritten, or a sub-agent's.
 
-        ``opened``: it ends inside a thought.
+        ``in_thinking``: it ends inside a thought.
         """
         ...
 
-    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, opened: bool = False) -> Turn:
+    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, in_thinking: bool = False) -> Turn:
         """Add a turn of another author, int32 [T], with all that the chat template puts around it.
 
         ``after``: index of the turn that it follows, -1 for the last one.

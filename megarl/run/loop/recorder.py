@@ -39,7 +39,7 @@ class RenderedPrompt:
     token_ids: np.ndarray
     """int32 [P], with one placeholder for each image."""
     images: tuple[bytes, ...]
-    opened: bool
+    in_thinking: bool
     """It ends inside a thought."""
 
     @classmethod
@@ -85,7 +85,7 @@ class Recorder(RecordedEnd):
         self._verdict: tuple[Turn, Verdict] | None = None
         self._asked = 0
         """Samples that were asked for."""
-        self._opened: set[int] = set()
+        self._in_thinking: set[int] = set()
         """Turns that end inside a thought."""
         self._closed = False
         self._log = TurnLog()
@@ -116,9 +116,9 @@ class Recorder(RecordedEnd):
         return self._asked - sum(turn.author == "model" for turn in self.turns)
 
     @property
-    def opened(self) -> bool:
+    def in_thinking(self) -> bool:
         """True if the context of the model's last turn ended inside a thought."""
-        return self.last_of_model().follows in self._opened
+        return self.last_of_model().follows in self._in_thinking
 
     @property
     def index(self) -> int:
@@ -139,18 +139,18 @@ class Recorder(RecordedEnd):
         if (task.task_id, task.prompt) != (self._claim.task.task_id, self._claim.task.prompt):
             raise ValueError("ask takes the task that the workflow was given, unchanged; begin takes other prompts")
         self._task_turn = len(self.turns)
-        return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.opened)
+        return self._add(Turn("user", self._prompt.token_ids), -1, self._prompt.in_thinking)
 
-    def begin(self, token_ids: np.ndarray, *, opened: bool = False) -> Turn:
+    def begin(self, token_ids: np.ndarray, *, in_thinking: bool = False) -> Turn:
         """Add a prompt that follows nothing."""
-        return self._add(Turn("user", recorded_ids("user", token_ids, self._tokenizer.largest_id)), -1, opened)
+        return self._add(Turn("user", recorded_ids("user", token_ids, self._tokenizer.largest_id)), -1, in_thinking)
 
-    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, opened: bool = False) -> Turn:
+    def write(self, author: Author, token_ids: np.ndarray, *, after: int = -1, in_thinking: bool = False) -> Turn:
         """Add a turn that the model did not write."""
         if not self.turns:
             raise ValueError("a turn follows a prompt; ask or begin first")
         ids = recorded_ids(author, token_ids, self._tokenizer.largest_id)
-        return self._add(Turn(author, ids), self._after(after), opened)
+        return self._add(Turn(author, ids), self._after(after), in_thinking)
 
     def add(self, author: Author, text: str) -> Turn | None:
         """Add a message after the model's turn, by the chat template; None where it leaves no room."""
@@ -161,7 +161,7 @@ class Recorder(RecordedEnd):
         if len(token_ids) >= self.room:
             self.cause = End.TRUNCATED
             return None
-        return self.write(author, token_ids, opened=opens_thinking(rendered))
+        return self.write(author, token_ids, in_thinking=opens_thinking(rendered))
 
     @property
     def room(self) -> int:
@@ -192,7 +192,7 @@ class Recorder(RecordedEnd):
             return self.given
         response = self.last_of_model()
         if self._verdict is None or self._verdict[0] is not response:
-            self._verdict = response, await self._judge(self.text(response), self.opened)
+            self._verdict = response, await self._judge(self.text(response), self.in_thinking)
         return self._verdict[1]
 
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
@@ -243,9 +243,9 @@ class Recorder(RecordedEnd):
         """The model's turn that was begun last."""
         return self._log.last_of_model()
 
-    def _add(self, turn: Turn, follows: int, opened: bool = False) -> Turn:
-        if opened:
-            self._opened.add(len(self.turns))
+    def _add(self, turn: Turn, follows: int, in_thinking: bool = False) -> Turn:
+        if in_thinking:
+            self._in_thinking.add(len(self.turns))
         return self._log.add(turn, follows)
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Scorer(Protocol):
     """Part of ``rewards.RewardPool``."""
 
-    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict: ...
+    async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict: ...
 
 
 @dataclass
@@ -159,17 +159,17 @@ class TrajectoryRunner:
         if not recorder.is_given or verdict.reward.status in NO_VERDICT:
             return verdict
         text = recorder.text(recorder.last_of_model())
-        reward = weighed_reward(verdict.reward, text, task.question, recorder.opened, self._rewards)
+        reward = weighed_reward(verdict.reward, text, task.question, recorder.in_thinking, self._rewards)
         return verdict._replace(reward=reward)
 
-    async def _verdict(self, group: ClaimedGroup, own: OwnTime, text: str, opened: bool) -> Verdict:
+    async def _verdict(self, group: ClaimedGroup, own: OwnTime, text: str, in_thinking: bool) -> Verdict:
         group.clock.change("reward", 1)
         self.scoring += 1
         try:
             if own.ended:
-                return await self._scorer.score(group.claim.task, text, opened=opened)
+                return await self._scorer.score(group.claim.task, text, in_thinking=in_thinking)
             with own.waiting():
-                return await self._scorer.score(group.claim.task, text, opened=opened)
+                return await self._scorer.score(group.claim.task, text, in_thinking=in_thinking)
         finally:
             heartbeat.count_work()
             self.scoring -= 1

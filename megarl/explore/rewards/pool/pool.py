@@ -132,14 +132,14 @@ class RewardPool:
         if self._output is not None:
             self._output.close()
 
-    async def score(self, task: Task, text: str, *, opened: bool = False) -> Verdict:
+    async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
         """Score one answer. Never raises for what the reward function does: that is the verdict's status.
 
         An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
         ``reward.max_kills`` allow.
 
         Args:
-            opened: The prompt ended inside a thought (``shape.opens_thinking``).
+            in_thinking: The prompt ended inside a thought (``shape.opens_thinking``).
         """
         request = {
             "data_source": task.data_source,
@@ -147,7 +147,7 @@ class RewardPool:
             "ground_truth": task.ground_truth,
             "extra_info": task.extra_info,
             "question": task.question,
-            "opened": opened,
+            "in_thinking": in_thinking,
         }
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
         verdict = Verdict(_NONE, verifier=self._verifier(task), tries=0)
@@ -185,9 +185,9 @@ class RewardPool:
         """Ask the judge, which has its own limits and tries."""
         began = time.monotonic()
         text, question = request["solution_str"], request["question"]
-        answer = as_written(text, request["opened"])
+        answer = as_written(text, request["in_thinking"])
         result = await judge.score(answer, request["ground_truth"], request["extra_info"], question)
-        found = _of_reply(weighed(result, text, question, request["opened"], self._config))
+        found = _of_reply(weighed(result, text, question, request["in_thinking"], self._config))
         return found._replace(verifier=verdict.verifier, seconds=time.monotonic() - began)
 
     def _verifier(self, task: Task) -> str:

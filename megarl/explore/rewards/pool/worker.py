@@ -60,7 +60,7 @@ class Function:
             self._scorers[data_source] = scorer_for(data_source, self._config)
 
     def score(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, question: str, opened: bool
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, question: str, in_thinking: bool
     ) -> dict[str, Any]:
         """The weighted verdict; see ``verdict.weighed``. The last two are what shape rewards ask for."""
         if self._user is not None:
@@ -70,11 +70,11 @@ class Function:
         else:
             self.prepare(data_source)
             result = self._scorers[data_source](
-                as_written(solution_str, opened), ground_truth, with_question(extra_info, question)
+                as_written(solution_str, in_thinking), ground_truth, with_question(extra_info, question)
             )
         if inspect.isawaitable(result):
             result = self._loop.run_until_complete(_awaited(result))
-        return weighed(result, solution_str, question, opened, self._config)
+        return weighed(result, solution_str, question, in_thinking, self._config)
 
     def describe(self, error: Exception) -> str:
         """Describe an error in either; with the line of the user's file where that is his."""
