@@ -197,9 +197,8 @@ def main() -> None:
 
     say(
         f"hidden {arguments.hidden}, {arguments.layers} layers, TP2, {arguments.tasks} tasks x {GROUP} answers, "
-        f"{arguments.rounds} rounds; "
-        f"{first['bytes'] / 1e6:.0f} MB of files a checkpoint; load average {load:.1f} before, "
-        f"{os.getloadavg()[0]:.1f} after"
+        f"{arguments.rounds} rounds; {first['bytes'] / 1e6:.0f} MB of files a checkpoint; load average {load:.1f} "
+        f"before, {os.getloadavg()[0]:.1f} after"
     )
     base = statistics.median(first["none"])
     say("")
@@ -226,8 +225,7 @@ def main() -> None:
     size = first["bytes"]
     say(
         f"- SHA-256 of its files {size / first['hash'] / 1e9:.2f} GB/s, verified by all cores "
-        f"{size / first['verify'] / 1e9:.2f} GB/s, "
-        f"disk writes with fsync {first['disk'] / 1e9:.2f} GB/s"
+        f"{size / first['verify'] / 1e9:.2f} GB/s, disk writes with fsync {first['disk'] / 1e9:.2f} GB/s"
     )
     if arguments.write:
         page.write("checkpoints.md", str(text))

@@ -159,9 +159,8 @@ def main() -> None:
             "",
             "## Time of an update",
             f"{arguments.sequences} sequences of log-normal lengths, median {arguments.median}, longest "
-            f"{arguments.longest}, {total:,} tokens; a Qwen3 of 2 layers and "
-            f"width 256 on one CPU process of {arguments.threads} threads, float32, median of {arguments.rounds} "
-            "rounds.",
+            f"{arguments.longest}, {total:,} tokens; a Qwen3 of 2 layers and width 256 on one CPU process of "
+            f"{arguments.threads} threads, float32, median of {arguments.rounds} rounds.",
             "",
             *lines,
             "",

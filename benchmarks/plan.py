@@ -171,8 +171,7 @@ def measured() -> list[str]:
     parts += [(f"one trainer rank's own part (rank {rank})", "from", rank) for rank in (0, ranks // 2, ranks - 1)]
     lines = [
         f"### Planning {LARGEST.name}: {ranks} trainer ranks ({LARGEST.grid}) to {LARGEST.replicas} engines of "
-        f"TP{LARGEST.tp}, "
-        "experts in parallel (measured, one core)",
+        f"TP{LARGEST.tp}, experts in parallel (measured, one core)",
         "",
         "| what | moves | CPU seconds | of these, layouts | peak memory of the process |",
         "|---|---:|---:|---:|---:|",
@@ -221,8 +220,7 @@ def computed() -> list[str]:
         times = " | ".join(f"{most / speed:.3f}" for speed in LINKS.values())
         mean = total / trainers / GB
         lines.append(
-            f"| {job.name} | slice to slice | {total / GB:,.0f} GB | {max(sent.values()) / GB:.2f} GB "
-            f"({mean:.2f}) | "
+            f"| {job.name} | slice to slice | {total / GB:,.0f} GB | {max(sent.values()) / GB:.2f} GB ({mean:.2f}) | "
             f"{max(got.values()) / GB:.2f} GB | {times} |"
         )
         times = " | ".join(f"{model / speed:.3f}" for speed in LINKS.values())

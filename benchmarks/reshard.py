@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.run.sync.shared import Borrower, Lender, memory_file
+from megarl.run.sync.shared import SharedMemoryReceiver, SharedMemorySender, memory_file
 from megarl.weights.architectures import architecture
 from megarl.weights.reshard import boxes, execute
 from megarl.weights.reshard.execute import receive, send
@@ -256,8 +256,12 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
     files = [None] * (TRAINERS + ENGINE_TP)
     dist.all_gather_object(files, memory_file())
     link = Between(TRAINERS if trainer else 0)
-    near = frozenset(range(ENGINE_TP))
-    shared: Any = Lender(link, near, files[rank]) if trainer else Borrower(link, dict(enumerate(files[:TRAINERS])))  # type: ignore[arg-type]
+    same_machine = frozenset(range(ENGINE_TP))
+    shared: Any = (
+        SharedMemorySender(link, same_machine, files[rank])
+        if trainer
+        else SharedMemoryReceiver(link, dict(enumerate(files[:TRAINERS])))
+    )  # type: ignore[arg-type]
     ways: dict[str, Callable[[], int]] = {
         "gather then broadcast": lambda: gather_then_broadcast(source, destination, rank, tensors, groups)
     }
@@ -305,9 +309,8 @@ def main() -> None:
     size = sum(int(torch.Size(s).numel()) for s in architecture(MODEL).tensors(MODEL).values()) * DTYPE.itemsize
     lines = [
         f"Model: {MODEL['model_type']}, {size / 1e9:.2f} GB in {str(DTYPE).removeprefix('torch.')}, "
-        f"{MODEL['num_experts']} experts in "
-        f"{MODEL['num_hidden_layers']} layers; trainer {GRID}, engine tp={ENGINE_TP}; {args.repeats} repeats in turn, "
-        "medians.",
+        f"{MODEL['num_experts']} experts in {MODEL['num_hidden_layers']} layers; trainer {GRID}, engine "
+        f"tp={ENGINE_TP}; {args.repeats} repeats in turn, medians.",
         "",
         "| way | seconds | against gathering | bytes moved | peak extra memory, trainer rank | engine rank |",
         "|---|---|---|---|---|---|",

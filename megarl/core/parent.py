@@ -15,7 +15,6 @@ ALONE_S = 20.0
 LOOK_S = 1.0
 """Seconds between two looks at the parent."""
 _PR_SET_PDEATHSIG = 1
-_PR_SET_DUMPABLE = 4
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call itself is safe
 
 
@@ -25,14 +24,6 @@ def die_with(parent: int, number: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it was gone before the call above
         os._exit(1)
-
-
-def hide_memory() -> None:
-    """Ask Linux to let no other process of this user read this one's memory and first environment, where keys are.
-
-    Programs that it starts are not affected. A privileged user (CAP_SYS_PTRACE) can read them all the same.
-    """
-    _LIBC.prctl(_PR_SET_DUMPABLE, 0)
 
 
 _watched: list[float] = []

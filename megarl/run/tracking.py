@@ -52,8 +52,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if spec is None or spec.origin is None:  # a folder of that name that a run has left is none
             raise ConfigError(
                 f"trainer.trackers has {name}, but the package {PACKAGES[name]} is not installed; pip install "
-                f"{PACKAGES[name]}, or "
-                "leave it out"
+                f"{PACKAGES[name]}, or leave it out"
             )
 
 

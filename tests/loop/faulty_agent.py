@@ -47,12 +47,14 @@ async def given_up(model: Any, messages: Any, request_kwargs: Any, kind: str) ->
 
     The result is no reward, for the case that the response was faster.
     """
-    request = model.chat.completions.create(messages=messages, **request_kwargs, timeout=0.02 + 3600 * (kind == "left"))
+    wait_s = 0.01 * (1 + faults.given % 30)
+    timeout = 3600.0 if kind == "left" else wait_s
+    request = model.chat.completions.create(messages=messages, **request_kwargs, timeout=timeout)
     if kind == "left":
         task = asyncio.create_task(request)
         left.add(task)
         task.add_done_callback(left.discard)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(wait_s)
     else:
         with suppress(openai.APITimeoutError):
             await request

@@ -24,14 +24,15 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     """1.0 where the last guess of a response is right."""
     name = hashlib.sha256(f"{solution_str}|{ground_truth}|{extra_info}".encode()).hexdigest()
     if int(name, 16) % 5 == 0 and is_first(name):
-        return failed(KINDS[int(name, 16) // 5 % len(KINDS)])
+        number = len(list(Path(os.environ["MEGARL_TEST_FAULTS"]).glob("once_*"))) - 1
+        return failed(KINDS[number % len(KINDS)])
     guesses = re.findall(r"-?\d+", solution_str)
     return float(bool(guesses) and int(guesses[-1]) == int(ground_truth))
 
 
 def is_first(name: str) -> bool:
     try:
-        with Path(os.environ["MEGARL_TEST_FAULTS"], name).open("x"):
+        with Path(os.environ["MEGARL_TEST_FAULTS"], f"once_{name}").open("x"):
             return True
     except FileExistsError:
         return False

@@ -21,7 +21,7 @@ from megarl.core.errors import EngineError, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.explore.rollout.client import Sampling
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.learn.training.written import digest_of
+from megarl.learn.training.optimizer_digests import digest_of
 from megarl.run.sync.publication import SyncReport
 from megarl.run.sync.publish import WeightPublisher
 from megarl.weights.checkpoint.formats.hf import read_hf_config

@@ -216,7 +216,7 @@ def test_numbers_and_gradients_are_those_of_logits_first(ranks: Any, case: tuple
             after = rank[way]
             assert (after.logp is None) == (before.logp is None)
             if after.logp is not None:
-                # Kept logits are the very same ones; those of a chunk come from another GEMM.
+                # LossTokens logits are the very same ones; those of a chunk come from another GEMM.
                 tolerance = 0.02 if half and way == "C" else 1e-6
                 assert off(after.logp, before.logp) < tolerance and off(after.entropy, before.entropy) < tolerance
                 assert after.loss == pytest.approx(before.loss, rel=0.02 if half else 2e-6, abs=0)

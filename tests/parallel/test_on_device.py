@@ -13,7 +13,7 @@ import torch
 
 from megarl.learn import algorithms
 from megarl.learn.batching import Sequences
-from megarl.learn.training.objectives import Kept, Objective
+from megarl.learn.training.objectives import LossTokens, Objective
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 
@@ -40,7 +40,7 @@ def faked(mode: Any, real: T) -> T:
     return type(real)(**{name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in values.items()})
 
 
-def step() -> tuple[Sequences, Kept]:
+def step() -> tuple[Sequences, LossTokens]:
     """Eight sequences of three tokens, two of them in the loss; the last two are demonstrated."""
     count = 8
     tokens = torch.arange(3 * count)
@@ -49,7 +49,7 @@ def step() -> tuple[Sequences, Kept]:
         setattr(sequences, name, torch.rand(len(tokens)))
     sequences.expert = torch.arange(count) >= count - 2
     index = sequences.mask.nonzero()[:, 0]
-    return sequences, Kept(index, sequences.row[index], torch.arange(count), count, sequences.mask)
+    return sequences, LossTokens(index, sequences.row[index], torch.arange(count), count, sequences.mask)
 
 
 # ---------------------------------------------------------------- the model
@@ -121,7 +121,7 @@ def losses(rank: int) -> dict[str, set[str]]:
     prepare()
     found: dict[str, set[str]] = {}
 
-    def add(name: str, make: Callable[[Sequences], Objective], sequences: Sequences, kept: Kept) -> None:
+    def add(name: str, make: Callable[[Sequences], Objective], sequences: Sequences, kept: LossTokens) -> None:
         assert make(sequences).count(kept).device.type == "cpu"  # summed over ranks there
         with FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)) as mode:
             answers = torch.rand(len(kept.index), 2, device=DEVICE, requires_grad=True)
@@ -140,7 +140,7 @@ def losses(rank: int) -> dict[str, set[str]]:
     add("all terms", lambda s: objectives.policy(algorithms.get("grpo"), whole, s), *step())
     add("critic", lambda s: objectives.returns(PPOConfig(), s), *step())
     sequences, _ = step()
-    last = Kept(sequences.cu_seqlens[1:] - 1, torch.arange(8), torch.arange(8), 8, sequences.mask)
+    last = LossTokens(sequences.cu_seqlens[1:] - 1, torch.arange(8), torch.arange(8), 8, sequences.mask)
     preference, settings = algorithms.get("reward_model"), AlgorithmConfig(name="reward_model")
     add(
         "reward_model",

@@ -19,13 +19,13 @@ def test_near_copies_send() -> None:
     from megarl.weights.reshard.plan import build_plan
 
     source, destination = megatron_layout(CONFIG, MegatronGrid(dp=2)), vllm_layout(CONFIG, 1, replicas=2)
-    lenders = [("east", 0, 0), ("west", 0, 0)]
+    ranks = [("east", 0, 0), ("west", 0, 0)]
     for workers, senders in (
         (["east", "east"], [{0}, {0}]),
         (["west", "east"], [{1}, {0}]),
         (["north", "north"], [{0}, {1}]),
     ):
-        plan = build_plan(source, destination, nearness=Places(workers, lenders).nearness())
+        plan = build_plan(source, destination, nearness=Places(workers, ranks).nearness())
         assert [{move.src for move in plan.moves_to(dst)} for dst in range(2)] == senders
         assert {m for src in range(2) for m in plan.moves_from(src)} == set(plan.moves)
     assert Places(["east"], [("east", 0, 0)]).nearness() is None
@@ -36,7 +36,7 @@ def transfer(rank: int) -> dict[str, int]:
     how."""
     import torch.distributed as dist
 
-    from megarl.run.sync.shared import Borrower, Lender, Places, memory_file
+    from megarl.run.sync.shared import Places, SharedMemoryReceiver, SharedMemorySender, memory_file
     from megarl.weights.reshard.execute import receive, send
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan
@@ -62,14 +62,14 @@ def transfer(rank: int) -> dict[str, int]:
     options: dict[str, Any] = {"dtype": torch.float32, "bucket_bytes": BUCKET}
     if rank < 2:
         tensors = {name: torch.full(shape, rank + 1.0) for name, shape in source.local_shapes(rank).items()}
-        lender = Lender(Link(), places.workers_near(rank), files[rank])
-        send(plan, rank, tensors, lender, **options)
-        lender.finish()
+        sender = SharedMemorySender(Link(), places.workers_on_same_machine(rank), files[rank])
+        send(plan, rank, tensors, sender, **options)
+        sender.finish()
         return counts | {"bytes": sum(n for link, n in plan.bytes_per_link(4).items() if link.src == rank)}
     tensors = {name: torch.zeros(shape) for name, shape in destination.local_shapes(0).items()}
-    borrower = Borrower(Link(), places.lenders_near(0))
-    receive(plan, 0, tensors.__getitem__, borrower, **options)
-    borrower.finish()
+    receiver = SharedMemoryReceiver(Link(), places.senders_on_same_machine(0))
+    receive(plan, 0, tensors.__getitem__, receiver, **options)
+    receiver.finish()
     for name, tensor in tensors.items():
         second = name.startswith(("model.layers.2.", "model.layers.3.", "model.norm", "lm_head"))
         vocab = CONFIG["vocab_size"] if "embed" in name or "lm_head" in name else tensor.shape[0]

@@ -159,9 +159,8 @@ CASES: list[tuple[Any, ...]] = [
     (
         "apps deep recursion in a thread",
         block(
-            "import sys, "
-            "threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\ndef f(n):\n    return n and 1 + f(n "
-            "- 1)\ndef main():\n    a, b = map(int, input().split())\n    f(20000)\n    print(a + "
+            "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\ndef f(n):\n    return n "
+            "and 1 + f(n - 1)\ndef main():\n    a, b = map(int, input().split())\n    f(20000)\n    print(a + "
             "b)\nthreading.Thread(target=main).start()"
         ),
         SUM,
@@ -204,8 +203,7 @@ CASES: list[tuple[Any, ...]] = [
     (
         "apps the same in a function that exits",
         block(
-            "import sys\ndef main():\n    out = open(1, 'w')\n    a, b = "
-            "map(int, input().split())\n    "
+            "import sys\ndef main():\n    out = open(1, 'w')\n    a, b = map(int, input().split())\n    "
             "out.write(str(a + b))\n    sys.exit()\nmain()"
         ),
         SUM,
@@ -216,9 +214,8 @@ CASES: list[tuple[Any, ...]] = [
     (
         "apps stdout replaced",
         block(
-            "import io, os, sys\nclass Out(io.StringIO):\n    def flush(self):\n        "
-            "os.write(1, self.getvalue().encode())\n        "
-            "self.truncate(0)\nsys.stdout = Out()\n" + ADD
+            "import io, os, sys\nclass Out(io.StringIO):\n    def flush(self):\n        os.write(1, "
+            "self.getvalue().encode())\n        self.truncate(0)\nsys.stdout = Out()\n" + ADD
         ),
         SUM,
         "ok",
@@ -238,10 +235,8 @@ CASES: list[tuple[Any, ...]] = [
     (
         "apps multiprocessing",
         block(
-            "import multiprocessing\ndef f(x):\n    return x\nif __name__ == '__main__':\n    "
-            "a, b = map(int, input().split())\n    with "
-            "multiprocessing.Pool(2) as pool:\n        "
-            "print(sum(pool.map(f, [a, b])))"
+            "import multiprocessing\ndef f(x):\n    return x\nif __name__ == '__main__':\n    a, b = map(int, "
+            "input().split())\n    with multiprocessing.Pool(2) as pool:\n        print(sum(pool.map(f, [a, b])))"
         ),
         SUM,
         "ok",
@@ -606,8 +601,7 @@ CASES: list[tuple[Any, ...]] = [
     (
         "form: recursion limit raised",
         block(
-            "import sys\nsys.setrecursionlimit(10**6)\ndef f(n):\n    return 0 if n==0 "
-            "else "
+            "import sys\nsys.setrecursionlimit(10**6)\ndef f(n):\n    return 0 if n==0 else "
             "1+f(n-1)\na,b=map(int,input().split())\nf(30000)\nprint(a+b)"
         ),
         SUM,
@@ -618,9 +612,8 @@ CASES: list[tuple[Any, ...]] = [
     (
         "form: recursion with lru_cache",
         block(
-            "import sys\nfrom functools import "
-            "lru_cache\nsys.setrecursionlimit(10**6)\n@lru_cache(None)\ndef f(n):\n    return 0 if n==0 else "
-            "1+f(n-1)\na,b=map(int,input().split())\nf(5000)\nprint(a+b)"
+            "import sys\nfrom functools import lru_cache\nsys.setrecursionlimit(10**6)\n@lru_cache(None)\ndef "
+            "f(n):\n    return 0 if n==0 else 1+f(n-1)\na,b=map(int,input().split())\nf(5000)\nprint(a+b)"
         ),
         SUM,
         "ok",
@@ -659,9 +652,8 @@ CASES: list[tuple[Any, ...]] = [
     (
         "form: call Solution with init",
         block(
-            "class Solution:\n    def __init__(self):\n        self.x=1\n    def "
-            "two_sum(self, nums, target):\n        return "
-            "[0,1] if target==9 else [1,2]"
+            "class Solution:\n    def __init__(self):\n        self.x=1\n    def two_sum(self, nums, target):\n        "
+            "return [0,1] if target==9 else [1,2]"
         ),
         TWO_SUM,
         "ok",
@@ -671,11 +663,8 @@ CASES: list[tuple[Any, ...]] = [
     (
         "form: call Solution and helper class",
         block(
-            "class Node:\n    pass\nclass Solution(object):\n    def "
-            "helper(self,t): return [0,1] if t==9 else "
-            "[1,2]\n    def two_sum(self, nums, "
-            "target):\n        return "
-            "self.helper(target)"
+            "class Node:\n    pass\nclass Solution(object):\n    def helper(self,t): return [0,1] if t==9 else "
+            "[1,2]\n    def two_sum(self, nums, target):\n        return self.helper(target)"
         ),
         TWO_SUM,
         "ok",
@@ -714,10 +703,8 @@ CASES: list[tuple[Any, ...]] = [
     (
         "form: humaneval in class Solution",
         block(
-            "class Solution:\n    def below_zero(self, operations):\n        b=0\n "
-            "       for o in operations:\n            "
-            "b+=o\n            if b<0: return True\n     "
-            "   return False"
+            "class Solution:\n    def below_zero(self, operations):\n        b=0\n        for o in "
+            "operations:\n            b+=o\n            if b<0: return True\n        return False"
         ),
         HUMANEVAL,
         "ok",

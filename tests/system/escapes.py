@@ -291,12 +291,10 @@ ESCAPES = [
     ),
     blocked(
         "the sandbox around this one",
-        "import os\nfor path in ('/proc/1/root', '/proc/1/cwd', '/proc/1/ns/mnt', "
-        "'/proc/self/fd/3'):\n    attempt(os.stat if '/fd/' in path else "
-        "os.listdir, path)\nif sorted(int(p) for p in os.listdir('/proc') if "
-        "p.isdigit()) != [1, os.getpid()] or os.getppid() != 1:\n    "
-        "print('ESCAPED')\nattempt(os.unlink, '/tmp/../tmp/.')\nif "
-        "os.listdir('/tmp/..') != os.listdir('/'):\n    print('ESCAPED')",
+        "import os\nfor path in ('/proc/1/root', '/proc/1/cwd', '/proc/1/ns/mnt', '/proc/self/fd/3'):\n    "
+        "attempt(os.stat if '/fd/' in path else os.listdir, path)\nif sorted(int(p) for p in os.listdir('/proc') if "
+        "p.isdigit()) != [1, os.getpid()] or os.getppid() != 1:\n    print('ESCAPED')\nattempt(os.unlink, "
+        "'/tmp/../tmp/.')\nif os.listdir('/tmp/..') != os.listdir('/'):\n    print('ESCAPED')",
     ),
     # the network
     blocked(
@@ -304,8 +302,7 @@ ESCAPES = [
     ),
     blocked(
         "send a datagram to the host's loopback",
-        "import socket\ns = socket.socket(socket.AF_INET, "
-        "socket.SOCK_DGRAM)\ntry:\n    s.sendto(b'x', ('127.0.0.1', "
+        "import socket\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\ntry:\n    s.sendto(b'x', ('127.0.0.1', "
         "{port}))\nexcept OSError:\n    pass",
     ),
     blocked(
@@ -315,9 +312,8 @@ ESCAPES = [
     blocked("resolve a name", "import socket\nattempt(socket.getaddrinfo, 'localhost.localdomain.invalid', 80)"),
     blocked(
         "sockets of other families",
-        "import socket\nfor family in (16, 17, 38, 40):\n    attempt(socket.socket, "
-        "family, socket.SOCK_RAW)\n    attempt(socket.socket, family, "
-        "socket.SOCK_STREAM)",
+        "import socket\nfor family in (16, 17, 38, 40):\n    attempt(socket.socket, family, socket.SOCK_RAW)\n    "
+        "attempt(socket.socket, family, socket.SOCK_STREAM)",
     ),
     blocked("raw sockets", "import socket\nattempt(socket.socket, socket.AF_INET, socket.SOCK_RAW, 1)"),
     # files
@@ -338,9 +334,8 @@ ESCAPES = [
     ),
     blocked(
         "a symlink out of /tmp",
-        "import os\nos.symlink('{secret}', '/tmp/a')\nattempt(open, "
-        "'/tmp/a')\nos.symlink('/proc/1/root{secret}', '/tmp/b')\nattempt(open, "
-        "'/tmp/b')\nos.symlink('../../../..{secret}', '/tmp/c')\nattempt(open, '/tmp/c')",
+        "import os\nos.symlink('{secret}', '/tmp/a')\nattempt(open, '/tmp/a')\nos.symlink('/proc/1/root{secret}', "
+        "'/tmp/b')\nattempt(open, '/tmp/b')\nos.symlink('../../../..{secret}', '/tmp/c')\nattempt(open, '/tmp/c')",
     ),
     blocked(
         "a hard link to a library",
@@ -352,30 +347,26 @@ ESCAPES = [
     ),
     blocked(
         "device nodes",
-        "import os, stat\nattempt(os.mknod, '/tmp/disk', stat.S_IFBLK | 0o666, os.makedev(254, "
-        "0))\nattempt(os.mknod, '/tmp/mem', stat.S_IFCHR | 0o666, os.makedev(1, 1))\nfor name in "
-        "('mem', 'kmsg', 'port', 'vda', 'sda', 'kvm', 'fuse', 'net/tun', 'console'):\n    "
-        "attempt(open, '/dev/' + name, 'rb')",
+        "import os, stat\nattempt(os.mknod, '/tmp/disk', stat.S_IFBLK | 0o666, os.makedev(254, 0))\nattempt(os.mknod, "
+        "'/tmp/mem', stat.S_IFCHR | 0o666, os.makedev(1, 1))\nfor name in ('mem', 'kmsg', 'port', 'vda', 'sda', 'kvm', "
+        "'fuse', 'net/tun', 'console'):\n    attempt(open, '/dev/' + name, 'rb')",
     ),
     blocked("the terminal", "attempt(open, '/dev/tty', 'w')"),
     # other processes
     blocked(
         "process 1 through /proc",
-        "import os\nfor name in ('environ', 'mem', 'maps', 'fd/3', 'root/etc', 'cwd/x', "
-        "'syscall', 'auxv'):\n    attempt(open, '/proc/1/' + name, "
-        "'rb')\nattempt(os.listdir, '/proc/1/fd')\nattempt(open, '/proc/1/mem', 'wb')",
+        "import os\nfor name in ('environ', 'mem', 'maps', 'fd/3', 'root/etc', 'cwd/x', 'syscall', 'auxv'):\n    "
+        "attempt(open, '/proc/1/' + name, 'rb')\nattempt(os.listdir, '/proc/1/fd')\nattempt(open, '/proc/1/mem', 'wb')",
     ),
     blocked(
         "the host's processes",
-        "import os\npids = [int(p) for p in os.listdir('/proc') if p.isdigit()]\nif "
-        "max(pids) > 100 or {pid} in pids:\n    print('ESCAPED', pids)\nif {pid} > 2:\n  "
-        "  attempt(os.kill, {pid}, 0)",
+        "import os\npids = [int(p) for p in os.listdir('/proc') if p.isdigit()]\nif max(pids) > 100 or {pid} in "
+        "pids:\n    print('ESCAPED', pids)\nif {pid} > 2:\n    attempt(os.kill, {pid}, 0)",
     ),
     blocked(
         "kill process 1",
-        "import os, time\nfor number in (9, 15, 19, 2, 11, 6):\n    os.kill(1, "
-        "number)\ntime.sleep(0.05)\ntry:\n    os.kill(-1, 9)\nexcept ProcessLookupError:\n    "
-        "pass",
+        "import os, time\nfor number in (9, 15, 19, 2, 11, 6):\n    os.kill(1, number)\ntime.sleep(0.05)\ntry:\n    "
+        "os.kill(-1, 9)\nexcept ProcessLookupError:\n    pass",
     ),
     syscalls(
         "ptrace and other processes' memory",
@@ -429,10 +420,9 @@ ESCAPES = [
     syscalls("keys typed into a terminal", "16, 0, 0x5412, b'x'", "16, 0, 0x541C, b'x'"),
     blocked(
         "settings of the kernel",
-        "for path in ('kernel/hostname', 'kernel/core_pattern', 'vm/overcommit_memory', "
-        "'kernel/modprobe', 'fs/file-max'):\n    attempt(write, '/proc/sys/' + path, "
-        "'x')\nattempt(write, '/proc/sysrq-trigger', 'h')\nfor name in ('kcore', "
-        "'kmsg'):\n    attempt(open, '/proc/' + name, 'rb')",
+        "for path in ('kernel/hostname', 'kernel/core_pattern', 'vm/overcommit_memory', 'kernel/modprobe', "
+        "'fs/file-max'):\n    attempt(write, '/proc/sys/' + path, 'x')\nattempt(write, '/proc/sysrq-trigger', "
+        "'h')\nfor name in ('kcore', 'kmsg'):\n    attempt(open, '/proc/' + name, 'rb')",
     ),
     blocked(
         "another user",
@@ -450,10 +440,9 @@ ESCAPES = [
     # what is around a test
     blocked(
         "the environment",
-        "import os\nfor name in os.environ:\n    if name not in ('PATH', 'HOME', 'LANG', "
-        "'PYTHONHASHSEED', 'PYTHONDONTWRITEBYTECODE', 'PYTHONHOME', 'LD_LIBRARY_PATH', 'PWD', "
-        "'LC_CTYPE') and 'THREADS' not in name:\n        print('ESCAPED', name)\nif "
-        "os.path.expanduser('~') != '/tmp':\n    print('ESCAPED')",
+        "import os\nfor name in os.environ:\n    if name not in ('PATH', 'HOME', 'LANG', 'PYTHONHASHSEED', "
+        "'PYTHONDONTWRITEBYTECODE', 'PYTHONHOME', 'LD_LIBRARY_PATH', 'PWD', 'LC_CTYPE') and 'THREADS' not in "
+        "name:\n        print('ESCAPED', name)\nif os.path.expanduser('~') != '/tmp':\n    print('ESCAPED')",
     ),
     blocked(
         "inherited descriptors",
@@ -473,36 +462,24 @@ ESCAPES = [
     ),
     Escape(
         "a daemon beside the next test",
-        "import os, time\nprint([p for p in os.listdir('/proc') if p.isdigit() and "
-        "int(p) not in (1, "
-        "os.getpid())], "
-        "flush=True)\nif "
-        "os.fork() == 0:\n    "
-        "os.setsid()\n    if "
-        "os.fork() == 0:\n      "
-        "  time.sleep(60)\n    "
+        "import os, time\nprint([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())], "
+        "flush=True)\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n    "
         "os._exit(0)",
         {"inputs": ["a", "b"], "outputs": ["[]", "[]"]},
     ),
     Escape(
         "a daemon that holds stdout",
-        "import os, signal, time\nprint('done', flush=True)\nfor n in range(1, 32):\n "
-        "   if n not in (9, 19):\n        "
-        "signal.signal(n, "
-        "signal.SIG_IGN)\nif os.fork() == "
-        "0:\n    os.setsid()\n    if "
-        "os.fork() == 0:\n        while "
-        "True:\n            time.sleep(1)\n  "
-        "  os._exit(0)",
+        "import os, signal, time\nprint('done', flush=True)\nfor n in range(1, 32):\n    if n not in (9, 19):\n        "
+        "signal.signal(n, signal.SIG_IGN)\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while "
+        "True:\n            time.sleep(1)\n    os._exit(0)",
         {"inputs": [""], "outputs": ["done"]},
     ),
     # limits
     stopped("fork bomb", "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"),
     stopped(
         "fork bomb of daemons",
-        "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True:\n   "
-        " try:\n        if os.fork() == 0:\n            os.setsid()\n    except "
-        "OSError:\n        pass",
+        "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True:\n    try:\n        if os.fork() "
+        "== 0:\n            os.setsid()\n    except OSError:\n        pass",
     ),
     stopped(
         "thread bomb",
@@ -512,14 +489,12 @@ ESCAPES = [
     stopped("memory bomb", "blocks = []\nfor _ in range(64):\n    blocks.append(bytearray(2**24))", "memory"),
     stopped(
         "memory bomb that ignores MemoryError",
-        "blocks = []\nwhile True:\n    try:\n        "
-        "blocks.append(bytearray(2**22))\n    except MemoryError:\n      "
-        "  pass",
+        "blocks = []\nwhile True:\n    try:\n        blocks.append(bytearray(2**22))\n    except MemoryError:\n        "
+        "pass",
     ),
     stopped(
         "memory bomb of several processes",
-        "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        "
-        "block = bytearray(100 * 2**20)\n        "
+        "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        block = bytearray(100 * 2**20)\n        "
         "time.sleep(60)\ntime.sleep(60)",
         "memory",
     ),
@@ -589,9 +564,8 @@ ESCAPES = [
     forged("is close to everything", ALWAYS_EQUAL, CLOSE),
     forged(
         "replaces builtins",
-        "import builtins\nbuiltins.set = builtins.len = builtins.abs = lambda *a: "
-        "3\nbuiltins.AssertionError = SystemExit\nset = len = abs = lambda *a: "
-        "3\ndef f(x):\n    return 1",
+        "import builtins\nbuiltins.set = builtins.len = builtins.abs = lambda *a: 3\nbuiltins.AssertionError = "
+        "SystemExit\nset = len = abs = lambda *a: 3\ndef f(x):\n    return 1",
         ASSERT,
     ),
     forged(
@@ -602,8 +576,7 @@ ESCAPES = [
     ),
     forged(
         "replaces the writer of values, call",
-        "import sys\nsys.modules['values'].encode = lambda *a: "
-        "'needle'\nimport json\njson.dumps = lambda *a: "
+        "import sys\nsys.modules['values'].encode = lambda *a: 'needle'\nimport json\njson.dumps = lambda *a: "
         "'\"needle\"'\ndef f(x):\n    return 1",
         CALL,
     ),
@@ -670,8 +643,7 @@ ESCAPES = [
     ),
     forged(
         "an exception that is equal to everything",
-        "class Fine(Exception):\n    __eq__ = __ne__ = lambda *a: "
-        "True\n    __hash__ = lambda self: 0\ndef f(x):\n    "
+        "class Fine(Exception):\n    __eq__ = __ne__ = lambda *a: True\n    __hash__ = lambda self: 0\ndef f(x):\n    "
         "raise Fine",
         EXPECTS,
     ),

@@ -367,8 +367,7 @@ FAULTS = (
             "trainer 1",
             signal.SIGSTOP,
             "the watchdog names the rank and the collective in which the others wait, with stacks; the job starts "
-            "again "
-            "by itself",
+            "again by itself",
         ),
     ),
     Fault(

@@ -283,9 +283,8 @@ def test_shared_memory_that_is_made_late_is_removed(tmp_path: Path, ended_by: st
     """By an engine that was starting when its job was told to end, and had to be killed."""
     segment = Path(f"/dev/shm/psm_{secrets.token_hex(8)}")
     code = (
-        "import mmap, signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1); "
-        f"file = open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); "
-        "time.sleep(600)"
+        "import mmap, signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1); file = "
+        f"open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); time.sleep(600)"
     )
     deaf = child(tmp_path, code)
     while "up" not in deaf.log.read_text():

@@ -20,7 +20,7 @@ from megarl.learn.algorithms import Estimate, StepInput
 from megarl.learn.batching import Sequences, micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
-from megarl.learn.training.objectives import Kept
+from megarl.learn.training.objectives import LossTokens
 from megarl.run.loop.batch import StepBatch, filter_overlong, make_batch
 from megarl.run.loop.context import RunContext
 from megarl.run.loop.learner import Learner, kl_coef, step_input
@@ -178,7 +178,7 @@ def test_truncated_answers_are_in_no_update_and_the_others_keep_their_group(name
     )
     policy = objectives.policy(algorithms.get(name), config, found.sequences)
     counts = [
-        policy.count(Kept.of(b, found.sequences))
+        policy.count(LossTokens.of(b, found.sequences))
         for units in found.updates
         for b in model.micro_batches(found.sequences, units)
     ]

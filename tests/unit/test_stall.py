@@ -35,9 +35,8 @@ SILENT = (
 )
 TICKING = (
     "import asyncio\nfrom megarl.core import "
-    "heartbeat\nheartbeat.begin()\nasyncio.run(heartbeat.beat_periodically(lambda: "
-    "'3 samples being "
-    "generated', 0.02))\n"
+    "heartbeat\nheartbeat.begin()\nasyncio.run(heartbeat.beat_periodically(lambda: '3 samples being generated', "
+    "0.02))\n"
 )
 
 

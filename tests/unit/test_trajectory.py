@@ -18,7 +18,7 @@ from megarl.learn import algorithms
 from megarl.learn.batching import micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
-from megarl.learn.training.objectives import Kept
+from megarl.learn.training.objectives import LossTokens
 from megarl.run.loop.batch import StepBatch, filter_overlong, make_batch
 from megarl.run.loop.learner import step_input
 from tests.trajectories import one_turn
@@ -145,7 +145,7 @@ def gradient(batch: StepBatch, name: str, settings: AlgorithmConfig, rows: int) 
     sequences.ref_logp, sequences.advantages = logp.detach() * 1.05, torch.where(sequences.row % 2 == 0, 1.0, -0.5)
     policy = objectives.policy(algorithms.get(name), settings, sequences)
     batches = micro_batches(sequences, MicroBatching(rows=rows), 0, [unit for part in batch.updates for unit in part])
-    kept = [Kept.of(b, sequences) for b in batches]
+    kept = [LossTokens.of(b, sequences) for b in batches]
     count = torch.stack([policy.count(k).double().reshape(-1) for k in kept]).sum(0)
     losses = [policy.loss(k, torch.stack([logp[k.index], -logp[k.index]], 1)) for k in kept]
     total = torch.stack([(loss.totals.double() / count).sum() for loss in losses]).sum()

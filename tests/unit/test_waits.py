@@ -92,7 +92,7 @@ LIMITED = {
     "run/sync/link.Link.irecv: self._open().recv": "does not wait: it begins to receive",
     "run/sync/receiver.Receiver.init_transfer_engine: self.shutdown": "no wait: closes the link",
     "run/sync/receiver.Receiver.receive_weights: self.shutdown": "no wait: closes the link",
-    "run/sync/shared.Borrower.finish: work.wait": "run/sync.timeout_s: the timeout of the link",
+    "run/sync/shared.SharedMemoryReceiver.finish: work.wait": "run/sync.timeout_s: the timeout of the link",
     "run/sync/shared._Borrowed.wait: self.notice.wait": "run/sync.timeout_s: the timeout of the link",
     "run/sync/shared._Lent.wait: self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, "
     "device='cpu')).wait": "run/sync.timeout_s: the timeout of the link",

@@ -116,7 +116,17 @@ def calling(call: Callable[[Any], Any]) -> Play:
     return workflow
 
 
+async def cancelling_itself(task: Task, model: Any) -> None:
+    model.ask(task)
+    await model.generate()
+    current = asyncio.current_task()
+    assert current is not None
+    current.cancel()
+    await asyncio.sleep(0)
+
+
 WRONG = {
+    "has cancelled its own task": cancelling_itself,
     "CancelledError": raising(asyncio.CancelledError()),
     "SystemExit: 3": raising(SystemExit(3)),
     "KeyboardInterrupt": raising(KeyboardInterrupt()),

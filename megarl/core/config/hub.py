@@ -107,7 +107,6 @@ def advice(setting: str, path: str) -> str | None:
     folder = f"models/{path.partition('/')[2]}"
     return (
         f"if this is a name on the Hugging Face hub, nothing is downloaded: `hf download {path} --local-dir {folder}` "
-        "(older: huggingface-cli "
-        f"download) and set {setting}={folder}, or `hf download {path}`, whose cache ({cache()}) is found by the name; "
-        "a path here begins with ./"
+        f"(older: huggingface-cli download) and set {setting}={folder}, or `hf download {path}`, whose cache "
+        f"({cache()}) is found by the name; a path here begins with ./"
     )

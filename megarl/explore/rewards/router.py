@@ -101,8 +101,7 @@ def route(data_source: str, routes: Mapping[str, str]) -> tuple[str, str]:
             return family, slash + subtype
     raise DataError(
         f"data_source {data_source!r} has no verifier; known prefixes: {', '.join(ROUTES)}; send it to one of them by "
-        "reward.routes, "
-        "or set reward.path to a Python file with compute_score"
+        "reward.routes, or set reward.path to a Python file with compute_score"
     )
 
 

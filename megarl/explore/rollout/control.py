@@ -72,8 +72,7 @@ class EngineControl:
         except EngineError as error:
             raise EngineError(
                 f"{error}; a server without megarl's routes was started from an environment where megarl's entry point "
-                "in "
-                "vllm.endpoint_plugins is not installed: install the package again (pip install --no-deps -e .)"
+                "in vllm.endpoint_plugins is not installed: install the package again (pip install --no-deps -e .)"
             ) from error
         return time.monotonic() - start
 

@@ -134,8 +134,7 @@ def find(named: str | None = None) -> Host:
     if bwrap is None:
         raise SandboxError(
             "code is only run in bubblewrap, and bwrap is not on the PATH: apt-get install bubblewrap (dnf, pacman: "
-            "the same "
-            "name), or set reward.code.url to a `megarl sandbox serve` on a host that has it"
+            "the same name), or set reward.code.url to a `megarl sandbox serve` on a host that has it"
         )
     user = NOBODY if os.geteuid() == 0 else None
     tried = []
@@ -153,9 +152,8 @@ def find(named: str | None = None) -> Host:
         return Host(bwrap, python, version, binds, bytes.fromhex(facts["code"]), seccomp.program(), user)
     raise SandboxError(
         f"no Python that {'uid 65534 (root starts sandboxes as nobody)' if user else 'this user'} can run: "
-        f"{'; '.join(tried)}. "
-        "Set reward.code.python (megarl sandbox --python) to an interpreter of version 3.9 or later that others may "
-        "read"
+        f"{'; '.join(tried)}. Set reward.code.python (megarl sandbox --python) to an interpreter of version 3.9 or "
+        "later that others may read"
     )
 
 

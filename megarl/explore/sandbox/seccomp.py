@@ -152,7 +152,6 @@ def program(machine: str | None = None) -> bytes:
     if machine not in AUDIT_ARCH:
         raise SandboxError(
             f"the sandbox has no list of system calls for {machine}; it knows {', '.join(AUDIT_ARCH)}: set "
-            "reward.code.url "
-            "to a `megarl sandbox serve` on such a machine"
+            "reward.code.url to a `megarl sandbox serve` on such a machine"
         )
     return b"".join(_instructions(machine))

@@ -50,10 +50,8 @@ GONE_S = 10.0
 FIX = (
     "It needs unprivileged user, pid and network namespaces and seccomp (sysctl kernel.unprivileged_userns_clone=1, "
     "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; docker run --security-opt "
-    "seccomp=unconfined "
-    "--security-opt systempaths=unconfined), and Linux 5.14 or later for the limit on processes; or set "
-    "reward.code.url to a "
-    "`megarl sandbox serve` on a host that has them"
+    "seccomp=unconfined --security-opt systempaths=unconfined), and Linux 5.14 or later for the limit on processes; or "
+    "set reward.code.url to a `megarl sandbox serve` on a host that has them"
 )
 
 PROBE = """

@@ -34,8 +34,7 @@ class Service:
         if len(key) < MIN_KEY:
             raise ConfigError(
                 f"{wire.KEY_VARIABLE} has {len(key)} characters: set it to a random key of at least {MIN_KEY}, here "
-                "and where the "
-                "reward workers run (python -c 'import secrets; print(secrets.token_urlsafe())')"
+                "and where the reward workers run (python -c 'import secrets; print(secrets.token_urlsafe())')"
             )
         self._sandbox = sandbox
         self._expected = f"Bearer {key}".encode()

@@ -57,8 +57,7 @@ def check_url(url: str, nodes: int = 1) -> None:
         if nodes > 1:
             raise ConfigError(
                 f"store.url={shown(url)} is a file, which {nodes} nodes would open: SQLite's locks hold on one machine "
-                "only; "
-                f"set store.url={OWN_SERVER} (store=postgres) for a server of the job's own, or give "
+                f"only; set store.url={OWN_SERVER} (store=postgres) for a server of the job's own, or give "
                 "postgresql://USER@HOST/DATABASE"
             )
         return
@@ -68,8 +67,7 @@ def check_url(url: str, nodes: int = 1) -> None:
     except SQLAlchemyError as error:
         raise ConfigError(
             f"store.url={shown(url)} cannot be reached: {reason(error)}; start that server, fix the URL, or leave "
-            "store.url "
-            "out for a file in run.dir"
+            "store.url out for a file in run.dir"
         ) from error
     finally:
         engine.dispose()

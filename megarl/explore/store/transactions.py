@@ -139,9 +139,8 @@ class Transactions:
             if stored is not None and _number(stored) >= attempt:
                 raise FencedError(
                     f"attempt {attempt} cannot begin: the store {self.shown} has seen attempt {_number(stored)}; end "
-                    "that job; "
-                    "if there is none, the database is another run's or an earlier one's: give this run its own "
-                    "(store.url)"
+                    "that job; if there is none, the database is another run's or an earlier one's: give this run its "
+                    "own (store.url)"
                 )
             put(connection, JOB, [{"key": _ATTEMPT, "value": f"{attempt} {mark}"}])
 
@@ -183,8 +182,7 @@ class Transactions:
             seen = "none has begun" if stored is None else f"attempt {_number(stored)} has begun since"
             raise FencedError(
                 f"this process belongs to attempt {self.attempt} of the job, but in the store {self.shown} {seen}: it "
-                "may write "
-                "nothing any more and ends; nothing is to be done unless both attempts were started by hand"
+                "may write nothing any more and ends; nothing is to be done unless both attempts were started by hand"
             )
 
     def _persist(self, run: Callable[[bool], T]) -> T:
@@ -209,8 +207,7 @@ class Transactions:
     def _inaccessible(self, error: DBAPIError) -> ConfigError:
         return ConfigError(
             f"store.url={self.shown} cannot be opened or written ({reason(error)}); give this user the right to write "
-            f"{self._path} and its "
-            "folder, or set store.url to another place"
+            f"{self._path} and its folder, or set store.url to another place"
         )
 
     def _damaged(self, what: str) -> StoreDamagedError:

@@ -254,9 +254,8 @@ def _settings(name: str, options: Mapping[str, int]) -> dict[str, int]:
     if unknown := [option for option in options if option not in known]:
         raise ConfigError(
             f"taskset.options.{', '.join(unknown)} {'are not options' if unknown[1:] else 'is not an option'} of "
-            f"{name};"
-            f"{_nearest(unknown[0], known)} known: {', '.join(known)}; '~taskset.options' on the command line takes "
-            "out those of an experiment"
+            f"{name};{_nearest(unknown[0], known)} known: {', '.join(known)}; '~taskset.options' on the command line "
+            "takes out those of an experiment"
         )
     for option, value in options.items():
         if option in OPTION_BOUNDS and not OPTION_BOUNDS[option].admits(value):

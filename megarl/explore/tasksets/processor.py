@@ -86,6 +86,5 @@ def check_image_prompts(
         if length > limit:
             raise DataError(
                 f"{where}: prompt has {length} tokens with its {len(task.images)} images, rollout.max_prompt_tokens is "
-                f"{limit}; raise it, "
-                "make the images smaller, or drop the row"
+                f"{limit}; raise it, make the images smaller, or drop the row"
             )

@@ -150,9 +150,8 @@ class ChatTokenizer:
         if not whole.startswith(prompt):
             raise DataError(
                 "the model's chat template renders the conversation with its answer otherwise than the prompt (such as "
-                "a thought that "
-                "the prompt has opened); give the answer as a text, in response or completion, as the model is to "
-                "write it"
+                "a thought that the prompt has opened); give the answer as a text, in response or completion, as the "
+                "model is to write it"
             )
         return prompt, whole
 
@@ -176,8 +175,7 @@ class ChatTokenizer:
         if (lost := next((piece for piece in _pieces(answer) if piece not in text), None)) is not None:
             raise DataError(
                 f"the model's chat template drops or cuts a part of the answer: {lost[:60]!r}; give the answer as a "
-                "text, in response or "
-                "completion, as the model is to write it"
+                "text, in response or completion, as the model is to write it"
             )
         return _array(ids)
 
@@ -271,8 +269,7 @@ def check_prompts(tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *,
         if len(ids) > limit:
             raise DataError(
                 f"{_where(tasks, row, path)}: prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}; "
-                "raise it "
-                "or drop the row"
+                "raise it or drop the row"
             )
 
 

@@ -21,8 +21,7 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     if config.importance != "sequence_mean":
         raise ConfigError(
             f"algorithm.importance={config.importance} is not gspo, whose ratio is sequence_mean; set algorithm=gspo, "
-            "which sets "
-            "it, or algorithm.name=grpo"
+            "which sets it, or algorithm.name=grpo"
         )
     return surrogate.clipped("gspo", batch, config)
 

@@ -229,8 +229,7 @@ class Algorithm(Generic[C]):
         if config.kl.place == "reward":
             raise ConfigError(
                 f"algorithm.kl.place=reward: {self.name} has one advantage for a whole response, so the KL of its "
-                "tokens has no place "
-                "in it; set it to loss"
+                "tokens has no place in it; set it to loss"
             )
         sampled = [True] * step.num_rows if step.expert is None else [not e for e in step.expert.tolist()]
         rows = [i for i, is_sampled in enumerate(sampled) if is_sampled]

@@ -70,9 +70,7 @@ def _try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) ->
     if not isinstance(result, Loss) or not _is_sums(result.total) or not result.total.requires_grad:
         raise ConfigError(
             f"{algorithm.name}: loss must give a megarl.learn.algorithms.Loss whose total is a scalar, or [K] sums "
-            "with a "
-            "denominator each, "
-            "that depends on logp"
+            "with a denominator each, that depends on logp"
         )
     if not isinstance(result.metrics, Mapping) or not all(_is_sum(value) for value in result.metrics.values()):
         raise ConfigError(
@@ -83,8 +81,7 @@ def _try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) ->
     if not _is_sums(count) or count.numel() != result.total.numel():
         raise ConfigError(
             f"{algorithm.name}: count must give a scalar tensor, or one number for each of the {result.total.numel()} "
-            "parts of the "
-            f"loss, got {count!r}"
+            f"parts of the loss, got {count!r}"
         )
 
 
@@ -94,14 +91,12 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     if kl.place == "reward" and algorithm.estimate is None:
         raise ConfigError(
             f"algorithm.kl.place=reward: {algorithm.name} has no rewards of single tokens that the KL could be taken "
-            "off; set it to "
-            "loss, or take ppo, remax or reinforce_pp"
+            "off; set it to loss, or take ppo, remax or reinforce_pp"
         )
     if kl.target is not None and kl.coef == 0.0:
         raise ConfigError(
             f"algorithm.kl.target={kl.target} with kl.coef=0: the adaptive coefficient is multiplied from step to step "
-            "and "
-            "stays 0; set algorithm.kl.coef to where it begins"
+            "and stays 0; set algorithm.kl.coef to where it begins"
         )
     if kl.target is not None and not {"old_logp", "ref_logp"} <= algorithm.needs_with(config):
         raise ConfigError(
@@ -116,8 +111,7 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     if isinstance(config, ReMaxConfig) and config.whiten_advantages and algorithm.estimate is None:
         raise ConfigError(
             f"algorithm.whiten_advantages=true is for advantages of single tokens (ppo, remax), {algorithm.name} has "
-            "one for a whole "
-            "answer; set it to false, or take reinforce_pp_baseline"
+            "one for a whole answer; set it to false, or take reinforce_pp_baseline"
         )
     if config.dynamic_sampling and not algorithm.job.rollouts:
         raise ConfigError(
@@ -132,8 +126,7 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     if config.dynamic_sampling and config.group_size == 1:
         raise ConfigError(
             "algorithm.dynamic_sampling=true with algorithm.group_size=1 would replace every group, a single answer is "
-            "all right or all "
-            "wrong; set group_size to 2 or more"
+            "all right or all wrong; set group_size to 2 or more"
         )
 
 
@@ -173,9 +166,7 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     if not fits or (result.returns is None and "critic" in algorithm.roles):
         raise ConfigError(
             f"{algorithm.name}: estimate must give a megarl.learn.algorithms.Estimate with advantages (and, for a "
-            "critic, "
-            "returns) of "
-            f"every position, got {result!r}"
+            f"critic, returns) of every position, got {result!r}"
         )
 
 

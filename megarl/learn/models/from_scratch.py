@@ -37,12 +37,10 @@ PAD, UNK, USER, ASSISTANT, END = SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user
 """Their ids are 0..4. ``<|end|>`` is the end-of-sequence token. A character outside the corpus reads as ``<|unk|>``."""
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role == 'user' %}{{ '<|user|>' + message.content }}"
-    "{% elif message.role == 'assistant' %}{{ '<|assistant|>' + message.content + '<|end|>' }}"
-    "{% else %}{{ raise_exception('role ' + message.role + ' is not user or assistant') }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{{ '<|user|>' + message.content }}{% elif "
+    "message.role == 'assistant' %}{{ '<|assistant|>' + message.content + '<|end|>' }}{% else %}{{ "
+    "raise_exception('role ' + message.role + ' is not user or assistant') }}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+ ?|\s+"

@@ -27,8 +27,7 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
     if parallel.backend != "nccl":
         raise ConfigError(
             f"model.transformer_impl=transformer_engine with parallel.backend={parallel.backend}: TransformerEngine "
-            "computes on "
-            f"CUDA alone; set parallel.backend to nccl, {fix}"
+            f"computes on CUDA alone; set parallel.backend to nccl, {fix}"
         )
     try:
         importlib.import_module("transformer_engine.pytorch")

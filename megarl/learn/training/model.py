@@ -19,10 +19,10 @@ from megarl.core.metrics import Sums
 from megarl.learn.batching import MicroBatch, MicroBatching, Sequences, micro_batches
 from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.learn.training.objectives import Kept, Objective
+from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.learn.training.optimizer import Optimizer
+from megarl.learn.training.optimizer_digests import check_written, digests_written
 from megarl.learn.training.schedule import Head, run
-from megarl.learn.training.written import check_written, digests_written
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.reshard.copy import HEADS, copy_weights
@@ -222,7 +222,7 @@ class TrainedModel(FrozenModel):
         counts = []
         for batch in batches:
             size = torch.tensor([len(batch.numbers), torch.count_nonzero(batch.index >= 0)], dtype=torch.float64)
-            counts.append(torch.cat([size, objective.count(Kept.of(batch, sequences)).double().reshape(-1)]))
+            counts.append(torch.cat([size, objective.count(LossTokens.of(batch, sequences)).double().reshape(-1)]))
         count = torch.stack(counts).sum(0)
         dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
         scale = 1.0 / count[2:].clamp(min=1.0)
@@ -230,7 +230,7 @@ class TrainedModel(FrozenModel):
             router.begin(UpdateSize(int(count[0]), int(count[1]), most=int(max(each[0] for each in counts))))
 
         def loss_function(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            kept = Kept.of(batch, sequences)
+            kept = LossTokens.of(batch, sequences)
             loss = objective.loss(kept, answer[kept.place.to(answer.device)])
             total = (loss.totals * scale.to(loss.total)).sum()
             return total, (total.detach(), loss.metrics)

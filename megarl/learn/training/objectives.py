@@ -21,7 +21,7 @@ from megarl.learn.batching import MicroBatch, Sequences
 
 
 @dataclass(frozen=True)
-class Kept:
+class LossTokens:
     """The tokens of a micro-batch that are in the loss, flat."""
 
     index: torch.Tensor
@@ -40,18 +40,18 @@ class Kept:
         return torch.ones_like(self.row, dtype=torch.bool)
 
     @staticmethod
-    def of(batch: MicroBatch, sequences: Sequences) -> Kept:
+    def of(batch: MicroBatch, sequences: Sequences) -> LossTokens:
         place = batch.take(sequences.mask, False)
-        return Kept(batch.index[place], batch.row[place], batch.numbers, len(batch.numbers), place)
+        return LossTokens(batch.index[place], batch.row[place], batch.numbers, len(batch.numbers), place)
 
 
 @dataclass(frozen=True)
 class Objective:
     name: str
     """First part of its metrics' names: the role that is trained."""
-    count: Callable[[Kept], torch.Tensor]
+    count: Callable[[LossTokens], torch.Tensor]
     """This micro-batch's share of the global denominators, [K] or a scalar."""
-    loss: Callable[[Kept, torch.Tensor], Loss]
+    loss: Callable[[LossTokens, torch.Tensor], Loss]
     """(tokens, answers [T', k] of the head) -> sums where the answers are, never divided."""
 
 
@@ -59,14 +59,14 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
     """The algorithm's loss of log-probs."""
     share, first = sample_shares(sequences)
 
-    def by_row(values: torch.Tensor | None, kept: Kept) -> torch.Tensor | None:
+    def by_row(values: torch.Tensor | None, kept: LossTokens) -> torch.Tensor | None:
         return None if values is None else values[kept.numbers]
 
-    def count(kept: Kept) -> torch.Tensor:
+    def count(kept: LossTokens) -> torch.Tensor:
         mask = terms.counted(kept.mask, kept.row, settings, by_row(first, kept))
         return algorithm.denominators(mask, kept.row, kept.num_rows, settings, by_row(sequences.expert, kept))
 
-    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
+    def loss(kept: LossTokens, outputs: torch.Tensor) -> Loss:
         def picked(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values[kept.index]
 
@@ -111,10 +111,10 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
     ``margins``: float32, one for each pair of the step.
     """
 
-    def count(kept: Kept) -> torch.Tensor:
+    def count(kept: LossTokens) -> torch.Tensor:
         return algorithm.denominators(kept.mask, kept.row, kept.num_rows, settings)
 
-    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
+    def loss(kept: LossTokens, outputs: torch.Tensor) -> Loss:
         return algorithm.loss(
             LossInput(
                 logp=torch.zeros_like(outputs[:, 0]),
@@ -140,7 +140,7 @@ def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
     assert sequences.values is not None and sequences.returns is not None, "the inference phase fills both"
     before, target = sequences.values, sequences.returns
 
-    def loss(kept: Kept, outputs: torch.Tensor) -> Loss:
+    def loss(kept: LossTokens, outputs: torch.Tensor) -> Loss:
         old, wanted = (x[kept.index].to(outputs.device) for x in (before, target))
         return value.loss(outputs[:, 0], old, wanted, settings)
 

@@ -118,7 +118,7 @@ def _run_attempts(
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         for left in reversed(range(config.cluster.restarts + 1)):
             fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
-            attempt = last = _counted(config, stop_request, last)
+            attempt = last = _begin_attempt(config, stop_request, last)
             _fill_store(config, tasks, attempt)
             try:
                 started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
@@ -136,7 +136,7 @@ def _run_attempts(
                 log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left - 1)
 
 
-def _counted(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
+def _begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
     """The number of the attempt that begins after ``last``; a full disk is waited for as the store's is.
 
     Raises:
@@ -182,8 +182,7 @@ def _fitted(
     if smaller := reductions(config, fitted.config):
         log.warning(
             "THE JOB GOES ON SMALLER, %d of %d nodes are left: %s. A step has the same rows, and the trainer's results "
-            "are equal up to the "
-            "order of summation. Started again with all nodes it has its full size.",
+            "are equal up to the order of summation. Started again with all nodes it has its full size.",
             len(there),
             len(allocated),
             ", ".join(f"{c.setting} {c.old} -> {c.new}" for c in smaller),

@@ -126,10 +126,8 @@ def live_url(run_dir: Path, key: str | None) -> str | None:
     where = address.read_text() if address.is_file() else "it is starting"
     fix = (
         f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its "
-        "report when it ends, and its "
-        "metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key that the job was started with, "
-        "on a node that "
-        "reaches that address"
+        "report when it ends, and its metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key "
+        "that the job was started with, on a node that reaches that address"
     )
     host, _, port = where.rpartition(":")
     if not key or not host:
@@ -448,8 +446,7 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
             except OSError as error:
                 raise ConfigError(
                     f"{folder}/lock cannot be locked ({error.strerror}), so two servers could ruin the data; put "
-                    "run.dir on a file "
-                    "system with flock, or set store.url to a server of yours"
+                    "run.dir on a file system with flock, or set store.url to a server of yours"
                 ) from error
         yield handle
 
@@ -482,10 +479,8 @@ def _identity(folder: Path) -> Identity:
                 return identity
     raise ConfigError(
         f"store.url={OWN_SERVER}: PostgreSQL refuses to run as root, and here neither the users postgres and nobody "
-        "can (they must "
-        f"be able to enter {folder}) nor root in a user namespace; run the job as another user, put run.dir where "
-        "others may "
-        "enter, or set store.url to a server of yours"
+        f"can (they must be able to enter {folder}) nor root in a user namespace; run the job as another user, put "
+        "run.dir where others may enter, or set store.url to a server of yours"
     )
 
 

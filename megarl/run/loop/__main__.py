@@ -15,11 +15,13 @@ from typing import NoReturn
 
 from megarl.core import heartbeat
 from megarl.core.parent import end_after_parent
+from megarl.core.secrets import hide_secrets
 
 
 def main() -> int:
     """Run the process that the first argument names; return the exit status."""
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
+    hide_secrets()  # from commands that are agents
     heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
     end_after_parent()
     if role == "trainer":

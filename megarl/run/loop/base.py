@@ -101,11 +101,11 @@ class Trainer(ABC):
 
     def train(self) -> None:
         """Warm start when there is none yet, then ``trainer.steps`` steps; resumes from the newest checkpoint."""
-        state = self.warm_started(self.resumed())
+        state = self.run_warm_start(self.resume())
         if state is None:
             return
         self.begin(state)
-        state, finished = self.stepped(state)
+        state, finished = self.run_steps(state)
         self.commit(state)
         if finished:
             self.export(self.context.run_dir / "hf")
@@ -113,7 +113,7 @@ class Trainer(ABC):
                 self.store.close_job()  # the explorer ends when no more work comes
             self.ranks.wait_for_all()
 
-    def resumed(self) -> TrainState:
+    def resume(self) -> TrainState:
         """Restore the newest checkpoint, or begin; return its state."""
         heartbeat.set_phase("between steps")
         with self.timeline.phase("load"), starting(self.config):
@@ -121,7 +121,7 @@ class Trainer(ABC):
         self.reporter.open(state)
         return state
 
-    def warm_started(self, state: TrainState) -> TrainState | None:
+    def run_warm_start(self, state: TrainState) -> TrainState | None:
         """Make the steps of the warm start that are left; return the state of step 0 of what follows.
 
         None when the job was asked to stop before that; what was reached is saved.
@@ -161,14 +161,14 @@ class Trainer(ABC):
         if state.step:
             self.checkpoints.put_random_states(models)
 
-    def stepped(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Make all steps that are left and the last evaluation; return the last state, and False when the job is asked
-        to stop."""
+    def run_steps(self, state: TrainState) -> tuple[TrainState, bool]:
+        """Make the steps that are left and the last evaluation; return the last state, and False after a stop."""
         try:
             self.connect()
             while state.step < self.config.trainer.steps:
                 try:
-                    if self.ranks.stop_requested() or not self.evaluated(state) or (after := self.step(state)) is None:
+                    stop = self.ranks.stop_requested() or not self.evaluate_if_due(state)
+                    if stop or (after := self.step(state)) is None:
                         return state, False
                     state = after
                 except RollBack as bad:
@@ -178,7 +178,7 @@ class Trainer(ABC):
             self.reporter.log(f"stopping in the middle of a weight sync ({stopped})")
             return state, False
 
-    def evaluated(self, state: TrainState) -> bool:
+    def evaluate_if_due(self, state: TrainState) -> bool:
         """Evaluate before the first step and every ``trainer.eval_interval`` steps, again in a job that resumes
         there."""
         number, interval = state.step, self.config.trainer.eval_interval

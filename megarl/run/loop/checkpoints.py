@@ -172,8 +172,7 @@ class Checkpointer:
             ) from error
         self._reporter.log(
             f"WARNING: {error}. Training goes on without this checkpoint ({self.failed} of at most {limit - 1} in a "
-            "row); "
-            f"the newest is {self.newest() or 'none'}"
+            f"row); the newest is {self.newest() or 'none'}"
         )
 
     def _made(self, state: TrainState, version: WeightsVersion | None) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from megarl.core.config.lengths import context_tokens
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.metrics import Timeline
-from megarl.core.parent import hide_memory
 from megarl.core.schema import GREEDY, End, WeightsVersion
 from megarl.explore import workflows
 from megarl.explore.rewards import RewardPool
@@ -387,7 +386,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
     try:
-        hide_memory()  # from commands that are agents
         # asyncio.run would wait for threads in which code of users blocks; `leave` ends them with the process
         work = _until_signal(load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"], arguments.worker)
         return run_through(asyncio.new_event_loop(), work)

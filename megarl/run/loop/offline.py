@@ -24,7 +24,7 @@ from megarl.explore.tasksets import (
 from megarl.learn import algorithms
 from megarl.learn.batching import Sequences, of_demonstrations
 from megarl.learn.training import objectives
-from megarl.learn.training.objectives import Kept, Objective
+from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.run.loop.base import Trainer, starting
 from megarl.run.loop.batch import StepBatch, updates_of
 from megarl.run.loop.data import data_seed, numbers_of_step
@@ -168,7 +168,7 @@ def measured(objective: Objective, sequences: Sequences, answers: torch.Tensor) 
     """``loss`` and the loss's own metrics over whole ``sequences``, from answers [T] to them that every rank has."""
     index = sequences.mask.nonzero()[:, 0]
     row = sequences.row[index]
-    kept = Kept(index, row, torch.arange(len(sequences)), len(sequences), sequences.mask)
+    kept = LossTokens(index, row, torch.arange(len(sequences)), len(sequences), sequences.mask)
     loss = objective.loss(kept, answers[index, None])
     metrics = mean_of_sums([{name: (float(total), float(count)) for name, (total, count) in loss.metrics.items()}])
     metrics["loss"] = float((loss.total / objective.count(kept).clamp(min=1)).sum())

@@ -63,12 +63,12 @@ class NodeReader:
         found: list[T] = []
         fault: Fault = None
         for message in self._messages(parts, stopping) if self.reads else itertools.repeat(None):
-            part, fault, ended = self._hand(message)
+            part, fault, ended = self._broadcast(message)
             heartbeat.beat()
             if ended:
                 break
             found.append(part)
-        return found if self._all_well(fault) else None
+        return found if self._agree(fault) else None
 
     def _messages(
         self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool]
@@ -82,22 +82,22 @@ class NodeReader:
                     break
                 yield part, None, False
         except Exception as error:  # every rank raises it
-            fault = self._told(error)
+            fault = self._as_error(error)
         yield None, fault, True
 
-    def _told(self, error: Exception) -> Fault:
+    def _as_error(self, error: Exception) -> Fault:
         if isinstance(error, MegarlError):
             return type(error), str(error)
         log.exception("reading the store failed")
         return JobError, f"trainer rank {self._reader}, which reads the store for its node, failed: {describe(error)}"
 
-    def _hand(self, message: Any) -> Any:
+    def _broadcast(self, message: Any) -> Any:
         """The reader's message, on all ranks of the node."""
         box = [message]
         dist.broadcast_object_list(box, self._reader, self._group)
         return box[0]
 
-    def _all_well(self, fault: Fault) -> bool:
+    def _agree(self, fault: Fault) -> bool:
         """Nodes agree; False where some reader stopped. Raises the first error."""
         everyone: list[Fault] = [None] * self._world
         dist.all_gather_object(everyone, fault)

@@ -78,9 +78,8 @@ class UpdateFilter:
             shared[1]
         ) > usual[1]:
             reason = (
-                f"the gradient's norm is {norm:.4g}, above {config.spike_factor:g} times the median "
-                f"{usual[0]:.4g} of the last "
-                f"{len(before)} updates"
+                f"the gradient's norm is {norm:.4g}, above {config.spike_factor:g} times the median {usual[0]:.4g} of "
+                f"the last {len(before)} updates"
             )
             action, setting = config.on_spike, "on_spike"
         else:
@@ -104,9 +103,7 @@ class UpdateFilter:
         if action == "stop":
             raise NonRetryableError(
                 f"{what} (trainer.update_filter.{setting}=stop); look at the data and the learning rate of that step, "
-                "or set "
-                "it to skip or "
-                "rollback to go on without it"
+                "or set it to skip or rollback to go on without it"
             )
         if not self._bad:
             self._bad, self._last_bad = True, max(self._last_bad, _place(state))

@@ -74,7 +74,9 @@ async def run_workflow(
             await asyncio.wait({work}, timeout=CANCEL_S)
         own.ended = True
         recorder.close()
-    if in_time:
+    if in_time and work.cancelled():
+        recorder.fail("the workflow has cancelled its own task")
+    elif in_time:
         _settle(recorder, work.result())
     else:
         recorder.fail(
@@ -91,7 +93,7 @@ def _settle(recorder: Recorder, error: BaseException | None) -> None:
         recorder.truncate()
     elif error is not None:
         recorder.fail(describe(error))
-    elif recorder.unread and (recorder.cause is None or recorder.cause.by_policy):
+    if recorder.unread and (recorder.cause is None or recorder.cause.by_policy):
         # what has come first is what is short
         recorder.fail(f"the workflow has not waited for {recorder.unread} of its responses", End.ABANDONED)
     elif not recorder.has_response and recorder.cause is None:

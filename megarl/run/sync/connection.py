@@ -25,7 +25,7 @@ from megarl.run.sync.fleet import EngineFleet, failures, results
 from megarl.run.sync.joined import NONE_JOINED, Joined
 from megarl.run.sync.link import EngineLinks, LinkAddress, join
 from megarl.run.sync.messages import RankMessages
-from megarl.run.sync.shared import Lender, Places, machine, memory_file
+from megarl.run.sync.shared import Places, SharedMemorySender, machine, memory_file
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE, vllm_layout
@@ -93,7 +93,7 @@ class EngineConnection:
         self._memory = memory_file()
         self._joined = NONE_JOINED
         self._links = EngineLinks(config.rollout.tp * config.rollout.pp)
-        self._lender: Lender | None = None
+        self._sender: SharedMemorySender | None = None
         self.transport: Transport | None = None
         """None until ``connect``, and again after a publication has failed."""
 
@@ -145,8 +145,8 @@ class EngineConnection:
                 ) from error
             results(called)
         self._plan = replace(self.plan, nearness=places.nearness())
-        self._lender = Lender(self._links, places.workers_near(self._rank), self._memory)
-        self.transport = self._lender
+        self._sender = SharedMemorySender(self._links, places.workers_on_same_machine(self._rank), self._memory)
+        self.transport = self._sender
 
     def _agree(self, topic: str) -> dict[str, Any]:
         """Find the engines and those that are to be joined, and let these build the plan; rank 0's part."""
@@ -157,15 +157,15 @@ class EngineConnection:
         self._make_plan(len(urls))
         self._fleet.wait_ready(self._config.rollout.start_timeout_s, self._stopping)
         posted = [self._messages.posted(f"{topic}/{rank}") for rank in range(1, self._layout.num_ranks)]
-        lenders = [[machine(), *self._memory], *(where for _, *where in posted)]
+        senders = [[machine(), *self._memory], *(where for _, *where in posted)]
         open_everywhere = self.transport is not None and all(is_open for is_open, *_ in posted)
         before = self._joined if open_everywhere and len(self._joined.processes) == len(urls) else NONE_JOINED
         joining = before.replaced(self._fleet.processes)
         machines = self._machines(before, joining)
-        if before.processes and (machines, lenders) != (before.machines, before.lenders):
+        if before.processes and (machines, senders) != (before.machines, before.senders):
             joining = before.all  # who is near whom decides the order of messages, which all must know
             machines = self._machines(before, joining)
-        self._joined = Joined(self._fleet.processes, machines, lenders)
+        self._joined = Joined(self._fleet.processes, machines, senders)
         places = self._joined.places() if self._config.sync.shared_memory else Places()
         return {"engines": len(urls), "joining": joining, "places": asdict(places)}
 
@@ -208,7 +208,7 @@ class EngineConnection:
 
     def _disconnect(self) -> None:
         self._links.close()
-        self._lender = self.transport = None
+        self._sender = self.transport = None
 
     def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
         """``megarl.run.sync.receiver.InitInfo`` for one engine."""

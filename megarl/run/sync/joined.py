@@ -16,7 +16,7 @@ class Joined:
     processes: Sequence[str]
     machines: Sequence[list[str]]
     """Machines of each engine's workers."""
-    lenders: Sequence[Sequence[Any]]
+    senders: Sequence[Sequence[Any]]
     """As ``Places`` has them."""
 
     @property
@@ -31,7 +31,7 @@ class Joined:
 
     def places(self) -> Places:
         """Machines of all workers and trainer ranks."""
-        return Places([where for engine in self.machines for where in engine], self.lenders)
+        return Places([where for engine in self.machines for where in engine], self.senders)
 
 
 NONE_JOINED = Joined((), (), ())

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.core import heartbeat
 from megarl.core.parent import end_after_parent
+from megarl.core.secrets import hide_secrets
 
 BACKEND = "megarl"
 
@@ -18,6 +19,7 @@ def register() -> None:
     # register_engine raises on a second call and offers no question of its own.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.run.sync.receiver", "Receiver")
+    hide_secrets()
     if heartbeat.listen() is not None:  # a supervisor's
         end_after_parent()
     _fork_on_cpu()

@@ -31,9 +31,8 @@ def check_probe(engine: Sequence[float], trainer: Sequence[float], tolerance: fl
     if not largest <= tolerance:
         raise WeightsDiffer(
             f"after a sync the engine's log-prob of token {position + 1} of the probe text is {engine[position]:.6f}, "
-            "the "
-            f"trainer's {trainer[position]:.6f}: {largest:.2e} apart, more than sync.probe_tolerance={tolerance:g}; "
-            "the "
-            "stored weights agree, so the engine computes from other ones or computes another function"
+            f"the trainer's {trainer[position]:.6f}: {largest:.2e} apart, more than "
+            f"sync.probe_tolerance={tolerance:g}; the stored weights agree, so the engine computes from other ones or "
+            "computes another function"
         )
     return ProbeResult(largest, position)

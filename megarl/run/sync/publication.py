@@ -69,7 +69,7 @@ class Publication:
             try:
                 report = self._drive(send, pause, nbytes)
             except Exception as error:
-                failure = "; ".join([f"weights {self._version} {_fate(error)}: {error}", *self._others()])
+                failure = "; ".join([f"weights {self._version} {_failure_text(error)}: {error}", *self._others()])
                 self._fleet.close(failure)
                 raise _kind(error)(failure) from error
             message.update(asdict(report))
@@ -139,7 +139,7 @@ class Publication:
         return SyncReport(**self._messages.received(f"{self._topic}/end"))
 
 
-def _fate(error: Exception) -> str:
+def _failure_text(error: Exception) -> str:
     return "are refused" if isinstance(error, WeightsDiffer) else "did not reach the engines whole"
 
 

@@ -11,7 +11,7 @@ import torch
 from megarl.core.errors import WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.explore.rollout.watch import EngineWatch
-from megarl.learn.training.written import check_written
+from megarl.learn.training.optimizer_digests import check_written
 from megarl.run.sync.connection import EngineConnection, with_timeout
 from megarl.run.sync.probe import PROBE_TOLERANCES, check_probe
 from megarl.run.sync.publication import Publication, SyncReport
@@ -93,11 +93,11 @@ class WeightPublisher(EngineConnection):
     def _send(self, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> Digests:
         assert self.transport is not None
         bucket = self._config.sync.bucket_bytes
-        assert self._lender is not None
+        assert self._sender is not None
         try:
             check_written(tensors, written)
             digests = send(self.plan, self._rank, tensors, self.transport, dtype=self._dtype, bucket_bytes=bucket)
-            self._lender.finish()
+            self._sender.finish()
             return digests
         except BaseException as error:
             clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open

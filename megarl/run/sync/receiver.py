@@ -18,7 +18,7 @@ from megarl import ops
 from megarl.core.errors import WeightSyncError
 from megarl.explore.rollout.control import FAILURE
 from megarl.run.sync.link import Link, LinkAddress, join, open_store
-from megarl.run.sync.shared import Borrower, Places, machine
+from megarl.run.sync.shared import Places, SharedMemoryReceiver, machine
 from megarl.run.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard.execute import digests_of, receive, wire_dtype
@@ -102,7 +102,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     _agreed: str | None = None
     """Fingerprint of the plan that ``agree`` built."""
     _link: Link | None = None
-    _borrower: Borrower | None = None
+    _receiver: SharedMemoryReceiver | None = None
     failure: str | None = None
     """Failure of the last step, until it has been asked for."""
     _store: TCPStore | None = None
@@ -162,7 +162,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._link = join(self._store, address, trainers + self.parallel_config.rank, peers=0)
         places = Places(**init_info.places)
         self._plan = replace(self._plan, nearness=places.nearness())
-        self._borrower = Borrower(self._link, places.lenders_near(self._rank) if places.workers else {})
+        self._receiver = SharedMemoryReceiver(
+            self._link, places.senders_on_same_machine(self._rank) if places.workers else {}
+        )
 
     @_kept
     def start_weight_update(self) -> None:
@@ -173,19 +175,19 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     @_kept
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._writer is not None
-        assert self._borrower is not None, "no link: init_weight_transfer_engine comes before update_weights"
+        assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
         try:
             with torch.device(self.device), torch.no_grad():
                 receive(
                     self._plan,
                     self._rank,
                     self._writer.tensor,
-                    self._borrower,
+                    self._receiver,
                     dtype=self.model_config.dtype,
                     bucket_bytes=self._bucket_bytes,
                     wrote=self._writer.wrote,
                 )
-                self._borrower.finish()
+                self._receiver.finish()
         except BaseException:
             self.shutdown()  # closes the connections: the senders learn at once instead of after their timeout
             raise
@@ -206,7 +208,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._link = self._borrower = None
+        self._link = self._receiver = None
         self._store = None
 
 

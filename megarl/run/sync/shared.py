@@ -48,40 +48,40 @@ class Places:
 
     workers: Sequence[str] = ()
     """Machine of each engine worker, by destination rank."""
-    lenders: Sequence[Sequence[Any]] = ()
+    senders: Sequence[Sequence[Any]] = ()
     """(machine, process, descriptor of its memory file) of each trainer rank."""
 
-    def workers_near(self, trainer: int) -> frozenset[int]:
+    def workers_on_same_machine(self, trainer: int) -> frozenset[int]:
         """Destination ranks that read this trainer rank's memory."""
-        return frozenset(rank for rank, where in enumerate(self.workers) if where == self.lenders[trainer][0])
+        return frozenset(rank for rank, where in enumerate(self.workers) if where == self.senders[trainer][0])
 
-    def lenders_near(self, worker: int) -> dict[int, MemoryFile]:
+    def senders_on_same_machine(self, worker: int) -> dict[int, MemoryFile]:
         """Trainer rank -> its memory file, of those whose memory this destination rank reads."""
         return {
             rank: MemoryFile(pid, descriptor)
-            for rank, (where, pid, descriptor) in enumerate(self.lenders)
+            for rank, (where, pid, descriptor) in enumerate(self.senders)
             if where == self.workers[worker]
         }
 
     def nearness(self) -> Callable[[int, int], int] | None:
         """Nearness of ranks for ``build_plan``; None where all are alike."""
-        if len({*self.workers, *(where for where, *_ in self.lenders)}) < 2:
+        if len({*self.workers, *(where for where, *_ in self.senders)}) < 2:
             return None
-        return lambda src, dst: int(self.lenders[src][0] != self.workers[dst])
+        return lambda src, dst: int(self.senders[src][0] != self.workers[dst])
 
 
-class Lender:
-    """A sender's transport: through memory to the ranks in ``near``, over ``link`` to all others."""
+class SharedMemorySender:
+    """A sender's transport: through memory to the ranks in ``same_machine``, over ``link`` to all others."""
 
-    def __init__(self, link: Transport, near: frozenset[int], file: MemoryFile) -> None:
+    def __init__(self, link: Transport, same_machine: frozenset[int], file: MemoryFile) -> None:
         self._link = link
-        self._near = near
+        self._same_machine = same_machine
         self._file = file
         self._offsets: dict[int, int] = {}
         """Address of a bucket -> where it lies in the file."""
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        if not self._near or nbytes == 0:
+        if not self._same_machine or nbytes == 0:
             return self._link.allocate(nbytes)
         start = os.fstat(self._file.descriptor).st_size
         size = nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
@@ -91,7 +91,7 @@ class Lender:
         return bucket[:nbytes]
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
-        if rank not in self._near:
+        if rank not in self._same_machine:
             return self._link.isend(message, rank)
         offset = torch.tensor([self._offsets[message.data_ptr()]], device="cpu").view(torch.uint8)
         return _Lent(self._link, rank, self._link.isend(offset, rank), offset)
@@ -121,13 +121,13 @@ class _Lent:
         self.link.irecv(1, self.rank, lambda: torch.empty(1, dtype=torch.uint8, device="cpu")).wait()
 
 
-class Borrower:
-    """A receiver's transport: reads from the memory of the ranks in ``near``, receives from all others over
+class SharedMemoryReceiver:
+    """A receiver's transport: reads from the memory of the ranks in ``same_machine``, receives from all others over
     ``link``."""
 
-    def __init__(self, link: Transport, near: Mapping[int, MemoryFile]) -> None:
+    def __init__(self, link: Transport, same_machine: Mapping[int, MemoryFile]) -> None:
         self._link = link
-        self._near = near
+        self._same_machine = same_machine
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
         self._answers: list[tuple[Work, torch.Tensor]] = []
 
@@ -138,7 +138,7 @@ class Borrower:
         raise AssertionError("engine workers only receive")
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
-        if rank not in self._near:
+        if rank not in self._same_machine:
             return self._link.irecv(nbytes, rank, spare)
         offset = torch.empty(8, dtype=torch.uint8, device="cpu")
         return _Borrowed(self, rank, nbytes, self._link.irecv(8, rank, lambda: offset))
@@ -153,7 +153,7 @@ class Borrower:
     def read(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
         bucket = self._maps.get((rank, offset))
         if bucket is None or bucket.numel() < nbytes:
-            pid, descriptor = self._near[rank]
+            pid, descriptor = self._same_machine[rank]
             opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
             try:
                 mapped = mmap.mmap(opened, nbytes, offset=offset)
@@ -171,14 +171,14 @@ class Borrower:
 class _Borrowed:
     """A bucket in its sender's memory."""
 
-    borrower: Borrower
+    receiver: SharedMemoryReceiver
     rank: int
     nbytes: int
     notice: Arrival
 
     def wait(self) -> torch.Tensor:
         offset = int(self.notice.wait().view(torch.int64))
-        return self.borrower.read(self.rank, offset, self.nbytes)
+        return self.receiver.read(self.rank, offset, self.nbytes)
 
     def release(self) -> None:
-        self.borrower.answer(self.rank)
+        self.receiver.answer(self.rank)

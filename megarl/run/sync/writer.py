@@ -86,8 +86,7 @@ class SliceWriter:
         if tuple(tensor.shape) != shape:
             raise WeightSyncError(
                 f"{name} has shape {tuple(tensor.shape)} in vLLM's model, {shape} in the layout; the architecture's "
-                "table "
-                "does not fit this vLLM version"
+                "table does not fit this vLLM version"
             )
         return tensor
 

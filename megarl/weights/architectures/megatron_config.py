@@ -83,8 +83,7 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
             if rope.get(key) != only:
                 raise ArchitectureError(
                     f"{arch.name} with rope_type='llama3' and {key}={rope.get(key)!r} is not supported: Megatron-Core "
-                    "computes it "
-                    f"with {only!r} only; use a checkpoint with {key}={only!r}"
+                    f"computes it with {only!r} only; use a checkpoint with {key}={only!r}"
                 )
         values |= {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
     elif kind == "linear":
@@ -92,9 +91,8 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
     elif kind != "default":
         raise ArchitectureError(
             f"{arch.name} with rope_type={kind!r} is not supported, only 'default', 'linear' and 'llama3'; use a "
-            "checkpoint "
-            "with one of these, or remove the scaling from config.json where no sequence is longer than the model was "
-            "trained on"
+            "checkpoint with one of these, or remove the scaling from config.json where no sequence is longer than the "
+            "model was trained on"
         )
     return values
 
@@ -152,14 +150,12 @@ def _latent_attention(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict
     if eps != LATENT_NORM_EPS:
         raise ArchitectureError(
             f"{name} with rms_norm_eps={eps!r} is not supported, only {LATENT_NORM_EPS}: its latent norms always use "
-            "that and "
-            "Megatron-Core has one epsilon for all norms; use a checkpoint trained with it"
+            "that and Megatron-Core has one epsilon for all norms; use a checkpoint trained with it"
         )
     if not needed(name, hf_config, "rope_interleave"):
         raise ArchitectureError(
             f"{name} with rope_interleave=False is not supported: Megatron-Core rotates neighbouring pairs; use a "
-            "checkpoint "
-            "with rope_interleave=True"
+            "checkpoint with rope_interleave=True"
         )
     return {
         "num_query_groups": sizes.heads,
@@ -196,8 +192,7 @@ def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
         if refused:
             raise ArchitectureError(
                 f"{name} with yarn and {key}={rope.get(key)!r} is not supported: Megatron-Core derives it from mscale "
-                "and "
-                "mscale_all_dim; use a checkpoint that does not set it"
+                "and mscale_all_dim; use a checkpoint that does not set it"
             )
     return {
         **base,
@@ -232,8 +227,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
     if sizes.topk == 1 and normed:
         raise ArchitectureError(
             f"{name} with num_experts_per_tok=1 and normalised probabilities is not supported: every weight is 1 and "
-            "the router "
-            "gets no gradient; use a checkpoint with num_experts_per_tok above 1"
+            "the router gets no gradient; use a checkpoint with num_experts_per_tok above 1"
         )
     # A softmax over all experts, divided by the sum of the chosen ones, is the softmax over the chosen ones.
     return values | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normed}
@@ -251,10 +245,8 @@ def _sigmoid_router(name: str, sizes: ModelSizes, hf_config: HFConfig, normed: b
     if limited and sizes.topk // chosen != 2:
         raise ArchitectureError(
             f"{name} with num_experts_per_tok={sizes.topk} and topk_group={chosen} is not supported: transformers "
-            "ranks groups by "
-            "their best 2 experts, Megatron-Core by their best "
-            f"num_experts_per_tok//topk_group={sizes.topk // chosen}; use a "
-            "checkpoint where that is 2"
+            "ranks groups by their best 2 experts, Megatron-Core by their best "
+            f"num_experts_per_tok//topk_group={sizes.topk // chosen}; use a checkpoint where that is 2"
         )
     return {
         "moe_router_score_function": "sigmoid",

@@ -217,8 +217,7 @@ class Architecture:
         if not self.has_score_class:
             raise ArchitectureError(
                 f"{self.name} has no class for sequence classification in transformers, so it can be no critic or "
-                "reward model; use "
-                "a checkpoint of another family"
+                "reward model; use a checkpoint of another family"
             )
         return replace(self, head="score", params=(*(p for p in self.params if p.op is not Op.TIED), SCORE_HEAD))
 
@@ -228,8 +227,7 @@ class Architecture:
             if hf_config.get(key, value) != value:
                 raise ArchitectureError(
                     f"{self.name} with {key}={hf_config[key]!r} is not supported, only {value!r}; use a checkpoint "
-                    "with "
-                    f"{key}={value!r} or add it to megarl/weights/architectures/{self.name}.py"
+                    f"with {key}={value!r} or add it to megarl/weights/architectures/{self.name}.py"
                 )
 
     def sizes(self, hf_config: HFConfig) -> ModelSizes:

@@ -97,8 +97,7 @@ def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tupl
     if source.num_ranks != destination.num_ranks:
         raise PlanError(
             f"weights go from {source.name} with {source.num_ranks} ranks to {destination.name} with "
-            f"{destination.num_ranks}; both "
-            "models must be on the same ranks: give both grids the same product of sizes"
+            f"{destination.num_ranks}; both models must be on the same ranks: give both grids the same product of sizes"
         )
     missing = tuple(sorted(source.tensors.keys() ^ destination.tensors.keys()))
     unnamed = [name for name in missing if name not in left_out]
@@ -127,8 +126,7 @@ def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Te
         if found != wanted:
             raise PlanError(
                 f"{row.local} on rank {rank} of {layout.name} must have shape and dtype {wanted}, found {found}; build "
-                "model and "
-                "layout from the same config.json, grid and vocabulary padding"
+                "model and layout from the same config.json, grid and vocabulary padding"
             )
     return dtypes[0]
 

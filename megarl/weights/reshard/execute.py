@@ -460,8 +460,7 @@ def _check_tensors(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor
         if found != shape:
             raise PlanError(
                 f"{local} on rank {rank} of {layout.name} must have shape {shape}, found {found}; build model and "
-                "layout from "
-                "the same config.json, grid and vocabulary padding"
+                "layout from the same config.json, grid and vocabulary padding"
             )
 
 

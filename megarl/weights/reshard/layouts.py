@@ -371,8 +371,7 @@ def _check_vllm(name: str, sizes: ModelSizes, padded_vocab: int, tp: int, pp: in
     if expert_parallel and tp > sizes.experts:
         raise ConfigError(
             f"rollout.expert_parallel=True with rollout.tp={tp} leaves ranks without any of the {sizes.experts} "
-            f"experts of {name}; "
-            f"set rollout.tp to at most {sizes.experts}"
+            f"experts of {name}; set rollout.tp to at most {sizes.experts}"
         )
     rules = [("num_attention_heads", sizes.heads), ("the padded vocabulary", padded_vocab)]
     if len(sizes.moe_layers) < sizes.num_layers:

@@ -197,8 +197,7 @@ def build_plan(
         if source.tensors.get(name) != shape:
             raise PlanError(
                 f"{name} has shape {shape} in {destination.name} and {source.tensors.get(name, 'no place')} in "
-                f"{source.name}; "
-                "both layouts must come from the same config.json"
+                f"{source.name}; both layouts must come from the same config.json"
             )
     return ReshardPlan(source, destination, colocated, nearness)
 

@@ -94,15 +94,13 @@ NUMERALS = _NUMERALS.split()
 
 _STOPPING = (
     "or and not no nor but if is are was than then less more least most fewer at over under about above below between "
-    "within except plus "
-    "minus times half quarter third double dozen dozens hundred thousand million billion trillion to from maybe either "
-    "both possibly "
-    "tenths hundredths thousandths thirds fourths fifths sixths eighths halves quarters pairs pair score scores k "
-    "some any greater smaller only otherwise unless when where while for to until pi squared cubed sqrt root e i "
-    "alternatively alternately instead rather else versus vs actually correction wait twenty thirty forty fifty sixty "
-    "seventy eighty ninety "
-    "thousands millions billions trillions hundreds factorial factorials mod modulo doubled halved tripled negated "
-    "approx approximately roughly ish ths th fold bis upward upwards too"
+    "within except plus minus times half quarter third double dozen dozens hundred thousand million billion trillion "
+    "to from maybe either both possibly tenths hundredths thousandths thirds fourths fifths sixths eighths halves "
+    "quarters pairs pair score scores k some any greater smaller only otherwise unless when where while for to until "
+    "pi squared cubed sqrt root e i alternatively alternately instead rather else versus vs actually correction wait "
+    "twenty thirty forty fifty sixty seventy eighty ninety thousands millions billions trillions hundreds factorial "
+    "factorials mod modulo doubled halved tripled negated approx approximately roughly ish ths th fold bis upward "
+    "upwards too"
 )
 _STOP = frozenset(_STOPPING.split() + NUMERALS)
 _CHINESE_STOP = re.compile(

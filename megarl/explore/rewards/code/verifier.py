@@ -58,14 +58,12 @@ def check_code(config: RewardConfig) -> str:
     if code.item_s >= config.timeout_s:
         raise ConfigError(
             f"reward.code.item_s={code.item_s:g}: must be below reward.timeout_s={config.timeout_s:g}, or a slow "
-            "program ends its worker and "
-            f"has no verdict; set reward.timeout_s={code.item_s + 2:g}"
+            f"program ends its worker and has no verdict; set reward.timeout_s={code.item_s + 2:g}"
         )
     if code.url and code.python:
         raise ConfigError(
             f"reward.code.python={code.python}: the service at reward.code.url={code.url} has its own interpreter; "
-            "start it with --python, "
-            "and leave one of the two settings out"
+            "start it with --python, and leave one of the two settings out"
         )
     return open_sandbox(code.url, code.python).describe()
 

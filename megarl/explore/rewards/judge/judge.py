@@ -275,9 +275,8 @@ def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
         if config.max_tokens >= context_tokens:
             raise ConfigError(
                 f"reward.judge.max_tokens={config.max_tokens} leaves no room for a prompt in the engines' "
-                f"{context_tokens} tokens "
-                "(rollout.max_prompt_tokens + rollout.max_response_tokens): rubric, question and answer come first; "
-                "lower it"
+                f"{context_tokens} tokens (rollout.max_prompt_tokens + rollout.max_response_tokens): rubric, question "
+                "and answer come first; lower it"
             )
         return
     asyncio.run(_check_model(config))

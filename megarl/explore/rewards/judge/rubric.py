@@ -88,8 +88,7 @@ def read_rubric(path: str | None) -> str:
         if field not in FIELDS:
             raise ConfigError(
                 f"reward.judge.rubric={path}: unknown field {{{field}}}; it may have {{question}}, {{answer}} and "
-                f"{{reference}}, and "
-                "writes {{ and }} for other braces"
+                "{reference}, and writes {{ and }} for other braces"
             )
     for field in FIELDS[:2]:
         if field not in fields:

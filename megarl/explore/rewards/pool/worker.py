@@ -21,6 +21,7 @@ from megarl.core.config.load import from_dict
 from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError, describe
 from megarl.core.parent import die_with
+from megarl.core.secrets import hide_secrets
 from megarl.core.user_file import import_file
 from megarl.explore.rewards.router import Scorer, scorer_for
 from megarl.explore.rewards.shape import as_written
@@ -128,6 +129,7 @@ def _reply(replies: IO[str], reply: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    hide_secrets()
     die_with(int(arguments[0]), signal.SIGKILL)  # even in the middle of a user's endless loop
     connection = socket.socket(fileno=int(arguments[1]))
     connection.set_inheritable(False)  # not for programs that the function starts

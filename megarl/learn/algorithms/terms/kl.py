@@ -49,8 +49,7 @@ def adapted(kl: float, responses: int, config: KLConfig) -> float:
     if responses * LARGEST_ERROR >= config.horizon:
         raise ConfigError(
             f"algorithm.kl.horizon={config.horizon} is too short for the {responses} responses of a step: the "
-            "coefficient would reach 0; "
-            f"set it above {responses * LARGEST_ERROR:g}"
+            f"coefficient would reach 0; set it above {responses * LARGEST_ERROR:g}"
         )
     error = min(max(kl / config.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
     return config.coef * (1.0 + error * responses / config.horizon)

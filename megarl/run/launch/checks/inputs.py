@@ -92,8 +92,7 @@ def _try_reward(config: Config, task: Task) -> None:
         return
     raise ConfigError(
         f"reward.path={config.reward.path} gives no score for {place(config, 'train', task)} (answered with its ground "
-        "truth): "
-        f"{verdict.message}; fix the function, or raise reward.timeout_s where it needs longer"
+        f"truth): {verdict.message}; fix the function, or raise reward.timeout_s where it needs longer"
     )
 
 
@@ -146,8 +145,7 @@ def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -
         for row in rows:
             if _question(row) in questions:
                 raise DataError(
-                    f"{place(config, name, row)} asks a question of taskset.eval: "
-                    f"{row.prompt[-1].get('content')!r}; "
+                    f"{place(config, name, row)} asks a question of taskset.eval: {row.prompt[-1].get('content')!r}; "
                     "drop it from one of them (spaces and capitals make no difference here)"
                 )
 

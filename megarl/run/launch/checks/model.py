@@ -77,8 +77,7 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
     if router.bias_update_rate and not arch.sigmoid_router:
         raise ConfigError(
             f"model.router.bias_update_rate={router.bias_update_rate}, but routers of {arch.name} have no bias to "
-            "move; set it to 0 and "
-            "model.router.aux_loss_coef above 0"
+            "move; set it to 0 and model.router.aux_loss_coef above 0"
         )
 
 
@@ -121,8 +120,7 @@ def check_engine(path: str, hf_config: Mapping[str, Any]) -> None:
         if (sizes.kv_lora, sizes.qk_rope) != ENGINE_LATENT:
             raise ConfigError(
                 f"kv_lora_rank={sizes.kv_lora} with qk_rope_head_dim={sizes.qk_rope} of {path}: vLLM's CPU attention "
-                "has only "
-                f"{ENGINE_LATENT[0]} with {ENGINE_LATENT[1]}"
+                f"has only {ENGINE_LATENT[0]} with {ENGINE_LATENT[1]}"
             )
     elif sizes.head not in ENGINE_HEAD_DIMS:
         raise ConfigError(

@@ -36,8 +36,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
         what = "algorithm.kl.place=reward" if kl_config.place == "reward" else f"algorithm.kl.target={kl_config.target}"
         raise ConfigError(
             f"reference.refresh=every_iteration with {what}: the KL to a reference that each step begins with is 0 "
-            "where it is measured; "
-            "refresh every N steps, or keep the KL in the loss with a fixed coefficient"
+            "where it is measured; refresh every N steps, or keep the KL in the loss with a fixed coefficient"
         )
     if config.reward.shuffle and config.reward_model.path is not None:
         raise ConfigError(
@@ -49,8 +48,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
     if "greedy" in algorithm.needs and config.reward_model.path is not None:
         raise ConfigError(
             f"reward_model.path with algorithm.name={name}: the greedy answers that others are compared with get no "
-            "model score; leave it "
-            "out, or take another algorithm"
+            "model score; leave it out, or take another algorithm"
         )
     unused = {"critic": CriticConfig(), "reward_model": RewardModelConfig()}
     for role in sorted(unused.keys() - set(roles_of(config, algorithm))):
@@ -84,9 +82,8 @@ def check_budget(config: Config, algorithm: Algorithm) -> None:
         if config.trainer.packing and (wanted := pair * (longest + -longest % piece)) > budget:
             raise ConfigError(
                 f"trainer.max_tokens_per_micro_batch={budget} does not hold "
-                f"{'a pair of sequences' if pair > 1 else 'one sequence'} of "
-                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens "
-                f"({setting}.cp={parallel.cp}); raise it to {wanted}"
+                f"{'a pair of sequences' if pair > 1 else 'one sequence'} of rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {longest} tokens ({setting}.cp={parallel.cp}); raise it to {wanted}"
             )
 
 

@@ -109,8 +109,7 @@ def check_count(config: Config, rows: Rows) -> None:
     if wanted > len(rows):
         raise ConfigError(
             f"trainer.tasks_per_step={wanted} is more than the {len(rows)} rows of "
-            f"taskset.train={files(config, 'train')} that are trained on; "
-            f"set it to {len(rows)} or less, or add rows"
+            f"taskset.train={files(config, 'train')} that are trained on; set it to {len(rows)} or less, or add rows"
         )
     if not isinstance(config.taskset.train, str):
         _check_sources(config, [row.task_id for row in rows])

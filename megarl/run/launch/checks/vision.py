@@ -32,15 +32,13 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         name = (hf_config.get("architectures") or [hf_config.get("model_type", "?")])[0]
         raise ConfigError(
             f"model.path={config.model.path} is a vision-language model ({name}): megarl has no trainer for these, "
-            "only rollouts and "
-            "rewards (docs/rewards_vision.md); give a text model"
+            "only rollouts and rewards (docs/rewards_vision.md); give a text model"
         )
     for split, found in rows.items():
         for row in found:
             if isinstance(row, Task) and row.images:
                 raise DataError(
-                    f"{place(config, split, row)} has {len(row.images)} "
-                    "images and the model of "
-                    f"{config.model.path} takes text only (its config.json has none of {', '.join(VISION_KEYS)}); drop "
-                    "the images or the row"
+                    f"{place(config, split, row)} has {len(row.images)} images and the model of {config.model.path} "
+                    f"takes text only (its config.json has none of {', '.join(VISION_KEYS)}); drop the images or the "
+                    "row"
                 )

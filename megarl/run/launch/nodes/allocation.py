@@ -59,8 +59,7 @@ def find(env: Mapping[str, str] = os.environ) -> Allocation:
     if found.nodes > 1 and len(env.get(KEY_VARIABLE, "")) < MIN_KEY:
         raise ConfigError(
             f"{found.nodes} nodes need one secret of at least {MIN_KEY} characters in ${KEY_VARIABLE}, the same on "
-            "all; slurm/common.sh "
-            "makes one for each job"
+            "all; slurm/common.sh makes one for each job"
         )
     return found
 

@@ -47,8 +47,7 @@ def fit(
     if whole < 1 and config.cluster.spare_nodes:
         raise ConfigError(
             f"cluster.spare_nodes={config.cluster.spare_nodes} leaves none of the {len(trainer_nodes(allocated))} "
-            "nodes that may train; "
-            "lower it, or add nodes"
+            "nodes that may train; lower it, or add nodes"
         )
     place(config, _working(allocated, whole))
     nodes = _working(left, whole)
@@ -71,10 +70,9 @@ def fit(
     size = config.parallel.world_size // config.parallel.dp
     raise JobError(
         f"{len(left)} of {len(allocated)} nodes are left, and no part of the job fits them: one data-parallel rank "
-        f"takes tp*cp*pp = {size} "
-        f"trainer ranks where a node has room for {each}, an engine rollout.nodes={config.rollout.nodes} nodes; run it "
-        "again with all "
-        "nodes, or with cluster.shrink=false, which puts more ranks on each node that is left"
+        f"takes tp*cp*pp = {size} trainer ranks where a node has room for {each}, an engine "
+        f"rollout.nodes={config.rollout.nodes} nodes; run it again with all nodes, or with cluster.shrink=false, which "
+        "puts more ranks on each node that is left"
     )
 
 

@@ -88,8 +88,7 @@ def place(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None = N
     if world % len(chosen):
         raise ConfigError(
             f"parallel tp*cp*dp*pp = {world} ranks do not spread evenly over {len(chosen)} trainer nodes; change "
-            "parallel.dp or the "
-            "number of nodes"
+            "parallel.dp or the number of nodes"
         )
     if ProcessKind.ENGINE not in job.processes:
         return _with_gpus(config, nodes, Placement(_blocks(chosen, world), (), None, ()))
@@ -118,8 +117,7 @@ def _with_gpus(config: Config, nodes: Sequence[NodeInfo], placement: Placement) 
             raise ConfigError(
                 f"{node} would have {ranks} trainer ranks and {workers} engine workers, each with a GPU of its own "
                 f"(parallel.backend=nccl), but has {node.gpus} GPUs; add nodes or GPUs (sbatch --gpus-per-node), or "
-                "lower parallel.dp or "
-                "rollout.replicas"
+                "lower parallel.dp or rollout.replicas"
             )
     return placement
 

@@ -233,8 +233,7 @@ class Gathering:
             except OSError as error:
                 raise ConfigError(
                     f"node 0 cannot listen on {allocation.head}:{allocation.port} ({error.strerror}); set MEGARL_HEAD "
-                    "to an address of it, "
-                    "MEGARL_HEAD_PORT to a free port"
+                    "to an address of it, MEGARL_HEAD_PORT to a free port"
                 ) from error
 
     def __enter__(self) -> Self:
@@ -299,8 +298,7 @@ class Gathering:
             if missing:
                 raise JobError(
                     f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self._allocation.nodes} did "
-                    "not come to "
-                    f"{self._allocation.head}:{self._allocation.port} within cluster.connect_timeout_s={timeout_s:g}: "
-                    "look at their output"
+                    f"not come to {self._allocation.head}:{self._allocation.port} within "
+                    f"cluster.connect_timeout_s={timeout_s:g}: look at their output"
                 )
             return [self._nodes[rank] for rank in sorted(self._expected)]

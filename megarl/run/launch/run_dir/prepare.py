@@ -246,14 +246,12 @@ def _check_replaceable(config: Config, path: Path, changed: list[Change]) -> Non
     if has_checkpoints(run_dir):
         raise ConfigError(
             f"{path} was made with other settings: {described(changed)}; the run in {run_dir} was trained on it. Take "
-            "another "
-            f"run.name, set what it was made with, or remove {run_dir}"
+            f"another run.name, set what it was made with, or remove {run_dir}"
         )
     if not path.resolve().is_relative_to(run_dir.resolve()):
         raise ConfigError(
             f"{path} was made with other settings: {described(changed)}; it is outside run.dir={run_dir}, so other "
-            "runs may use "
-            "it. Remove it to make it again, give another path, or set what it was made with"
+            "runs may use it. Remove it to make it again, give another path, or set what it was made with"
         )
 
 

@@ -200,8 +200,7 @@ def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
     if owner is not None and owner != run_id(run_dir) and has_checkpoints(run_dir):
         raise ConfigError(
             f"store.url={shown(config.store.url)} is the store of another run (run {owner}; {run_dir / 'run_id'} has "
-            f"{run_id(run_dir)}); "
-            "give the URL that this run had before"
+            f"{run_id(run_dir)}); give the URL that this run had before"
         )
 
 
@@ -227,8 +226,7 @@ def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
     if not covered or not steps[covered[-1]]:
         raise ConfigError(
             f"store.url={shown(config.store.url)} {lacks}: was the file removed or replaced? Put it back, or take "
-            "another run.name; "
-            f"the weights of the run so far are in {run_dir / 'checkpoints'}"
+            f"another run.name; the weights of the run so far are in {run_dir / 'checkpoints'}"
         )
     for path in candidates[candidates.index(covered[-1]) + 1 :]:
         _set_aside(path, "uncovered")

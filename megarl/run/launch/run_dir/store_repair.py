@@ -36,10 +36,8 @@ def rebuild_damaged_store(config: Config, *, rename: bool = True, stopping: Call
     restored = _restore_steps(config.store.url, metrics)
     log.warning(
         "THE STORE %s WAS DAMAGED: %s. It is now %s, and a new one has what could be read of it, and %d steps that "
-        "only "
-        "metrics.jsonl had. Answers of earlier steps may be missing in the report; training loses nothing, since it "
-        "goes on from "
-        "a checkpoint.",
+        "only metrics.jsonl had. Answers of earlier steps may be missing in the report; training loses nothing, since "
+        "it goes on from a checkpoint.",
         path,
         fault,
         aside,

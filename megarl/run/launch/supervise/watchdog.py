@@ -130,10 +130,8 @@ class Watchdog:
             return None
         return (
             "the trainer waits for a rollout of which no sample has ended and no token was generated for "
-            f"{self._idle_s:.0f} s "
-            f"(cluster.stall_s={self._stall_s:g} beyond "
-            f"rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); "
-            f"the explorer: {explorers[0].phase}"
+            f"{self._idle_s:.0f} s (cluster.stall_s={self._stall_s:g} beyond "
+            f"rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); the explorer: {explorers[0].phase}"
         )
 
     def _end(self, helpers: set[Process], alive: Sequence[Started]) -> None:

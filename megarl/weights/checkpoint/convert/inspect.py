@@ -167,8 +167,7 @@ def render(found: Inspection) -> str:
     dtypes = sorted({t.dtype for t in found.tensors.values()})
     lines = [
         f"{found.path}: {found.kind} checkpoint, {len(found.tensors)} tensors, {elements:,} elements, "
-        f"{', '.join(dtypes)}, "
-        f"{len(files)} file{'s' if len(files) != 1 else ''}"
+        f"{', '.join(dtypes)}, {len(files)} file{'s' if len(files) != 1 else ''}"
     ]
     if found.family:
         lines.append(f"family {found.family}, head {found.head}")

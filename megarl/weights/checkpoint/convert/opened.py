@@ -151,8 +151,7 @@ def open_dist_checkpoint(
     if check and rows < hf_config["vocab_size"]:
         raise CheckpointError(
             f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; the "
-            "two are of "
-            "different models"
+            "two are of different models"
         )
     table: TableHead = "score" if is_value else "lm"
     family(hf_config, config_path, table)
@@ -193,13 +192,11 @@ def _check_stored(
     for key, missing_count in missing_elements(stored):
         raise CheckpointError(
             f"{key} in {path}: chunks have {prod(stored[key].shape) - missing_count} elements, expected "
-            f"{prod(stored[key].shape)}; "
-            "it was not saved whole"
+            f"{prod(stored[key].shape)}; it was not saved whole"
         )
     unknown = sorted(unknown)
     if unknown:
         raise CheckpointError(
             f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another "
-            "model's, or add "
-            "them to megarl/weights/architectures/"
+            "model's, or add them to megarl/weights/architectures/"
         )

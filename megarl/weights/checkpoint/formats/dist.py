@@ -184,8 +184,7 @@ class DistFiles:
         if saved.dtype != dtype or found != row_major:
             raise CheckpointError(
                 f"{where} is {saved.dtype} of shape {saved.shape} and strides {saved.stride}, expected {dtype} of "
-                f"{shape}, row-major; "
-                "it does not fit its metadata"
+                f"{shape}, row-major; it does not fit its metadata"
             )
         begin = chunk.offset + data.header_offset + 30 + names + extra + saved.start * dtype.itemsize
         room = data.file_size - saved.start * dtype.itemsize
@@ -278,8 +277,7 @@ def read_metadata(path: Path) -> dict[str, Stored]:
         if backend != "torch_dist":
             raise CheckpointError(
                 f"{config} has sharded_backend={backend!r}, expected 'torch_dist'; save the checkpoint in that format "
-                "(Megatron: "
-                "--ckpt-format torch_dist)"
+                "(Megatron: --ckpt-format torch_dist)"
             )
     try:
         with (path / METADATA).open("rb") as stream:

@@ -111,8 +111,7 @@ def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
         if (path / SINGLE).is_file() and names != [SINGLE]:
             raise CheckpointError(
                 f"{path} has {SINGLE} and {INDEX} with other files: transformers reads the former, vLLM the latter; "
-                "remove the one that "
-                "is not meant"
+                "remove the one that is not meant"
             )
         for name in names:
             if not (path / name).is_file():
@@ -133,8 +132,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
             raise CheckpointError(
                 f"{file} cannot be read: its header would have {length} bytes, the file has {size}; it is cut short or "
-                "no "
-                "safetensors, copy the checkpoint again"
+                "no safetensors, copy the checkpoint again"
             )
         try:
             header = json.loads(stream.read(length))

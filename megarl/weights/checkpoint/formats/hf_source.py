@@ -109,8 +109,7 @@ def check_hf(
     if missing == [LM_HEAD]:
         raise CheckpointError(
             f"{path} lacks {LM_HEAD}, but config.json says tie_word_embeddings=false; set it to true if the model is "
-            "tied, else copy "
-            "the checkpoint again"
+            "tied, else copy the checkpoint again"
         )
     if missing == [SCORE]:
         raise CheckpointError(
@@ -133,8 +132,7 @@ def check_hf(
     if unknown:
         raise CheckpointError(
             f"{path} has tensors that the model's table does not know: {some(unknown)}; config.json is another "
-            "model's, or add "
-            "them to megarl/weights/architectures/"
+            "model's, or add them to megarl/weights/architectures/"
         )
 
 
@@ -162,8 +160,7 @@ def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
     if labels != 1:
         raise CheckpointError(
             f"{path} has num_labels={labels} ({'id2label' if by_name is not None else 'num_labels'} of config.json), a "
-            "critic or reward "
-            "model has 1: one score for each token; use a checkpoint that was trained so"
+            "critic or reward model has 1: one score for each token; use a checkpoint that was trained so"
         )
 
 
@@ -189,8 +186,7 @@ def check_copy(path: Path, embedding: str, copy: str, a: torch.Tensor, b: torch.
     if not torch.equal(a, b):
         raise CheckpointError(
             f"{path}: config.json says tie_word_embeddings=true, so {copy} must be equal to {embedding}, but it "
-            "differs; set "
-            "tie_word_embeddings to false if the model was trained so"
+            "differs; set tie_word_embeddings to false if the model was trained so"
         )
 
 

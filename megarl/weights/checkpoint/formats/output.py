@@ -150,8 +150,7 @@ class OutputDirectory:
         if free < needed:
             raise CheckpointError(
                 f"{self.target.parent} has {free / 2**30:.1f} GiB free, expected {needed / 2**30:.1f} GiB or more for "
-                f"{self.target.name}; "
-                "make room or write elsewhere"
+                f"{self.target.name}; make room or write elsewhere"
             )
 
     def beside(self) -> list[str]:

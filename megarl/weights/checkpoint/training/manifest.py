@@ -65,8 +65,7 @@ def current_attempt(run_dir: Path) -> int:
     if not _NUMBER.fullmatch(text := path.read_text(errors="replace").strip()):
         raise JobError(
             f"{path} has no number but {text[:40]!r}, which megarl has not written; write the largest number there "
-            "that a line of "
-            "metrics.jsonl has as training/attempt, or a larger one"
+            "that a line of metrics.jsonl has as training/attempt, or a larger one"
         )
     return int(text)
 

@@ -96,8 +96,7 @@ def _load_parts(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> Non
         if not (checkpoint / name).is_dir():
             raise CheckpointError(
                 f"{checkpoint} has no {name}: it was made by a run without one; resume with the settings that it was "
-                "made with, "
-                "or take another run.name"
+                "made with, or take another run.name"
             )
         try:
             with part.grid(), torch.no_grad():

@@ -70,8 +70,7 @@ def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int
         values = ("nothing" if (v := side.get(wrong[0])) is None else format(v, "016x") for side in (written, given))
         raise WeightsDiffer(
             "weights to be sent are not what the optimizer last wrote: {} has digest {} by the optimizer, {} in the "
-            "tensor given"
-            "{}; the tensors are an old copy, or parameters were not updated from the optimizer's".format(
+            "tensor given{}; the tensors are an old copy, or parameters were not updated from the optimizer's".format(
                 wrong[0], *values, f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
             )
         )

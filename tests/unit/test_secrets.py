@@ -1,0 +1,26 @@
+"""Keys of a process are not in what other processes read of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import os, subprocess
+from megarl.core.secrets import hide_secrets
+before = open("/proc/self/environ", "rb").read()
+hide_secrets()
+after = open("/proc/self/environ", "rb").read()
+child = subprocess.check_output(["env"]).decode()
+print(before.count(b"s3cret"), after.count(b"s3cret"), child.count("s3cret"), os.environ["HF_TOKEN"])
+print(b"PLAIN=seen" in after)
+"""
+
+
+def test_secrets_are_gone_from_what_others_read_and_are_passed_on() -> None:
+    secrets = {"MEGARL_JOB_KEY": "s3cret-key", "HF_TOKEN": "s3cret-token", "PGPASSWORD": "s3cret", "PLAIN": "seen"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, **secrets}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["3", "0", "3", "s3cret-token", "True"]
