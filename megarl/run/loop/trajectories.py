@@ -49,8 +49,7 @@ class TrajectoryRunner:
 
     Args:
         limit: Most tokens of a trajectory; None: whatever fits the engine.
-        retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's;
-            none after ``End.ABANDONED``.
+        retries: Times that a trajectory begins again after an error that is neither the policy's nor the verifier's.
         retry_s: First wait before that; waits double.
         rewards: Weights of the form, repetition and language of responses, for rewards that a workflow gives.
         wrong_ends: Ends that count as a wrong response (``rollout.wrong_ends``).
@@ -120,8 +119,6 @@ class TrajectoryRunner:
             recorder = await self._attempt(group, index, gatherer)
             cause = recorder.cause
             if cause is None or cause.by_policy or self._is_wrong(recorder) or retry == self._retries:
-                return recorder
-            if cause is End.ABANDONED:  # another try would be kept on condition of being short
                 return recorder
             group.clock.counts["restarts"] += 1
             message = (await recorder.verdict()).message

@@ -93,7 +93,7 @@ def _settle(recorder: Recorder, error: BaseException | None) -> None:
         recorder.truncate()
     elif error is not None:
         recorder.fail(describe(error))
-    elif recorder.unread and (recorder.cause is None or recorder.cause.by_policy):
+    if recorder.unread and (recorder.cause is None or recorder.cause.by_policy):
         # what has come first is what is short
         recorder.fail(f"the workflow has not waited for {recorder.unread} of its responses", End.ABANDONED)
     elif not recorder.has_response and recorder.cause is None:
