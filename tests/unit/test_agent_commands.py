@@ -22,7 +22,7 @@ from megarl.explore.agents.loopback import with_loopback
 from megarl.explore.agents.runner import AgentFault, AgentThread
 
 TASK = Task("t", "s", ({"role": "user", "content": "?"},), "", {"ground_truth": "15"})
-DONE = "print('MEGARL_RESULT', json.dumps(given['n']), flush=True)"
+DONE = "open(os.environ['MEGARL_RESULT'], 'w').write(json.dumps(given['n']))"
 HEAD = "import json, os, subprocess, sys, time\ngiven = json.load(sys.stdin)\n"
 
 
@@ -102,7 +102,7 @@ def test_the_last_bytes_are_kept(tmp_path: Path) -> None:
 
 def test_a_command_need_not_read_its_input(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
-    path.write_text("print('MEGARL_RESULT 1')")
+    path.write_text("import os; open(os.environ['MEGARL_RESULT'], 'w').write('1')")
     given = {"prompt": "x" * 2**22}
     assert asyncio.run(run_command([sys.executable, str(path)], given, {})) == 1
     with pytest.raises(FileNotFoundError):

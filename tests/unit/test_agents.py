@@ -293,9 +293,10 @@ def test_an_agent_of_a_file(agents: Callable[..., Recorder], after: str, score: 
     ("after", "score", "words"),
     [
         ("", 1.0, ""),
-        ("print('MEGARL_RESULT', json.dumps({'score': 0.5, 'steps': 3}))", 0.5, ""),
+        ("open(os.environ['MEGARL_RESULT'], 'w').write(json.dumps({'score': 0.5, 'steps': 3}))", 0.5, ""),
+        ("print('MEGARL_RESULT 0.5')", 1.0, ""),  # on stdout, the policy could have written it
         ("sys.exit('no such tool')", None, "ended with status 1: no such tool"),
-        ("print('MEGARL_RESULT', text + '{')", None, "JSONDecodeError"),
+        ("open(os.environ['MEGARL_RESULT'], 'w').write(text + '{')", None, "JSONDecodeError"),
     ],
 )
 def test_an_agent_as_a_command(

@@ -6,17 +6,19 @@ import asyncio
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from megarl.core.machine import kill_group, kill_marked
 from megarl.explore.agents.loopback import with_loopback
 
 OUTPUT_BYTES = 64 * 2**10
-"""Last bytes of each of a command's two outputs that are kept."""
+"""Last bytes of each of a command's two outputs, and first ones of its result, that are kept."""
 RESULT = "MEGARL_RESULT"
-"""A line of a command's stdout that begins so holds its result as JSON."""
+"""Variable with the file for a command's result as JSON: on stdout, what the policy wrote could be taken for one."""
 MARK = "MEGARL_AGENT"
 """Variable by whose value all processes of a trajectory's command are found, whatever session they are in."""
 DRAIN_S = 2.0
@@ -60,30 +62,33 @@ class CommandOutput(asyncio.SubprocessProtocol):
 
 
 async def run_command(words: Sequence[str], given: Mapping[str, Any], env: Mapping[str, str]) -> Any:
-    """Run a command that reads ``given`` as JSON, and return its result; None where it prints none.
+    """Run a command that reads ``given`` as JSON, and return its result; None where it writes none.
 
     The command ends with its first process: what that has left behind is killed, and nobody waits for its output.
     Raises RuntimeError for an exit status, OSError for a command that is not there, ValueError for a result that is no
     JSON.
     """
     mark = secrets.token_hex(16)
-    stdin = os.memfd_create("agent-input")  # no pipe: a command need not read it
-    try:
-        os.write(stdin, json.dumps(given).encode())
-        os.lseek(stdin, 0, os.SEEK_SET)
-        transport, output = await asyncio.get_running_loop().subprocess_exec(
-            CommandOutput, *words, stdin=stdin, env={**env, MARK: mark}, start_new_session=True
-        )
-    finally:
-        os.close(stdin)
-    try:
-        await output.ended.wait()
-    finally:
-        await _end(transport, output, mark)
-    if status := transport.get_returncode():
-        last = output.text(2).strip().rpartition("\n")[2]
-        raise RuntimeError(f"{words[0]} ended with status {status}: {last}")
-    return _result(output.text(1))
+    with tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as folder:
+        result = Path(folder, "result.json")
+        stdin = os.memfd_create("agent-input")  # no pipe: a command need not read it
+        try:
+            os.write(stdin, json.dumps(given).encode())
+            os.lseek(stdin, 0, os.SEEK_SET)
+            own = {**env, MARK: mark, RESULT: str(result)}
+            transport, output = await asyncio.get_running_loop().subprocess_exec(
+                CommandOutput, *words, stdin=stdin, env=own, start_new_session=True
+            )
+        finally:
+            os.close(stdin)
+        try:
+            await output.ended.wait()
+        finally:
+            await _end(transport, output, mark)
+        if status := transport.get_returncode():
+            last = output.text(2).strip().rpartition("\n")[2]
+            raise RuntimeError(f"{words[0]} ended with status {status}: {last}")
+        return json.loads(result.read_bytes()[:OUTPUT_BYTES]) if result.is_file() else None
 
 
 async def _end(transport: asyncio.SubprocessTransport, output: CommandOutput, mark: str) -> None:
@@ -112,9 +117,3 @@ def command_environment(base_url: str, names: Sequence[str]) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": base_url,
         "ANTHROPIC_API_KEY": "none",
     }
-
-
-def _result(stdout: str) -> Any:
-    """Raises ValueError for a result that is no JSON."""
-    lines = [line for line in stdout.splitlines() if line.startswith(RESULT)]
-    return json.loads(lines[-1].removeprefix(RESULT).strip()) if lines else None

@@ -68,8 +68,6 @@ class Session:
         self._left: dict[bytes, list[asyncio.Task[list[Reply]]]] = {}
         """Requests whose client has gone, by the digest of the request."""
         self._closed = False
-        self.full = False
-        """The last request had no room (``rollout.max_trajectory_tokens``)."""
         self.abandoned = 0
         """Requests that nobody waited for, once the session is closed."""
 
@@ -117,7 +115,6 @@ class Session:
                 raise BadRequest(str(error)) from error
             except RecursionError as error:
                 raise BadRequest("a message or tool is nested too deeply") from error
-        self.full = False
         prompt_tokens = self._model.limit - self._model.room_after(context)
         try:
             turns = await asyncio.gather(
@@ -205,7 +202,6 @@ class Session:
         return await asyncio.to_thread(encode)
 
     def _no_room(self, tokens: str) -> BadRequest:
-        self.full = True
         return BadRequest(f"the context has {tokens} tokens, which {ROOM}={self._model.limit}", NO_ROOM)
 
     def _index(self, turn: Turn) -> int:
