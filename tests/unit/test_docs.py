@@ -203,3 +203,9 @@ def test_commands_in_sentences_exist(page: Path) -> None:
             assert ended.value.code == 0, text
         else:
             assert words[1] in cli.COMMANDS, text
+
+
+@every_page
+def test_lines_end_at_120_columns(page: Path) -> None:
+    lines = enumerate(page.read_text().splitlines(), 1)
+    assert [number for number, line in lines if len(line) > 120 and not line.startswith("|")] == []
