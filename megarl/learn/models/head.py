@@ -66,7 +66,7 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
         fit = ops.rows_in_budget(columns, torch.float32 if wider else input_.dtype, request.logits_bytes)
         if not wider and (fit is None or targets.numel() <= fit):
             logits, _ = super().forward(input_, weight)
-            answer = ops.vocab_parallel_logprob(logits.view(-1, columns), targets.reshape(-1), **question)
+            outputs = ops.vocab_parallel_logprob(logits.view(-1, columns), targets.reshape(-1), **question)
         else:
             # The whole sequence's hidden states stay for the backward; Megatron's linear would gather them twice.
             gathers = self.sequence_parallel
@@ -76,8 +76,8 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             if wider:
                 hidden, weight = hidden.float(), weight.float()
             question["logits_bytes"] = request.logits_bytes
-            answer = ops.linear_logprob(hidden, weight, targets.reshape(-1), **question)
-        return torch.stack(answer, dim=-1).view(*targets.shape, 2), None
+            outputs = ops.linear_logprob(hidden, weight, targets.reshape(-1), **question)
+        return torch.stack(outputs, dim=-1).view(*targets.shape, 2), None
 
 
 def install(stage: torch.nn.Module) -> None:

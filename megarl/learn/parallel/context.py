@@ -1,4 +1,4 @@
-"""Context parallelism's one collective of ours: answers of all shares of a sequence, on every rank of the group."""
+"""Context parallelism's one collective of ours: outputs of all shares of a sequence, on every rank of the group."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A model of one rank, frozen or trained: Megatron's modules, its answers for a step's sequences, and updates.
+"""A model of one rank, frozen or trained: Megatron's modules, its outputs for a step's sequences, and updates.
 
-Shape legend: T positions of a step's ``Sequences``; k answers of the head at each: log-prob and entropy, or a score.
+Shape legend: T positions of a step's ``Sequences``; k outputs of the head at each: log-prob and entropy, or a score.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Grid = Callable[[], AbstractContextManager[Any]]
 
 
 class FrozenModel:
-    """A model that only answers: the reference, a reward model, and the base of what is trained.
+    """A model that is only evaluated: the reference, a reward model, and the base of what is trained.
 
     ``head`` None makes a model that scores. ``grid``: of a model whose grid is not the one that is in place.
     """
@@ -133,17 +133,17 @@ class FrozenModel:
             chunk.eval()
         result = torch.zeros(len(sequences.tokens))
 
-        def keep(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def keep(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
             if has_outputs:
                 real = batch.index >= 0
-                result[batch.index[real]] = answer[..., 0].float().cpu()[real]
-            return answer.sum(), None  # the schedule wants a loss
+                result[batch.index[real]] = outputs[..., 0].float().cpu()[real]
+            return outputs.sum(), None  # the schedule wants a loss
 
         with self.grid():
             has_outputs = self._has_outputs()
             for batches in updates:
                 run(self.chunks, sequences, batches, head, keep, forward_only=True)
-        # One rank answers for each position, the others have 0 there: the sum is exact.
+        # One rank has the outputs of each position, the others have 0 there: the sum is exact.
         dist.all_reduce(result)
         return result
 
@@ -229,9 +229,9 @@ class TrainedModel(FrozenModel):
         for router in self._routers:
             router.begin(UpdateSize(int(count[0]), int(count[1]), most=int(max(each[0] for each in counts))))
 
-        def loss_function(batch: MicroBatch, answer: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        def loss_function(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
             kept = LossTokens.of(batch, sequences)
-            loss = objective.loss(kept, answer[kept.place.to(answer.device)])
+            loss = objective.loss(kept, outputs[kept.place.to(outputs.device)])
             total = (loss.totals * scale.to(loss.total)).sum()
             return total, (total.detach(), loss.metrics)
 

@@ -1,6 +1,6 @@
 """Objectives of training: algorithms from ``megarl.learn.algorithms``, given the tokens of a micro-batch.
 
-A step lies on the host; of a micro-batch's tokens what a loss needs goes to where the answers are.
+A step lies on the host; of a micro-batch's tokens what a loss needs goes to where the outputs are.
 
 Shape legend: T' tokens of a micro-batch that are in the loss, n its sequences, K parts of a loss with a denominator
 each.
@@ -52,7 +52,7 @@ class Objective:
     count: Callable[[LossTokens], torch.Tensor]
     """This micro-batch's share of the global denominators, [K] or a scalar."""
     loss: Callable[[LossTokens, torch.Tensor], Loss]
-    """(tokens, answers [T', k] of the head) -> sums where the answers are, never divided."""
+    """(tokens, outputs [T', k] of the head) -> sums where the outputs are, never divided."""
 
 
 def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences) -> Objective:

@@ -14,7 +14,7 @@ from megarl.learn.models.gpt import unwrap
 from megarl.learn.parallel.context import gather_outputs
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, answers [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
+"""(micro-batch, outputs [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def run(
     Sequences and micro-batches lie on the host: what a model and its loss need of one goes to the model's device.
     ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
         ``balanced``: its routers measure their balance.
-    Under context parallelism every rank is given the answers of whole sequences, and its gradient is that of its own
+    Under context parallelism every rank is given the outputs of whole sequences, and its gradient is that of its own
     share.
 
     Returns:
@@ -78,8 +78,8 @@ def run(
             ):
                 output = model(tokens, positions, None, **more)
 
-        def loss(answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            total, collected = loss_function(batch, gather_outputs(answer, shares, context))
+        def loss(outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            total, collected = loss_function(batch, gather_outputs(outputs, shares, context))
             # The count of 1 is unused: gradients are not divided (see transformer_config).
             return total, torch.zeros((), dtype=torch.int), collected
 
