@@ -88,6 +88,7 @@ def test_an_option_beside_refused_ones(text: str) -> None:
 def test_only_one_sentence_describes_the_picture() -> None:
     assert score_choice("It is B.", "B", ANIMALS)["score"] == 1.0
     assert score_choice("It is B. It is C.", "B", ANIMALS)["score"] == 0.0
+    assert score_choice("It is Mt. Rigi.", "A", {"options": {"A": "Mt. Rigi", "B": "Mt. Cook"}})["score"] == 1.0
 
 
 def test_a_question_fills_no_blank() -> None:
