@@ -65,6 +65,12 @@ def test_sums_of_counts() -> None:
         "故选B不对",
         "故选B或C",
         "Not A, so B. Option C is correct",
+        "A is wrong and B",
+        "anything but option B",
+        "the answer cannot be option B",
+        "option B is the wrong choice",
+        "option B does not work",
+        "option B contradicts the picture",
     ],
 )
 def test_an_option_that_is_refused_or_one_of_two(text: str) -> None:
@@ -78,6 +84,8 @@ def test_an_option_that_is_refused_or_one_of_two(text: str) -> None:
         "故选B，不选A",
         "Since option A is too small, it has to be option B",
         "Not A, so B. dog",
+        "So option B, because the others do not bark",
+        "The incorrect statement is option B",
         "(B) is correct",
     ],
 )

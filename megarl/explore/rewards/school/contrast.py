@@ -50,6 +50,8 @@ def settled(text: str) -> set[str] | None:
         for letter in re.findall("[A-H]", match["refused"] or match["wrong"] or "")
     }
     rest = _LEAD.sub("", _REFUSED.sub(" ", text)).strip().rstrip(",;. ")
+    if re.match(r"(?:and|or|nor)\b|[和与或]", rest):  # "A is wrong and B"
+        return None
     affirmed = _AFFIRMED.fullmatch(rest)
     names = k12_read.letters(affirmed[1] if affirmed else rest) if refused or affirmed else None
     if not names or refused & set(names) or (not affirmed and _JUDGED.search(k12_read.after_letter(rest))):

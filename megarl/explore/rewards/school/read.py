@@ -94,14 +94,15 @@ _CONCLUDES = re.compile(
     r"\b(?:is|be|are|choose|select|pick|so|therefore|thus|hence|no|answer)[\s,:;]*(?:the\s+)?$", re.IGNORECASE
 )
 _REFUSED_BEFORE = re.compile(
-    r"(?:\b(?:not|never|neither|nor|than|instead\s+of|without|unlike|exclud\w+|eliminat\w+|discard\w*|reject\w*|"
-    r"rul\w+\s+out)\s+(?:the\s+)?|n['’]t\s+(?:(?:be|choose|pick|select|take)\s+)?|[不非没勿])$",
+    r"(?:\b(?:not|cannot|never|neither|nor|than|over|instead\s+of|without|unlike|except|except\s+for|"
+    r"(?:all|any|anything|everything|none)\s+but|exclud\w+|eliminat\w+|discard\w*|reject\w*|rul\w+\s+out)\s+"
+    r"(?:be\s+)?(?:the\s+)?|n['’]t\s+(?:(?:be|choose|pick|select|take)\s+)?|[不非没勿])$",
     re.IGNORECASE,
 )
 _REFUSED_BEHIND = re.compile(
-    r"\)?\s*(?:(?:[,/&或]|还是|\b(?:or|and|nor)\b)\s*(?:options?\s*|选项\s*)?\(?[A-H](?![A-Za-z])|(?:都|是|为|也)?[不错误]|"
-    r"(?:(?:is|are|was|seems?|looks?|must\s+be|would\s+be)\s+)?(?:not\b|never\b|wrong\b|incorrect\b|false\b|too\b|"
-    r"excluded\b|eliminated\b|ruled\s+out|\w*n['’]t\b|cannot\b))",
+    r"\)?\s*+(?:(?:[,/&或]|还是|\b(?:or|and|nor)\b)\s*(?:options?\s*|选项\s*)?\(?[A-H](?![A-Za-z])|(?:都|是|为|也)?[不错误]|"
+    r"(?:(?!\b(?:because|since|as|for|which|so)\b)[^.,;:!?\n])*(?:\b(?:not|no|never|cannot|wrong|incorrect|false|too|"
+    r"fails?|contradicts?|violates?|impossible|excluded|eliminated|ruled\s+out)\b|n['’]t\b))",
     re.IGNORECASE,
 )
 
