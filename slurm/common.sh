@@ -65,11 +65,12 @@ megarl_train() {
   megarl_srun train "${overrides[@]}"
 }
 
-# status_folder ARGUMENTS: folder that the head sees from its container too: the run's directory, else that of all runs.
+# status_folder ARGUMENTS: folder that the head sees from its container too: the run's directory, where it is given
+# without interpolation and escapes, else that of all runs.
 status_folder() {
   local argument folder=$MEGARL_HOME/runs
   for argument in "$@"; do
-    [[ $argument == run.dir=* ]] && folder=${argument#run.dir=} folder=${folder//\'/}
+    [[ $argument == run.dir=?* && $argument != *[\$\\]* ]] && folder=${argument#run.dir=} folder=${folder//[\'\"]/}
   done
   echo "$folder"
 }

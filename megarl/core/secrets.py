@@ -19,8 +19,8 @@ def hide_secrets() -> None:
     first = ctypes.POINTER(ctypes.c_void_p).in_dll(_LIBC, "environ")
     shown, place = list[str](), 0
     while address := first[place]:
-        name, _, value = ctypes.string_at(address).partition(b"=")
-        if SECRET.search(name):
+        name, equals, value = ctypes.string_at(address).partition(b"=")
+        if equals and SECRET.search(name):
             ctypes.memset(address + len(name) + 1, ord("x"), len(value))
             shown.append(os.fsdecode(name))
         place += 1

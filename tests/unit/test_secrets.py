@@ -24,3 +24,16 @@ def test_secrets_are_gone_from_what_others_read_and_are_passed_on() -> None:
         [sys.executable, "-c", PROGRAM], env={**os.environ, **secrets}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["3", "0", "3", "s3cret-token", "True"]
+
+
+def test_entries_that_are_no_variable_are_passed_over() -> None:
+    """``execve`` takes any text as an entry; Python has none of these in ``os.environ``."""
+    program = f"""
+import ctypes
+libc = ctypes.CDLL(None)
+entries = (ctypes.c_char_p * 3)(b"A_KEY_WITHOUT_VALUE", b"HF_TOKEN=s3cret", None)
+arguments = (ctypes.c_char_p * 4)({sys.executable!r}.encode(), b"-c", {PROGRAM!r}.encode(), None)
+libc.execve(arguments[0], arguments, entries)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split()[:2] == ["1", "0"], done.stderr

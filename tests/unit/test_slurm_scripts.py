@@ -152,6 +152,11 @@ def test_the_heads_status_is_in_a_folder_that_containers_see(tmp_path: Path, mon
     assert script(tmp_path, *SWEEP, **settings).stdout.startswith(f"{home}/runs/.slurm-status-7-")
     given = script(tmp_path, *SWEEP, f"run.dir={tmp_path}/there", **settings)
     assert given.stdout.startswith(f"{tmp_path}/there/.slurm-status-7-")
+    quoted = script(tmp_path, *SWEEP, f'run.dir="{tmp_path}/with space"', **settings)
+    assert quoted.stdout.startswith(f"{tmp_path}/with space/.slurm-status-7-")
+    for unread in ("run.dir=${oc.env:HOME}/there", "run.dir="):
+        assert script(tmp_path, *SWEEP, unread, **settings).stdout.startswith(f"{home}/runs/.slurm-status-7-")
+    assert sorted(path.name for path in home.iterdir()) == ["runs", "slurm"]
 
 
 def test_a_stop_is_no_failure_where_the_status_cannot_be_written(

@@ -25,6 +25,12 @@ _AFFIRMED = re.compile(
     r"|选项)?|符合题意)$",
     re.IGNORECASE,
 )
+_JUDGED = re.compile(
+    r"(?:\b(?:is|are|also)\s+(?:\w+\s+){0,2}(?:correct|right|wrong|incorrect|false|true)\b|正确|错误|不对|"
+    r"\b(?:it\s+is|it's|options?|choose)\s+\(?[A-H](?![A-Za-z])|选项?\s*[A-H])",
+    re.IGNORECASE,
+)
+"""Found behind ``A.`` where that is no option's text: "A. Option B is correct"."""
 _LEAD = re.compile(
     r"^(?:[\s,;.:]|\b(?:so|but|therefore|thus|hence|it\s+is|it's|"
     r"choose|the\s+answer\s+is)\b|而是|所以|因此|故|应该?|选(?!项)择?|答案|是|为)+",
@@ -44,6 +50,10 @@ def settled(text: str) -> set[str] | None:
         for letter in re.findall("[A-H]", match["refused"] or match["wrong"] or "")
     }
     rest = _LEAD.sub("", _REFUSED.sub(" ", text)).strip().rstrip(",;. ")
+    if re.match(r"(?:and|or|nor)\b|[和与或]", rest):  # "A is wrong and B"
+        return None
     affirmed = _AFFIRMED.fullmatch(rest)
     names = k12_read.letters(affirmed[1] if affirmed else rest) if refused or affirmed else None
-    return None if not names or refused & set(names) else set(names)
+    if not names or refused & set(names) or (not affirmed and _JUDGED.search(k12_read.after_letter(rest))):
+        return None
+    return set(names)

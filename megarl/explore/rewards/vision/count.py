@@ -74,7 +74,7 @@ def read_count(text: str) -> int | None:
     text = _NOT_COUNTS.sub(" ", text)
     found = list(_COUNT.finditer(text))
     if len(found) > 2 and _SUM.search(text[found[-2].end() : found[-1].start()]):
-        return _total(found, text[found[-1].end() :])
+        return _total(found, text[: found[-1].start()], text[found[-1].end() :])
     if len(found) != 1 or not stated(text[: found[0].start()], text[found[0].end() :]):
         return None
     match = found[0]
@@ -88,14 +88,14 @@ _SUM = re.compile(
 )
 
 
-def _total(found: Sequence[re.Match[str]], behind: str) -> int | None:
+def _total(found: Sequence[re.Match[str]], before: str, behind: str) -> int | None:
     """``5`` of ``2 cats and 3 dogs, so 5``; None where the parts have another sum."""
     values = [
         None if match["behind"] else _whole(with_digits(" ".join(match.group().replace(",", "").split())).strip())
         for match in found
     ]
     *parts, total = values
-    if total is None or None in parts or not stated("", behind):
+    if total is None or None in parts or not stated(before, behind, equation=True):
         return None
     return total if sum(part for part in parts if part is not None) == total else None
 

@@ -29,7 +29,7 @@ _QUOTED = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _SHOWN = re.compile(
-    r"(?:(?:the|this)\s+(?:image|picture|photo|photograph|figure)\s+(?:shows|depicts|displays|contains)"
+    r"(?!.*[.!?]\s+(?:it|this|that|there|the|no|not|or|but|so|I|we|wait|actually)\b)(?:(?:the|this)\s+(?:image|picture|photo|photograph|figure)\s+(?:shows|depicts|displays|contains)"
     r"|there\s+is|there\s+are|(?:it|this)(?:\s+is|'s)|(?:I|we)\s+(?:can\s+)?see)\s+(.+?)"
     r"(?:\s+in\s+(?:the|this)\s+(?:image|picture|photo|photograph|figure))?\.?",
     re.IGNORECASE,
