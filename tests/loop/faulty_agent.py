@@ -13,7 +13,9 @@ from tests.loop.fault_kinds import EXCEPTIONS, EveryFifth
 
 KINDS = (*EXCEPTIONS, asyncio.CancelledError(), "text", "score", "left", "timeout")
 RESULTS = {"text": "good", "score": {"acc": True}}
-WORDS = {"text": "returned no reward", "score": "without 'score'", "left": "requests", "timeout": "requests"}
+GIVEN_UP = "not waited for|given up|asked the model for no response"
+"""By whether the request had arrived, and had been answered, when the agent went on."""
+WORDS = {"text": "returned no reward", "score": "without 'score'", "left": GIVEN_UP, "timeout": GIVEN_UP}
 """In the log, of those that are no exceptions."""
 faults = EveryFifth(KINDS)
 client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=3600.0, max_retries=0)
@@ -49,7 +51,7 @@ async def given_up(model: Any, messages: Any, request_kwargs: Any, kind: str) ->
     """
     wait_s = 0.01 * (1 + faults.given % 30)
     timeout = 3600.0 if kind == "left" else wait_s
-    request = model.chat.completions.create(messages=messages, **request_kwargs, timeout=timeout)
+    request = model.chat.completions.create(messages=messages, **request_kwargs, n=64, timeout=timeout)
     if kind == "left":
         task = asyncio.create_task(request)
         left.add(task)
