@@ -163,6 +163,7 @@ def fill(store: Any, step: int, answers: int, tokens: int) -> None:
 
 def trainer_of(config: Any, store: Any) -> Any:
     """An online trainer, of which the step is real."""
+    from megarl.core.truncation import TruncationWarning
     from megarl.learn import algorithms
     from megarl.run.loop import rollouts
     from megarl.run.loop.context import RunContext
@@ -181,6 +182,7 @@ def trainer_of(config: Any, store: Any) -> Any:
     trainer.reporter = SimpleNamespace(
         timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None
     )
+    trainer.truncation = TruncationWarning(config.rollout.max_response_tokens)
     trainer.end_step = lambda state, metrics, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)
     context = RunContext(config, Path(), 1, 0)

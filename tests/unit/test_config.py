@@ -21,7 +21,7 @@ from megarl.learn.algorithms import ALGORITHMS
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "experiment").glob("*.yaml")))
 def test_experiments_compose(name: str) -> None:
     yours = ["model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet"]
-    assert compose([f"experiment={name}", *(yours if name == "own" else [])]).run.name == name
+    assert compose([f"experiment={name}", *(yours if name.startswith("own") else [])]).run.name == name
 
 
 def test_with_ones_own_experiment_the_preset_holds() -> None:

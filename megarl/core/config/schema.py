@@ -297,7 +297,7 @@ class RolloutConfig:
     of a response."""
     retries: Annotated[int, Bound(0, 100)] = 2
     """Times that a trajectory begins again, with the same seeds, after an error of its workflow or environment."""
-    wrong_ends: list[WrongEnd] = field(default_factory=list)
+    wrong_ends: list[WrongEnd] = field(default_factory=list, hash=False)
     """Ends that count as a wrong response with score 0, where the policy can have caused them (docs/agents.md)."""
     concurrent_groups: Count = 64
     """Groups the explorer keeps in flight."""
@@ -309,7 +309,7 @@ class RolloutConfig:
     """Longest call of an environment's ``make``, ``step`` or ``close``."""
     agent: str = ""
     """Agent of ``rollout.workflow=agent``: a Python file with ``run``, or a command line (docs/agents.md)."""
-    agent_env: list[str] = field(default_factory=list)
+    agent_env: list[str] = field(default_factory=list, hash=False)
     """Names of further environment variables that a command gets; without them it has no keys of yours
     (docs/agents.md)."""
     agent_rewards: bool = False

@@ -34,7 +34,7 @@ class OnlineTrainer(Trainer):
         super().__init__(config)
         reader = NodeReader(self.timeout_s + config.store.outage_s)
         self.reader = RolloutReader(reader, self.store, lambda: self.ranks.stopping)
-        self._truncation = TruncationWarning(config.rollout.max_response_tokens)
+        self.truncation = TruncationWarning(config.rollout.max_response_tokens)
         self.expert: ExpertRows | None = None
         if "expert" in self.algorithm.needs:
             self.expert = ExpertRows.read(config.taskset, ChatTokenizer.of(config))
@@ -99,7 +99,7 @@ class OnlineTrainer(Trainer):
             self.rollouts.drain(before)
             state = self.end_step(state, metrics, groups.used)
         metrics |= groups.metrics
-        if (text := self._truncation.warning(metrics)) is not None:
+        if (text := self.truncation.warning(metrics)) is not None:
             self.reporter.log(f"step {state.step}: {text}")
         self.reporter.record_step(state.step, metrics, tokens=len(batch.sequences.tokens), used=groups.used)
         return state
