@@ -242,7 +242,7 @@ def test_every_experiment_for_a_real_model_has_a_source() -> None:
         for path in (config_dir() / "experiment").glob("*.yaml")
         if "Never run on hardware" in path.read_text()
     }
-    assert heads == set(EXPERIMENTS) == set(OURS)
+    assert heads - {"own_gpu"} == set(EXPERIMENTS) == set(OURS), "own_gpu is for a model and rows of yours"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
