@@ -48,7 +48,7 @@ def kill_marked(variable: str) -> None:
     It finds those that have left their session, too. Repeated while it finds any, since they may start others.
     """
     for _ in range(KILLS):
-        found = [pid for pid in _pids() if _has_variable(pid, variable.encode())]
+        found = processes_with(variable.encode())
         if not found:
             return
         for pid in found:
@@ -57,15 +57,17 @@ def kill_marked(variable: str) -> None:
         time.sleep(KILLED_S)
 
 
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+def processes_with(variable: bytes) -> list[int]:
+    """Processes that were started with an environment in which ``variable``, NAME=value, is.
 
-
-def _has_variable(pid: int, variable: bytes) -> bool:
-    """False for a process that is gone, and for one whose environment may not be read: it is another user's."""
-    with contextlib.suppress(OSError):
-        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False
+    Those that end just now are left out, and those whose environment may not be read: they are another user's.
+    """
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if variable in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
 
 
 def start_ticks(pid: int) -> int | None:

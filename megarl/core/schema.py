@@ -277,25 +277,26 @@ class Trajectory:
     def answered(self) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 [P] and [R]: the context of the model's last turn, and that turn."""
         last = max(i for i, turn in enumerate(self.turns) if turn.author == "model")
-        *before, response = (self.turns[i].token_ids for i in self._line(last))
+        *before, response = (self.turns[i].token_ids for i in line_of_turns(self.turns, last))
         return _joined(before), response
 
     def _trained(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield each line of turns that has turns to train, and those turns."""
         trained: set[int] = set()
         followed = {turn.follows for turn in self.turns}
-        for line in (self._line(last) for last in range(len(self.turns)) if last not in followed):
+        for line in (line_of_turns(self.turns, last) for last in range(len(self.turns)) if last not in followed):
             new = [i for i in line if self.turns[i].author == "model" and i not in trained]
             if new:
                 yield line, new
                 trained.update(new)
 
-    def _line(self, last: int) -> list[int]:
-        """Return the turns from a first one to ``last``."""
-        line = [last]
-        while (before := self.turns[line[-1]].follows) >= 0:
-            line.append(before)
-        return line[::-1]
+
+def line_of_turns(turns: Sequence[Turn], last: int) -> list[int]:
+    """Return the indices of the turns from one that follows nothing to ``last``."""
+    line = [last]
+    while (before := turns[line[-1]].follows) >= 0:
+        line.append(before)
+    return line[::-1]
 
 
 def _sample(prompt: Sequence[Turn], response: Sequence[tuple[Turn, bool]]) -> TrainingSample:

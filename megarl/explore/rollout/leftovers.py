@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from megarl.core.durable import write_text
-from megarl.core.machine import group_members, start_ticks, started_at
+from megarl.core.machine import group_members, processes_with, start_ticks, started_at
 
 _SEGMENT = re.compile(
     r"/dev/shm/(psm_[0-9a-f]+"  # multiprocessing.shared_memory: vLLM's queues
@@ -108,12 +108,7 @@ def remove_stale_folders(run_dir: Path) -> list[Path]:
 
 def _used(folder: Path) -> bool:
     """Return True if a process has it as its temporary folder: an engine's workers, or what they have started."""
-    variable = b"TMPDIR=" + os.fsencode(folder)
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ends just now, or is another user's, who cannot use the folder
-            if variable in environment.read_bytes().split(b"\0"):
-                return True
-    return False
+    return bool(processes_with(b"TMPDIR=" + os.fsencode(folder)))
 
 
 def shared_memory(group: int) -> set[Path]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.core.schema import Turn
+from megarl.core.schema import Turn, line_of_turns
 
 
 class TurnLog:
@@ -50,10 +50,7 @@ class TurnLog:
 
     def line(self, last: int) -> list[int]:
         """Indices of the turns up to a turn, from the one that follows nothing."""
-        line = [last]
-        while (before := self.turns[line[-1]].follows) >= 0:
-            line.append(before)
-        return line[::-1]
+        return line_of_turns(self.turns, last)
 
     def length(self, last: int) -> int:
         """Tokens up to a turn."""
