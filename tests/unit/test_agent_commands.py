@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.schema import Task
 from megarl.explore.agents import runner
 from megarl.explore.agents.command import OUTPUT_BYTES, PASSED, command_environment, run_command
@@ -129,7 +130,8 @@ def test_a_command_gets_named_variables_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_an_agent_of_a_file_reaches_the_endpoint_beside_a_proxy(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("async def run(base_url, prompt, request_kwargs, metadata): ...")
     source = (
-        "import sys, urllib.request as r; from megarl.explore.agents import runner; runner.load(sys.argv[1]); "
+        "import sys, urllib.request as r; from megarl.core.config.schema import RolloutConfig; "
+        "from megarl.explore.agents import runner; runner.load(RolloutConfig(agent=sys.argv[1])); "
         "print(r.proxy_bypass('127.0.0.1'), r.proxy_bypass('example.org'))"
     )
     env = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "no_proxy": "intranet"}
@@ -155,7 +157,7 @@ async def run(base_url, prompt, request_kwargs, metadata):
 
 def test_sys_exit_in_an_agent_ends_that_agent_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "agent.py").write_text(EXITS)
-    agent: Any = runner.load(str(tmp_path / "agent.py"))
+    agent: Any = runner.load(RolloutConfig(agent=str(tmp_path / "agent.py")))
 
     async def main() -> None:
         for how, words in (("exit", "SystemExit: 3"), ("cancel", "CancelledError"), ("interrupt", "KeyboardInterrupt"),

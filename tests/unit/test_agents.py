@@ -317,4 +317,4 @@ def test_an_agent_that_asks_for_nothing(agents: Callable[..., Recorder]) -> None
 )
 def test_agents_that_are_refused(agent: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        workflows.check(RolloutConfig(workflow="agent", agent=agent, max_prompt_tokens=1))
+        workflows.check(RolloutConfig(workflow="agent", agent=agent, max_prompt_tokens=1), Path("runs/x"))

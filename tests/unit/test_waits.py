@@ -34,6 +34,13 @@ LIMITED = {
     "explore/agents/command.run_command: output.ended.wait": "rollout.agent_timeout_s",
     "explore/agents/command._end: output.ended.wait": "command.DRAIN_S",
     "explore/agents/command._end: output.drained.wait": "command.DRAIN_S",
+    **dict.fromkeys(
+        [
+            f"explore/agents/inside.{wait}"
+            for wait in ("main: subprocess.call", "accept: listening.accept", "copy: source.recv")
+        ],
+        "rollout.agent_timeout_s",
+    ),
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/episode._close: made.result": "no wait: the environment was made",
     "run/loop/__main__.leave: logging.shutdown": "no wait: flushes the handlers",

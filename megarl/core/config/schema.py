@@ -312,6 +312,11 @@ class RolloutConfig:
     agent_env: list[str] = field(default_factory=list, hash=False)
     """Names of further environment variables that a command gets; without them it has no keys of yours
     (docs/agents.md)."""
+    agent_sandbox: bool = False
+    """Commands see the system's programs, the folders of their files and the endpoint, nothing else of their machine
+    (docs/agents.md)."""
+    agent_paths: list[str] = field(default_factory=list, hash=False)
+    """Further files and folders that a command in the sandbox may read."""
     agent_rewards: bool = False
     """The agent returns the reward of every trajectory, so rows need no verifier."""
     agent_timeout_s: Seconds = 3600.0

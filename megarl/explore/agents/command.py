@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megarl.core.machine import kill_group, kill_marked
 from megarl.explore.agents.loopback import with_loopback
+from megarl.explore.agents.sandbox import CommandSandbox, filter_file
 
 OUTPUT_BYTES = 64 * 2**10
 """Last bytes of each of a command's two outputs, and first ones of its result, that are kept."""
@@ -61,26 +63,35 @@ class CommandOutput(asyncio.SubprocessProtocol):
         return self._kept[fd].decode(errors="replace")
 
 
-async def run_command(words: Sequence[str], given: Mapping[str, Any], env: Mapping[str, str]) -> Any:
+async def run_command(
+    words: Sequence[str], given: Mapping[str, Any], env: Mapping[str, str], sandbox: CommandSandbox | None = None
+) -> Any:
     """Run a command that reads ``given`` as JSON, and return its result; None where it writes none.
 
-    The command ends with its first process: what that has left behind is killed, and nobody waits for its output.
+    The command ends with its first process: what that has left behind is killed, and nobody waits for its output. In a
+    sandbox it finds the endpoint of ``env`` under the same address.
     Raises RuntimeError for an exit status, OSError for a command that is not there, ValueError for a result that is no
     JSON.
     """
     mark = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as folder:
         result = Path(folder, "result.json")
-        stdin = os.memfd_create("agent-input")  # no pipe: a command need not read it
+        started, descriptors = list(words), [os.memfd_create("agent-input")]  # no pipe: a command need not read it
         try:
-            os.write(stdin, json.dumps(given).encode())
-            os.lseek(stdin, 0, os.SEEK_SET)
+            os.write(descriptors[0], json.dumps(given).encode())
+            os.lseek(descriptors[0], 0, os.SEEK_SET)
+            if sandbox is not None:
+                descriptors.append(filter_file())
+                port = urlsplit(env["ANTHROPIC_BASE_URL"]).port
+                assert port is not None
+                started = sandbox.command(words, Path(folder), port, descriptors[1])
             own = {**env, MARK: mark, RESULT: str(result)}
             transport, output = await asyncio.get_running_loop().subprocess_exec(
-                CommandOutput, *words, stdin=stdin, env=own, start_new_session=True
+                CommandOutput, *started, stdin=descriptors[0], env=own, start_new_session=True, pass_fds=descriptors[1:]
             )
         finally:
-            os.close(stdin)
+            for descriptor in descriptors:
+                os.close(descriptor)
         try:
             await output.ended.wait()
         finally:
@@ -88,7 +99,17 @@ async def run_command(words: Sequence[str], given: Mapping[str, Any], env: Mappi
         if status := transport.get_returncode():
             last = output.text(2).strip().rpartition("\n")[2]
             raise RuntimeError(f"{words[0]} ended with status {status}: {last}")
-        return json.loads(result.read_bytes()[:OUTPUT_BYTES]) if result.is_file() else None
+        return _result(result)
+
+
+def _result(path: Path) -> Any:
+    """Value in a command's file; None without one. A link, which may lead out of its sandbox, is an OSError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as file:
+        return json.loads(file.read(OUTPUT_BYTES))
 
 
 async def _end(transport: asyncio.SubprocessTransport, output: CommandOutput, mark: str) -> None:

@@ -8,15 +8,18 @@ import logging
 import os
 import shlex
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
 from megarl.core.user_file import import_file
 from megarl.explore.agents.command import command_environment, run_command
 from megarl.explore.agents.loopback import with_loopback
+from megarl.explore.agents.sandbox import CommandSandbox
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +31,13 @@ class AgentFault(Exception):
     """An agent has raised what is no Exception, such as SystemExit."""
 
 
-def load(agent: str, env: Sequence[str] = ()) -> Run:
+def load(rollout: RolloutConfig, endpoint: Path | None = None) -> Run:
     """Agent of ``rollout.agent``: ``run`` of a Python file, or a command. Raises ConfigError.
 
     Args:
-        env: Names of further variables that a command gets (``rollout.agent_env``).
+        endpoint: UNIX socket of the endpoint for commands in a sandbox.
     """
+    agent = rollout.agent
     if not agent:
         raise ConfigError(
             "rollout.workflow=agent needs rollout.agent: a Python file (.py) with `async def run(base_url, prompt, "
@@ -41,7 +45,12 @@ def load(agent: str, env: Sequence[str] = ()) -> Run:
         )
     words = shlex.split(agent)
     if len(words) > 1 or not agent.endswith(".py"):
-        return _command(words, env)
+        return _command(words, rollout, endpoint)
+    if rollout.agent_sandbox:
+        raise ConfigError(
+            f"rollout.agent_sandbox=true, but {agent} runs in the explorer's process; give a command line, such as "
+            f"'python {agent}', or leave it out"
+        )
     os.environ.update(with_loopback(os.environ))  # before the file makes its client
     wanted = "async def run(base_url, prompt, request_kwargs, metadata)"
     function = getattr(import_file(agent, "rollout.agent", wanted), "run", None)
@@ -53,6 +62,14 @@ def load(agent: str, env: Sequence[str] = ()) -> Run:
         return await thread.call(function, f"{base_url}/v1", list(task.prompt), request_kwargs, metadata)
 
     return run
+
+
+def check(rollout: RolloutConfig, run_dir: Path) -> None:
+    """Raise ConfigError unless there is such an agent and, where it is to run in a sandbox, one that hides ``run_dir``
+    can be made."""
+    load(rollout)
+    if rollout.agent_sandbox:
+        CommandSandbox.of(shlex.split(rollout.agent), rollout.agent_paths, None).prove(run_dir)
 
 
 class AgentThread:
@@ -92,9 +109,11 @@ async def _contained(function: Callable[..., Any], *args: Any) -> Any:
         raise AgentFault(describe(error)) from error
 
 
-def _command(words: list[str], env: Sequence[str]) -> Run:
+def _command(words: list[str], rollout: RolloutConfig, endpoint: Path | None) -> Run:
+    sandbox = CommandSandbox.of(words, rollout.agent_paths, endpoint) if rollout.agent_sandbox else None
+
     async def run(base_url: str, task: Task, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
         given = {"prompt": list(task.prompt), "request_kwargs": request_kwargs, "metadata": metadata}
-        return await run_command(words, given, command_environment(base_url, env))
+        return await run_command(words, given, command_environment(base_url, rollout.agent_env), sandbox)
 
     return run

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
@@ -26,9 +27,13 @@ MODEL = "megarl"
 
 
 class AgentServer:
-    """Serves sessions. Use as an async context manager; ``url`` is known within."""
+    """Serves sessions. Use as an async context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, socket: Path | None = None) -> None:
+        """Args:
+        socket: Path of a UNIX socket where it is served too, for sandboxes without a network.
+        """
+        self._socket = socket
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -48,6 +53,8 @@ class AgentServer:
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
         await site.start()
+        if self._socket is not None:
+            await web.UnixSite(self._runner, self._socket).start()
         self._port = self._runner.addresses[0][1]
         return self
 

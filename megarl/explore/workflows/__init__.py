@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
@@ -38,10 +39,10 @@ async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncItera
         yield get(rollout)
 
 
-def check(rollout: RolloutConfig) -> None:
-    """Raise ConfigError unless there is such a workflow."""
+def check(rollout: RolloutConfig, run_dir: Path) -> None:
+    """Raise ConfigError unless there is such a workflow, one whose sandbox hides the run's directory."""
     if rollout.workflow == "agent":
-        runner.load(rollout.agent, rollout.agent_env)
+        runner.check(rollout, run_dir)
     else:
         get(rollout)
 

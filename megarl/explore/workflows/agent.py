@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from megarl.core.config.schema import RolloutConfig
@@ -27,9 +29,12 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
     response. An exception of the agent costs the trajectory its verdict, unless it is the refusal of a context that
     had no room: the trajectory is then truncated.
     """
-    run = load(rollout.agent, rollout.agent_env)
-
-    async with AgentServer() as server:
+    async with AsyncExitStack() as stack:
+        socket = None
+        if rollout.agent_sandbox:
+            socket = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-agents-")), "endpoint")
+        run = load(rollout, socket)
+        server = await stack.enter_async_context(AgentServer(socket))
 
         async def workflow(task: Task, model: RolloutModel) -> None:
             if task.images:

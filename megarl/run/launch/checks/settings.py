@@ -61,7 +61,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_memory(config, job, nodes)
     check_url(config.store.url, nodes)
     if ProcessKind.EXPLORER in job.processes:
-        workflows.check(config.rollout)
+        workflows.check(config.rollout, Path(config.run.dir))
         check_reward_settings(config)
 
 

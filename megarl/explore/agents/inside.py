@@ -1,0 +1,58 @@
+"""First program in a command's sandbox: it passes connections on to the endpoint outside, and runs the command.
+
+Run by file name, with the standard library alone: ``inside.py SOCKET PORT COMMAND...``. The sandbox has a network of
+its own, so connections to the endpoint's port are taken here and given to its UNIX socket.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+PIECE = 2**16
+
+
+def main() -> None:
+    """Run the command with the endpoint at its port, and end as it does."""
+    path, port, *words = sys.argv[1:]
+    listening = socket.create_server(("127.0.0.1", int(port)), backlog=128)
+    threading.Thread(target=accept, args=(listening, path), daemon=True).start()
+    try:
+        status = subprocess.call(words)
+    except OSError as error:
+        sys.stderr.write(f"{words[0]}: {error.strerror}\n")
+        status = 127
+    sys.stdout.flush()
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def accept(listening: socket.socket, path: str) -> None:
+    """Give each connection two threads, one for each direction."""
+    while True:
+        inner, _ = listening.accept()
+        outer = socket.socket(socket.AF_UNIX)
+        try:
+            outer.connect(path)
+        except OSError:  # the endpoint is gone: so is the job
+            inner.close()
+            continue
+        for ends in ((inner, outer), (outer, inner)):
+            threading.Thread(target=copy, args=ends, daemon=True).start()
+
+
+def copy(source: socket.socket, target: socket.socket) -> None:
+    """Copy until the source ends; its end is the target's. Where the target is gone, nothing more is read."""
+    with contextlib.suppress(OSError):
+        while piece := source.recv(PIECE):
+            target.sendall(piece)
+        target.shutdown(socket.SHUT_WR)
+        return
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+if __name__ == "__main__":
+    main()

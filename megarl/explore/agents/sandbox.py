@@ -1,0 +1,175 @@
+"""Sandbox of commands: bubblewrap with the system's programs, the agent's folder and the endpoint, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.errors import ConfigError
+from megarl.explore.sandbox import seccomp
+
+INSIDE = Path(__file__).with_name("inside.py")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+ETC = (
+    "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime",
+    "mime.types", "nsswitch.conf", "passwd", "pki", "protocols", "services", "ssl",
+)  # fmt: skip
+"""Files of /etc that programs look up; none is secret."""
+ENDPOINT, FIRST = "/run/endpoint", "/run/inside.py"
+TMP_BYTES = 2**30
+"""Room in a command's /tmp and in its working folder, each."""
+PROVE_S = 60.0
+PROBE = """
+import os, socket, sys
+secret, port = sys.argv[1:]
+found = []
+if os.path.exists(secret):
+    found.append("files of this machine")
+try:
+    socket.create_connection(("127.0.0.1", int(port)), 2)
+    found.append("its network")
+except OSError:
+    pass
+if len([name for name in os.listdir("/proc") if name.isdigit()]) > 3:
+    found.append("its processes")
+print(", ".join(found))
+"""
+FIX = (
+    "it needs bubblewrap and unprivileged user, pid and network namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; docker run --security-opt "
+    "seccomp=unconfined --security-opt systempaths=unconfined), or set rollout.agent_sandbox=false"
+)
+
+
+@dataclass(frozen=True)
+class CommandSandbox:
+    """View of this machine that commands of an agent have; one for all trajectories."""
+
+    bwrap: str
+    shown: tuple[Path, ...]
+    """Files and folders that are shown where they are, read-only."""
+    endpoint: Path | None
+    """UNIX socket of the endpoint; None to check what can be run."""
+
+    @classmethod
+    def of(cls, words: Sequence[str], paths: Sequence[str], endpoint: Path | None) -> CommandSandbox:
+        """Sandbox for a command line: with its programs, the folders of its files, and ``paths``.
+
+        Raises ConfigError where bubblewrap or a path is missing, or a folder holds the user's home.
+        """
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise ConfigError(f"rollout.agent_sandbox=true, but bwrap is not on the PATH: {FIX}")
+        missing = [path for path in paths if not os.path.exists(path)]
+        if missing:
+            raise ConfigError(f"rollout.agent_paths={list(paths)}: {missing[0]} is not there")
+        own = [_folder(Path(word)) for word in words if os.path.exists(word)]
+        named = [*own, *(Path(path).absolute() for path in paths)]
+        home = Path.home().resolve()
+        for path in named:
+            if home.is_relative_to(path.resolve()):
+                raise ConfigError(
+                    f"rollout.agent_sandbox=true would show all of {path} to the command {' '.join(words)!r}; put the "
+                    "agent into a folder of its own"
+                )
+        shown = [*_interpreter(Path(sys.executable)), *_interpreter(Path(shutil.which(words[0]) or words[0])), *named]
+        return cls(bwrap, tuple(dict.fromkeys(path for path in shown if not _of_system(path))), endpoint)
+
+    def command(self, words: Sequence[str], folder: Path, port: int, filter_fd: int) -> list[str]:
+        """Command line that runs ``words`` inside.
+
+        Args:
+            folder: For its result; the only one outside that it may write.
+            port: The endpoint's, on loopback inside as outside.
+            filter_fd: Descriptor from which the filter of system calls is read.
+        """
+        assert self.endpoint is not None
+        binds = ["--bind", str(folder), str(folder), "--ro-bind", str(self.endpoint), ENDPOINT]
+        binds += ["--ro-bind", str(INSIDE), FIRST]
+        first = [sys.executable, "-I", "-S", FIRST, ENDPOINT, str(port)]
+        return [*self._bwrap(binds), "--seccomp", str(filter_fd), "--", *first, *words]
+
+    def prove(self, run_dir: Path) -> None:
+        """Raise ConfigError unless a program inside sees neither files, network nor processes of this machine, nor the
+        run's directory with its tasks."""
+        for path in self.shown:
+            if run_dir.resolve().is_relative_to(path.resolve()):
+                raise ConfigError(
+                    f"rollout.agent_sandbox=true would show run.dir={run_dir} to the agent, with {path}; put the agent "
+                    "into a folder of its own"
+                )
+        with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listening:
+            secret = Path(folder, "secret")
+            secret.touch()
+            port = str(listening.getsockname()[1])
+            words = [sys.executable, "-I", "-S", "-c", PROBE, str(secret), port]
+            try:
+                done = subprocess.run(
+                    [*self._bwrap([]), "--", *words], capture_output=True, text=True, timeout=PROVE_S, check=False
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise ConfigError(
+                    f"rollout.agent_sandbox=true, but {self.bwrap} does not run: {error}; {FIX}"
+                ) from error
+        if done.returncode:
+            last = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(f"rollout.agent_sandbox=true, but a program does not run in it: {last}; {FIX}")
+        if seen := done.stdout.strip():
+            raise ConfigError(f"rollout.agent_sandbox=true, but a program in it sees {seen}; {FIX}")
+
+    def _bwrap(self, binds: Sequence[str]) -> list[str]:
+        size = ["--size", str(TMP_BYTES), "--tmpfs"]
+        work = os.getcwd()
+        places = [*size, "/tmp", *([] if _of_system(Path(work)) else [*size, work])]
+        return [
+            self.bwrap, "--unshare-all", "--unshare-user", "--hostname", "sandbox", "--die-with-parent",
+            "--new-session", "--cap-drop", "ALL", *_system(), "--proc", "/proc", "--dev", "/dev", *places,
+            "--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp",
+            *(word for path in self.shown for word in ("--ro-bind", str(path), str(path))),
+            *binds, "--remount-ro", "/", "--chdir", work,
+        ]  # fmt: skip
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder of a file, beside which its modules are; a folder itself."""
+    path = path.absolute()
+    return path if path.is_dir() else path.parent
+
+
+def _interpreter(program: Path) -> Iterator[Path]:
+    """Paths that a program needs: of an interpreter its virtual environment and its installation, else the file."""
+    environment = program.parent.parent
+    if (environment / "pyvenv.cfg").is_file():
+        yield environment
+    real = program.resolve()
+    yield real.parent.parent if real.name.startswith("python") and real.parent.name == "bin" else real
+
+
+def _of_system(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in SYSTEM)
+
+
+def _system() -> Iterator[str]:
+    """Arguments that show the system's programs and libraries, and what they look up."""
+    for path in SYSTEM:
+        if os.path.islink(path):
+            yield from ("--symlink", os.readlink(path), path)
+        elif os.path.isdir(path):
+            yield from ("--ro-bind", path, path)
+    for name in ETC:
+        yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
+
+
+def filter_file() -> int:
+    """Descriptor of a new file with the filter of system calls. Raises SandboxError where none is known."""
+    descriptor = os.memfd_create("agent-filter")
+    os.write(descriptor, seccomp.program())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

@@ -1,0 +1,208 @@
+"""Commands in the sandbox: they reach the endpoint, and nothing else that a job has on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.config.schema import RolloutConfig
+from megarl.core.errors import ConfigError
+from megarl.core.schema import End
+from megarl.explore import workflows
+from megarl.explore.agents import runner
+from megarl.explore.agents.sandbox import CommandSandbox
+from megarl.explore.tasksets import ChatTokenizer
+from megarl.run.loop.recorder import Recorder
+from tests.chat_battery import checkpoint
+from tests.unit.agent_model import TASK, Model, recorder, trajectory
+
+pytestmark = pytest.mark.sandbox
+CLIENT = """
+import json, os, socket, subprocess, sys, urllib.request
+given = json.load(sys.stdin)
+def ask(url=os.environ["OPENAI_BASE_URL"]):
+    body = {"messages": given["prompt"], **given["request_kwargs"]}
+    request = urllib.request.Request(url + "/chat/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+def end(result):
+    with open(os.environ["MEGARL_RESULT"], "w") as file:
+        json.dump(result, file)
+def fails(action, *arguments):
+    try:
+        action(*arguments)
+    except OSError:
+        return True
+    return False
+"""
+Play = Callable[..., Recorder]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer.open(checkpoint(tmp_path_factory.mktemp("qwen") / "qwen2_5", "qwen2_5"))
+
+
+@pytest.fixture
+def play(tmp_path: Path, tokenizer: ChatTokenizer) -> Play:
+    """Run a command in the sandbox against a model that writes given texts."""
+
+    def run(source: str, *texts: str, arguments: str = "", seconds: Sequence[float] = (), **changes: Any) -> Recorder:
+        folder = tmp_path / "agent"
+        folder.mkdir(exist_ok=True)
+        (folder / "solve.py").write_text(CLIENT + source)
+        changes = {"agent": f"{sys.executable} {folder}/solve.py {arguments}", "agent_sandbox": True, **changes}
+        rollout = RolloutConfig(workflow="agent", max_prompt_tokens=100, **changes)
+        recorded = recorder(Model(tokenizer, *texts, seconds=seconds), limit=400)
+
+        async def main() -> None:
+            async with workflows.opened(rollout, tokenizer) as workflow:
+                await workflow(TASK, recorded)
+
+        asyncio.run(asyncio.wait_for(main(), 120))
+        return recorded
+
+    return run
+
+
+def score(recorded: Recorder) -> Any:
+    verdict = asyncio.run(recorded.verdict())
+    return verdict.reward.score if not verdict.message else verdict.message
+
+
+def test_a_command_reaches_the_endpoint_and_gives_its_reward(play: Play) -> None:
+    recorded = play("end({'score': 0.25 * (ask() == '15') + (ask() == '16')})", "15", "16")
+    assert score(recorded) == 1.25 and trajectory(recorded).end is End.FINISHED
+    assert len(list(trajectory(recorded).samples())) == 2
+
+
+def test_a_command_sees_nothing_of_the_job(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "store.db").write_text("tasks")
+    monkeypatch.setenv("MEGARL_JOB_KEY", "secret")
+    source = """
+store, port, pid = os.path.join(*sys.argv[1].split(":")), int(sys.argv[2]), int(sys.argv[3])
+processes = [name for name in os.listdir("/proc") if name.isdigit()]
+seen = {
+    "store": os.path.exists(store),
+    "key": any(b"MEGARL_JOB_KEY" in open(f"/proc/{name}/environ", "rb").read() for name in processes),
+    "processes": len(processes) > 3,
+    "own code": not fails(open, os.path.abspath(__file__), "a"),
+    "system": not fails(open, "/usr/x", "w"),
+    "etc": os.path.exists("/etc/shadow"),
+    "network": not fails(socket.create_connection, ("127.0.0.1", port), 2),
+    "namespace": subprocess.run(["unshare", "-U", "true"], stderr=subprocess.DEVNULL).returncode == 0,
+    "signal": not fails(os.kill, pid, 0),
+}
+for folder in (".", os.environ["TMPDIR"], os.environ["HOME"]):
+    open(os.path.join(folder, "own"), "w").close()
+ask()
+end({"score": 1.0 - sum(seen.values()), **{"parts": {name: float(value) for name, value in seen.items()}}})
+"""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        recorded = play(source, "15", arguments=f"{tmp_path}:store.db {port} {os.getpid()}")
+    assert score(recorded) == 1.0, asyncio.run(recorded.verdict()).reward.parts
+
+
+def test_a_command_that_fails_is_an_error_and_nothing_it_started_is_left(play: Play) -> None:
+    mark = f"sleep-{os.getpid()}-{time.monotonic_ns()}"
+    source = f"""
+ask()
+subprocess.Popen(["bash", "-c", "exec -a {mark} sleep 1000"], start_new_session=True, env={{}})
+time.sleep(0.2)
+sys.exit("no idea")
+"""
+    recorded = play("import time" + source, "15")
+    assert "status 1: no idea" in score(recorded)
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _exists(path)]
+    assert not [line for line in lines if mark.encode() in line]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return bool(path.read_bytes())
+    except OSError:
+        return False
+
+
+def test_a_result_that_is_a_link_is_refused(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "store.json").write_text("1.0")
+    recorded = play(f"ask()\nos.symlink({str(tmp_path / 'store.json')!r}, os.environ['MEGARL_RESULT'])", "15")
+    assert "symbolic links" in score(recorded)
+
+
+def test_many_requests_at_once(play: Play) -> None:
+    source = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(40) as pool:
+    texts = list(pool.map(lambda _: ask(), range(40)))
+end(len(set(texts)))
+"""
+    recorded = play(source, *map(str, range(40)))
+    assert score(recorded) == 40.0 and len(list(trajectory(recorded).samples())) == 40
+
+
+def test_a_client_that_goes_away_is_seen(play: Play) -> None:
+    source = """
+body = {"messages": given["prompt"], **given["request_kwargs"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
+if not fails(urllib.request.urlopen, request, None, 0.5):
+    sys.exit("a response came")
+end(1.0)
+"""
+    assert trajectory(play(source, "15", seconds=[30.0])).end is End.ABANDONED
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"agent": "python {agent}/solve.py"}, None),
+        ({"agent": "{agent}/solve.py"}, "runs in the explorer's process"),
+        ({"agent": "python {agent}/solve.py", "agent_paths": ["/no/such"]}, r"\['/no/such'\]: /no/such is not there"),
+        ({"agent": "python {agent}/solve.py /"}, "would show all of /"),
+        ({"agent": "python {agent}/solve.py", "agent_paths": ["{home}"]}, "folder of its own"),
+        ({"agent": "python {agent}/solve.py", "agent_paths": ["{run}"]}, "would show run.dir="),
+    ],
+)
+def test_settings_are_checked(tmp_path: Path, changes: dict[str, Any], words: str | None) -> None:
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "solve.py").write_text("async def run(base_url, prompt, request_kwargs, metadata): ...")
+    run_dir = tmp_path / "runs" / "first"
+    run_dir.mkdir(parents=True)
+    places = {"agent": tmp_path / "agent", "home": Path.home(), "run": run_dir.parent}
+    filled = {
+        name: value.format(**places) if isinstance(value, str) else [each.format(**places) for each in value]
+        for name, value in changes.items()
+    }
+    rollout = RolloutConfig(workflow="agent", agent_sandbox=True, **filled)
+    if words is None:
+        runner.check(rollout, run_dir)
+        return
+    with pytest.raises(ConfigError, match=words):
+        runner.check(rollout, run_dir)
+
+
+@pytest.mark.parametrize("shown", ["files of this machine", "its network", "its processes"])
+def test_a_sandbox_that_hides_nothing_is_refused(tmp_path: Path, shown: str) -> None:
+    sandbox = CommandSandbox.of([sys.executable], [], None)
+    words = {
+        "files of this machine": ["--bind", tempfile.gettempdir(), tempfile.gettempdir()],
+        "its network": ["--share-net"],
+        "its processes": ["--ro-bind", "/proc", "/proc"],
+    }[shown]
+    wrapper = tmp_path / "bwrap"
+    wrapper.write_text(f"#!/bin/bash\nwhile [ $1 != -- ]; do a+=(\"$1\"); shift; done\n"
+                       f"exec {sandbox.bwrap} \"${{a[@]}}\" {' '.join(words)} \"$@\"\n")  # fmt: skip
+    wrapper.chmod(0o755)
+    with pytest.raises(ConfigError, match=f"a program in it sees {shown}"):
+        dataclasses.replace(sandbox, bwrap=str(wrapper)).prove(tmp_path)
