@@ -7,8 +7,12 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megarl.weights.checkpoint.convert.command import add_arguments
+
+if TYPE_CHECKING:
+    from megarl.core.config import Config
 
 DESCRIPTION = """Reinforcement learning for language models on Megatron-Core and vLLM.
 
@@ -207,27 +211,43 @@ def _train(arguments: argparse.Namespace) -> int:
     config = compose(
         arguments.overrides, own=arguments.config_dir
     )  # before the imports that take seconds: a mistyped key is reported at once
+    return _check_job(config, arguments) if arguments.check else _run_job(config)
+
+
+def _run_job(config: Config) -> int:
+    from megarl.run.launch.supervise.forkserver import ForkServers
+
+    threads = [config.rollout.num_threads, config.trainer.num_threads]
+    # CUDA is not there in a forked process, and a fork server takes no GPU.
+    servers = ForkServers(threads) if config.run.fork_servers and config.parallel.backend == "gloo" else None
+    try:
+        from megarl.run.launch.job import run
+
+        return run(config, servers)
+    finally:
+        if servers is not None:
+            servers.close()
+
+
+def _check_job(config: Config, arguments: argparse.Namespace) -> int:
+    from megarl.core.errors import ConfigError
     from megarl.run.launch.checks.job import check
-    from megarl.run.launch.job import run
+    from megarl.run.launch.nodes import devices
+    from megarl.run.launch.nodes.fit import planned
+    from megarl.run.launch.nodes.placement import NodeInfo
+    from megarl.run.launch.run_dir.dry_run import no_bytecode
 
-    if arguments.check:
-        from megarl.run.launch.nodes import devices
-        from megarl.run.launch.nodes.fit import planned
-        from megarl.run.launch.nodes.placement import NodeInfo
-        from megarl.run.launch.run_dir.dry_run import no_bytecode
-
-        nodes = 1 if arguments.nodes is None else arguments.nodes
-        if nodes < 1:
-            raise ConfigError(f"--nodes={nodes}: a job has one or more")
-        gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
-        with no_bytecode():
-            check(config, nodes=nodes, dry=True, elsewhere=arguments.gpus_per_node is not None)
-            logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)]))
-        logging.info("the settings, data and model fit; nothing was started or written")
-        if arguments.gpus_per_node is not None:
-            logging.info("not checked: what is installed on those machines, and their memory")
-        return 0
-    return run(config)
+    nodes = 1 if arguments.nodes is None else arguments.nodes
+    if nodes < 1:
+        raise ConfigError(f"--nodes={nodes}: a job has one or more")
+    gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
+    with no_bytecode():
+        check(config, nodes=nodes, dry=True, elsewhere=arguments.gpus_per_node is not None)
+        logging.info("%s", planned(config, [NodeInfo(rank, "", "all", gpus) for rank in range(nodes)]))
+    logging.info("the settings, data and model fit; nothing was started or written")
+    if arguments.gpus_per_node is not None:
+        logging.info("not checked: what is installed on those machines, and their memory")
+    return 0
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

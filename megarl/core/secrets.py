@@ -6,7 +6,7 @@ import ctypes
 import os
 import re
 
-SECRET = re.compile(rb"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
+SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 """Found in names of variables that hold a key."""
 _LIBC = ctypes.CDLL(None)
 
@@ -20,7 +20,7 @@ def hide_secrets() -> None:
     shown, place = list[str](), 0
     while address := first[place]:
         name, equals, value = ctypes.string_at(address).partition(b"=")
-        if equals and SECRET.search(name):
+        if equals and SECRET.search(os.fsdecode(name)):
             ctypes.memset(address + len(name) + 1, ord("x"), len(value))
             shown.append(os.fsdecode(name))
         place += 1

@@ -80,6 +80,9 @@ class RunConfig:
     """Address that engines and trainer ranks of one machine listen on."""
     port: Annotated[int, Bound(1024, 65535)] | None = None
     """First of the job's ports (engines, rendezvous); None lets the machine choose free ones."""
+    fork_servers: bool = True
+    """Fork engines and trainer ranks of one machine without GPUs from processes that import what they need while the
+    job is checked; false starts each by itself."""
     allow_changes: list[str] = field(default_factory=list)
     """Settings, or groups of them such as trainer.optimizer, that change the training and may differ from the run's
     last start (docs/checkpoints.md)."""

@@ -30,8 +30,10 @@ from megarl.run.launch.run_dir.owner import check_fence, next_attempt, own_run_d
 from megarl.run.launch.run_dir.prepare import with_prompt_limit
 from megarl.run.launch.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
 from megarl.run.launch.run_dir.store_repair import rebuild_damaged_store
+from megarl.run.launch.supervise.forkserver import ForkServers
 from megarl.run.launch.supervise.interrupt import INTERRUPT, StopRequest
 from megarl.run.launch.supervise.reaper import Reaper
+from megarl.run.launch.supervise.specs import preload
 from megarl.run.launch.supervise.supervisor import start_attempt, watch
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import current_attempt
@@ -45,15 +47,19 @@ UNFINISHED = 130
 """Exit status of a job that was stopped and can be resumed."""
 
 
-def run(config: Config) -> int:
+def run(config: Config, servers: ForkServers | None = None) -> int:
     """Run the job to its end, or this node's part in it; exit status 0 when it finished, 130 when it was stopped and
-    can be resumed."""
+    can be resumed. Its processes are forked from ``servers`` where this machine is the job's only one."""
     allocation = find()
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
     if not allocation.is_head:
         return agent.serve(allocation, config, key)
     run_dir = Path(config.run.dir)
     start = time.monotonic()
+    if allocation.nodes > 1:
+        servers = None
+    if servers is not None:
+        preload(config, servers)
     with (
         Gathering(allocation, key, config.cluster.heartbeat_s) as gathering,
         own_run_dir(run_dir) as lock,
@@ -70,7 +76,7 @@ def run(config: Config) -> int:
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin again", run_dir)
         else:
-            _run_attempts(config, tasks, allocation, gathering, lock, server, key, last)
+            _run_attempts(config, tasks, allocation, gathering, lock, server, key, last, servers)
         # A rank that was asked to end, by whomever, ends in order: only the run itself shows whether it is finished.
         finished = is_finished(config, run_dir)
         if finished:  # its report too, which may not have been written when it ended
@@ -86,7 +92,7 @@ def run(config: Config) -> int:
 
 def _run_attempts(
     config: Config, tasks: Mapping[str, Selected], allocation: Allocation, gathering: Gathering, lock: int,
-    server: Server | None, key: str, last: int,
+    server: Server | None, key: str, last: int, servers: ForkServers | None,
 ) -> None:  # fmt: skip
     """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
 
@@ -113,6 +119,7 @@ def _run_attempts(
             role=allocation.role,
             address=config.run.host,
             first_port=config.run.port,
+            servers=servers,
         )
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None

@@ -22,6 +22,7 @@ from megarl.explore.rollout.leftovers import own_folder, record_segments, shared
 from megarl.run.launch.nodes import devices, ports
 from megarl.run.launch.nodes.allocation import Role
 from megarl.run.launch.supervise import stacks
+from megarl.run.launch.supervise.forkserver import ForkServers
 from megarl.run.launch.supervise.probe import Probe
 from megarl.run.launch.supervise.process import Child
 from megarl.run.launch.supervise.reaper import Reaper
@@ -139,6 +140,8 @@ class LocalNode:
     """Ports from here on, where the setting gives one."""
     visible: Sequence[str] = field(default_factory=devices.visible)
     """Names of the GPUs that the job may use."""
+    servers: ForkServers | None = None
+    """Processes to fork engines and trainer ranks from."""
     children: dict[str, Child] = field(default_factory=dict)
     held: dict[str, socket.socket] = field(default_factory=dict)
     """Ports of an attempt's servers, by HOST:PORT."""
@@ -164,6 +167,7 @@ class LocalNode:
                     Path(spec.log),
                     echo=spec.echo,
                     keep=self.keep,
+                    servers=self.servers,
                 )
             except BaseException:
                 remove(folder)

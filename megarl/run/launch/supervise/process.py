@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from megarl.core import heartbeat
+from megarl.core.jobs import kind_of
 from megarl.core.machine import kill_group
 from megarl.core.parent import die_with
+from megarl.run.launch.supervise.forkserver import Forked, ForkServers
 from megarl.run.launch.supervise.probe import Probe
 from megarl.run.launch.supervise.stacks import ProcessHeartbeat, state_of
 
@@ -30,7 +32,8 @@ class Child:
     """A running process that prints into ``log``; with ``echo`` that is shown on this terminal as well.
 
     It holds the file itself, not a pipe to us: it can go on printing, and its last words are kept, when we are gone.
-    The descriptors ``keep`` stay open in it. ``memory`` is where it shows what it does, if it is one of ours.
+    The descriptors ``keep`` stay open in it. ``memory`` is where it shows what it does, if it is one of ours. It is
+    forked from one of ``servers`` where they have one for it.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Child:
         *,
         echo: bool = False,
         keep: Sequence[int] = (),
+        servers: ForkServers | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -55,19 +59,29 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._start = output.tell()
-            self._process = subprocess.Popen(
-                list(argv),
-                env={**os.environ, **env, heartbeat.VARIABLE: str(self.memory.descriptor)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
-                pass_fds=[*keep, self.memory.descriptor],
-            )
+            self._process = self._start_process(argv, {**os.environ, **env}, output.fileno(), keep, servers)
         self._echo = threading.Thread(target=self._show, daemon=True) if echo else None
         if self._echo is not None:
             self._echo.start()
+
+    def _start_process(
+        self, argv: Sequence[str], env: Mapping[str, str], output: int, keep: Sequence[int], servers: ForkServers | None
+    ) -> subprocess.Popen[bytes] | Forked:
+        memory, kind = self.memory.descriptor, kind_of(self.name)
+        if servers is not None and kind is not None and argv[0] == sys.executable:
+            pid = servers.fork(kind, argv[1:], env, output, memory, keep)
+            if pid is not None:
+                return Forked(pid)
+        return subprocess.Popen(
+            list(argv),
+            env={**env, heartbeat.VARIABLE: str(memory)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
+            pass_fds=[*keep, memory],
+        )
 
     def _show(self) -> None:
         with self.log.open("rb", buffering=0) as log:

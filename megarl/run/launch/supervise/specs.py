@@ -17,6 +17,7 @@ from megarl.learn import algorithms
 from megarl.run.launch.nodes.node import Spec
 from megarl.run.launch.nodes.placement import Placement
 from megarl.run.launch.supervise.engine_process import engine_process
+from megarl.run.launch.supervise.forkserver import ForkServers
 
 Placed = tuple[int, Spec]
 """The rank of a node, and a process to start there."""
@@ -90,6 +91,19 @@ def specs(
     return [placed for kind in algorithms.get(config.algorithm.name).job.processes for placed in _SPECS[kind](attempt)]
 
 
+def preload(config: Config, servers: ForkServers) -> None:
+    """Have fork servers import what the job's processes need, while the job is checked."""
+    for kind in algorithms.get(config.algorithm.name).job.processes:
+        if kind is ProcessKind.ENGINE:
+            servers.preload(kind, engine_process(config.model.path, config.rollout, config.model, "", 0)[1])
+        elif kind is ProcessKind.TRAINER:
+            servers.preload(kind, _trainer_threads(config))
+
+
+def _trainer_threads(config: Config) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(config.trainer.num_threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 def _engines(attempt: _Attempt) -> Iterator[Placed]:
     config, addresses, kind = attempt.config, attempt.addresses, ProcessKind.ENGINE
     for i, span in enumerate(attempt.placement.engines):
@@ -115,8 +129,7 @@ def _trainers(attempt: _Attempt) -> Iterator[Placed]:
             "WORLD_SIZE": str(config.parallel.world_size),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": str(config.trainer.num_threads),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            **_trainer_threads(config),
         }
         argv = ["-m", "megarl.run.loop", kind.stem, "--config", str(resolved(config))]
         gpus = placement.trainer_gpus(node)
