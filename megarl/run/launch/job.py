@@ -92,7 +92,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
 
 def _run_attempts(
     config: Config, tasks: Mapping[str, Selected], allocation: Allocation, gathering: Gathering, lock: int,
-    server: Server | None, key: str, last: int, servers: ForkServers | None,
+    server: Server | None, key: str, last: int, servers: ForkServers | None = None,
 ) -> None:  # fmt: skip
     """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
 

@@ -39,13 +39,29 @@ log = logging.getLogger(__name__)
 COMMON = ("torch", "torch._dynamo", "torch._inductor.standalone_compile", "torch._inductor.lowering")
 """Modules that vLLM and Megatron-Core both import."""
 PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
-    ProcessKind.TRAINER: ("megarl.run.loop.trainer", "transformers"),
+    ProcessKind.TRAINER: (
+        "megarl.run.loop.trainer",
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "transformers.modeling_gguf_pytorch_utils",
+    ),
     ProcessKind.ENGINE: (
         "vllm.entrypoints.launchers.api_server.entry",
         "vllm.entrypoints.launchers.cli_args",
-        "vllm.v1.worker.cpu_worker",
         "megarl.run.sync.receiver",
-        "vllm.model_executor.models.registry",
+        "model_hosting_container_standards.sagemaker",
+        "vllm.distributed.device_communicators.cpu_communicator",
+        "vllm.entrypoints.openai.models.api_router",
+        "vllm.entrypoints.rl.factories",
+        "vllm.entrypoints.serve.instrumentator.metrics",
+        "vllm.entrypoints.serve.lora.api_router",
+        "vllm.entrypoints.serve.profile.api_router",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.renderers.hf",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.worker.cpu_worker",
     ),
 }
 """Modules that a process of a kind needs, those that it would import late among them."""
