@@ -41,8 +41,9 @@ class Request:
     body: bytes
 
     def slow(self) -> Request:
-        body = json.loads(self.body)
-        return replace(self, body=json.dumps({**body, "program": SLEEP + body["program"]}).encode())
+        fields = json.loads(self.body)
+        body = json.dumps({**fields, "program": SLEEP + fields["program"]}).encode()
+        return replace(self, body=body, headers={**self.headers, "content-length": str(len(body))})
 
 
 @dataclass(frozen=True)
@@ -207,16 +208,19 @@ class FaultySandbox:
             reply = self._forward(request)
             link.sendall(reply.head() + reply.body)
             return True
-        happened, goes_on = self._fail(kind, request, link)
-        with self._lock:
-            (self.given if happened else self._waiting).append(kind)
+        happened = goes_on = False
+        try:
+            happened, goes_on = self._fail(kind, request, link)
+        finally:
+            with self._lock:
+                (self.given if happened else self._waiting).append(kind)
         return goes_on
 
     def _next(self, request: Request) -> str | None:
-        """The fault of this request, if it has one. The first look at the service has none: it is before the job."""
+        """The fault of this request, if it has one. Of looks at the service one has, after the job began."""
         with self._lock:
             if request.method == "GET":
-                return "500" if next(self._gets) % 2 and self.requests else None
+                return "500" if self.requests and not next(self._gets) else None
             self.requests += 1
             if next(self._posts) % 5 != 4:
                 return None
@@ -232,13 +236,15 @@ class FaultySandbox:
             reset(link)
             return True, False
         if kind == "late":
-            link.settimeout(60)
-            return link.recv(1) == b"", False  # its worker has been killed
+            link.settimeout(START_S)
+            with contextlib.suppress(ConnectionError):
+                link.recv(1)  # until its worker has been killed
+            return True, False
         last, reply = self._last, self._forward(request)
         sent, goes_on = reply.head() + reply.body, True
         if reply.status == 200:
             self._last = reply
-        elif kind not in STATUSES:
+        elif not kind.isdecimal():
             link.sendall(sent)  # another fault, of a program that ran beside this one
             return False, True
         if kind in BROKEN:
