@@ -174,7 +174,7 @@ class FaultySandbox:
                 [*command, "--workers", "2"], env={**os.environ, wire.KEY_VARIABLE: KEY}, stderr=output
             )
         until = time.monotonic() + START_S
-        while socket.socket().connect_ex((HOST, self._service_port)):
+        while not listens(self._service_port):
             assert self._service.poll() is None and time.monotonic() < until, self._output.read_text()
             time.sleep(0.05)
         self._up.set()
@@ -232,7 +232,7 @@ class FaultySandbox:
         if kind in KILLS:
             return self._kill(kind, request, link)
         if kind in ("refused", "reset"):
-            self._refusing = kind == "refused"
+            self._refusing = self._refusing or kind == "refused"
             reset(link)
             return True, False
         if kind == "late":
@@ -348,6 +348,11 @@ def kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as link:
+        return link.connect_ex((HOST, port)) == 0
 
 
 def free_port() -> int:

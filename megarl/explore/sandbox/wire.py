@@ -83,8 +83,8 @@ def check_result_from(reply: Any) -> CheckResult:
     data = _is(_is(reply, dict)["result"], dict)
     passed = tuple(_is(item, bool) for item in _is(data["passed"], list))
     reasons = tuple(_is(item, str) for item in _is(data["reasons"], list))
-    if len(passed) != len(reasons):
-        raise ValueError(f"{len(passed)} tests have {len(reasons)} reasons")
+    if passed != tuple(not reason for reason in reasons):
+        raise ValueError("the reasons are not those of the tests that failed")
     made = CheckResult(**{**data, "passed": passed, "reasons": reasons})
     _is_text_or_none(made.row_error)
     _is_limit(made.limit)
