@@ -117,7 +117,8 @@ def test_results_that_no_sandbox_gives_are_none(service: Service, reply: Any) ->
 @pytest.mark.parametrize(
     "change",
     [
-        {"passed": [True]}, {"reasons": [""]}, {"passed": [True, False]}, {"reasons": ["limit: wall", ""]}, {"passed": [], "reasons": []}, {"passed": None}, {"passed": "ab"},
+        {"passed": [True]}, {"reasons": [""]}, {"passed": [True, False]}, {"reasons": ["limit: wall", ""]},
+        {"passed": [], "reasons": []}, {"passed": None}, {"passed": "ab"},
         {"passed": [True, False, True], "reasons": ["", "wrong", ""]}, {"passed": [1, 1]}, {"passed": ["", ""]},
         {"passed": [True, None]}, {"reasons": [None, ""]}, {"reasons": [0, 0]}, {"row_error": 1}, {"limit": "none"},
         {"stderr": None}, {"seconds": None}, {"more": 1},
