@@ -22,6 +22,7 @@ STEPS, TASKS = 3, 12
 SETTINGS = (
     "experiment=quickstart",
     "taskset=code",
+    "parallel=tp1",
     f"trainer.steps={STEPS}",
     f"trainer.tasks_per_step={TASKS}",
     "trainer.eval_interval=3",
