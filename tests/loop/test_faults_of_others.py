@@ -5,7 +5,6 @@ Faults of environments, agents, workflows and verifiers; failed trajectories beg
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megarl.explore.store import Store
 from tests.loop import faulty_agent, faulty_guess, faulty_verifier, faulty_workflow
+from tests.loop.same_model import assert_same_model, steps
 from tests.system.jobs import START_S, Job
 
 pytestmark = pytest.mark.timeout(6 * START_S)
@@ -65,11 +64,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
             job.clean_up()
 
 
-def steps(run_dir: Path) -> list[dict[str, float]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "actor/pg_loss" in record]
-
-
 @pytest.mark.parametrize("name", ["whole", *FAULTY])
 def test_no_episode_is_lost_and_none_trained_without_a_verdict(runs: dict[str, Path], name: str) -> None:
     records = steps(runs[name])
@@ -97,15 +91,4 @@ def test_every_kind_of_fault_of_a_verifier_has_happened(runs: dict[str, Path]) -
 
 @pytest.mark.parametrize("name", FAULTY)
 def test_the_model_has_the_same_bits(runs: dict[str, Path], name: str) -> None:
-    both = runs["whole"], runs[name]
-    stores = [Store(f"sqlite:///{run}/store.db", read_only=True) for run in both]
-    for step in range(STEPS):
-        turns = [
-            [[turn.token_ids.tolist() for turn in e.turns] for e in store.trajectories(f"train-{step:06d}")]
-            for store in stores
-        ]
-        assert turns[0] == turns[1] and len(turns[0]) == TASKS * 8
-    for store in stores:
-        store.close()
-    first, second = ((run / "hf" / "model.safetensors").read_bytes() for run in both)
-    assert first == second
+    assert_same_model(runs["whole"], runs[name], STEPS, TASKS * 8)

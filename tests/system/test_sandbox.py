@@ -178,21 +178,39 @@ def test_killing_the_owner_kills_the_sandbox() -> None:
 SLEEPS = "import time\ndef f():\n    time.sleep(30)"
 
 
+@pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("which", [0, -1], ids=["of the tests", "of the program"])
-def test_what_is_killed_from_outside_says_nothing_of_the_program(which: int) -> None:
-    """``check`` starts bwrap and a zygote for the tests, then both for the program; in each a launcher and a test's
-    process."""
-    sandbox, limits, before = LocalSandbox(host.find()), Limits(wall_s=60.0), sandbox_processes()
+def test_what_is_killed_from_outside_says_nothing_of_the_program(which: int, nested: bool) -> None:
+    """``check`` starts bwrap and perhaps a zygote for the tests, then both for the program; in each a launcher and a
+    test's process."""
+    sandbox = LocalSandbox(dataclasses.replace(host.find(), nested=nested))
+    limits, before = Limits(wall_s=60.0), sandbox_processes()
     checks = Checks(("assert f() == 1",))
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(sandbox.check, SLEEPS, checks, limits)
-        assert until(lambda: len(sandbox_processes() - before) >= 8)
+        assert until(lambda: len(sandbox_processes() - before) >= (8 if nested else 6))
         started = sandbox_processes() - before
         bwraps = sorted(int(pid) for pid in started if b"--unshare-all" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(bwraps[which], signal.SIGKILL)
         with pytest.raises(SandboxError, match="ended from outside"):
             job.result()
         assert pool.submit(sandbox.check, "def f(): return 1", checks, limits).result().passed == (True,)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_bwrap_that_is_killed_says_nothing_of_the_program(nested: bool) -> None:
+    sandbox = LocalSandbox(dataclasses.replace(host.find(), nested=nested))
+    limits, before = Limits(wall_s=60.0), sandbox_processes()
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(sandbox.run, "import time\ntime.sleep(30)", [Test()], limits)
+        assert until(lambda: len(sandbox_processes() - before) >= (4 if nested else 3))
+        started = sandbox_processes() - before
+        [bwrap] = (int(pid) for pid in started if b"--unshare-all" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(bwrap, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="ended from outside"):
+            job.result()
+        [result] = pool.submit(sandbox.run, "import os\nos.kill(os.getpid(), 9)", [Test()], limits).result()
+        assert result.exit_code == -9  # its own doing
 
 
 def test_without_namespaces_within_namespaces_results_are_the_same() -> None:

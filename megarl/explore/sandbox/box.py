@@ -80,13 +80,18 @@ class Outer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GONE_S)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """SIGKILL to bwrap; the kernel passes it on to the namespace's init (--die-with-parent), and so to everything
-        inside."""
+        inside. True: something outside had killed it before; what happens inside gives it an exit code."""
+        if is_over(self.link):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GONE_S)
+        status = self._process.poll()
         self._kill()
         if self._process.stderr is not None:
             self._process.stderr.close()
         self.link.close()
+        return status is not None and status < 0
 
 
 class Zygote:
@@ -158,7 +163,7 @@ class Box:
             self.lost = not self._source.end()
             self._link.close()
         else:
-            self._source.close()
+            self.lost = self._source.close()
 
     def start_answer(self, program: str, limits: Limits, wall_s: float) -> None:
         """Run the program and let it answer calls that come over the descriptor that it was given."""
@@ -220,6 +225,17 @@ class Box:
 
     def _read(self, size: int, deadline: float) -> bytes | None:
         return read(self._link, size, deadline)
+
+
+def is_over(link: socket.socket) -> bool:
+    """The other side has closed, and all that it sent has been read."""
+    try:
+        link.setblocking(False)
+        return not link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def read(link: socket.socket, size: int, deadline: float) -> bytes | None:

@@ -37,6 +37,7 @@ class Service:
                 "and where the reward workers run (python -c 'import secrets; print(secrets.token_urlsafe())')"
             )
         self._sandbox = sandbox
+        self._key = key
         self._expected = f"Bearer {key}".encode()
         self._places = workers + queue
         self._taken = 0
@@ -56,7 +57,11 @@ class Service:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._expected):
             return _problem(401, "the key is missing or wrong: send Authorization: Bearer <key>")
-        return await handler(request)
+        response = await handler(request)
+        if isinstance(response, web.Response) and isinstance(response.body, bytes):
+            name = request.headers.get(wire.REQUEST_HEADER, "")
+            response.headers[wire.SIGNATURE_HEADER] = wire.signature(self._key, name, response.body)
+        return response
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"sandbox": self._sandbox.describe(), "taken": self._taken, "places": self._places})
