@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megarl.core.errors import PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
@@ -85,6 +86,8 @@ class Recorder(RecordedEnd):
         self._verdict: tuple[Turn, Verdict] | None = None
         self._asked = 0
         """Samples that were asked for."""
+        self._refused = 0
+        """Samples whose prompt engines have refused, which whoever asked has seen."""
         self._in_thinking: set[int] = set()
         """Turns that end inside a thought."""
         self._closed = False
@@ -113,7 +116,7 @@ class Recorder(RecordedEnd):
     @property
     def unread(self) -> int:
         """Responses that were asked for and have not come, since nobody waits for them."""
-        return self._asked - sum(turn.author == "model" for turn in self.turns)
+        return self._asked - self._refused - sum(turn.author == "model" for turn in self.turns)
 
     @property
     def in_thinking(self) -> bool:
@@ -159,7 +162,7 @@ class Recorder(RecordedEnd):
         rendered = render_turn(self._tokenizer, role, text, self._claim.task.chat_template_kwargs)
         token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
         if len(token_ids) >= self.room:
-            self.cause = End.TRUNCATED
+            self.truncate()
             return None
         return self.write(author, token_ids, in_thinking=opens_thinking(rendered))
 
@@ -216,7 +219,11 @@ class Recorder(RecordedEnd):
             max_tokens=max_tokens,
         )
         self._asked += 1
-        completion = await self._gatherer.sample(request)
+        try:
+            completion = await self._gatherer.sample(request)
+        except PromptRefused:
+            self._refused += 1
+            raise
         if self._closed:
             raise RuntimeError("the trajectory has ended")
         if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
