@@ -86,8 +86,8 @@ class Recorder(RecordedEnd):
         self._verdict: tuple[Turn, Verdict] | None = None
         self._asked = 0
         """Samples that were asked for."""
-        self._refused = 0
-        """Samples whose prompt engines have refused, which whoever asked has seen."""
+        self.unread = 0
+        """Those of them that have neither come nor been refused, since nobody waits for them."""
         self._in_thinking: set[int] = set()
         """Turns that end inside a thought."""
         self._closed = False
@@ -112,11 +112,6 @@ class Recorder(RecordedEnd):
     def has_response(self) -> bool:
         """True if the model has written a turn."""
         return any(turn.author == "model" for turn in self.turns)
-
-    @property
-    def unread(self) -> int:
-        """Responses that were asked for and have not come, since nobody waits for them."""
-        return self._asked - self._refused - sum(turn.author == "model" for turn in self.turns)
 
     @property
     def in_thinking(self) -> bool:
@@ -219,13 +214,15 @@ class Recorder(RecordedEnd):
             max_tokens=max_tokens,
         )
         self._asked += 1
+        self.unread += 1
         try:
             completion = await self._gatherer.sample(request)
         except PromptRefused:
-            self._refused += 1
+            self.unread -= 1
             raise
         if self._closed:
             raise RuntimeError("the trajectory has ended")
+        self.unread -= 1
         if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
             self.cause = None
         if completion.prompt_ids is not None and self._task_turn is not None:
