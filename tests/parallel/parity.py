@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from tests.parallel.batches import sequences_of
 from tests.parallel.families import save as save_family
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
+from tests.parallel.several import OBJECTIVES, Expected, expected_of, several
 
 TOLERANCE = 1e-5
 UPDATES = 4
@@ -64,13 +66,16 @@ class Cell:
     rows: int | None
     """Rows of a padded micro-batch; None is packed."""
     recompute: str
+    several: bool = False
+    """Trajectories of several samples each, under the objectives of ``several.py``."""
 
     @property
     def layout(self) -> str:
         return "packed" if self.rows is None else f"padded, {self.rows} row{'s' * (self.rows > 1)}"
 
     def __str__(self) -> str:
-        return f"{self.model} | {self.grid} | {self.layout} | recompute {self.recompute}"
+        samples = " | trajectories of several samples" if self.several else ""
+        return f"{self.model} | {self.grid} | {self.layout} | recompute {self.recompute}{samples}"
 
 
 @dataclass
@@ -84,7 +89,8 @@ class Errors:
     parameter: str
     """With the worst gradient."""
     later: float
-    """Losses of the updates that follow; of all four what routers measure (relative)."""
+    """Losses of the updates that follow; of all four what routers measure (relative). Of trajectories of several
+    samples: metrics, relative to the sum of their terms without signs."""
 
     @property
     def worst(self) -> float:
@@ -110,6 +116,11 @@ CELLS = [
         for rows, recompute in ((2, "none"), (None, "full"))
     ),
     *(Cell("qwen3", grid, None, "selective") for grid in ("one process", "TP2 + SP", "CP2", "PP2 × VPP2")),
+    *(
+        Cell("qwen3_moe" if "EP" in grid else "qwen3", grid, rows, "none", several=True)
+        for grid in GRIDS
+        for rows in LAYOUTS
+    ),
 ]
 
 
@@ -190,6 +201,7 @@ def reference(path: Path, router: RouterConfig | None = None) -> tuple[dict[str,
         batch = make_batch(lambda tokens: next_token_logp(model, tokens)[0])
     # Decay is for matrices, as everywhere: not for norms.
     parameters = list(model.parameters())
+    of_several = [] if router is not None else several_expected(model, batch)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
@@ -226,7 +238,29 @@ def reference(path: Path, router: RouterConfig | None = None) -> tuple[dict[str,
         losses.append(float(loss.detach()))
         sizes.append(float(terms.detach().abs().sum() / count))
         norms.append(float(norm))
-    return batch, {"losses": losses, "sizes": sizes, "norms": norms, "gradients": gradients, "routers": measured}
+    return batch, {
+        "losses": losses,
+        "sizes": sizes,
+        "norms": norms,
+        "gradients": gradients,
+        "routers": measured,
+        "several": of_several,
+    }
+
+
+def several_expected(
+    model: Any, batch: dict[str, torch.Tensor]
+) -> list[tuple[Expected, float, dict[str, torch.Tensor]]]:
+    """Of each of ``OBJECTIVES``: loss and metrics, the gradient's norm, its entries by HF name."""
+    found = []
+    for settings in OBJECTIVES:
+        model.zero_grad()
+        expected = expected_of(settings, batch, *next_token_logp(model, batch["tokens"]))
+        expected.loss.backward()
+        norm = torch.sqrt(sum(p.grad.double().pow(2).sum() for p in model.parameters()))
+        found.append((expected.detached(), float(norm), gradients_by_file(model)))
+    model.zero_grad()
+    return found
 
 
 def gradients_by_file(model: Any) -> dict[str, torch.Tensor]:
@@ -291,6 +325,32 @@ def gradient_errors(rank: int, hf_config: Any, layout: Any, found: Any, expected
     return worst, where
 
 
+def several_errors(actor: Any, names: Any, batch: Any, expected: Any, worst_gradient: Any) -> Errors:
+    """This rank's worst errors of ``OBJECTIVES``; nothing is trained. ``worst_gradient``: of gradients, expected."""
+    import torch.distributed as dist
+
+    from megarl.core.metrics import mean_of_sums
+    from megarl.learn import algorithms
+    from megarl.learn.training import objectives
+
+    errors = Errors(0.0, 0.0, 0.0, "", 0.0)
+    for settings, (wanted, norm, gradients) in zip(OBJECTIVES, expected, strict=True):
+        sequences = several(batch, settings)
+        objective = objectives.policy(algorithms.get(settings.name), settings, sequences)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, actor.backward(sequences, actor.micro_batches(sequences), objective))
+        metrics = mean_of_sums(everyone)
+        of_norm = abs(actor.gradient_norm() - norm) / norm
+        gradient, where = worst_gradient(whole_gradients(actor.chunks, names), gradients)
+        if not gradient <= errors.gradient:  # NaN too
+            errors.gradient, errors.parameter = gradient, where
+        of_loss = abs(metrics["actor/loss"] - float(wanted.loss)) / wanted.size
+        of_metrics = [abs(metrics[name] - value) / size for name, (value, size) in wanted.metrics.items()]
+        for name, value in (("loss", of_loss), ("norm", of_norm), ("later", max(of_metrics))):
+            setattr(errors, name, max(getattr(errors, name), value))
+    return errors
+
+
 def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "nccl"] = "gloo") -> dict[Cell, Errors]:
     """Runs in each rank: this rank's errors of every cell."""
     import torch.distributed as dist
@@ -314,7 +374,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
         for model, recompute in dict.fromkeys((c.model, c.recompute) for c in cells if c.grid == grid):
             path = folder_of(Path(root), model)
             hf_config = hf.read_hf_config(path)
-            batch, expected = torch.load(path / "parity.pt")
+            batch, expected = torch.load(path / "parity.pt", weights_only=False)
             layout = megatron_layout(hf_config, megatron_grid(parallel))
             settings = ModelConfig(path=str(path), recompute=recompute, router=ROUTERS.get(model, RouterConfig()))  # type: ignore[arg-type]
             trainer = TrainerConfig(max_tokens_per_micro_batch=PACKED_TOKENS)
@@ -333,6 +393,10 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
                 actor.optimizer.restart(OPTIMIZER)
                 trainer = replace(trainer, packing=cell.rows is None, micro_batch_size=cell.rows or 1)
                 actor.micro_batching = micro_batching_for(parallel, trainer)
+                if cell.several:
+                    of_gradients = partial(gradient_errors, rank, hf_config, layout)
+                    found[cell] = several_errors(actor, names, batch, expected["several"], of_gradients)
+                    continue
                 batches = actor.micro_batches(sequences)
                 losses, norms, worst, of_routers = [], [], (0.0, ""), [0.0]
                 for update in range(UPDATES):
@@ -388,6 +452,8 @@ number is above {tolerance:.0e}.
 One GRPO batch of six sequences of unequal length with perturbed `old_logp` and `ref_logp`, so that clipping, the KL
 term and the entropy term are all in the gradient. The reference is one process of transformers (eager attention) and
 `torch.optim.AdamW`, with the loss and the clipping of the gradient written out in the test. Four updates each.
+"Several": the six are samples of three trajectories, which lie on different ranks and in different micro-batches; grpo
+with two aggregations, gspo and mix, whose worst is shown, one gradient each; in the last column are their metrics.
 
 - **loss**, **next losses**: of the first update and of the three that follow (worst), relative to the sum of the loss's
   terms without their signs;
@@ -412,7 +478,8 @@ def table(found: dict[Cell, Errors]) -> str:
     )
     lines = [
         f"| {c.model.replace(', balanced', ', bal.')} | {c.grid} "
-        f"| {c.layout}{'' if c.recompute == 'none' else f'; {c.recompute}'} | {e.loss:.1e} "
+        f"| {c.layout}{'' if c.recompute == 'none' else f'; {c.recompute}'}{'; several' if c.several else ''} "
+        f"| {e.loss:.1e} "
         f"| {e.norm:.1e} | {e.gradient:.1e} "
         f"| `{e.parameter.removeprefix('model.').removeprefix('layers.').removesuffix('.weight')}` | {e.later:.1e} |"
         for c, e in found.items()

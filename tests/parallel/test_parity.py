@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.parity import CELLS, MODELS, OPTIMIZER, TOLERANCE, Cell, Errors, folder_of, measure
+from megarl.core.config.schema import TrainerConfig
+from tests.parallel.parity import (
+    CELLS,
+    GRIDS,
+    MODELS,
+    OPTIMIZER,
+    PACKED_TOKENS,
+    TOLERANCE,
+    Cell,
+    Errors,
+    folder_of,
+    measure,
+)
+from tests.parallel.several import OBJECTIVES, TRAJECTORY, several
 
 pytestmark = pytest.mark.timeout(900)
 """The first test waits for all cells."""
@@ -35,11 +48,44 @@ def test_updates_equal_plain_transformers(errors: dict[Cell, Errors], cell: Cell
 @pytest.mark.parametrize("model", MODELS)
 def test_the_batch_shows_faults(root: Path, errors: dict[Cell, Errors], model: str) -> None:
     """Updates move the loss by far more than the tolerance, the gradient is clipped, and no gradient vanishes."""
-    _, expected = torch.load(folder_of(root, model) / "parity.pt")
+    _, expected = torch.load(folder_of(root, model) / "parity.pt", weights_only=False)
     moves = [abs(a - b) for a, b in zip(expected["losses"], expected["losses"][1:], strict=False)]
     assert min(moves) > 100 * TOLERANCE * max(expected["sizes"])
     assert expected["norms"][0] > 2 * OPTIMIZER.clip_grad
     assert all(bool(gradient.abs().max() > 0) for gradient in expected["gradients"].values())
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_several_samples_are_one_trajectory_by_far(root: Path, errors: dict[Cell, Errors], model: str) -> None:
+    """The losses differ from those of samples that count by themselves, and ratios are clipped."""
+    _, expected = torch.load(folder_of(root, model) / "parity.pt", weights_only=False)
+    for found, _, gradients in expected["several"]:
+        assert abs(float(found.loss) - found.apart) > 100 * TOLERANCE * found.size
+        assert 0 < found.metrics["actor/pg_clipfrac"][0] < 1
+        assert all(bool(gradient.abs().max() > 0) for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.several], ids=str)
+def test_samples_of_a_trajectory_are_apart(root: Path, errors: dict[Cell, Errors], cell: Cell) -> None:
+    """On different data-parallel ranks and in different micro-batches."""
+    from megarl.learn.batching import micro_batches
+    from megarl.learn.training.model import micro_batching_for
+
+    batch, _ = torch.load(folder_of(root, cell.model) / "parity.pt", weights_only=False)
+    settings = TrainerConfig(
+        max_tokens_per_micro_batch=PACKED_TOKENS, packing=cell.rows is None, micro_batch_size=cell.rows or 1
+    )
+    parallel = GRIDS[cell.grid]
+    limits, sequences = micro_batching_for(parallel, settings), several(batch, OBJECTIVES[0])
+    places = [
+        (rank, number, int(TRAJECTORY[row]))
+        for rank in range(parallel.dp)
+        for number, made in enumerate(micro_batches(sequences, limits, rank))
+        for row in made.numbers
+    ]
+    assert len(places) == len(TRAJECTORY)
+    for which in (slice(0, 1), slice(0, 2)) if parallel.dp > 1 else (slice(0, 2),):
+        assert len({(*place[which], place[2]) for place in places}) > len(set(TRAJECTORY.tolist()))
 
 
 @pytest.mark.gpu

@@ -470,3 +470,53 @@ def test_a_prompt_that_engines_refuse_is_refused_to_the_agent(
     recorded = agent(model, "await ask(prompt)")
     assert recorded.cause is End.WORKFLOW_ERROR and len(model.requests) == 1
     assert "out of vocabulary" in asyncio.run(recorded.verdict()).message
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+@pytest.mark.parametrize("values", [(1, True), (False, 0), (1, 1.0)])
+def test_arguments_that_python_takes_for_the_same_are_another_conversation(
+    tokenizer: ChatTokenizer, path: str, values: tuple[Any, Any]
+) -> None:
+    """The engine was asked with the arguments of the request before."""
+    model = Model(tokenizer, "one", "two")
+
+    def messages(value: Any) -> list[Any]:
+        if path == "messages":
+            call = {"type": "tool_use", "id": "i", "name": "add", "input": {"a": value}}
+            result = {"type": "tool_result", "tool_use_id": "i", "content": "5"}
+            return [*FIRST, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        function = {"name": "add", "arguments": json.dumps({"a": value})}
+        calls = [{"id": "i", "type": "function", "function": function}]
+        return [
+            *FIRST,
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "i", "content": "5"},
+        ]
+
+    async def ask(url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            for value in values:
+                body = {"model": "any", "messages": messages(value), "max_tokens": 20}
+                async with session.post(f"{url}/v1/{path}", json=body) as response:
+                    assert response.status == 200, await response.text()
+
+    play(model, ask)
+    contexts = [tokenizer.decode(request.token_ids, special=True) for request in model.requests]
+    for value, context in zip(values, contexts, strict=True):
+        assert f'"a": {json.dumps(value)}}}' in context
+
+
+def test_another_message_after_a_prompt_goes_on_from_the_response_before_it(tokenizer: ChatTokenizer) -> None:
+    """It was rendered whole, with the response's tokens made anew from its text."""
+    model = Model(tokenizer, "one", "two", "three")
+
+    async def ask(url: str) -> None:
+        create = client(url).chat.completions.create
+        first = (await create(model="any", messages=FIRST)).choices[0].message
+        conversation: list[Any] = [*FIRST, first, *MORE]
+        await create(model="any", messages=conversation)  # a response that the agent drops
+        await create(model="any", messages=[*conversation, {"role": "user", "content": "As JSON."}])
+
+    recorded = play(model, ask)
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, 1, 2, 1, 4]
+    assert "As JSON." in recorded.text(recorded.turns[4]) and "More." in recorded.text(recorded.turns[4])

@@ -53,6 +53,14 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [str(link) for link in links(page) if not link.exists()] == []
 
 
+def test_accuracies_of_the_readme_are_in_the_tables_that_it_links() -> None:
+    rows = re.findall(r"^\|.*\| (.*→.*) \| \[.*\]\((.*)\) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) > 3
+    for shown, link in rows:
+        pairs = [pair.split(" → ") for pair in shown.replace(" %", "").split(", ")]
+        assert [f"{a}% → {b}%" for a, b in pairs if f"{a}% → {b}%" not in (ROOT / link).read_text()] == []
+
+
 def test_every_page_is_reached_from_the_readme() -> None:
     reached = {ROOT / "README.md"}
     while more := {link for page in reached if page.suffix == ".md" for link in links(page)} - reached:

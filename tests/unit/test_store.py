@@ -454,7 +454,33 @@ def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> 
         for statement, parameters in of_groups:
             plan = [row[3] for row in database.execute(f"explain query plan {statement}", parameters)]
             assert not [step for step in plan if step.startswith("SCAN groups")], plan
-            assert [step for step in plan if "groups_by_progress" in step or "groups_by_use" in step], plan
+            assert [step for step in plan if "groups_in_order" in step or "groups_by_use" in step], plan
+    store.close()
+
+
+def test_a_claim_sorts_no_pending_groups(tmp_path: Path) -> None:
+    """However many there are, under the write lock; read from SQLite's plans."""
+    store = Store(f"sqlite:///{tmp_path}/store.db")
+    store.add_tasks("train", [make_task(i) for i in range(6)])
+    request(store, "r0")
+    request(store, "r1")
+    statements: list[tuple[str, Any]] = []
+    sqlalchemy.event.listen(
+        store._database._writer,
+        "before_cursor_execute",
+        lambda connection, cursor, statement, parameters, *_: statements.append((statement, parameters)),
+    )
+    assert [claim.group_id for claim in store.claim_groups("a", 8)] == [
+        *(f"r0/{i}" for i in range(6)),
+        *(f"r1/{i}" for i in range(2)),
+    ]
+    of_pending = [pair for pair in statements if pair[0].startswith("SELECT") and "pending" in pair[1]]
+    assert len(of_pending) == 5, "three looks for rollouts, two for groups"
+    with sqlite3.connect(tmp_path / "store.db") as database:
+        for statement, parameters in of_pending:
+            plan = [row[3] for row in database.execute(f"explain query plan {statement}", parameters)]
+            assert any("groups_in_order (state=? AND rollout_id" in step for step in plan), plan
+            assert not any("B-TREE" in step for step in plan), plan
     store.close()
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.config.rewards import RewardConfig
 from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
+from megarl.explore.experience import verify
 from megarl.explore.rewards import Verdict
 from megarl.explore.rollout.frames import Completion
 from megarl.explore.rollout.gather import SampleRequest
@@ -361,6 +363,47 @@ def test_a_trajectory_that_failed_gets_no_reward(tokenizer: ChatTokenizer) -> No
 
     [found] = play(workflow, tokenizer)
     assert found.end is End.WORKFLOW_ERROR and found.reward.status == "error"
+
+
+@pytest.mark.parametrize("goes_on", ["a message", "a response"])
+def test_a_trajectory_that_failed_is_not_truncated_by_what_it_does_afterwards(
+    tokenizer: ChatTokenizer, goes_on: str
+) -> None:
+    """Without room it had the end ``truncated``: it was not begun again, and ``on_error=zero`` trained the outage."""
+    runs = []
+
+    async def workflow(task: Task, model: Any) -> None:
+        runs.append(model)
+        model.ask(task)
+        await model.generate()
+        model.fail("the tool is gone")
+        if goes_on == "a message":
+            assert model.add("user", "long " * 200) is None
+        else:
+            model.write("user", np.ones(500, np.int32))
+            await model.generate()
+
+    [found] = play(workflow, tokenizer, retries=2)
+    assert found.end is End.WORKFLOW_ERROR and len(runs) == 3
+    assert verify([found], RewardConfig(on_error="zero"), vocab_size=10**6).dropped == {"g": "workflow_error"}
+
+
+def test_a_refused_prompt_that_the_workflow_handles_is_not_abandoned(tokenizer: ChatTokenizer) -> None:
+    class Refusing(Engine):
+        async def sample(self, request: SampleRequest) -> Completion:
+            if request.token_ids[0] == 1:
+                raise PromptRefused("ValueError: out of vocabulary")
+            return await super().sample(request)
+
+    async def workflow(task: Task, model: Any) -> None:
+        model.begin([1])
+        with pytest.raises(PromptRefused):
+            await model.generate()
+        model.begin([2])
+        await model.generate()
+
+    [found] = play(workflow, tokenizer, engine=Refusing(tokenizer))
+    assert found.end is End.FINISHED and found.reward.score == 1.0
 
 
 def test_a_prompt_that_engines_refuse_costs_its_trajectory(tokenizer: ChatTokenizer) -> None:

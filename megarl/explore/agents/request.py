@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -58,11 +59,19 @@ class Repeated:
         if make is not self._make:
             self._items, self._make = (), make
         pairs = zip(items, self._items, strict=False)
-        same = next((i for i, (item, before) in enumerate(pairs) if item != before), None)
+        same = next((i for i, (item, before) in enumerate(pairs) if not same_json(item, before)), None)
         same = min(len(items), len(self._items)) if same is None else same
         self._made = self._made[:same] + [make(item) for item in items[same:]]
         self._items = items
         return self._made
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Return True if two values are the same JSON: ``==`` takes 1 for true and for 1.0, which arguments may have."""
+    if one is other or one != other:
+        return one is other
+    texts = isinstance(one, dict) and all(value is None or isinstance(value, str) for value in one.values())
+    return texts or json.dumps(one) == json.dumps(other)
 
 
 SentBack = Callable[[Reply], Message]

@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import Author, Message, Task, Turn
-from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack
+from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack, same_json
 from megarl.explore.rewards.shape import opens_thinking
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.tasksets.turns import exceeds, render_turns, turn_ids
@@ -138,7 +138,7 @@ class Session:
             if known[:1] == digests:
                 same = zip(asked.messages, messages, known[1:], strict=False)
                 for message, before, digest in same:
-                    if message != before:
+                    if not same_json(message, before):
                         break
                     digests.append(digest)
             for message in asked.messages[len(digests) - 1 :]:
@@ -153,7 +153,7 @@ class Session:
         if (known := self._known.get(digests[-1])) is not None:
             return known
         kwargs = self._kwargs | ({"tools": list(asked.tools)} if asked.tools else {})
-        end = next((k for k in range(len(digests) - 2, 0, -1) if digests[k] in self._known), None)
+        end = next((k for k in range(len(digests) - 2, 0, -1) if self._is_response(digests[k])), None)
         turn = None
         if end is not None:
             turn = await self._continued(asked.messages[end:], self._known[digests[end]], kwargs)
@@ -161,6 +161,11 @@ class Session:
             turn = await self._begun(asked.messages, kwargs)
         self._known[digests[-1]] = turn
         return turn
+
+    def _is_response(self, digest: bytes) -> bool:
+        """Return True if a conversation ends with a response of this session. Prompts are known too."""
+        turn = self._known.get(digest)
+        return turn is not None and self._model.turns[turn].author == "model"
 
     async def _continued(self, messages: Sequence[Message], after: int, kwargs: Mapping[str, Any]) -> int | None:
         """Add messages after a response; None where they cannot follow it."""

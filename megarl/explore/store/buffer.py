@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, case, func, select, update
+from sqlalchemy import ColumnElement, Connection, Row, case, func, or_, select, update
 
 from megarl.core.schema import GREEDY, Trajectory
 from megarl.explore.store import claims
@@ -47,17 +47,16 @@ class Buffer(Handle):
         Safe to repeat: a call knows by its token what it has claimed already, and claims nothing beside that.
         """
         now, token = time.time(), uuid.uuid4().hex
-        free = claims.is_free(worker, claimed_before=now - lease_s)
-        look = (
-            select(GROUPS.c.group_id).where(free).limit(1)
-        )  # without the write lock: an idle explorer disturbs nobody
+        expired = claims.is_expired(worker, claimed_before=now - lease_s)
+        # Without the write lock: an idle explorer disturbs nobody.
+        look = select(GROUPS.c.group_id).where(or_(claims.PENDING, expired)).limit(1)
         if limit < 1 or self._read(lambda connection: connection.execute(look).first()) is None:
             return []
         held = {"claimed_by": worker, "claimed_at": now, "claim_token": token}
 
         def work(connection: Connection, again: bool) -> tuple[list[Row[Any]], list[Row[Any]]]:
             groups = claims.held_by(connection, token) if again else []
-            groups = groups or claims.claim(connection, free, limit, max_samples, held)
+            groups = groups or claims.claim(connection, expired, limit, max_samples, held)
             return groups, claims.tasks_of(connection, {group.task_id for group in groups})
 
         groups, tasks = self._write(work)

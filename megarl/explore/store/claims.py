@@ -6,9 +6,10 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, insert, select, update
 
 from megarl.core.schema import GREEDY, Task, WeightsVersion
 from megarl.explore.store.checksums import check
@@ -54,15 +55,14 @@ class Claim:
         return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
 
 
-def is_free(worker: str, claimed_before: float) -> ColumnElement[bool]:
-    """Groups that ``worker`` may claim: those that nobody holds, and those whose claim another has not renewed since
-    that time."""
-    expired = (
-        (GROUPS.c.state == GroupState.CLAIMED)
-        & (GROUPS.c.claimed_at < claimed_before)
-        & (GROUPS.c.claimed_by != worker)
-    )
-    return or_(GROUPS.c.state == GroupState.PENDING, expired)
+PENDING = GROUPS.c.state == GroupState.PENDING
+"""Groups that nobody holds."""
+
+
+def is_expired(worker: str, claimed_before: float) -> ColumnElement[bool]:
+    """Groups whose claim another than ``worker`` has not renewed since that time: they are free too."""
+    claimed = GROUPS.c.state == GroupState.CLAIMED
+    return and_(claimed, GROUPS.c.claimed_at < claimed_before, GROUPS.c.claimed_by != worker)
 
 
 _WITH_ROLLOUT = select(
@@ -72,16 +72,16 @@ _IN_ORDER = (ROLLOUTS.c.sequence, GROUPS.c.position)
 
 
 def claim(
-    connection: Connection, free: ColumnElement[bool], limit: int, max_samples: int | None, held: Mapping[str, Any]
+    connection: Connection, expired: ColumnElement[bool], limit: int, max_samples: int | None, held: Mapping[str, Any]
 ) -> list[Row[Any]]:
-    """Mark groups as claimed with the columns ``held`` and return them with their rollouts' columns, in order."""
-    query = (
-        _WITH_ROLLOUT.where(free)
-        .order_by(*_IN_ORDER)
-        .limit(limit)
-        .with_for_update(skip_locked=True, of=GROUPS)  # SQLite has no such clause; BEGIN IMMEDIATE does its work
-    )
-    groups = list(connection.execute(query))
+    """Mark groups as claimed with the columns ``held`` and return them with their rollouts' columns, in order.
+
+    However many groups are pending, it reads no more of them than it may claim.
+    """
+    groups: list[Row[Any]] = []
+    for rollout_id in _open_rollouts(connection, expired):
+        if len(groups) < limit:
+            groups += _free_groups(connection, rollout_id, expired, limit - len(groups))
     if max_samples is not None:
         samples = itertools.accumulate(group.group_size for group in groups)
         groups = [g for i, (g, n) in enumerate(zip(groups, samples, strict=True)) if i == 0 or n <= max_samples]
@@ -89,6 +89,29 @@ def claim(
     claimed = {"state": GroupState.CLAIMED, **held, "attempt": GROUPS.c.attempt + 1}
     connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(ids)).values(claimed))
     return held_by(connection, held["claim_token"])
+
+
+def _open_rollouts(connection: Connection, expired: ColumnElement[bool]) -> list[str]:
+    """Ids of the rollouts that have free groups, in order. Of a rollout's pending groups one is read."""
+    found = set(connection.scalars(select(GROUPS.c.rollout_id).where(expired)))
+    least, last = select(func.min(GROUPS.c.rollout_id)).where(PENDING), ""
+    while (following := connection.scalar(least.where(GROUPS.c.rollout_id > last))) is not None:
+        found.add(last := following)
+    query = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.rollout_id.in_(found)).order_by(ROLLOUTS.c.sequence)
+    return list(connection.scalars(query))
+
+
+def _free_groups(connection: Connection, rollout_id: str, expired: ColumnElement[bool], limit: int) -> list[Row[Any]]:
+    """Up to ``limit`` free groups of a rollout, by position. Two statements, each of one state: an index has their
+    order."""
+    query = (
+        _WITH_ROLLOUT.where(GROUPS.c.rollout_id == rollout_id)
+        .order_by(GROUPS.c.position)
+        .limit(limit)
+        .with_for_update(skip_locked=True, of=GROUPS)  # SQLite has no such clause; BEGIN IMMEDIATE does its work
+    )
+    found = [group for free in (PENDING, expired) for group in connection.execute(query.where(free))]
+    return sorted(found, key=attrgetter("position"))[:limit]
 
 
 def held_by(connection: Connection, token: str) -> list[Row[Any]]:

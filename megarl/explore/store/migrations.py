@@ -79,7 +79,8 @@ def _add_consumption(connection: Connection, op: Any) -> None:
 
 
 def _add_indexes(connection: Connection, op: Any) -> None:
-    """Schema 6: groups are found by their rollout and state, and by the step that used them."""
+    """Schemas 6 and 7: groups are found by the step that used them, and by state, rollout and position together.
+    Indexes that no table has any more go."""
     names = set(inspect(connection).get_table_names())
     for table in METADATA.sorted_tables:
         if table.name not in names:
@@ -88,6 +89,9 @@ def _add_indexes(connection: Connection, op: Any) -> None:
         for new in (index for index in table.indexes if index.name not in there):
             heartbeat.beat()
             op.create_index(new.name, table.name, [column.name for column in new.columns])
+        for name in there - {index.name for index in table.indexes}:
+            if name is not None and name.startswith(f"{table.name}_by_"):
+                op.drop_index(name, table.name)
 
 
 def _seal(connection: Connection, table: Table) -> None:

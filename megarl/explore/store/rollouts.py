@@ -153,7 +153,7 @@ class RolloutTable(Handle):
         """(id, step, answers to each task) of evaluations whose groups are all ready; of ``rollout_id`` alone, if
         given.
 
-        Whatever the number of groups, it reads one of each state (``groups_by_progress``).
+        Whatever the number of groups, it reads one of each state (``groups_in_order``).
         """
 
         def has(*states: GroupState) -> ColumnElement[bool]:

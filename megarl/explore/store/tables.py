@@ -7,10 +7,11 @@ from enum import StrEnum
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA = 6
+SCHEMA = 7
 """Number of these tables, kept in ``job``. 1, or none: without checksums; 2: with rows of schema 1 that have none; 3:
 with single responses, called experiences, whose rows are as they were (``codec.py`` reads them); 4: groups without
-consumption, whose last state was ``done``; 5: without the indexes ``groups_by_progress`` and ``groups_by_use``."""
+consumption, whose last state was ``done``; 5: without the index ``groups_by_use``; 6: without ``groups_in_order``, with
+other indexes of states."""
 EARLIER_NAMES = {"trajectories": "experiences"}
 """Name of a table: its name before schema 4."""
 
@@ -96,8 +97,7 @@ GROUPS = Table(
     Column("used_by", Integer),  # number of the step, from 1, that consumed or dropped it
     Column("reason", String),  # why it was dropped
     Index("groups_by_rollout", "rollout_id", "position"),
-    Index("groups_by_state", "state"),
-    Index("groups_by_progress", "rollout_id", "state"),
+    Index("groups_in_order", "state", "rollout_id", "position"),
     Index("groups_by_use", "used_by"),
 )
 

@@ -32,8 +32,10 @@ class RecordedEnd:
         self.given = Verdict(recorded_reward(reward), verifier="workflow")
 
     def truncate(self) -> None:
-        """End the trajectory for want of room; the reward is that of its last response."""
-        self.cause = End.TRUNCATED
+        """End the trajectory for want of room; the reward is that of its last response. One that has failed stays so:
+        an end by the policy would begin nothing again, and could be trained."""
+        if self.cause is None or self.cause.by_policy:
+            self.cause = End.TRUNCATED
 
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
         """Give the trajectory no verdict."""

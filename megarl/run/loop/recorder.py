@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megarl.core.errors import PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
 from megarl.explore.rewards import Verdict
 from megarl.explore.rewards.shape import opens_thinking
@@ -85,6 +86,8 @@ class Recorder(RecordedEnd):
         self._verdict: tuple[Turn, Verdict] | None = None
         self._asked = 0
         """Samples that were asked for."""
+        self.unread = 0
+        """Those of them that have neither come nor been refused, since nobody waits for them."""
         self._in_thinking: set[int] = set()
         """Turns that end inside a thought."""
         self._closed = False
@@ -109,11 +112,6 @@ class Recorder(RecordedEnd):
     def has_response(self) -> bool:
         """True if the model has written a turn."""
         return any(turn.author == "model" for turn in self.turns)
-
-    @property
-    def unread(self) -> int:
-        """Responses that were asked for and have not come, since nobody waits for them."""
-        return self._asked - sum(turn.author == "model" for turn in self.turns)
 
     @property
     def in_thinking(self) -> bool:
@@ -159,7 +157,7 @@ class Recorder(RecordedEnd):
         rendered = render_turn(self._tokenizer, role, text, self._claim.task.chat_template_kwargs)
         token_ids = turn_ids(self._tokenizer, rendered, int(self.turns[-1].token_ids[-1]))
         if len(token_ids) >= self.room:
-            self.cause = End.TRUNCATED
+            self.truncate()
             return None
         return self.write(author, token_ids, in_thinking=opens_thinking(rendered))
 
@@ -216,9 +214,15 @@ class Recorder(RecordedEnd):
             max_tokens=max_tokens,
         )
         self._asked += 1
-        completion = await self._gatherer.sample(request)
+        self.unread += 1
+        try:
+            completion = await self._gatherer.sample(request)
+        except PromptRefused:
+            self.unread -= 1
+            raise
         if self._closed:
             raise RuntimeError("the trajectory has ended")
+        self.unread -= 1
         if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
             self.cause = None
         if completion.prompt_ids is not None and self._task_turn is not None:

@@ -202,11 +202,7 @@ def _same_equation(gold: str, pred: str) -> bool:
     pred = re.sub(r"^\s*(?:\\approx|=)\s*(?![a-z=])", "", pred)
     exact = _outer(pred, _APPROX)
     if len(exact) > 1 and not _APPROX.search(gold):  # "\sqrt2 = … \approx 1.414" gives the exact value and a decimal
-        return (
-            all(exact)
-            and any(same_atom(gold, part) for part in (exact[0], exact[-1]))
-            and all(_agree(part, exact[-1]) for part in exact[:-1])
-        )
+        return all(exact) and _same_approximated(gold, exact)
     gold_parts, pred_parts = _outer(_APPROX.sub("=", gold), _EQUALS), _outer(_APPROX.sub("=", pred), _EQUALS)
     if not all(gold_parts) or not all(pred_parts):
         return False
@@ -232,6 +228,19 @@ def _same_equation(gold: str, pred: str) -> bool:
     if math_algebra.unevaluated(gold, pred):
         return False
     return math_algebra.same(gold, pred)
+
+
+def _same_approximated(gold: str, exact: list[str]) -> bool:
+    """Return True if what stands before or behind all ``\\approx`` is the answer, and no other value stands beside it:
+    ``n = 5 \\approx 7`` would be right for both."""
+    members = [part for side in exact for part in _outer(side, _EQUALS)]
+    members = [_without_unit(part)[0] for part in (members[1:] if _is_lhs(members[0]) else members)]
+    if not all(members) or not all(_agree(part, exact[-1]) for part in members[:-1]):
+        return False
+    if same_atom(gold, exact[-1]):
+        return True
+    one_value = not _is_lhs(exact[0]) and all(_agree(part, exact[-1], strict=True) for part in members[:-1])
+    return one_value and same_atom(gold, exact[0])
 
 
 def _is_lhs(text: str) -> bool:

@@ -1,0 +1,187 @@
+"""Time of the store's calls whose work must not grow with what the store holds, on SQLite, small beside large.
+
+``python benchmarks/store.py [--write]``. Three cases: an evaluation as an explorer's thread for the store goes through
+it, a rollout that is asked for among many tasks, and the success of a step's tasks after many steps. A ratio near 1 is
+a call that takes as long in the larger store. Times are the thread's CPU time, which other work on the machine changes
+least; waits for the disk are not in it, but in the seconds of the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import page
+
+from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
+from megarl.explore.store import Claim, Store, Used
+from megarl.run.loop.held_out import record_evaluations
+
+HELD_OUT = (2_000, 20_000)
+TASKS = (30_000, 300_000)
+STEPS = (4, 40)
+ASKED = 512
+"""Groups of a rollout for training, and of a step."""
+CAPACITY = 64
+"""Samples that the explorer has under way."""
+FIRST = 50
+"""Groups that are claimed one at a time while nearly all are pending."""
+TOKENS = 200
+ROUNDS = 9
+VERSION = WeightsVersion(1, 0)
+WORKER = "explorer"
+PROMPT = np.arange(100, dtype=np.int32)
+RESPONSE = np.arange(TOKENS, dtype=np.int32)
+LOGP = np.full(TOKENS, -0.5, np.float32)
+
+
+@contextmanager
+def opened() -> Iterator[Store]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(f"sqlite:///{Path(folder) / 'store.db'}", outage_s=60.0)
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+def tasks(split: str, number: int) -> list[Task]:
+    prompt = ({"role": "user", "content": "A question of about a hundred characters. " * 3},)
+    return [Task(f"{split}/{i}", "benchmark", prompt, "math", {"ground_truth": str(i)}) for i in range(number)]
+
+
+def answers(claim: Claim) -> list[Trajectory]:
+    """Whole groups, every second answer right."""
+    spans = (WeightsSpan(0, TOKENS, claim.version),)
+    response = Turn("model", RESPONSE, follows=0, logp=LOGP, spans=spans, finish_reason="stop")
+    turns = (Turn("user", PROMPT), response)
+    rewards = (Reward(1.0, "ok"), Reward(0.0, "wrong"))
+    return [
+        Trajectory(
+            claim.rollout_id,
+            claim.task.task_id,
+            claim.group_id,
+            index,
+            claim.group_size,
+            turns,
+            rewards[(claim.position + index) % 2],
+        )
+        for index in claim.indices
+    ]
+
+
+class Clock:
+    """CPU seconds of every call, by name, and the seconds of all together."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.elapsed = 0.0
+
+    def call(self, name: str, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        start, began = time.thread_time(), time.perf_counter()
+        result = function(*arguments, **settings)
+        self.seconds[name].append(time.thread_time() - start)
+        self.elapsed += time.perf_counter() - began
+        return result
+
+
+def evaluation(number: int) -> Clock:
+    """An evaluation from its request to its event: the calls that trainer and explorer make."""
+    clock = Clock()
+    with opened() as store:
+        store.add_tasks("eval", tasks("eval", number))
+        ids = store.task_ids("eval")
+        clock.call("request_rollout", store.request_rollout, "eval-0", "eval", 0, VERSION, ids, 1, {"temperature": 0.0})
+        for _ in range(FIRST):
+            clock.call("one claim", store.claim_groups, WORKER, 1)
+        store.release_claims(WORKER)
+        while claims := clock.call("claim_groups", store.claim_groups, WORKER, CAPACITY, max_samples=CAPACITY):
+            for claim in claims:
+                assert clock.call("put", store.put, claim, answers(claim), {"samples": 1.0})
+                clock.call("record_evaluations", record_evaluations, store, WORKER, claim.rollout_id)
+        assert store.evaluation("eval-0")["tasks"] == number and store.is_complete("eval-0")
+    clock.seconds["last record_evaluations"] = [clock.seconds["record_evaluations"].pop()]
+    return clock
+
+
+def requests(number: int) -> float:
+    """Median CPU seconds of a rollout that is asked for."""
+    clock = Clock()
+    with opened() as store:
+        store.add_tasks("train", tasks("train", number))
+        ids = store.task_ids("train")
+        for i in range(ROUNDS):
+            wanted = [ids[place] for place in np.random.default_rng(i).permutation(number)[:ASKED]]
+            clock.call("", store.request_rollout, f"rl-{i}", "train", i, VERSION, wanted, 8, {"temperature": 1.0})
+    return statistics.median(clock.seconds[""])
+
+
+def successes(steps: int) -> float:
+    """Median CPU seconds of the success of the newest step's tasks, after ``steps`` steps."""
+    clock = Clock()
+    with opened() as store:
+        store.add_tasks("train", tasks("train", ASKED))
+        ids = store.task_ids("train")
+        for step in range(steps):
+            store.request_rollout(f"rl-{step}", "train", step, VERSION, ids, 2, {"temperature": 1.0})
+            for claim in store.claim_groups(WORKER, ASKED):
+                assert store.put(claim, answers(claim))
+            store.record_step(step + 1, {}, Used(tuple(store.take(ASKED, step=step, min_weights=step))))
+        for _ in range(ROUNDS):
+            assert len(clock.call("", store.successes, steps - 1, steps)) == ASKED
+    return statistics.median(clock.seconds[""])
+
+
+def of_evaluations(text: page.Text, sizes: Sequence[int]) -> None:
+    small, large = (evaluation(number) for number in sizes)
+    few, many = sizes
+    text.say(f"| an evaluation, CPU ms for each group | {few:,} held-out tasks | {many:,} held-out tasks | ratio |")
+    text.say("|---|---:|---:|---:|")
+    names = {
+        "request_rollout": "`request_rollout`",
+        "claim_groups": f"`claim_groups`, {CAPACITY} at a time",
+        "put": "`put`",
+        "record_evaluations": "`record_evaluations` after each group but the last",
+        "last record_evaluations": "`record_evaluations` after the last one, which counts",
+    }
+    for name, shown in names.items():
+        a, b = (1e3 * sum(clock.seconds[name]) / number for clock, number in ((small, few), (large, many)))
+        text.say(f"| {shown} | {a:.3f} | {b:.3f} | {b / a:.1f} |")
+    a, b = (sum(sum(clock.seconds[name]) for name in names) for clock in (small, large))
+    of_one, of_many = 1e3 * a / few, 1e3 * b / many
+    whole = f"all of these, CPU {a:.1f} and {b:.1f} s, of {small.elapsed:.1f} and {large.elapsed:.1f} s"
+    text.say(f"| {whole} | {of_one:.3f} | {of_many:.3f} | {of_many / of_one:.1f} |")
+    a, b = (1e3 * statistics.median(clock.seconds["one claim"]) for clock in (small, large))
+    text.say(f"| one call of `claim_groups` for one group, nearly all pending | {a:.3f} | {b:.3f} | {b / a:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="also write the tables into docs/benchmarks/store.md")
+    options = parser.parse_args()
+    evaluation(100)  # warm
+    text = page.Text()
+    of_evaluations(text, HELD_OUT)
+    text.say("")
+    text.say("| call | store | CPU | larger store | CPU | ratio |")
+    text.say("|---|---:|---:|---:|---:|---:|")
+    for name, measure, (few, many), what in (
+        (f"`request_rollout` of {ASKED} groups", requests, TASKS, "tasks"),
+        (f"`successes` of one step of {ASKED} groups", successes, STEPS, "steps"),
+    ):
+        a, b = (1e3 * measure(number) for number in (few, many))
+        text.say(f"| {name} | {few:,} {what} | {a:.1f} ms | {many:,} {what} | {b:.1f} ms | {b / a:.1f} |")
+    if options.write:
+        page.write("benchmarks/store.md", str(text))
+
+
+if __name__ == "__main__":
+    main()
