@@ -121,7 +121,7 @@ SIGNED: dict[str, Callable[[Json], Any]] = {
     "texts for numbers": lambda reply: changed(reply, exit_code="0", passed=["yes", "no"], reasons=["", ""]),
     "a truth for a number": lambda reply: changed(reply, exit_code=True, seconds=True),
     "null for a text": lambda reply: changed(reply, stdout=None, stderr=None),
-    "an unknown limit": lambda reply: changed(reply, limit="patience"),
+    "an unknown limit": lambda reply: changed(reply, limit="time"),
     "no time": lambda reply: changed(reply, seconds=float("nan")),
     "a result too many": lambda reply: longer(reply, 1),
     "a result too few": lambda reply: longer(reply, -1),

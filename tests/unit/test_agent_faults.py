@@ -507,7 +507,7 @@ def test_arguments_that_python_takes_for_the_same_are_another_conversation(
 
 
 def test_another_message_after_a_prompt_goes_on_from_the_response_before_it(tokenizer: ChatTokenizer) -> None:
-    """It was rendered whole, with the response's tokens made anew from its text."""
+    """It was rendered whole, with the response's tokens made again from its text."""
     model = Model(tokenizer, "one", "two", "three")
 
     async def ask(url: str) -> None:

@@ -41,6 +41,7 @@ LIMITED = {
         ],
         "rollout.agent_timeout_s",
     ),
+    "explore/sandbox/box.is_over: link.recv": "no wait: not blocking",
     "run/launch/supervise/forkserver.Forked.poll: os.waitpid": "no wait: WNOHANG",
     "run/launch/supervise/forkserver.ForkServers.fork: server.recv": "forkserver.START_S, set for the socket",
     "run/launch/supervise/forkserver._serve_processes: os.waitpid": "a process that only forks another",

@@ -22,7 +22,7 @@ def key() -> str:
 
 
 def signature(key: str, request: str, reply: bytes) -> str:
-    """What shows that a reply is the service's, whole, and to this request."""
+    """Proof that a reply is the service's, whole, and to this request."""
     return hmac.new(
         key.encode(), request.encode("utf-8", "surrogateescape") + b"\n" + reply, hashlib.sha256
     ).hexdigest()

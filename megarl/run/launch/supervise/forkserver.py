@@ -214,6 +214,7 @@ def _serve_as(parent: int, serve: Callable[[], None]) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
+        os.close(null)
         for handler in list(logging.root.handlers):
             logging.root.removeHandler(handler)
         logging.root.setLevel(logging.WARNING)
@@ -258,33 +259,38 @@ def _serve_processes(requests: socket.socket, kind: ProcessKind, environment: di
         argv, env, launcher = json.loads(message)
         reader, writer = os.pipe()
         if (between := os.fork()) == 0:
-            if (pid := os.fork()) == 0:
+            own = os.getpid()
+            if os.fork() == 0:
                 os.close(reader)
-                os.close(writer)
                 requests.close()
-                _become(argv, {**env, **imported}, launcher, os.getppid(), *descriptors)
-            os.write(writer, str(pid).encode())
+                _be_child_of(launcher, own)
+                os.write(writer, str(os.getpid()).encode())
+                os.close(writer)
+                _become(argv, {**env, **imported}, *descriptors)
             os._exit(0)
         os.waitpid(between, 0)  # from here on the launcher is the parent
-        requests.send(os.read(reader, 64))
-        for descriptor in (reader, writer, *descriptors):
+        os.close(writer)
+        requests.send(os.read(reader, 64))  # nothing, if it has ended
+        for descriptor in (reader, *descriptors):
             os.close(descriptor)
 
 
-def _become(
-    argv: list[str], env: dict[str, str], launcher: int, between: int, output: int, memory: int, *keep: int
-) -> NoReturn:
-    """Run ``python ARGV`` in this forked process as if it had been started so, and end it."""
+def _be_child_of(launcher: int, between: int) -> None:
+    """Wait until the launcher is the parent, and lead a session of its own: it can now be sent signals as a child."""
+    os.setsid()
     end = time.monotonic() + ADOPTED_S
     while os.getppid() == between and time.monotonic() < end:
         time.sleep(0.0005)
     die_with(launcher, signal.SIGTERM)
-    os.setsid()
     for number in signal.valid_signals():
         with suppress(OSError, ValueError):  # SIGKILL and SIGSTOP
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # both as Python does
+
+
+def _become(argv: list[str], env: dict[str, str], output: int, memory: int, *keep: int) -> NoReturn:
+    """Run ``python ARGV`` in this forked process as if it had been started so, and end it."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
