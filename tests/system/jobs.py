@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.explore.rollout.leftovers import shared_memory
+from tests.system import commands
 
 TINY = (
     "experiment=quickstart",
@@ -59,17 +60,19 @@ class Job:
     run_dir: Path
     overrides: Sequence[str]
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _process: subprocess.Popen[bytes] | None = None
+    _process: subprocess.Popen[bytes] | commands.Command | None = None
     _sessions: set[int] = field(default_factory=set)
     _segments: set[Path] = field(default_factory=set)
     """Shared memory of processes that this test has killed."""
 
     def start(self) -> Job:
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        argv = ["-m", "megarl", "train", *last_of_each(self.overrides), f"run.dir={self.run_dir}"]
+        env = {**os.environ, MARK: self.mark}
         with self.output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl", "train", *last_of_each(self.overrides), f"run.dir={self.run_dir}"],
-                env={**os.environ, MARK: self.mark},
+            self._process = commands.start(argv, env, output.fileno()) or subprocess.Popen(
+                [sys.executable, *argv],
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

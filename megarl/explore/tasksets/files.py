@@ -45,7 +45,7 @@ def place_of(path: str | os.PathLike[str], row: int) -> str:
 
 def is_jsonl(path: str | os.PathLike[str]) -> bool:
     """Return True if a file is jsonl by its name."""
-    return Path(path).suffix == ".jsonl"
+    return os.path.splitext(path)[1] == ".jsonl"
 
 
 def read_table(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:

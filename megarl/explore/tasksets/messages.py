@@ -130,7 +130,7 @@ def _parsed(location: RowLocation, field: str, value: Any, kind: type) -> Any:
 
 def _without_nulls(location: RowLocation, value: Any) -> Any:
     """The value without the null fields that parquet gives to structs; as it is from jsonl."""
-    return value if is_jsonl(location.path) else _cleaned(value)
+    return _cleaned(value) if isinstance(value, dict | list) and not is_jsonl(location.path) else value
 
 
 def _cleaned(value: Any) -> Any:
@@ -140,6 +140,8 @@ def _cleaned(value: Any) -> Any:
 
 
 def _check_json(location: RowLocation, field: str, value: Any) -> None:
+    if value is None or value == {}:
+        return
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -29,7 +29,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from megarl.core import heartbeat
 from megarl.core.jobs import ProcessKind
 from megarl.core.parent import die_with
 from megarl.core.proc_title import show_as
@@ -106,69 +105,90 @@ class Forked:
         return status
 
 
-class ForkServers:
-    """Fork servers of a command on this machine: made by ``begin`` at its start, told by ``preload`` what for.
+class ForkServer:
+    """A process to fork from, as who forks sees it.
 
     Args:
-        threads: ``OMP_NUM_THREADS`` of the processes to come. OpenMP reads it with torch's import: each number has a
-            server of its own.
+        requests: Its socket.
+        environment: That of its imports.
+    """
+
+    def __init__(self, requests: socket.socket, environment: Mapping[str, str]) -> None:
+        self._requests: socket.socket | None = requests
+        self._environment = environment
+        self._one_at_a_time = threading.Lock()
+        requests.settimeout(START_S)
+
+    def fork(
+        self, argv: Sequence[str], env: Mapping[str, str], output: int, passed: Mapping[str, int], keep: Sequence[int]
+    ) -> int | None:
+        """Process id of a child of this process that runs ``python ARGV``; None where it cannot be forked.
+
+        Args:
+            env: All of its environment.
+            output: Descriptor of its stdout and stderr.
+            passed: Descriptors whose numbers it finds in variables of these names.
+            keep: Others that stay open in it.
+        """
+        names = {name for name in {*env, *self._environment} if env.get(name) != self._environment.get(name)}
+        others = sorted(name for name in names if not name.startswith(LATE))
+        if others or list(argv[:1]) != ["-m"]:
+            log.debug("%s is started, not forked: %s differ", argv, ", ".join(others))
+            return None
+        message = json.dumps([list(argv), dict(env), os.getcwd(), list(passed), os.getpid()]).encode()
+        with self._one_at_a_time, _adopting():
+            if self._requests is None:
+                return None
+            try:
+                socket.send_fds(self._requests, [message], [output, *passed.values(), *keep])
+                pid = int(self._requests.recv(64) or 0)
+                if pid and _is_child(pid):
+                    return pid
+            except (OSError, ValueError) as error:
+                log.debug("%s is started, not forked: %s", argv, error)
+        self.close()  # it has died, or nobody adopts here
+        return None
+
+    def close(self) -> None:
+        """End it; what it has forked goes on."""
+        with self._one_at_a_time:
+            if self._requests is not None:
+                self._requests.close()
+            self._requests = None
+
+
+class ForkServers:
+    """Fork servers of a command on this machine, one for each kind of processes.
+
+    Args:
+        threads: ``OMP_NUM_THREADS`` of the processes to come. OpenMP reads it with torch's import: each number has
+            imports of its own.
     """
 
     def __init__(self, threads: Sequence[int]) -> None:
-        self._roots = {number: _root(number) for number in dict.fromkeys(threads)}
-        self._servers: dict[ProcessKind, tuple[socket.socket, dict[str, str]]] = {}
-        self._one_at_a_time = threading.Lock()
+        self._roots = {number: _root(number) for number in dict.fromkeys(threads) if _may_load(number)}
+        self._servers: dict[ProcessKind, ForkServer] = {}
 
     def preload(self, kind: ProcessKind, environment: Mapping[str, str]) -> None:
-        """Have one import what processes of a kind need, with variables that its imports may read."""
+        """Import what processes of a kind need, with variables that its imports may read."""
         root = self._roots.get(int(environment["OMP_NUM_THREADS"]))
         if root is None:
             return
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         whole = {**os.environ, **environment}
         with there, suppress(OSError):
-            here.settimeout(START_S)
-            socket.send_fds(root, [json.dumps([kind.name, whole]).encode()], [there.fileno()])
-            self._servers[kind] = here, whole
+            socket.send_fds(root, [json.dumps([PRELOAD[kind], whole]).encode()], [there.fileno()])
+            self._servers[kind] = ForkServer(here, whole)
 
-    def fork(
-        self, kind: ProcessKind, argv: Sequence[str], env: Mapping[str, str], output: int, memory: int,
-        keep: Sequence[int],
-    ) -> int | None:  # fmt: skip
-        """Process id of a child of this one that runs ``python ARGV``; None where there is no server for it.
-
-        Args:
-            env: All of its environment.
-            output: Descriptor of its stdout and stderr.
-            memory: That of its heartbeat.
-            keep: Those that stay open in it.
-        """
-        with self._one_at_a_time:
-            if kind not in self._servers or list(argv[:1]) != ["-m"]:
-                return None
-            server, preloaded = self._servers[kind]
-            names = {name for name in {*env, *preloaded} if env.get(name) != preloaded.get(name)}
-            if others := sorted(name for name in names if not name.startswith(LATE)):
-                log.debug("%s is not forked: %s differ", kind.label, ", ".join(others))
-                return None
-            message = json.dumps([list(argv), dict(env), os.getpid()]).encode()
-            with _adopting():
-                try:
-                    socket.send_fds(server, [message], [output, memory, *keep])
-                    pid = int(server.recv(64) or 0)
-                    if pid and _is_child(pid):
-                        return pid
-                except (OSError, ValueError) as error:
-                    log.debug("%s is not forked: %s", kind.label, error)
-            del self._servers[kind]  # it has died, or nobody adopts here
-            server.close()
-            return None
+    def of(self, kind: ProcessKind | None) -> ForkServer | None:
+        """Return the server for a kind, if there is one."""
+        return None if kind is None else self._servers.get(kind)
 
     def close(self) -> None:
         """End the servers; what they have forked goes on."""
         for root in self._roots.values():
             root.close()
-        for server, _ in self._servers.values():
+        for server in self._servers.values():
             server.close()
         self._roots, self._servers = {}, {}
 
@@ -189,6 +209,15 @@ def _is_child(pid: int) -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+_loaded_with: list[str] = []
+"""``OMP_NUM_THREADS`` with which this process, one that was forked, has imported torch."""
+
+
+def _may_load(threads: int) -> bool:
+    """Return False where OpenMP has read another number of threads already."""
+    return "torch" not in sys.modules or _loaded_with == [str(threads)]
 
 
 def _root(threads: int) -> socket.socket:
@@ -231,21 +260,24 @@ def _serve_kinds(requests: socket.socket, threads: int) -> None:
         message, descriptors, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
         if not message:
             return
-        kind, environment = json.loads(message)
+        modules, environment = json.loads(message)
         own, parent = socket.socket(fileno=descriptors[0]), os.getpid()
         if os.fork() == 0:
             requests.close()
-            _serve_as(parent, partial(_serve_processes, own, ProcessKind[kind], environment))
+            _serve_as(parent, partial(serve, own, modules, environment))
         own.close()
 
 
-def _serve_processes(requests: socket.socket, kind: ProcessKind, environment: dict[str, str]) -> None:
+def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Import modules in that environment, then fork what is asked for, until the socket's other end is closed."""
     os.environ.clear()
     os.environ.update(environment)
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        sys.modules["torch._dynamo"].config.disable = True  # type: ignore[attr-defined]  # it was read by an import
-    for name in PRELOAD[kind]:
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.config.disable = True  # its import has read the variable
+    for name in modules:
         importlib.import_module(name)
+    if "torch" in sys.modules:
+        _loaded_with[:] = [environment.get("OMP_NUM_THREADS", "")]
     # Variables that imports have set, as they would in a process of its own.
     imported = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     if threading.active_count() > 1:
@@ -256,7 +288,7 @@ def _serve_processes(requests: socket.socket, kind: ProcessKind, environment: di
         message, descriptors, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 16)
         if not message:
             return
-        argv, env, launcher = json.loads(message)
+        argv, env, folder, passed, launcher = json.loads(message)
         reader, writer = os.pipe()
         if (between := os.fork()) == 0:
             own = os.getpid()
@@ -266,7 +298,8 @@ def _serve_processes(requests: socket.socket, kind: ProcessKind, environment: di
                 _be_child_of(launcher, own)
                 os.write(writer, str(os.getpid()).encode())
                 os.close(writer)
-                _become(argv, {**env, **imported}, *descriptors)
+                numbers = {name: str(number) for name, number in zip(passed, descriptors[1:], strict=False)}
+                _become(argv, {**env, **imported, **numbers}, folder, *descriptors)
             os._exit(0)
         os.waitpid(between, 0)  # from here on the launcher is the parent
         os.close(writer)
@@ -289,23 +322,24 @@ def _be_child_of(launcher: int, between: int) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # both as Python does
 
 
-def _become(argv: list[str], env: dict[str, str], output: int, memory: int, *keep: int) -> NoReturn:
+def _become(argv: list[str], env: dict[str, str], folder: str, output: int, *others: int) -> NoReturn:
     """Run ``python ARGV`` in this forked process as if it had been started so, and end it."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    for descriptor in (memory, *keep):
+    for descriptor in others:
         os.set_inheritable(descriptor, True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through="PYTHONUNBUFFERED" in env)  # type: ignore[union-attr]
     os.environ.clear()
-    os.environ.update(env | {heartbeat.VARIABLE: str(memory)})
+    os.environ.update(env)
+    os.chdir(folder)
     tempfile.tempdir = None
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     show_as([sys.executable, *argv], os.environ)
-    sys.path[0] = os.getcwd()
+    sys.path[0] = folder
     sys.argv = [argv[1], *argv[2:]]
     os._exit(_run(argv[1]))
 

@@ -67,9 +67,10 @@ class Child:
     def _start_process(
         self, argv: Sequence[str], env: Mapping[str, str], output: int, keep: Sequence[int], servers: ForkServers | None
     ) -> subprocess.Popen[bytes] | Forked:
-        memory, kind = self.memory.descriptor, kind_of(self.name)
-        if servers is not None and kind is not None and argv[0] == sys.executable:
-            pid = servers.fork(kind, argv[1:], env, output, memory, keep)
+        memory = self.memory.descriptor
+        server = servers and servers.of(kind_of(self.name))
+        if server and argv[0] == sys.executable:
+            pid = server.fork(argv[1:], env, output, {heartbeat.VARIABLE: memory}, keep)
             if pid is not None:
                 return Forked(pid)
         return subprocess.Popen(
