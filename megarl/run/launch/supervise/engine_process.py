@@ -50,13 +50,7 @@ def engine_process(
     argv += ["--middleware", "megarl.explore.rollout.auth.RequireKey"]
     argv += ["--weight-transfer-config", json.dumps({"backend": PLUGIN})]
     argv += ["--worker-extension-cls", "megarl.run.sync.receiver.WorkerExtension"]
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": PLUGIN,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "OMP_NUM_THREADS": str(rollout.num_threads),
-    }
+    environment = engine_environment(rollout, device)
     if group is not None:
         part, (meeting, _, meeting_port) = group[0], group[1].rpartition(":")
         argv += [
@@ -73,20 +67,34 @@ def engine_process(
     if rollout.expert_parallel:
         argv += ["--enable-expert-parallel"]
     if device == "cpu":
-        environment |= _CPU_ENVIRONMENT
         argv += _cpu_options(model_path, rollout)
         # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
         argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
         if rollout.tp * rollout.pp == 1:
-            # One process fewer: 8 s of imports, 0.5 GB and a hop a step. vLLM keeps a worker process on CPU only to set
-            # its OpenMP environment, which is set above; this variable is its way to be told so.
-            argv += ["--distributed-executor-backend", "uni"]
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            argv += ["--distributed-executor-backend", "uni"]  # see engine_environment
     else:
         # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be
         # read back.
         argv += ["--moe-backend", "triton"]
     return argv, environment
+
+
+def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
+    """Environment to add of an engine's processes."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": PLUGIN,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "OMP_NUM_THREADS": str(rollout.num_threads),
+    }
+    if device == "cpu":
+        environment |= _CPU_ENVIRONMENT
+        if rollout.tp * rollout.pp == 1:
+            # One process fewer: 8 s of imports, 0.5 GB and a hop a step. vLLM keeps a worker process on CPU only to set
+            # its OpenMP environment, which is set above; this variable is its way to be told so.
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return environment
 
 
 def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:

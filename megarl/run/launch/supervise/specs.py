@@ -16,7 +16,7 @@ from megarl.explore.store import VARIABLE
 from megarl.learn import algorithms
 from megarl.run.launch.nodes.node import Spec
 from megarl.run.launch.nodes.placement import Placement
-from megarl.run.launch.supervise.engine_process import engine_process
+from megarl.run.launch.supervise.engine_process import engine_environment, engine_process
 from megarl.run.launch.supervise.forkserver import ForkServers
 
 Placed = tuple[int, Spec]
@@ -95,7 +95,7 @@ def preload(config: Config, servers: ForkServers) -> None:
     """Have fork servers import what the job's processes need, while the job is checked."""
     for kind in algorithms.get(config.algorithm.name).job.processes:
         if kind is ProcessKind.ENGINE:
-            servers.preload(kind, engine_process(config.model.path, config.rollout, config.model, "", 0)[1])
+            servers.preload(kind, engine_environment(config.rollout))
         elif kind is ProcessKind.TRAINER:
             servers.preload(kind, _trainer_threads(config))
 
