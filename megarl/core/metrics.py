@@ -174,6 +174,12 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
     return bool(record["step"] <= (warm_start_step if _is_warm_start(record) else step))
 
 
+COMMAND = "command"
+"""Timeline of the command that starts a job."""
+TIMELINE = "MEGARL_TIMELINE"
+"""Variable with the folder and name of an engine's timeline."""
+
+
 class Timeline:
     """Timeline of one process: phases with wall-clock start and end (unix seconds), for the report.
 

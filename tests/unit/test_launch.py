@@ -21,6 +21,7 @@ import pytest
 from megarl.core.config import Config
 from megarl.core.errors import ConfigError, FencedError, JobError, NonRetryableError
 from megarl.core.machine import group_members
+from megarl.core.metrics import Timeline
 from megarl.core.schema import Task
 from megarl.run.launch import job
 from megarl.run.launch.nodes import ports
@@ -305,7 +306,17 @@ def test_only_what_may_pass_is_tried_again(
     monkeypatch.setattr(job, "watch", end)
     monkeypatch.setattr(job, "_fill_store", lambda *_: None)
     with (tmp_path / "lock").open("w") as lock, pytest.raises(error, match="it ended"):
-        job._run_attempts(config, {}, Allocation(), Gathering(Allocation(), "", 1.0), lock.fileno(), None, "", 0)
+        job._run_attempts(
+            config,
+            {},
+            Allocation(),
+            Gathering(Allocation(), "", 1.0),
+            lock.fileno(),
+            None,
+            "",
+            0,
+            Timeline(tmp_path, "c"),
+        )
     assert attempts == list(range(1, starts + 1))
 
 
@@ -327,7 +338,17 @@ def test_a_job_that_was_fenced_takes_no_further_number(tmp_path: Path, monkeypat
         (tmp_path / "lock").open("w") as lock,
         pytest.raises(FencedError, match=r"attempt 2 .*has begun.* attempt 1 ends"),
     ):
-        job._run_attempts(config, {}, Allocation(), Gathering(Allocation(), "", 1.0), lock.fileno(), None, "", 0)
+        job._run_attempts(
+            config,
+            {},
+            Allocation(),
+            Gathering(Allocation(), "", 1.0),
+            lock.fileno(),
+            None,
+            "",
+            0,
+            Timeline(tmp_path, "c"),
+        )
     assert current_attempt(tmp_path) == 2
 
 

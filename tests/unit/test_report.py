@@ -25,7 +25,7 @@ from megarl.explore.store import Store
 from megarl.run.report import svg
 from megarl.run.report.data import changed_settings, load
 from megarl.run.report.html import page, summary, write_report
-from megarl.run.report.timeline import Phase, exclusive, seconds_by_phase, seconds_by_step, union
+from megarl.run.report.timeline import Phase, exclusive, last_start, seconds_by_phase, seconds_by_step, union
 from tests.trajectories import one_turn
 
 TASKS = 40
@@ -380,6 +380,27 @@ def test_neighbours_that_seem_to_overlap_stay_neighbours() -> None:
     assert set(found) == {1, 2, 3, 4, 5}
     for seconds in found.values():
         assert seconds == pytest.approx({"sync": 0.25, "other": 0.75}, abs=0.001)
+
+
+def test_the_last_start_lasts_from_its_command_until_the_engines_have_joined() -> None:
+    command = [Phase("import", 1, 4), Phase("check", 4, 6), Phase("import", 100, 103), Phase("check", 103, 104)]
+    first, again = Phase("wait_for_engine", 9, 11), Phase("wait_for_engine", 106, 110.5)
+    trainer = [Phase("start", 6, 9), first, again, Phase("wait_for_engine", 200, 201)]  # an engine was replaced
+    assert last_start({"command": command, "trainer_0": trainer}) == (100, 110.5)
+    assert last_start({"command": command[:2], "trainer_0": trainer[:2]}) == (1, 11)
+    assert last_start({"command": command, "trainer_0": trainer[:2]}) is None
+    assert last_start({"trainer_0": trainer}) is None
+
+
+def test_the_report_shows_the_last_start(run_dir: Path) -> None:
+    assert "The last start" not in page(load(run_dir))
+    for process, name, start, seconds in (
+        ("command", "import", 5e9, 2.0), ("engine_0", "load", 5e9 + 3, 2.5),
+        ("trainer_0", "wait_for_engine", 5e9 + 4, 2.25),
+    ):  # fmt: skip
+        Timeline(run_dir / "timeline", process).add(name, start, seconds)
+    text = page(load(run_dir))
+    assert "The last start, 6.2 s from the command until the engines had joined the trainer." in text
 
 
 def test_concurrent_phases_of_another_process_are_united() -> None:

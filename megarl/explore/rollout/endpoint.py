@@ -36,7 +36,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from megarl.explore.rollout.auth import App, Receive, Scope, Send
 from megarl.explore.rollout.control import failures
-from megarl.explore.rollout.engine import UNTIL_PUBLISHED
+from megarl.explore.rollout.engine import UNTIL_PUBLISHED, record_phase
 from megarl.explore.rollout.frames import (
     CONTENT_TYPE,
     Completion,
@@ -111,6 +111,7 @@ class Endpoints:
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         state.megarl_process = secrets.token_hex(8)
+        record_phase("load")
         state.megarl_progress = Progress(engine_client)
         state.megarl_refusing = (
             "the job's weights have not been published to this engine yet" if os.environ.get(UNTIL_PUBLISHED) else None

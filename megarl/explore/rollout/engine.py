@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
+
+from megarl.core.metrics import TIMELINE, Timeline
 
 PLUGIN = "megarl"
 """Entry point of the groups ``vllm.general_plugins`` and ``vllm.endpoint_plugins``, and name of the weight backend."""
@@ -11,6 +17,20 @@ PLUGIN = "megarl"
 UNTIL_PUBLISHED = "MEGARL_UNTIL_PUBLISHED"
 """Variable that makes a server refuse generation until a publication has succeeded: one that was replaced in the middle
 of a job must not answer with the weights of the model's files."""
+
+
+_since: list[float] = []
+"""End of this engine's last phase, in Unix seconds."""
+
+
+def record_phase(name: str) -> None:
+    """Enter the time since the last phase, or since this process began, into the engine's timeline."""
+    if (place := os.environ.get(TIMELINE)) is None:
+        return
+    begin, now = (_since or [psutil.Process().create_time()])[-1], time.time()
+    _since[:] = [now]
+    with suppress(OSError):
+        Timeline(Path(place).parent, Path(place).name).add(name, begin, now - begin)
 
 
 def last_lines(log: Path, count: int = 25, limit: int = 65536) -> str:

@@ -11,15 +11,19 @@ import signal
 from argparse import Namespace
 from types import FrameType
 
+from megarl.explore.rollout.engine import record_phase
+
 
 def main() -> None:
     """Run an engine's server."""
     import uvloop
+    import vllm.entrypoints.launchers.api_server.entry  # noqa: F401  its imports belong to the start
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    record_phase("start")
     cli_env_setup()
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
     configure_logging_from_args(arguments)

@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
+
 from megarl.core.config import Config
 from megarl.core.errors import DiskFullError, FencedError, JobError, NonRetryableError
+from megarl.core.metrics import COMMAND, Timeline
 from megarl.explore.rollout.auth import KEY_VARIABLE
 from megarl.explore.rollout.leftovers import remove_stale_folders
 from megarl.explore.store import Store
@@ -66,8 +69,12 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         ExitStack() as stack,
     ):
         last = current_attempt(run_dir)  # whoever counts from here on has taken over
-        tasks = check(config, repair=True, nodes=allocation.nodes)
-        config = with_prompt_limit(config)
+        timeline = Timeline(run_dir / "timeline", COMMAND)
+        born = psutil.Process().create_time()
+        timeline.add("import", born, time.time() - born, attempt=last + 1)
+        with timeline.phase("check"):
+            tasks = check(config, repair=True, nodes=allocation.nodes)
+            config = with_prompt_limit(config)
         host = config.run.host if allocation.nodes == 1 else allocation.head
         connections = config.parallel.world_size + OTHERS
         server = stack.enter_context(
@@ -76,7 +83,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         if is_finished(config, run_dir):
             log.info("%s is finished; raise trainer.steps to go on, or take another run.name to begin again", run_dir)
         else:
-            _run_attempts(config, tasks, allocation, gathering, lock, server, key, last, servers)
+            _run_attempts(config, tasks, allocation, gathering, lock, server, key, last, timeline, servers)
         # A rank that was asked to end, by whomever, ends in order: only the run itself shows whether it is finished.
         finished = is_finished(config, run_dir)
         if finished:  # its report too, which may not have been written when it ended
@@ -92,7 +99,8 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
 
 def _run_attempts(
     config: Config, tasks: Mapping[str, Selected], allocation: Allocation, gathering: Gathering, lock: int,
-    server: Server | None, key: str, last: int, servers: ForkServers | None = None,
+    server: Server | None, key: str, last: int, timeline: Timeline,
+    servers: ForkServers | None = None,
 ) -> None:  # fmt: skip
     """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
 
@@ -124,11 +132,13 @@ def _run_attempts(
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         for left in reversed(range(config.cluster.restarts + 1)):
-            fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
-            attempt = last = _begin_attempt(config, stop_request, last)
-            _fill_store(config, tasks, attempt)
+            with timeline.phase("prepare"):
+                fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
+                attempt = last = _begin_attempt(config, stop_request, last)
+                _fill_store(config, tasks, attempt)
             try:
-                started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
+                with timeline.phase("spawn"):
+                    started = start_attempt(fitted.config, nodes, attempt, key, trainers=fitted.trainers)
                 watch(started, stop_request, fitted.config, attempt, server)
                 return
             except (FencedError, NonRetryableError):

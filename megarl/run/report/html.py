@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from megarl.core.durable import whole, write_text
 from megarl.core.jobs import ProcessKind, kind_of
+from megarl.core.metrics import COMMAND
 from megarl.run.report import offline, svg
 from megarl.run.report.data import Answer, ReportData, changed_settings, load
 from megarl.run.report.pieces import PIECES
@@ -29,7 +30,7 @@ from megarl.run.report.text import (
     status,
     summary,
 )
-from megarl.run.report.timeline import CONTAINER, WAITING, rows, seconds_by_phase, seconds_by_step
+from megarl.run.report.timeline import CONTAINER, WAITING, last_start, rows, seconds_by_phase, seconds_by_step
 
 __all__ = ["page", "summary", "write_report"]
 
@@ -71,7 +72,19 @@ def write_report(run_dir: Path) -> Path:
 
 def page(run: ReportData) -> str:
     """The whole report as HTML."""
-    sections = (_headline, _curve, _accuracy, _charts, _answers, _lanes, _phase_table, _verifiers, _settings, _files)
+    sections = (
+        _headline,
+        _curve,
+        _accuracy,
+        _charts,
+        _answers,
+        _lanes,
+        _start_up,
+        _phase_table,
+        _verifiers,
+        _settings,
+        _files,
+    )
     return str(
         PIECES.page(
             f"{run.config.run.name}: megarl report", Markup(CSS), Markup(HATCH), [section(run) for section in sections]
@@ -225,6 +238,24 @@ def _lanes(run: ReportData) -> Markup:
     more = f" The first {SHOWN_PROCESSES} of {len(timelines)} processes." if len(timelines) > SHOWN_PROCESSES else ""
     text = f"{what}, every process a lane; hatched: a trainer rank waits for explorer and engines.{more}"
     return PIECES.section("Who did what", text, PIECES.card(Markup(drawn) + _legend(_ordered(shown)), scroll=True))
+
+
+def _start_up(run: ReportData) -> Markup:
+    """Timeline of the last start: what each process did until the engines had joined."""
+    timelines = dict(sorted(run.timelines.items(), key=lambda item: _process_order(item[0])))
+    found = last_start(timelines)
+    if found is None:
+        return Markup()
+    start, end = found
+    lanes = [
+        (name, rows(name, [p for p in phases if p.end > start and p.start < end])) for name, phases in timelines.items()
+    ]
+    lanes = [(name, found) for name, found in lanes if found and any(found)][:SHOWN_PROCESSES]
+    lanes.sort(key=lambda lane: lane[0] != COMMAND)
+    shown = {phase.name for _, rs in lanes for r in rs for phase in r}
+    drawn = Markup(svg.lanes_chart(lanes, start, end, {}))
+    text = f"The last start, {end - start:.1f} s from the command until the engines had joined the trainer."
+    return PIECES.section("Start", text, PIECES.card(drawn + _legend(_ordered(shown)), scroll=True))
 
 
 def _phase_table(run: ReportData) -> Markup:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megarl.core.jobs import ProcessKind, kind_of
+from megarl.core.metrics import COMMAND
 
 WAITING = frozenset({"rollout", "evaluation", "wait_for_engine"})
 """Phases in which a trainer rank waits for explorer and engines."""
@@ -57,6 +58,14 @@ def exclusive(phases: Iterable[Phase]) -> list[Phase]:
         stack.append(phase._replace(end=end, step=inside))
     advance(math.inf)
     return pieces
+
+
+def last_start(timelines: Mapping[str, Sequence[Phase]]) -> tuple[float, float] | None:
+    """(start, end) of the last start, from the command until the engines had joined; None where none was recorded."""
+    began = [phase.start for phase in timelines.get(COMMAND, ()) if phase.name == "import"]
+    joined = [phase.end for phase in timelines.get("trainer_0", ()) if phase.name == "wait_for_engine"]
+    ends = [end for end in joined if began and end > began[-1]]
+    return (began[-1], ends[0]) if ends else None
 
 
 def union(phases: Iterable[Phase], *, bridge_s: float = 0.0) -> list[tuple[float, float]]:

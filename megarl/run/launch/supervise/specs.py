@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from megarl.core.config import Config
 from megarl.core.jobs import ProcessKind
+from megarl.core.metrics import TIMELINE
 from megarl.explore.rewards.judge.family import ENGINES
 from megarl.explore.rollout.engine import UNTIL_PUBLISHED
 from megarl.explore.store import VARIABLE
@@ -113,8 +114,9 @@ def _engines(attempt: _Attempt) -> Iterator[Placed]:
             argv, env = engine_process(
                 config.model.path, config.rollout, config.model, host, int(port), attempt.device, group
             )
+            env |= {UNTIL_PUBLISHED: "1", TIMELINE: f"{config.run.dir}/timeline/{kind.stem}_{i}"}
             yield node, attempt.spec(
-                kind.named(i, part), argv[1:], {**env, UNTIL_PUBLISHED: "1"}, kind.log(i, part),
+                kind.named(i, part), argv[1:], env, kind.log(i, part),
                 listens=addresses.engines[i] if part == 0 else "", gpus=attempt.placement.engine_gpus(i, node),
             )  # fmt: skip
 
