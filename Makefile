@@ -7,7 +7,7 @@ ARGS   ?=
 TESTS  ?=
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: train test check bench soak faults parity learning doctor clean
+.PHONY: train test quick check bench soak faults parity learning doctor clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -25,9 +25,13 @@ bench: $(VENV)/.installed
 	$(PY) benchmarks/loop.py $(ARGS)
 	$(PY) benchmarks/kernels.py
 
-soak: $(VENV)/.installed  ## what is too long for `make test`; resumable
-	$(PY) -m tests.system.soak
-	$(PY) benchmarks/controls.py $(ARGS)
+quick: $(VENV)/.installed  ## while one works: format, lint, types and the fast unit tests, in about three minutes
+	$(VENV)/bin/ruff check -q .
+	$(VENV)/bin/mypy
+	$(PY) -m pytest -q -m "not slow" $(ARGS) $(shell $(PY) -m tests.quick)
+
+soak: $(VENV)/.installed  ## what is too long for `make test`; resumable; docs/soak.md
+	$(PY) -m tests.soaks $(ARGS)
 
 faults: $(VENV)/.installed  ## do faults to running jobs, about ten minutes; the table of docs/faults.md
 	$(PY) -m tests.system.fault_table $(ARGS)

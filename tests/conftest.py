@@ -35,6 +35,18 @@ MISSING = _missing()
 REQUIRED = {name for name in os.environ.get("MEGARL_REQUIRE", "").split(",") if name}
 
 
+SOAK = os.environ.get("MEGARL_SOAK") == "1"
+"""``make soak``: tests of that marker run, and those that have sizes take the largest."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of ``make soak``."""
+    left_out = [] if SOAK else [item for item in items if item.get_closest_marker("soak")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for name, reason in MISSING.items():

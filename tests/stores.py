@@ -10,7 +10,7 @@ import numpy as np
 from sqlalchemy import select
 
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.store import Claim, RegisteredEngine, Store, Used
+from megarl.explore.store import Claim, EndedGroup, RegisteredEngine, Store, Used
 from megarl.explore.store.database import open_engine
 from megarl.explore.store.tables import METADATA
 from tests.trajectories import one_turn
@@ -55,6 +55,9 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "request_rollout": lambda store, claims: request(store, "r9", step=9),
     "claim_groups": lambda store, claims: store.claim_groups("a", 1),
     "put": lambda store, claims: finish(store, claims[0]),
+    "put_all": lambda store, claims: store.put_all(
+        [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims[1:3]]
+    ),
     "renew_claims": lambda store, claims: store.renew_claims("a"),
     "release_claims": lambda store, claims: store.release_claims("a"),
     "record_step": lambda store, claims: store.record_step(1, {"reward": 1.0}, Used(("r0/4",), {"r0/5": "surplus"})),

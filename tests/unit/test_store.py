@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from megarl.core.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.store import OWN_SERVER, Store, Used, buffer, check_url, database, journal
+from megarl.explore.store import OWN_SERVER, EndedGroup, Store, Used, buffer, check_url, database, journal
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.database import shown
 from megarl.run.launch.postgres import without_password
@@ -251,6 +251,22 @@ def test_an_expired_lease_frees_a_claim(store: Store) -> None:
     assert store.claim_groups("a", 1, lease_s=0.01) == [], "a slow worker is not given its own work again"
     (alive,) = store.claim_groups("b", 1, lease_s=0.01)
     assert not finish(store, dead) and finish(store, alive)
+
+
+def test_groups_that_are_put_together_are_judged_one_by_one(store: Store) -> None:
+    request(store, groups=2)
+    request(store, "r1", step=1, groups=2)
+    lost, kept, *others = store.claim_groups("a", 10)
+    store.release_claims("a")
+    again = store.claim_groups("b", 10)
+    ended = [
+        EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices], {"groups": number})
+        for number, claim in enumerate([lost, *again[1:]])
+    ]
+    assert store.put_all(ended) == [False, True, True, True] and store.put_all([]) == []
+    assert store.progress("r0") == (1, 2) and store.progress("r1") == (2, 2)
+    assert store.rollout_metrics("r0") == {"groups": 1.0} and store.rollout_metrics("r1") == {"groups": 3.0}
+    assert store.put_all(ended[1:]) == [False] * 3 and len(store.trajectories("r1")) == 4
 
 
 def test_asking_again_replaces_a_rollout_and_voids_its_claims(store: Store) -> None:

@@ -1,6 +1,6 @@
 """The SQL store: the only shared truth between explorer and trainer."""
 
-from megarl.explore.store.claims import Claim
+from megarl.explore.store.claims import Claim, EndedGroup
 from megarl.explore.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
 from megarl.explore.store.engines import RegisteredEngine
 from megarl.explore.store.journal import NOTHING_USED, Used
@@ -11,6 +11,7 @@ __all__ = [
     "OWN_SERVER",
     "VARIABLE",
     "Claim",
+    "EndedGroup",
     "RegisteredEngine",
     "Store",
     "Used",

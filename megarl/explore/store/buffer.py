@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Row, case, func, or_, select, 
 
 from megarl.core.schema import GREEDY, Trajectory
 from megarl.explore.store import claims
-from megarl.explore.store.claims import Claim, images_of
+from megarl.explore.store.claims import Claim, EndedGroup, images_of
 from megarl.explore.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.explore.store.handle import IDS, Handle, chunks
 from megarl.explore.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES, WHOLE, GroupState
@@ -66,23 +66,28 @@ class Buffer(Handle):
         )
 
     def put(self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None) -> bool:
-        """Write a whole group's trajectories and mark it ready, in one transaction.
+        """Write one whole group; as ``put_all``."""
+        return self.put_all([EndedGroup(claim, trajectories, metrics)])[0]
 
-        ``metrics`` replaces what this worker has reported for the rollout so far. Returns False, writing nothing,
-        when the claim is no longer the group's (released, expired, or the rollout was asked for again).
+    def put_all(self, ended: Sequence[EndedGroup]) -> list[bool]:
+        """Write whole groups' trajectories and mark them ready, in one transaction.
+
+        Returns, for each group, False where nothing was written: the claim is no longer the group's (released, expired,
+        or the rollout was asked for again).
 
         Safe to repeat: a group becomes ready with its trajectories, once; finding it so with this claim's token, a
         repetition writes nothing and returns True, since it was this call that did it.
         """
-        rows = [trajectory_to_row(trajectory) for trajectory in trajectories]
-        indices = sorted(row["index"] for row in rows)
-        assert indices == claim.indices, (
-            f"group {claim.group_id} of size {claim.group_size} finished with indices {indices}"
-        )
-        assert all(row["group_id"] == claim.group_id for row in rows), (
-            f"a trajectory of another group in {claim.group_id}"
-        )
-        return self._write(lambda connection, again: claims.finish(connection, again, claim, rows, metrics))
+        rows = [_rows_of(group) for group in ended]
+
+        def work(connection: Connection, again: bool) -> list[bool]:
+            written = [
+                claims.finish(connection, again, group.claim, found) for group, found in zip(ended, rows, strict=True)
+            ]
+            claims.report(connection, [group for group, ours in zip(ended, written, strict=True) if ours])
+            return written
+
+        return self._write(work)
 
     def renew_claims(self, worker: str) -> int:
         """Show that ``worker`` still works on all groups that it holds; returns how many.
@@ -198,3 +203,13 @@ class Buffer(Handle):
         found = self._read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
         greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
         return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
+
+
+def _rows_of(group: EndedGroup) -> list[dict[str, Any]]:
+    claim, rows = group.claim, [trajectory_to_row(trajectory) for trajectory in group.trajectories]
+    indices = sorted(row["index"] for row in rows)
+    assert indices == claim.indices, (
+        f"group {claim.group_id} of size {claim.group_size} finished with indices {indices}"
+    )
+    assert all(row["group_id"] == claim.group_id for row in rows), f"a trajectory of another group in {claim.group_id}"
+    return rows

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, insert, select, update
 
-from megarl.core.schema import GREEDY, Task, WeightsVersion
+from megarl.core.schema import GREEDY, Task, Trajectory, WeightsVersion
 from megarl.explore.store.checksums import check
 from megarl.explore.store.codec import dumps, task_from_row
 from megarl.explore.store.tables import (
@@ -53,6 +53,16 @@ class Claim:
         """Indices of the answers that make the group whole: those sampled, and ``GREEDY`` where the rollout asks for
         one."""
         return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.group_size)]
+
+
+@dataclass(frozen=True)
+class EndedGroup:
+    """A claimed group whose trajectories have all ended, as ``Store.put_all`` takes it."""
+
+    claim: Claim
+    trajectories: Sequence[Trajectory]
+    metrics: Mapping[str, float] | None = None
+    """Replaces what this worker has reported for the rollout so far."""
 
 
 PENDING = GROUPS.c.state == GroupState.PENDING
@@ -147,9 +157,7 @@ def claims_of(
     ]
 
 
-def finish(
-    connection: Connection, again: bool, claim: Claim, rows: list[dict[str, Any]], metrics: Mapping[str, float] | None
-) -> bool:
+def finish(connection: Connection, again: bool, claim: Claim, rows: list[dict[str, Any]]) -> bool:
     """Write a group's trajectories (``rows``) if the claim is the one that it has now."""
     mine = (GROUPS.c.group_id == claim.group_id, GROUPS.c.claim_token == claim.token)
     # The group's row first: whoever asks for the rollout again deletes that one first too, and waits for us there.
@@ -160,10 +168,18 @@ def finish(
         )  # the token stays with what it finished
         return again and connection.execute(by_us).first() is not None
     connection.execute(insert(TRAJECTORIES), rows)
-    if metrics is not None:
-        row = {"rollout_id": claim.rollout_id, "worker": claim.worker, "metrics": dumps(dict(metrics))}
-        put(connection, ROLLOUT_METRICS, [row])
     return True
+
+
+def report(connection: Connection, ended: Sequence[EndedGroup]) -> None:
+    """Write what workers have reported for their rollouts, the last word of each."""
+    last = {(g.claim.rollout_id, g.claim.worker): g.metrics for g in ended if g.metrics is not None}
+    rows = [
+        {"rollout_id": rollout_id, "worker": worker, "metrics": dumps(dict(metrics))}
+        for (rollout_id, worker), metrics in last.items()
+    ]
+    if rows:
+        put(connection, ROLLOUT_METRICS, rows)
 
 
 def images_of(connection: Connection, task_ids: Select[Any] | Collection[str]) -> dict[str, tuple[bytes, ...]]:
