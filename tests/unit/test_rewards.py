@@ -25,6 +25,7 @@ from megarl.explore.rewards import RewardPool, Verdict, compute_score
 from megarl.explore.rewards.pool import process as reward_process
 from megarl.explore.rewards.pool import worker_queue
 from megarl.explore.rewards.pool.host import RewardHost
+from megarl.explore.rewards.pool.process import LocalWorker
 from megarl.explore.rewards.router import ROUTES
 from megarl.explore.rewards.verdict import to_verdict
 
@@ -140,6 +141,46 @@ def user_config(tmp_path: Path) -> RewardConfig:
     path = tmp_path / "reward.py"
     path.write_text(USER_FILE)
     return RewardConfig(path=str(path), timeout_s=0.5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_equal_answers_are_scored_once_by_verifiers_of_megarl(
+    user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    asked: list[str] = []
+    score = LocalWorker.score
+
+    async def counted(worker: LocalWorker, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(request["solution_str"])
+        return await score(worker, request)
+
+    monkeypatch.setattr(LocalWorker, "score", counted)
+
+    async def work(pool: RewardPool) -> list[Verdict]:
+        first = await asyncio.gather(*(pool.score(TASK, text) for text in ["12", "13", "12", "12"]))
+        later = [
+            await pool.score(TASK, "12"),
+            await pool.score(replace(TASK, reward_model={"ground_truth": "13"}), "12"),
+        ]
+        return [*first, *later]
+
+    verdicts = run_pool(user_config if own else RewardConfig(workers=2), work)
+    assert len(asked) == (6 if own else 3) and all(v.tries == 1 and v.kills == 0 for v in verdicts)
+    if not own:
+        assert [v.reward.score for v in verdicts] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_who_waits_for_an_equal_answer_scores_it_where_the_first_was_cancelled() -> None:
+    async def work(pool: RewardPool) -> tuple[bool, Verdict]:
+        first = asyncio.create_task(pool.score(TASK, "12"))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(pool.score(TASK, "12"))
+        await asyncio.sleep(0)
+        first.cancel()
+        return first.cancelled(), await second
+
+    _, verdict = run_pool(RewardConfig(workers=1), work)
+    assert verdict.reward == Reward(1.0, "ok")
 
 
 def test_the_pool_scores_with_reasoning_gym() -> None:

@@ -135,7 +135,7 @@ def test_a_worker_that_cannot_have_a_verifier_costs_no_answer(monkeypatch: pytes
         async with Unfit("127.0.0.1", 0, KEY, workers=1) as host:
             config = RewardConfig(hosts=[f"127.0.0.1:{host.port}"], routes=routes, retries=0)
             async with RewardPool(config, key=KEY) as pool:
-                return await asyncio.gather(*(pool.score(TASK, "12") for _ in range(40)))
+                return await asyncio.gather(*(pool.score(TASK, f"{n} <answer>12</answer>") for n in range(40)))
 
     asked: list[str] = []
     assert [(v.reward.status, v.tries, v.kills) for v in asyncio.run(main({}))] == [("ok", 1, 0)] * 40

@@ -36,6 +36,8 @@ from megarl.explore.rewards.verdict import NO_VERDICT, weighed
 
 log = logging.getLogger(__name__)
 
+KNOWN = 4096
+"""Verdicts that are remembered; answers of a group end within seconds of each other."""
 USER = "user"
 """The verifier's name where ``reward.path`` is set."""
 
@@ -104,6 +106,10 @@ class RewardPool:
         self._workers += [RemoteWorker(config, address, key) for address in addresses(config.hosts)]
         self._queue = WorkerQueue(len(self._workers), config.timeout_s)
         self._quarantine: set[bytes] = set()
+        self._scoring: dict[bytes, asyncio.Future[None]] = {}
+        """Answers that are being scored, by their digest."""
+        self._known: dict[bytes, Verdict] = {}
+        """Verdicts of answers that were scored last."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -136,7 +142,8 @@ class RewardPool:
         """Score one answer. Never raises for what the reward function does: that is the verdict's status.
 
         An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
-        ``reward.max_kills`` allow.
+        ``reward.max_kills`` allow. megarl's verifiers score equal answers to one task once: their verdict depends on
+        nothing else. A function of the user, or the judge, is asked for each.
 
         Args:
             in_thinking: The prompt ended inside a thought (``shape.opens_thinking``).
@@ -151,6 +158,28 @@ class RewardPool:
         }
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
         verdict = Verdict(_NONE, verifier=self._verifier(task), tries=0)
+        if verdict.verifier in (USER, JUDGE):
+            return await self._score(task, request, key, verdict)
+        asked = time.monotonic()
+        while (scoring := self._scoring.get(key)) is not None:
+            await asyncio.wait([scoring])
+        if (known := self._known.get(key)) is not None:
+            self.tally.add(known.reward.status, known.message)
+            return known._replace(seconds=0.0, waited_s=time.monotonic() - asked, tries=1, kills=0)
+        ended = self._scoring[key] = asyncio.get_running_loop().create_future()
+        try:
+            verdict = await self._score(task, request, key, verdict)
+        finally:
+            del self._scoring[key]
+            ended.set_result(None)
+        if verdict.reward.status not in NO_VERDICT:
+            self._known[key] = verdict
+            if len(self._known) > KNOWN:
+                del self._known[next(iter(self._known))]
+        return verdict
+
+    async def _score(self, task: Task, request: dict[str, Any], key: bytes, verdict: Verdict) -> Verdict:
+        """Verdict of one answer, from a worker or the judge; ``verdict`` has its verifier."""
         if verdict.verifier == JUDGE and self._judge is not None:
             with self.tally.waiting():
                 verdict = await self._judged(self._judge, request, verdict)
