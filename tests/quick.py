@@ -1,0 +1,31 @@
+"""``make quick``: the files of unit tests that are fast, one a line. The others start processes, compile, or go through
+large tables: `make test` has them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+UNIT = Path(__file__).parent / "unit"
+SLOW = """
+    test_agents test_algorithms test_algorithms_pairs test_algorithms_reference test_checkpoint_convert test_cli
+    test_configs test_disk_full test_docs test_dry_run test_forkserver test_host_memory test_launch
+    test_launch_checks test_launch_data test_launch_leftovers test_launch_nodes test_launch_offline
+    test_launch_replace test_launch_rewards test_layering test_ops_advantage test_ops_torch test_own test_report
+    test_reshard_families test_reshard_oracle test_reshard_plan test_resume test_rewards test_rewards_k12
+    test_rewards_math test_rewards_workers test_role_checks test_rollout_frames test_sanitizers test_stall
+    test_store test_store_damage test_store_migrations test_sweep test_task_sources test_tasksets
+    test_tasksets_school test_trajectory test_waits
+""".split()
+"""Files that take more than about three seconds on two idle cores, all tests together."""
+
+
+def fast() -> list[Path]:
+    """Files of the unit tests that are not in ``SLOW``. Raises AssertionError for a name in it that is no file."""
+    files = {path.stem: path for path in sorted(UNIT.glob("test_*.py"))}
+    assert files.keys() >= set(SLOW), f"no such files: {set(SLOW) - files.keys()}"
+    return [path for name, path in files.items() if name not in SLOW]
+
+
+if __name__ == "__main__":
+    print("\n".join(str(path.relative_to(UNIT.parent.parent)) for path in fast()))
