@@ -7,16 +7,16 @@ from __future__ import annotations
 from pathlib import Path
 
 UNIT = Path(__file__).parent / "unit"
-SLOW = """
-    test_agents test_algorithms test_algorithms_pairs test_algorithms_reference test_checkpoint_convert test_cli
-    test_configs test_disk_full test_docs test_dry_run test_forkserver test_host_memory test_launch
-    test_launch_checks test_launch_data test_launch_leftovers test_launch_nodes test_launch_offline
-    test_launch_replace test_launch_rewards test_layering test_ops_advantage test_ops_torch test_own test_report
-    test_reshard_families test_reshard_oracle test_reshard_plan test_resume test_rewards test_rewards_k12
-    test_rewards_math test_rewards_workers test_role_checks test_rollout_frames test_sanitizers test_stall
-    test_store test_store_damage test_store_migrations test_sweep test_task_sources test_tasksets
-    test_tasksets_school test_trajectory test_waits
-""".split()
+SLOW = (
+    "test_algorithms", "test_algorithms_pairs", "test_algorithms_reference", "test_checkpoint_convert",
+    "test_cli", "test_configs", "test_disk_full", "test_dry_run", "test_forkserver", "test_host_memory",
+    "test_launch", "test_launch_checks", "test_launch_data", "test_launch_leftovers", "test_launch_nodes",
+    "test_launch_offline", "test_launch_replace", "test_launch_rewards", "test_ops_advantage", "test_ops_torch",
+    "test_own", "test_reshard_families", "test_reshard_oracle", "test_reshard_plan", "test_resume",
+    "test_rewards", "test_rewards_k12", "test_rewards_workers", "test_role_checks", "test_rollout_frames",
+    "test_sanitizers", "test_stall", "test_store", "test_store_damage", "test_store_migrations", "test_sweep",
+    "test_task_sources", "test_tasksets", "test_tasksets_school",
+)  # fmt: skip
 """Files that take more than about three seconds on two idle cores, all tests together."""
 
 
