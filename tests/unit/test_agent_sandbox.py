@@ -192,6 +192,27 @@ def test_settings_are_checked(tmp_path: Path, changes: dict[str, Any], words: st
         runner.check(rollout, run_dir)
 
 
+def test_a_run_among_the_systems_programs_is_refused() -> None:
+    sandbox = CommandSandbox.of([sys.executable], [], None)
+    with pytest.raises(ConfigError, match="would show run.dir=/usr/src/app/runs to the agent, with /usr"):
+        sandbox.prove(Path("/usr/src/app/runs"))
+
+
+def test_an_interpreter_whose_installation_is_the_home_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").touch(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"would show all of {tmp_path} to the command"):
+        CommandSandbox.of([f"{tmp_path}/bin/python3", "-m", "solver"], [], None)
+
+
+def test_a_job_may_start_in_the_root_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    CommandSandbox.of([sys.executable], [], None).prove(tmp_path)
+
+
 @pytest.mark.parametrize("shown", ["files of this machine", "its network", "its processes"])
 def test_a_sandbox_that_hides_nothing_is_refused(tmp_path: Path, shown: str) -> None:
     sandbox = CommandSandbox.of([sys.executable], [], None)
