@@ -135,6 +135,22 @@ def _exists(path: Path) -> bool:
         return False
 
 
+@pytest.mark.parametrize("sandboxed", [True, False])
+@pytest.mark.parametrize("rewards", [True, False])
+def test_a_command_that_is_killed_is_an_error_whatever_it_wrote_last(
+    play: Play, sandboxed: bool, rewards: bool
+) -> None:
+    source = """
+import signal
+ask()
+sys.stderr.write("handled: 400 the context leaves no room within rollout.max_trajectory_tokens=400\\n")
+sys.stderr.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    recorded = play(source, "15", agent_sandbox=sandboxed, agent_rewards=rewards)
+    assert trajectory(recorded).cause is End.WORKFLOW_ERROR and "killed by SIGKILL" in score(recorded)
+
+
 def test_a_result_that_is_a_link_is_refused(play: Play, tmp_path: Path) -> None:
     (tmp_path / "store.json").write_text("1.0")
     recorded = play(f"ask()\nos.symlink({str(tmp_path / 'store.json')!r}, os.environ['MEGARL_RESULT'])", "15")
