@@ -219,7 +219,7 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
 
 
 def _said(response: str, pred: str) -> str:
-    """What a response names in a sentence of its own, with a reason, or as JSON; '' for none of these."""
+    """Option that a response names in a sentence of its own, with a reason, or as JSON; '' for none of these."""
     text = unmarked(response)
     return (
         k12_contrast.of_object(text)
