@@ -135,6 +135,22 @@ def _exists(path: Path) -> bool:
         return False
 
 
+@pytest.mark.parametrize("sandboxed", [True, False])
+@pytest.mark.parametrize("rewards", [True, False])
+def test_a_command_that_is_killed_is_an_error_whatever_it_wrote_last(
+    play: Play, sandboxed: bool, rewards: bool
+) -> None:
+    source = """
+import signal
+ask()
+sys.stderr.write("handled: 400 the context leaves no room within rollout.max_trajectory_tokens=400\\n")
+sys.stderr.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    recorded = play(source, "15", agent_sandbox=sandboxed, agent_rewards=rewards)
+    assert trajectory(recorded).cause is End.WORKFLOW_ERROR and "killed by SIGKILL" in score(recorded)
+
+
 def test_a_result_that_is_a_link_is_refused(play: Play, tmp_path: Path) -> None:
     (tmp_path / "store.json").write_text("1.0")
     recorded = play(f"ask()\nos.symlink({str(tmp_path / 'store.json')!r}, os.environ['MEGARL_RESULT'])", "15")
@@ -190,6 +206,27 @@ def test_settings_are_checked(tmp_path: Path, changes: dict[str, Any], words: st
         return
     with pytest.raises(ConfigError, match=words):
         runner.check(rollout, run_dir)
+
+
+def test_a_run_among_the_systems_programs_is_refused() -> None:
+    sandbox = CommandSandbox.of([sys.executable], [], None)
+    with pytest.raises(ConfigError, match="would show run.dir=/usr/src/app/runs to the agent, with /usr"):
+        sandbox.prove(Path("/usr/src/app/runs"))
+
+
+def test_an_interpreter_whose_installation_is_the_home_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").touch(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"would show all of {tmp_path} to the command"):
+        CommandSandbox.of([f"{tmp_path}/bin/python3", "-m", "solver"], [], None)
+
+
+def test_a_job_may_start_in_the_root_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    CommandSandbox.of([sys.executable], [], None).prove(tmp_path)
 
 
 @pytest.mark.parametrize("shown", ["files of this machine", "its network", "its processes"])

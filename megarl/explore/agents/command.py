@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -97,9 +98,17 @@ async def run_command(
         finally:
             await _end(transport, output, mark)
         if status := transport.get_returncode():
+            if name := _killer(status):  # its last line need not tell why
+                raise RuntimeError(f"{words[0]} was killed by {name}")
             last = output.text(2).strip().rpartition("\n")[2]
             raise RuntimeError(f"{words[0]} ended with status {status}: {last}")
         return _result(result)
+
+
+def _killer(status: int) -> str | None:
+    """Name of the signal that ended a process, or what a shell or sandbox ran; None for an end of its own."""
+    number = -status if status < 0 else status - 128
+    return signal.Signals(number).name if number in set(signal.Signals) else None
 
 
 def _result(path: Path) -> Any:

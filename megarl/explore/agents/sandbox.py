@@ -62,7 +62,8 @@ class CommandSandbox:
     def of(cls, words: Sequence[str], paths: Sequence[str], endpoint: Path | None) -> CommandSandbox:
         """Sandbox for a command line: with its programs, the folders of its files, and ``paths``.
 
-        Raises ConfigError where bubblewrap or a path is missing, or a folder holds the user's home.
+        Raises ConfigError where bubblewrap or a path is missing, or a folder, an interpreter's too, holds the user's
+        home.
         """
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -72,14 +73,14 @@ class CommandSandbox:
             raise ConfigError(f"rollout.agent_paths={list(paths)}: {missing[0]} is not there")
         own = [_folder(Path(word)) for word in words if os.path.exists(word)]
         named = [*own, *(Path(path).absolute() for path in paths)]
+        shown = [*_interpreter(Path(sys.executable)), *_interpreter(Path(shutil.which(words[0]) or words[0])), *named]
         home = Path.home().resolve()
-        for path in named:
+        for path in shown:
             if home.is_relative_to(path.resolve()):
                 raise ConfigError(
                     f"rollout.agent_sandbox=true would show all of {path} to the command {' '.join(words)!r}; put the "
-                    "agent into a folder of its own"
+                    "agent, or its interpreter, into a folder of its own"
                 )
-        shown = [*_interpreter(Path(sys.executable)), *_interpreter(Path(shutil.which(words[0]) or words[0])), *named]
         return cls(bwrap, tuple(dict.fromkeys(path for path in shown if not _of_system(path))), endpoint)
 
     def command(self, words: Sequence[str], folder: Path, port: int, filter_fd: int) -> list[str]:
@@ -99,11 +100,11 @@ class CommandSandbox:
     def prove(self, run_dir: Path) -> None:
         """Raise ConfigError unless a program inside sees neither files, network nor processes of this machine, nor the
         run's directory with its tasks."""
-        for path in self.shown:
+        for path in (*map(Path, SYSTEM), *self.shown):
             if run_dir.resolve().is_relative_to(path.resolve()):
                 raise ConfigError(
-                    f"rollout.agent_sandbox=true would show run.dir={run_dir} to the agent, with {path}; put the agent "
-                    "into a folder of its own"
+                    f"rollout.agent_sandbox=true would show run.dir={run_dir} to the agent, with {path}; put them into "
+                    "folders of their own"
                 )
         with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listening:
             secret = Path(folder, "secret")
@@ -127,7 +128,8 @@ class CommandSandbox:
     def _bwrap(self, binds: Sequence[str]) -> list[str]:
         size = ["--size", str(TMP_BYTES), "--tmpfs"]
         work = os.getcwd()
-        places = [*size, "/tmp", *([] if _of_system(Path(work)) else [*size, work])]
+        empty = work != "/" and not _of_system(Path(work))  # at / it would hide all that is shown
+        places = [*size, "/tmp", *([*size, work] if empty else [])]
         return [
             self.bwrap, "--unshare-all", "--unshare-user", "--hostname", "sandbox", "--die-with-parent",
             "--new-session", "--cap-drop", "ALL", *_system(), "--proc", "/proc", "--dev", "/dev", *places,

@@ -1,7 +1,9 @@
-"""Options that are named beside others that are refused: "B, not A", "Not A, so B", A不对，选B, "A and C but not B"."""
+"""Options that are named beside others that are refused: "B, not A", "Not A, so B", A不对，选B, "A and C but not B";
+and those that a sentence of its own or a JSON object names: "I choose B", "B is the answer", ``{"answer": "B"}``."""
 
 from __future__ import annotations
 
+import json
 import re
 
 from megarl.explore.rewards.answer.normalize import half_width
@@ -57,3 +59,63 @@ def settled(text: str) -> set[str] | None:
     if not names or refused & set(names) or (not affirmed and _JUDGED.search(k12_read.after_letter(rest))):
         return None
     return set(names)
+
+
+_ADJECTIVE = r"(?:(?:final|correct|right|best)\s+)?"
+_NOUN = r"(?:answer|option|choice)"
+_ONE = rf"(?:(?:the\s+)?{_ADJECTIVE}{_NOUN}\s+)?\(?(?-i:([A-H]))(?![\w'’])\)?"
+_REASON = r"(?:,?\s+(?:because|since|as|given\s+that)\s+(?!well\b)(?P<reason>[^?？]+))?"
+_CONCLUSION = re.compile(
+    r"(?:(?:(?:and\s+)?(?:so|thus|therefore|hence|then)|finally|overall|in\s+conclusion)\s*,?\s+)?"
+    r"(?:(?:I|we)\s+(?:think|believe|conclude)\s+(?:that\s+)?)?(?:"
+    rf"{_ONE}\s+(?:is|must\s+be)\s+(?:the|my|our)\s+{_ADJECTIVE}{_NOUN}"
+    rf"|(?:I|we)(?:['’](?:d|ll)|\s+(?:would|will))?\s+(?:choose|chose|pick|select|go\s+with)\s+{_ONE}"
+    rf"|(?:it|that)(?:['’]s|\s+is|\s+must\s+be)\s+{_ONE}"
+    rf"){_REASON}",
+    re.IGNORECASE,
+)
+_WITH_REASON = re.compile(rf"{_ONE}{_REASON}", re.IGNORECASE)
+_SENTENCES = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+_ALONE = re.compile(r"(?<![A-Za-z])(?:A(?![A-Za-z]|\s+[a-z])|[B-H](?![A-Za-z]))")
+_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_BESIDE = {"reason", "reasoning", "explanation", "rationale", "thought", "thoughts", "thinking"}
+"""Names that a JSON object may have beside ``answer``."""
+
+
+def concluded(line: str) -> str:
+    """The letter that the last sentence of a line is there to name: "So it's B." '' for none, and where the line names
+    other letters too."""
+    line = half_width(line).replace("**", "").strip()
+    *_, last = _SENTENCES.split(line)
+    match = _CONCLUSION.fullmatch(last.rstrip(".! "))
+    return _sole(match, line)
+
+
+def with_reason(pred: str) -> str:
+    """``B`` of "B, as 2+3=5"; '' for a reason that names other letters, and for anything else."""
+    pred = half_width(pred).strip()
+    return _sole(_WITH_REASON.fullmatch(pred), pred)
+
+
+def _sole(match: re.Match[str] | None, text: str) -> str:
+    if match is None:
+        return ""
+    reason = match.re.groupindex["reason"]
+    letter = next(found for number, found in enumerate(match.groups(), 1) if found and number != reason)
+    return "" if set(_ALONE.findall(text)) - {letter} else str(letter)
+
+
+def of_object(text: str) -> str:
+    """The answer of a text that is a JSON object with an ``answer``, perhaps fenced; '' for any other text."""
+    text = text.strip()
+    fenced = _FENCED.fullmatch(text)
+    try:
+        pairs = json.loads(fenced[1] if fenced else text, object_pairs_hook=list)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
+        return ""
+    answers = [value for name, value in pairs if name == "answer"]
+    if len(answers) != 1 or not isinstance(answers[0], str) or not {name for name, _ in pairs} <= {"answer", *_BESIDE}:
+        return ""
+    return answers[0]

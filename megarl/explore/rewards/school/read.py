@@ -20,6 +20,11 @@ _CIRCLED_LETTERS = {code: chr(ord("A") + code - 0x24B6) for code in range(0x24B6
 }
 _ITEM = re.compile(r"[(\[]?\s*([A-H])(?![a-z0-9])\s*[)\]]?\s*(?:[.:、)]|项|选项)?")
 _LABELLED = re.compile(r"[(\[]?([A-H])(?:\s*[)\]]\s*[.:,、]?|\s*[.:、]|,(?=\s*[一-鿿]))\s*(?=\S)(.*)", re.DOTALL)
+_NAMES_MORE = re.compile(
+    r"(?:^|[\s,(])[A-H][.、:)]|\bor\b|或|"
+    r"\b(?:[Nn]o|[Ww]ait|[Aa]ctually|[Ss]orry)\b[\s,.:]*(?:it(?:['’]?s|\s+is)\s+)?(?:option\s+)?\(?[A-H](?![A-Za-z])"
+)
+"""Found behind ``B.`` where that is no option's text: "C. 7", "or C", "no, C"."""
 _JOINED = re.compile(r"(?:[\s,;&+/、]|\band\b|和|与|及|以及)*", re.IGNORECASE)
 
 
@@ -61,9 +66,7 @@ def _labelled(text: str) -> list[str] | None:
     lines = [line.strip() for line in re.split(r"[\n;]", text) if line.strip()]
     found = [_LABELLED.fullmatch(line) for line in lines]
     names = [match.group(1) for match in found if match]
-    if len(names) != len(lines) or any(
-        match and re.search(r"(?:^|[\s,(])[A-H][.、:)]|\bor\b|或", match.group(2)) for match in found
-    ):
+    if len(names) != len(lines) or any(_NAMES_MORE.search(match.group(2)) for match in found if match):
         return None
     return list(dict.fromkeys(names))
 

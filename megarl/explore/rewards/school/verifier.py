@@ -213,8 +213,19 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
         or k12_contrast.settled(pred)
         or k12_contrast.settled(unmarked(response).rsplit("\n", 1)[-1])  # "Option B is correct."
         or k12_read.chosen(after_thinking(response))
+        or k12_options.named(_said(response, pred), options)
     )
     return _judge(pred, float(found == gold))
+
+
+def _said(response: str, pred: str) -> str:
+    """Option that a response names in a sentence of its own, with a reason, or as JSON; '' for none of these."""
+    text = unmarked(response)
+    return (
+        k12_contrast.of_object(text)
+        or k12_contrast.concluded(text.rsplit("\n", 1)[-1])
+        or k12_contrast.with_reason(pred)
+    )
 
 
 def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
