@@ -41,6 +41,7 @@ LIMITED = {
         ],
         "rollout.agent_timeout_s",
     ),
+    "run/loop/explorer.Explorer._finish: self._writer.put": "store.outage_s",
     "explore/sandbox/box.is_over: link.recv": "no wait: not blocking",
     "run/launch/supervise/forkserver.Forked.poll: os.waitpid": "no wait: WNOHANG",
     "run/launch/supervise/forkserver.ForkServer.fork: self._requests.recv": "forkserver.START_S, set for the socket",

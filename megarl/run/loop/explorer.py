@@ -44,6 +44,7 @@ from megarl.explore.store import Claim, EndedGroup, Store
 from megarl.explore.store.buffer import RENEW_S
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.explore.workflows import WORKFLOWS, Workflow
+from megarl.run.loop.group_writer import GroupWriter
 from megarl.run.loop.held_out import record_evaluations
 from megarl.run.loop.recorder import RenderedPrompt
 from megarl.run.loop.rollout_clock import RolloutClock
@@ -125,9 +126,7 @@ class Explorer:
         self._retry_s = retry_s
         self._generating = 0
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
-        self._ended: list[tuple[EndedGroup, asyncio.Future[bool]]] = []
-        """Groups that wait to be written."""
-        self._putting = asyncio.Lock()
+        self._writer = GroupWriter(partial(self._call, store.put_all))
         # One thread, so that the store's calls never hold up the loop and happen in the order in which they are made:
         # claims given back at the end cannot be overtaken by a claim that was still waiting.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -242,32 +241,13 @@ class Explorer:
         counts["greedy"] += len(members) - group.claim.group_size
         counts["prompt_tokens"] += sum(member.prompt_length for member in members)
         counts["response_tokens"] += sum(member.response_length for member in members)
-        if not await self._put(EndedGroup(group.claim, members, group.clock.metrics())):
+        if not await self._writer.put(EndedGroup(group.claim, members, group.clock.metrics())):
             log.warning(
                 "group %s is no longer ours: its rollout was asked for again; its samples are dropped",
                 group.claim.group_id,
             )
         elif group.claim.kind == "eval":
             await self._call(record_evaluations, self._store, self._worker, group.claim.rollout_id)
-
-    async def _put(self, group: EndedGroup) -> bool:
-        """Write a group, with all others that end while the one before is written: they share a transaction."""
-        written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._ended.append((group, written))
-        async with self._putting:
-            if not written.done():
-                ended, self._ended = self._ended, []
-                try:
-                    results = await self._call(self._store.put_all, [group for group, _ in ended])
-                except BaseException as error:
-                    for _, future in ended:  # their tasks fail alike
-                        if future is not written and not future.done():
-                            future.set_exception(error) if isinstance(error, Exception) else future.cancel()
-                    raise
-                for (_, future), ours in zip(ended, results, strict=True):
-                    if not future.done():  # else its task was cancelled
-                        future.set_result(ours)
-        return await written
 
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = asyncio.get_running_loop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 
 from megarl.core.errors import JobError
 from megarl.explore.store import Claim, EndedGroup, Store
-from megarl.run.loop.explorer import Explorer
+from megarl.run.loop.group_writer import GroupWriter
 from tests.stores import make_task, make_trajectory, request
 
 
@@ -25,37 +25,34 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def put_at_once(
-    store: Store, claims: list[Claim], monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> tuple[Any, list[int]]:
+def put_at_once(store: Store, claims: list[Claim], fails: bool) -> tuple[Any, list[int]]:
     """Results of writing all claims' groups at once, and how many groups each call had."""
-    nothing: Any = None
-    explorer, sizes, put_all = Explorer(store, nothing, nothing, nothing, worker="a", capacity=1), [], store.put_all
+    sizes: list[int] = []
 
-    def counted(ended: list[EndedGroup]) -> list[bool]:
+    async def counted(ended: Sequence[EndedGroup]) -> list[bool]:
         sizes.append(len(ended))
         if fails and len(sizes) > 1:
             raise JobError("the store is gone")
-        return put_all(ended)
+        return await asyncio.to_thread(store.put_all, ended)
 
-    monkeypatch.setattr(store, "put_all", counted)
     ended = [EndedGroup(claim, [make_trajectory(claim, i) for i in claim.indices]) for claim in claims]
 
     async def main() -> Any:
-        return await asyncio.gather(*map(explorer._put, ended), return_exceptions=True)
+        writer = GroupWriter(counted)
+        return await asyncio.gather(*map(writer.put, ended), return_exceptions=True)
 
     return asyncio.run(asyncio.wait_for(main(), 60)), sizes
 
 
-def test_they_share_a_transaction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_share_a_transaction(store: Store) -> None:
     claims = store.claim_groups("a", 6)
     claims[3] = replace(claims[3], token="another")  # it has been given to somebody else
-    results, sizes = put_at_once(store, claims, monkeypatch, fails=False)
+    results, sizes = put_at_once(store, claims, fails=False)
     assert results == [True, True, True, False, True, True] and sizes == [1, 5]
     assert len(store.trajectories("r0")) == 10
 
 
-def test_a_failure_is_that_of_all_that_were_written_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, sizes = put_at_once(store, store.claim_groups("a", 6), monkeypatch, fails=True)
+def test_a_failure_is_that_of_all_that_were_written_together(store: Store) -> None:
+    results, sizes = put_at_once(store, store.claim_groups("a", 6), fails=True)
     assert results[0] is True and sizes == [1, 5]
     assert all(isinstance(result, JobError) for result in results[1:])
