@@ -6,7 +6,8 @@ are kept in ``runs/peers/``.
 
     python benchmarks/peers.py [quickstart|30m] [--rounds N] [--only trl dp2] [--steps N] [--write] [hydra overrides]
 
-Overrides hold for both: TRL's settings follow from megarl's. ``--write`` writes into docs/benchmarks/peers.md.
+Overrides hold for both: TRL's settings follow from megarl's. The warm start has those of taskset and model.
+``--write`` writes into docs/benchmarks/peers.md.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ SIZES = {
             "taskset.generate=benchmarks/against/counting.py",
             "taskset.train_size=2000",
             "taskset.warm_start_size=3000",
-            "taskset.options={least: 2, most: 60, slip_percent: 70}",
+            "~taskset.options",
             "rollout.max_prompt_tokens=32",
             "rollout.max_response_tokens=256",
             "trainer.tasks_per_step=8",
@@ -170,7 +171,7 @@ def trl_settings(config: Config, folder: Path) -> dict[str, Any]:
         "algorithm.entropy_coef": bool(algorithm.entropy_coef),
         "model.dtype": config.model.dtype != "float32",
         "trainer.optimizer": bool(optimizer.warmup_steps or optimizer.decay_steps),
-        "trainer.tasks_per_step": trainer.tasks_per_step * algorithm.group_size % trainer.updates_per_step != 0,
+        "trainer.updates_per_step": trainer.tasks_per_step * algorithm.group_size % trainer.updates_per_step != 0,
     }
     if refused := [name for name, is_unequal in unequal.items() if is_unequal]:
         raise ValueError(f"TRL has no equal of {', '.join(refused)} as set")
@@ -436,7 +437,8 @@ def main() -> None:
     known += [] if not known else [f"trainer.warm_start.optimizer.decay_steps={options.warm_start}"]
     runs = RUNS / (options.size if not known else f"{options.size}-{options.warm_start}")
     trl_python()
-    start = warm_started(size, runs / "start", known)
+    made_with = [override for override in overrides if override.lstrip("~+").startswith(("taskset.", "model."))]
+    start = warm_started(size, runs / "start", [*known, *made_with])
     common = shared(size, start, steps, overrides)
     key = hashlib.sha256(json.dumps([common, VARIANTS]).encode()).hexdigest()[:8]
     outcomes: dict[str, list[Outcome]] = {name: [] for name in options.only}

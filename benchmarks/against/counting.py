@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from megarl.explore.tasksets.entries import Entries, Entry, Generator
 
-OPTIONS = {"least": 2, "most": 60, "tail_percent": 100, "slip_percent": 0}
+OPTIONS = {"least": 2, "most": 60, "tail_percent": 100, "slip_percent": 70}
 """Fewest and most numbers of an answer; the exponent of the tail in percent (smaller: longer); share of the careless
 teacher's demonstrations, whose last number in the tag is one too high."""
 
