@@ -1,0 +1,42 @@
+"""Counting from one number to another: answers whose lengths have a long tail, for a model from scratch.
+
+A question is ``Count from 317 to 322.``; the answer writes every number, then the last in a tag. Most answers are
+short, and one in thirty is the longest. With megarl's tokenizer from scratch an answer has 4 tokens a number.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from megarl.explore.tasksets.entries import Entries, Entry, Generator
+
+OPTIONS = {"least": 2, "most": 60, "tail_percent": 100, "slip_percent": 70}
+"""Fewest and most numbers of an answer; the exponent of the tail in percent (smaller: longer); share of the careless
+teacher's demonstrations, whose last number in the tag is one too high."""
+
+
+def numbers(dice: random.Random, options: Mapping[str, int]) -> int:
+    """How many numbers an answer has: Pareto's distribution from ``least``, cut at ``most``."""
+    drawn = options["least"] * dice.paretovariate(options["tail_percent"] / 100)
+    return min(options["most"], int(drawn))
+
+
+def entries(seed: int, options: Mapping[str, int]) -> Entries:
+    """Endless counts of numbers with three digits."""
+    dice = random.Random(seed)
+    while True:
+        count = numbers(dice, options)
+        first = dice.randrange(100, 1000 - count)
+        last = first + count - 1
+        written = " ".join(str(number) for number in range(first, last + 1))
+        yield Entry(
+            f"Count from {first} to {last}.",
+            str(last),
+            f"{written} <answer>{last}</answer>",
+            f"{written} <answer>{last + 1}</answer>",
+            "reasoning_gym/chain_sum",
+        )
+
+
+GENERATOR = Generator(entries, OPTIONS)
