@@ -275,10 +275,10 @@ def accuracy(runs: Path, model_dir: Path) -> float:
             )
         for (i, _), answer in zip(same, answers[:, prompts.shape[1] :].tolist(), strict=True):
             end = next((n for n, token in enumerate(answer) if token in tokenizer.eos_ids), len(answer))
-            score = compute_score(
+            found = compute_score(
                 rows[i].data_source, tokenizer.decode(answer[:end]), rows[i].ground_truth, rows[i].extra_info
             )
-            right += score >= 1.0
+            right += found["score"] >= 1.0
     return right / len(rows)
 
 
