@@ -372,7 +372,7 @@ def in_turns(names: Sequence[str], rounds: int) -> list[tuple[int, str]]:
 
 
 def kept(path: Path, make: Callable[[], Outcome]) -> Outcome:
-    """A finished run's outcome from its file, or by running it anew."""
+    """A finished run's outcome from its file, or by running it again."""
     if not path.is_file():
         shutil.rmtree(path.with_suffix(""), ignore_errors=True)
         outcome = make()

@@ -92,9 +92,20 @@ def test_a_command_sees_nothing_of_the_job(play: Play, tmp_path: Path, monkeypat
     source = """
 store, port, pid = os.path.join(*sys.argv[1].split(":")), int(sys.argv[2]), int(sys.argv[3])
 processes = [name for name in os.listdir("/proc") if name.isdigit()]
+def environ(name):
+    try:
+        return open(f"/proc/{name}/environ", "rb").read()
+    except OSError:
+        return b""
+def files(name):
+    try:
+        return [os.readlink(f"/proc/{name}/fd/{number}") for number in os.listdir(f"/proc/{name}/fd")]
+    except OSError:
+        return []
 seen = {
     "store": os.path.exists(store),
-    "key": any(b"MEGARL_JOB_KEY" in open(f"/proc/{name}/environ", "rb").read() for name in processes),
+    "key": any(b"MEGARL_JOB_KEY" in environ(name) for name in processes),
+    "descriptors": any("agent-result" in file for name in processes for file in files(name)),
     "processes": len(processes) > 3,
     "own code": not fails(open, os.path.abspath(__file__), "a"),
     "system": not fails(open, "/usr/x", "w"),
@@ -155,6 +166,23 @@ def test_a_result_that_is_a_link_is_refused(play: Play, tmp_path: Path) -> None:
     (tmp_path / "store.json").write_text("1.0")
     recorded = play(f"ask()\nos.symlink({str(tmp_path / 'store.json')!r}, os.environ['MEGARL_RESULT'])", "15")
     assert "symbolic links" in score(recorded)
+
+
+def test_what_a_command_writes_stays_in_its_sandbox(play: Play) -> None:
+    source = """
+ask()
+with open(os.environ["MEGARL_RESULT"], "wb") as file:
+    try:
+        while True:
+            file.write(bytes(2**24))
+    except OSError as error:
+        full = error.strerror
+size = os.path.getsize(os.environ["MEGARL_RESULT"])
+if size < 2**31:
+    os.truncate(os.environ["MEGARL_RESULT"], 0)
+    end(1.0 if "space" in full else full)
+"""
+    assert score(play(source, "15")) == 1.0
 
 
 def test_many_requests_at_once(play: Play) -> None:

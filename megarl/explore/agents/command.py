@@ -9,14 +9,15 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.machine import kill_group, kill_marked
 from megarl.explore.agents.loopback import with_loopback
-from megarl.explore.agents.sandbox import CommandSandbox, filter_file
+from megarl.explore.agents.sandbox import CommandSandbox
+from megarl.explore.sandbox import seccomp
 
 OUTPUT_BYTES = 64 * 2**10
 """Last bytes of each of a command's two outputs, and first ones of its result, that are kept."""
@@ -75,24 +76,33 @@ async def run_command(
     JSON.
     """
     mark = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as folder:
-        result = Path(folder, "result.json")
-        started, descriptors = list(words), [os.memfd_create("agent-input")]  # no pipe: a command need not read it
-        try:
-            os.write(descriptors[0], json.dumps(given).encode())
-            os.lseek(descriptors[0], 0, os.SEEK_SET)
-            if sandbox is not None:
-                descriptors.append(filter_file())
-                port = urlsplit(env["ANTHROPIC_BASE_URL"]).port
-                assert port is not None
-                started = sandbox.command(words, Path(folder), port, descriptors[1])
-            own = {**env, MARK: mark, RESULT: str(result)}
-            transport, output = await asyncio.get_running_loop().subprocess_exec(
-                CommandOutput, *started, stdin=descriptors[0], env=own, start_new_session=True, pass_fds=descriptors[1:]
-            )
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+    with (
+        tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as folder,
+        ExitStack() as stack,
+    ):
+
+        def memory(name: str, content: bytes = b"") -> int:
+            """Descriptor of a file in memory, to be read from its begin."""
+            descriptor = os.memfd_create(name)
+            stack.callback(os.close, descriptor)
+            os.write(descriptor, content)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            return descriptor
+
+        result, started, passed = Path(folder, "result.json"), list(words), list[int]()
+        if sandbox is not None:
+            port = urlsplit(env["ANTHROPIC_BASE_URL"]).port
+            assert port is not None
+            passed = [memory("agent-filter", seccomp.program()), memory("agent-result")]
+            started = sandbox.command(words, port, passed[0], passed[1], OUTPUT_BYTES)
+        transport, output = await asyncio.get_running_loop().subprocess_exec(
+            CommandOutput,
+            *started,
+            stdin=memory("agent-input", json.dumps(given).encode()),  # no pipe: a command need not read it
+            env={**env, MARK: mark, RESULT: str(result)},
+            start_new_session=True,
+            pass_fds=passed,
+        )
         try:
             await output.ended.wait()
         finally:
@@ -102,7 +112,10 @@ async def run_command(
                 raise RuntimeError(f"{words[0]} was killed by {name}")
             last = output.text(2).strip().rpartition("\n")[2]
             raise RuntimeError(f"{words[0]} ended with status {status}: {last}")
-        return _result(result)
+        if sandbox is None:
+            return _result(result)
+        written = os.pread(passed[1], OUTPUT_BYTES + 1, 0)
+        return json.loads(written[1:]) if written else None
 
 
 def _killer(status: int) -> str | None:
@@ -112,7 +125,7 @@ def _killer(status: int) -> str | None:
 
 
 def _result(path: Path) -> Any:
-    """Value in a command's file; None without one. A link, which may lead out of its sandbox, is an OSError."""
+    """Value in a command's file; None without one. Raises OSError for a link, ValueError for what is no JSON."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,10 +1,12 @@
 """First program in a command's sandbox: it passes connections on to the endpoint outside, and runs the command.
 
-Run by file name, with the standard library alone: ``inside.py SOCKET PORT COMMAND...``. The sandbox has a network of
-its own, so connections to the endpoint's port are taken here and given to its UNIX socket.
+Run by file name, with the standard library alone: ``inside.py SOCKET PORT DESCRIPTOR BYTES COMMAND...``. The sandbox
+has a network of its own, so connections to the endpoint's port are taken here and given to its UNIX socket. The result
+of the command goes, up to so many bytes, to the descriptor, which the command itself does not have.
 """
 
 import contextlib
+import ctypes
 import os
 import socket
 import subprocess
@@ -12,11 +14,13 @@ import sys
 import threading
 
 PIECE = 2**16
+PR_SET_DUMPABLE = 4
 
 
 def main() -> None:
     """Run the command with the endpoint at its port, and end as it does."""
-    path, port, *words = sys.argv[1:]
+    path, port, descriptor, most, *words = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # else the command could open the descriptor in /proc
     listening = socket.create_server(("127.0.0.1", int(port)), backlog=128)
     threading.Thread(target=accept, args=(listening, path), daemon=True).start()
     try:
@@ -24,8 +28,24 @@ def main() -> None:
     except OSError as error:
         sys.stderr.write(f"{words[0]}: {error.strerror}\n")
         status = 127
+    if status == 0:
+        try:
+            pass_on(os.environ["MEGARL_RESULT"], int(descriptor), int(most))
+        except OSError as error:
+            sys.stderr.write(f"its result: {error.strerror}\n")
+            status = 1
     sys.stdout.flush()
     os._exit(status if status >= 0 else 128 - status)
+
+
+def pass_on(result: str, descriptor: int, most: int) -> None:
+    """Write a mark and the result's first bytes; nothing where there is no result. Raises OSError."""
+    try:
+        source = os.open(result, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    with open(source, "rb") as file, open(descriptor, "wb") as target:
+        target.write(b"R" + file.read(most))
 
 
 def accept(listening: socket.socket, path: str) -> None:

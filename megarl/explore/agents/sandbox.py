@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.errors import ConfigError
-from megarl.explore.sandbox import seccomp
 
 INSIDE = Path(__file__).with_name("inside.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -23,6 +22,7 @@ ETC = (
 )  # fmt: skip
 """Files of /etc that programs look up; none is secret."""
 ENDPOINT, FIRST = "/run/endpoint", "/run/inside.py"
+RESULT = "/tmp/megarl_result.json"
 TMP_BYTES = 2**30
 """Room in a command's /tmp and in its working folder, each."""
 PROVE_S = 60.0
@@ -83,18 +83,19 @@ class CommandSandbox:
                 )
         return cls(bwrap, tuple(dict.fromkeys(path for path in shown if not _of_system(path))), endpoint)
 
-    def command(self, words: Sequence[str], folder: Path, port: int, filter_fd: int) -> list[str]:
+    def command(self, words: Sequence[str], port: int, filter_fd: int, result_fd: int, most: int) -> list[str]:
         """Command line that runs ``words`` inside.
 
         Args:
-            folder: For its result; the only one outside that it may write.
             port: The endpoint's, on loopback inside as outside.
             filter_fd: Descriptor from which the filter of system calls is read.
+            result_fd: Descriptor to which ``inside.py`` writes what the command has left in ``RESULT``.
+            most: Bytes of that at most.
         """
         assert self.endpoint is not None
-        binds = ["--bind", str(folder), str(folder), "--ro-bind", str(self.endpoint), ENDPOINT]
-        binds += ["--ro-bind", str(INSIDE), FIRST]
-        first = [sys.executable, "-I", "-S", FIRST, ENDPOINT, str(port)]
+        binds = ["--ro-bind", str(self.endpoint), ENDPOINT, "--ro-bind", str(INSIDE), FIRST]
+        binds += ["--setenv", "MEGARL_RESULT", RESULT]
+        first = [sys.executable, "-I", "-S", FIRST, ENDPOINT, str(port), str(result_fd), str(most)]
         return [*self._bwrap(binds), "--seccomp", str(filter_fd), "--", *first, *words]
 
     def prove(self, run_dir: Path) -> None:
@@ -167,11 +168,3 @@ def _system() -> Iterator[str]:
             yield from ("--ro-bind", path, path)
     for name in ETC:
         yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
-
-
-def filter_file() -> int:
-    """Descriptor of a new file with the filter of system calls. Raises SandboxError where none is known."""
-    descriptor = os.memfd_create("agent-filter")
-    os.write(descriptor, seccomp.program())
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
