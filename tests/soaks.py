@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "soak.md"
 PYTEST = (sys.executable, "-m", "pytest", "-q")
 PARTS = {
     "grids": (*PYTEST, "-m", "soak", "tests"),
-    "long answers": (*PYTEST, "tests/loop/test_long_answers.py"),
+    "long answers": (*PYTEST, "tests/loop/test_long_answers.py", "tests/loop/test_engine.py"),
     "kills": (sys.executable, "-m", "tests.system.soak"),
     "controls": (sys.executable, "benchmarks/controls.py"),
 }
