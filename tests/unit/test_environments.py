@@ -273,3 +273,20 @@ def test_an_episode_of_more_responses_than_a_reward_has_parts() -> None:
     reward = run(Model(*["a"] * (MAX_PARTS + 44), room=1000), lambda task: Long()).reward
     assert reward is not None and reward.score == MAX_PARTS + 44 and recorded_reward(reward) == reward
     assert len(reward.parts) == MAX_PARTS
+
+
+@pytest.mark.parametrize("name", ["done", "success"])
+@pytest.mark.parametrize("value", ["False", "no", float("nan"), 2])
+def test_what_is_neither_true_nor_false_is_no_outcome(name: str, value: Any) -> None:
+    """`success="False"` was a success: a text is true whatever it says."""
+
+    class Loose:
+        def step(self, response: str) -> Observation:
+            outcome: dict[str, Any] = {"done": True, name: value}
+            return Observation("", **outcome)
+
+        def close(self) -> None:
+            pass
+
+    model = run(Model("1"), lambda row: Loose())
+    assert model.reward is None and model.reason is not None and f"Observation.{name}" in model.reason

@@ -491,3 +491,44 @@ def test_a_workflow_that_goes_on_after_a_message_without_room_is_not_truncated(t
 
     [found] = play(workflow, tokenizer)
     assert found.end is End.FINISHED and not found.truncated
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        lambda model: model.finish(Reward(0.0, "wrong")),
+        lambda model: model.fail("late"),
+        lambda model: model.truncate(),
+        lambda model: model.begin(np.array([5], np.int32)),
+        lambda model: model.add("environment", "late"),
+    ],
+    ids=["finish", "fail", "truncate", "begin", "add"],
+)
+def test_nothing_is_taken_from_a_task_that_the_workflow_left(
+    tokenizer: ChatTokenizer, late: Callable[[Any], Any]
+) -> None:
+    """While the verifier was asked, a late `finish` or `fail` had its verdict weighed twice."""
+    left: list[asyncio.Task[Any]] = []
+
+    class Slow:
+        async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
+            with pytest.raises(RuntimeError, match="has ended"):
+                await left[0]
+            return Verdict(Reward(2.0, "ok", {"answer": 1.0}))
+
+    async def workflow(task: Task, model: Any) -> None:
+        async def later() -> None:
+            await asyncio.sleep(0.02)
+            late(model)
+
+        model.ask(task)
+        await model.generate()
+        left.append(asyncio.create_task(later()))
+
+    runner = TrajectoryRunner(
+        workflow, Slow(), tokenizer, limit=200, retries=0, retry_s=0.0, rewards=RewardConfig(weight=2.0)
+    )
+    engine: Any = Engine(tokenizer)
+    found = asyncio.run(runner.run(group(tokenizer), 0, engine, lambda: None))
+    assert found.reward == Reward(2.0, "ok", {"answer": 1.0}) and found.end is End.FINISHED
+    assert [turn.author for turn in found.turns] == ["user", "model"]

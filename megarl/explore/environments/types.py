@@ -27,6 +27,9 @@ class Observation:
             raise TypeError(f"Observation.text must be a text, got {self.text!r:.60}")
         if not isinstance(self.reward, SupportsFloat) or not math.isfinite(self.reward):
             raise ValueError(f"Observation.reward must be a finite number, got {self.reward!r:.60}")
+        for name, value in (("done", self.done), ("success", self.success)):
+            if value not in (0, 1) and (name, value) != ("success", None):  # a text is true whatever it says
+                raise ValueError(f"Observation.{name} must be True or False, got {value!r:.60}")
 
 
 class EnvironmentFault(Exception):

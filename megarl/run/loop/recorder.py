@@ -90,14 +90,9 @@ class Recorder(RecordedEnd):
         """Those of them that have neither come nor been refused, since nobody waits for them."""
         self._in_thinking: set[int] = set()
         """Turns that end inside a thought."""
-        self._closed = False
         self._log = TurnLog()
         self._task_turn: int | None = None
         """Turn with the task's own prompt, which the images belong to."""
-
-    def close(self) -> None:
-        """Record no response any more: the verdict would not have seen it."""
-        self._closed = True
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -176,6 +171,7 @@ class Recorder(RecordedEnd):
 
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
         """Give the trajectory no verdict."""
+        self._check_open()
         if not self.turns:
             self._add(Turn("user", self._prompt.token_ids), -1)
         super().fail(reason, cause)
@@ -220,8 +216,7 @@ class Recorder(RecordedEnd):
         except PromptRefused:
             self.unread -= 1
             raise
-        if self._closed:
-            raise RuntimeError("the trajectory has ended")
+        self._check_open()
         self.unread -= 1
         if self.cause is End.TRUNCATED:  # a workflow that found no room has gone on from another context
             self.cause = None
@@ -248,6 +243,7 @@ class Recorder(RecordedEnd):
         return self._log.last_of_model()
 
     def _add(self, turn: Turn, follows: int, in_thinking: bool = False) -> Turn:
+        self._check_open()
         if in_thinking:
             self._in_thinking.add(len(self.turns))
         return self._log.add(turn, follows)

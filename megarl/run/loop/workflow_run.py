@@ -62,6 +62,13 @@ async def run_workflow(
 
     Raises EngineError and JobError, which are not the workflow's.
     """
+    try:
+        await _run(workflow, task, recorder, own, timeout_s)
+    finally:
+        recorder.close()
+
+
+async def _run(workflow: Workflow, task: Task, recorder: Recorder, own: OwnTime, timeout_s: float | None) -> None:
     work = asyncio.create_task(_contained(workflow, task, recorder))
     try:
         while not work.done() and (timeout_s is None or own.seconds < timeout_s):
@@ -73,7 +80,6 @@ async def run_workflow(
             work.cancel()
             await asyncio.wait({work}, timeout=CANCEL_S)
         own.ended = True
-        recorder.close()
     if in_time and work.cancelled():
         recorder.fail("the workflow has cancelled its own task")
     elif in_time:
