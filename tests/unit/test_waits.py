@@ -49,7 +49,7 @@ LIMITED = {
     "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/episode._close: made.result": "no wait: the environment was made",
     "run/loop/__main__.leave: logging.shutdown": "no wait: flushes the handlers",
-    "run/loop/workflow_run.run_workflow: work.result": "no wait: the workflow has ended",
+    "run/loop/workflow_run._run: work.result": "no wait: the workflow has ended",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
     "every 4 MiB",
     "weights/checkpoint/convert/pool.each: future.result": "`megarl convert`, a command of a person: it has "

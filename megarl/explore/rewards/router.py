@@ -17,6 +17,7 @@ from megarl.explore.rewards.school import verifier as k12
 from megarl.explore.rewards.verdict import to_verdict
 from megarl.explore.rewards.vision import verifier as vision
 
+CODE = "code"
 JUDGE = "judge"
 """The family that a pool gives to its ``judge`` instead of a worker."""
 
@@ -30,7 +31,7 @@ FAMILIES: dict[str, Callable[[str, RewardConfig], Scorer]] = {
     "math_boxed": lambda rest, config: math_verifier.boxed(rest),
     "gsm8k": lambda rest, config: math_verifier.gsm8k(rest),
     "k12": lambda rest, config: k12.scorer(rest),
-    "code": lambda rest, config: code.scorer(rest, config.code),
+    CODE: lambda rest, config: code.scorer(rest, config.code),
     "judge": lambda rest, config: judge_family.scorer(config),
     "vision": lambda rest, config: vision.scorer(rest),
 }

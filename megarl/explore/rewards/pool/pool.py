@@ -30,7 +30,7 @@ from megarl.explore.rewards.pool.process import (
 )
 from megarl.explore.rewards.pool.tally import Tally
 from megarl.explore.rewards.pool.worker_queue import WorkerQueue
-from megarl.explore.rewards.router import JUDGE, route
+from megarl.explore.rewards.router import CODE, JUDGE, route
 from megarl.explore.rewards.shape import as_written
 from megarl.explore.rewards.verdict import NO_VERDICT, weighed
 
@@ -142,8 +142,8 @@ class RewardPool:
         """Score one answer. Never raises for what the reward function does: that is the verdict's status.
 
         An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
-        ``reward.max_kills`` allow. megarl's verifiers score equal answers to one task once: their verdict depends on
-        nothing else. A function of the user, or the judge, is asked for each.
+        ``reward.max_kills`` allow. megarl's verifiers score equal answers to one task once, where their verdict depends
+        on nothing else. A function of the user, the judge, and programs, which have a time limit, are asked for each.
 
         Args:
             in_thinking: The prompt ended inside a thought (``shape.opens_thinking``).
@@ -158,7 +158,7 @@ class RewardPool:
         }
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
         verdict = Verdict(_NONE, verifier=self._verifier(task), tries=0)
-        if verdict.verifier in (USER, JUDGE):
+        if verdict.verifier in (USER, JUDGE, CODE):
             return await self._score(task, request, key, verdict)
         asked = time.monotonic()
         while (scoring := self._scoring.get(key)) is not None:
