@@ -26,6 +26,7 @@ from sqlalchemy.engine import make_url
 from megarl.core.errors import ConfigError, FencedError, JobError
 from megarl.explore.store import VARIABLE, Store, check_url, database
 from megarl.explore.store.checksums import sealed
+from megarl.explore.store.claims import EndedGroup, report
 from megarl.explore.store.claims import finish as finish_in
 from megarl.explore.store.codec import trajectory_to_row
 from megarl.explore.store.database import open_engine
@@ -362,8 +363,9 @@ def test_a_rollout_is_asked_for_again_while_a_group_of_it_is_being_finished(serv
     inside, go = threading.Event(), threading.Event()
 
     def slow(connection: Any, again: bool) -> bool:
-        members = [trajectory_to_row(make_trajectory(claims[0], i)) for i in claims[0].indices]
-        done = finish_in(connection, again, claims[0], members, {"samples": 2.0})
+        members = [make_trajectory(claims[0], i) for i in claims[0].indices]
+        done = finish_in(connection, again, claims[0], [trajectory_to_row(member) for member in members])
+        report(connection, [EndedGroup(claims[0], members, {"samples": 2.0})])
         inside.set()
         go.wait()
         return done
