@@ -25,9 +25,7 @@ bench: $(VENV)/.installed
 	$(PY) benchmarks/loop.py $(ARGS)
 	$(PY) benchmarks/kernels.py
 
-quick: $(VENV)/.installed  ## while one works: format, lint, types and the fast unit tests, in about three minutes
-	$(VENV)/bin/ruff check -q .
-	$(VENV)/bin/mypy
+quick: check  ## while one works: format, lint, types and the fast unit tests
 	$(PY) -m pytest -q -m "not slow" $(ARGS) $(shell $(PY) -m tests.quick)
 
 soak: $(VENV)/.installed  ## what is too long for `make test`; resumable; docs/soak.md

@@ -8,7 +8,6 @@ three changes from round to round.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import subprocess
@@ -21,7 +20,8 @@ from pathlib import Path
 import page
 
 from megarl.core.metrics import COMMAND
-from megarl.run.report.timeline import Phase, last_start
+from megarl.run.report.data import load
+from megarl.run.report.timeline import last_start
 
 COMMAND_LINE = (
     sys.executable, "-m", "megarl", "train", "experiment=quickstart", "trainer.steps=1", "trainer.tasks_per_step=8",
@@ -31,21 +31,12 @@ KINDS = {"first start": (), "first start, `run.fork_servers=false`": ("run.fork_
 PARTS = ("import", "check", "prepare", "spawn")
 
 
-def phases(run_dir: Path) -> dict[str, list[Phase]]:
-    """Timelines of a run's processes."""
-    found = {}
-    for path in (run_dir / "timeline").glob("*.jsonl"):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        found[path.stem] = [Phase(r["phase"], r["start"], r["start"] + r["seconds"]) for r in records]
-    return found
-
-
 def started(run_dir: Path, more: Sequence[str] = ()) -> dict[str, float]:
     """Run to the end, and return the seconds of the start's parts."""
     subprocess.run(
         [*COMMAND_LINE, f"run.dir={run_dir}", *more], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    found = phases(run_dir)
+    found = load(run_dir).timelines
     span = last_start(found)
     assert span is not None
     begin, end = span

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import openai
 
+from megarl.core.config.schema import RolloutConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.explore import workflows
 from megarl.explore.agents import AgentServer, Session
 from megarl.explore.rewards import Verdict
 from megarl.explore.rollout.frames import Completion
@@ -52,6 +54,18 @@ def recorder(model: Model, limit: int | None = 4096) -> Recorder:
     prompt = RenderedPrompt.of(TASK, model.tokenizer)
     gatherer: Any = model
     return Recorder(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, limit)
+
+
+def run_workflow_of(
+    rollout: RolloutConfig, tokenizer: ChatTokenizer, recorded: Recorder, timeout_s: float = 60.0
+) -> None:
+    """Run the workflow of ``rollout`` on ``TASK``."""
+
+    async def main() -> None:
+        async with workflows.opened(rollout, tokenizer) as workflow:
+            await workflow(TASK, recorded)
+
+    asyncio.run(asyncio.wait_for(main(), timeout_s))
 
 
 def trajectory(recorded: Recorder) -> Trajectory:

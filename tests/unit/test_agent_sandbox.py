@@ -18,13 +18,12 @@ import pytest
 from megarl.core.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End
-from megarl.explore import workflows
 from megarl.explore.agents import runner
 from megarl.explore.agents.sandbox import CommandSandbox
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.loop.recorder import Recorder
 from tests.chat_battery import checkpoint
-from tests.unit.agent_model import TASK, Model, recorder, trajectory
+from tests.unit.agent_model import Model, recorder, run_workflow_of, trajectory
 
 pytestmark = pytest.mark.sandbox
 CLIENT = """
@@ -65,11 +64,7 @@ def play(tmp_path: Path, tokenizer: ChatTokenizer) -> Play:
         rollout = RolloutConfig(workflow="agent", max_prompt_tokens=100, **changes)
         recorded = recorder(Model(tokenizer, *texts, seconds=seconds), limit=400)
 
-        async def main() -> None:
-            async with workflows.opened(rollout, tokenizer) as workflow:
-                await workflow(TASK, recorded)
-
-        asyncio.run(asyncio.wait_for(main(), 120))
+        run_workflow_of(rollout, tokenizer, recorded, timeout_s=120)
         return recorded
 
     return run

@@ -22,7 +22,7 @@ from megarl.explore import workflows
 from megarl.explore.tasksets import ChatTokenizer
 from megarl.run.loop.recorder import Recorder
 from tests.chat_battery import TOOLS, checkpoint
-from tests.unit.agent_model import TASK, Model, client, play, recorder, trajectory
+from tests.unit.agent_model import TASK, Model, client, play, recorder, run_workflow_of, trajectory
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "<3>"}}\n</tool_call>'
 
@@ -255,11 +255,7 @@ def agents(tmp_path: Path, tokenizer: ChatTokenizer) -> Iterator[Callable[..., R
         rollout = RolloutConfig(workflow="agent", agent=agent, max_prompt_tokens=100, **changes)
         recorded = recorder(Model(tokenizer, *texts), limit=200)
 
-        async def main() -> None:
-            async with workflows.opened(rollout, tokenizer) as workflow:
-                await workflow(TASK, recorded)
-
-        asyncio.run(asyncio.wait_for(main(), 60))
+        run_workflow_of(rollout, tokenizer, recorded)
         return recorded
 
     yield run

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from megarl.core.machine import kill_group, kill_marked
 from megarl.explore.agents.loopback import with_loopback
-from megarl.explore.agents.sandbox import CommandSandbox
+from megarl.explore.agents.sandbox import RESULT_FILE, CommandSandbox
 from megarl.explore.sandbox import seccomp
 
 OUTPUT_BYTES = 64 * 2**10
@@ -90,16 +90,17 @@ async def run_command(
             return descriptor
 
         result, started, passed = Path(folder, "result.json"), list(words), list[int]()
+        place = str(result)
         if sandbox is not None:
             port = urlsplit(env["ANTHROPIC_BASE_URL"]).port
             assert port is not None
             passed = [memory("agent-filter", seccomp.program()), memory("agent-result")]
-            started = sandbox.command(words, port, passed[0], passed[1], OUTPUT_BYTES)
+            started, place = sandbox.command(words, port, passed[0], passed[1], OUTPUT_BYTES), RESULT_FILE
         transport, output = await asyncio.get_running_loop().subprocess_exec(
             CommandOutput,
             *started,
             stdin=memory("agent-input", json.dumps(given).encode()),  # no pipe: a command need not read it
-            env={**env, MARK: mark, RESULT: str(result)},
+            env={**env, MARK: mark, RESULT: place},
             start_new_session=True,
             pass_fds=passed,
         )

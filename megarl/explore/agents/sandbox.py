@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.errors import ConfigError
+from megarl.explore.sandbox.host import ALLOWED_BY, as_they_are
 
 INSIDE = Path(__file__).with_name("inside.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -22,7 +23,8 @@ ETC = (
 )  # fmt: skip
 """Files of /etc that programs look up; none is secret."""
 ENDPOINT, FIRST = "/run/endpoint", "/run/inside.py"
-RESULT = "/tmp/megarl_result.json"
+RESULT_FILE = "/tmp/megarl_result.json"
+"""Place of a command's result, in its own /tmp."""
 TMP_BYTES = 2**30
 """Room in a command's /tmp and in its working folder, each."""
 PROVE_S = 60.0
@@ -42,9 +44,8 @@ if len([name for name in os.listdir("/proc") if name.isdigit()]) > 3:
 print(", ".join(found))
 """
 FIX = (
-    "it needs bubblewrap and unprivileged user, pid and network namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; docker run --security-opt "
-    "seccomp=unconfined --security-opt systempaths=unconfined), or set rollout.agent_sandbox=false"
+    f"it needs bubblewrap and unprivileged user, pid and network namespaces ({ALLOWED_BY}), or set "
+    "rollout.agent_sandbox=false"
 )
 
 
@@ -89,12 +90,11 @@ class CommandSandbox:
         Args:
             port: The endpoint's, on loopback inside as outside.
             filter_fd: Descriptor from which the filter of system calls is read.
-            result_fd: Descriptor to which ``inside.py`` writes what the command has left in ``RESULT``.
+            result_fd: Descriptor to which ``inside.py`` writes what the command has left in ``RESULT_FILE``.
             most: Bytes of that at most.
         """
         assert self.endpoint is not None
         binds = ["--ro-bind", str(self.endpoint), ENDPOINT, "--ro-bind", str(INSIDE), FIRST]
-        binds += ["--setenv", "MEGARL_RESULT", RESULT]
         first = [sys.executable, "-I", "-S", FIRST, ENDPOINT, str(port), str(result_fd), str(most)]
         return [*self._bwrap(binds), "--seccomp", str(filter_fd), "--", *first, *words]
 
@@ -130,10 +130,12 @@ class CommandSandbox:
         size = ["--size", str(TMP_BYTES), "--tmpfs"]
         work = os.getcwd()
         empty = work != "/" and not _of_system(Path(work))  # at / it would hide all that is shown
+        lookups = [word for name in ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
         places = [*size, "/tmp", *([*size, work] if empty else [])]
         return [
             self.bwrap, "--unshare-all", "--unshare-user", "--hostname", "sandbox", "--die-with-parent",
-            "--new-session", "--cap-drop", "ALL", *_system(), "--proc", "/proc", "--dev", "/dev", *places,
+            "--new-session", "--cap-drop", "ALL", *as_they_are(SYSTEM), *lookups, "--proc", "/proc", "--dev", "/dev",
+            *places,
             "--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp",
             *(word for path in self.shown for word in ("--ro-bind", str(path), str(path))),
             *binds, "--remount-ro", "/", "--chdir", work,
@@ -157,14 +159,3 @@ def _interpreter(program: Path) -> Iterator[Path]:
 
 def _of_system(path: Path) -> bool:
     return any(path.is_relative_to(folder) for folder in SYSTEM)
-
-
-def _system() -> Iterator[str]:
-    """Arguments that show the system's programs and libraries, and what they look up."""
-    for path in SYSTEM:
-        if os.path.islink(path):
-            yield from ("--symlink", os.readlink(path), path)
-        elif os.path.isdir(path):
-            yield from ("--ro-bind", path, path)
-    for name in ETC:
-        yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")

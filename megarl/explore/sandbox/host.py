@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from megarl.explore.sandbox import seccomp
 NOBODY = 65534
 INSIDE_UID = 1000
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+ALLOWED_BY = (
+    "sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, "
+    "user.max_user_namespaces above 0; docker run --security-opt seccomp=unconfined --security-opt "
+    "systempaths=unconfined"
+)
+"""Settings of a machine or container that allow namespaces."""
 INSIDE = ("values", "answer", "checker", "launcher", "zygote")
 ASK_S = 60.0
 SHM_BYTES = 16 * 2**20
@@ -181,15 +188,22 @@ def ask(python: str, user: int | None, code: dict[str, str]) -> tuple[dict[str, 
     return facts, ""
 
 
-def _binds(facts: dict[str, Any], with_site: bool) -> list[str]:
-    """The system's libraries where they are, the interpreter and its standard library under /python: no home, no /etc,
-    no shell."""
+def as_they_are(paths: Sequence[str]) -> list[str]:
+    """Arguments of bwrap that show folders where they are, read-only, and links as links; left out is what is not
+    there."""
     arguments = []
-    for path in LIBRARIES:
+    for path in paths:
         if os.path.islink(path):
             arguments += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             arguments += ["--ro-bind", path, path]
+    return arguments
+
+
+def _binds(facts: dict[str, Any], with_site: bool) -> list[str]:
+    """The system's libraries where they are, the interpreter and its standard library under /python: no home, no /etc,
+    no shell."""
+    arguments = as_they_are(LIBRARIES)
     for name in dict.fromkeys(("lib", facts["platlib"])):
         if os.path.isdir(os.path.join(facts["base"], name)):
             arguments += ["--ro-bind", os.path.join(facts["base"], name), f"/python/{name}"]

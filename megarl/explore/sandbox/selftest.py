@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import SandboxError
-from megarl.explore.sandbox.host import ENVIRONMENT
+from megarl.explore.sandbox.host import ALLOWED_BY, ENVIRONMENT
 from megarl.explore.sandbox.interface import MIB, Limits, Test
 from megarl.explore.sandbox.local import LocalSandbox
 
@@ -48,10 +48,9 @@ VISIBLE = {
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 GONE_S = 10.0
 FIX = (
-    "It needs unprivileged user, pid and network namespaces and seccomp (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; docker run --security-opt "
-    "seccomp=unconfined --security-opt systempaths=unconfined), and Linux 5.14 or later for the limit on processes; or "
-    "set reward.code.url to a `megarl sandbox serve` on a host that has them"
+    f"It needs unprivileged user, pid and network namespaces and seccomp ({ALLOWED_BY}), and Linux "
+    "5.14 or later for the limit on processes; or set reward.code.url to a `megarl sandbox serve` on a host that has "
+    "them"
 )
 
 PROBE = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from megarl.run.report.text import (
     status,
     summary,
 )
-from megarl.run.report.timeline import CONTAINER, WAITING, last_start, rows, seconds_by_phase, seconds_by_step
+from megarl.run.report.timeline import CONTAINER, WAITING, Phase, last_start, rows, seconds_by_phase, seconds_by_step
 
 __all__ = ["page", "summary", "write_report"]
 
@@ -227,9 +227,7 @@ def _lanes(run: ReportData) -> Markup:
     everything = [p for phases in timelines.values() for p in phases]
     end = steps[-1].end if steps else max(p.end for p in everything)
     start = steps[0].start if steps else max(min(p.start for p in everything), end - 60)
-    lanes = [
-        (name, rows(name, [p for p in phases if p.end > start and p.start < end])) for name, phases in timelines.items()
-    ][:SHOWN_PROCESSES]
+    lanes = _between(timelines, start, end)[:SHOWN_PROCESSES]
     drawn = svg.lanes_chart(
         lanes, start, max(end, start + 1e-3), {s.step + 1: s.start for s in steps if s.step is not None}
     )
@@ -240,6 +238,13 @@ def _lanes(run: ReportData) -> Markup:
     return PIECES.section("Who did what", text, PIECES.card(Markup(drawn) + _legend(_ordered(shown)), scroll=True))
 
 
+def _between(timelines: Mapping[str, Sequence[Phase]], start: float, end: float) -> list[tuple[str, list[list[Phase]]]]:
+    """Rows of each process's phases that reach into a stretch of time."""
+    return [
+        (name, rows(name, [p for p in phases if p.end > start and p.start < end])) for name, phases in timelines.items()
+    ]
+
+
 def _start_up(run: ReportData) -> Markup:
     """Timeline of the last start: what each process did until the engines had joined."""
     timelines = dict(sorted(run.timelines.items(), key=lambda item: _process_order(item[0])))
@@ -247,10 +252,7 @@ def _start_up(run: ReportData) -> Markup:
     if found is None:
         return Markup()
     start, end = found
-    lanes = [
-        (name, rows(name, [p for p in phases if p.end > start and p.start < end])) for name, phases in timelines.items()
-    ]
-    lanes = [(name, found) for name, found in lanes if found and any(found)][:SHOWN_PROCESSES]
+    lanes = [(name, found) for name, found in _between(timelines, start, end) if any(found)][:SHOWN_PROCESSES]
     lanes.sort(key=lambda lane: lane[0] != COMMAND)
     shown = {phase.name for _, rs in lanes for r in rs for phase in r}
     drawn = Markup(svg.lanes_chart(lanes, start, end, {}))
