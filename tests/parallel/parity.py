@@ -399,8 +399,12 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
                     continue
                 batches = actor.micro_batches(sequences)
                 losses, norms, worst, of_routers = [], [], (0.0, ""), [0.0]
+                inferred = actor.outputs(sequences, [batches]) if cell.rows is None else None
                 for update in range(UPDATES):
-                    sums = actor.backward(sequences, batches, objective)
+                    logp = torch.zeros(len(sequences.tokens)) if update == 0 and inferred is not None else None
+                    sums = actor.backward(sequences, batches, objective, logp)
+                    # What an update keeps of its own forward pass is what inference would have given, bit for bit.
+                    assert logp is None or torch.equal(logp, inferred), f"{cell}: log-probs of its own pass differ"
                     everyone: list[Any] = [None] * dist.get_world_size()
                     dist.all_gather_object(everyone, sums)
                     metrics = mean_of_sums(everyone)

@@ -105,10 +105,11 @@ def test_answers_outside_any_pair_have_log_probs(needs: set[str]) -> None:
     assert batch.updates == [[[1, 0]]]
     learner_of(config, actor=model, reference=model, needs=frozenset({"pairs", "group"} | needs)).infer(batch)
     every = torch.full_like(batch.sequences.mask, True, dtype=torch.float32)
-    if "old_logp" in needs:
-        assert batch.sequences.old_logp is not None and torch.equal(batch.sequences.old_logp, every)
-    assert batch.sequences.ref_logp is not None
     paired = batch.sequences.row < 2
+    if "old_logp" in needs:  # those of the pair come with its update
+        assert batch.sequences.old_logp is not None
+        assert torch.equal(batch.sequences.old_logp, torch.where(paired, 0.0, 1.0))
+    assert batch.sequences.ref_logp is not None
     assert torch.equal(batch.sequences.ref_logp, every if "old_logp" in needs else torch.where(paired, 1.0, 0.0))
 
 
@@ -164,7 +165,9 @@ def test_truncated_answers_are_in_no_update_and_the_others_keep_their_group(name
     assert found.updates == [[[0]], [[2]]]
     row, mask = found.sequences.row, found.sequences.mask
     assert torch.bincount(row[mask], minlength=4).tolist() == [2, 0, 4, 0]
-    assert recorded == [[-0.5] * (i + 2) for i in range(4)]  # the mismatch has those of every answer
+    # The mismatch has those of every answer; an estimate of the algorithm's own may read them before the first update.
+    first = 0.0 if name != "reinforce_pp" else -0.5
+    assert recorded == [[first] * 2, *([-0.5] * (i + 2) for i in range(1, 4))]
     rewards, tokens = np.array([0.0, 1.0, 1.0, 0.0]), np.array([2, 0, 4, 0])
     wanted = rewards - 0.5 if name != "reinforce_pp" else rewards
     if name == "grpo":
@@ -205,6 +208,49 @@ def test_a_pair_with_a_truncated_answer_is_left_out() -> None:
     assert filtered(config, reasons=REASONS)[1].updates == []
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "infers"),
+    [
+        ("grpo", {}, True),
+        ("grpo", {"kl": KLConfig(0.1, target=0.01)}, False),
+        ("reinforce_pp", {}, False),
+        ("opmd", {}, True),
+    ],
+)
+def test_log_probs_of_the_first_update_come_with_it(name: str, changes: Any, infers: bool) -> None:
+    """Each token's once, by inference or by the first update of the first epoch, and by no other."""
+    asked: list[float] = []
+
+    def backward(sequences: Sequences, units: Any, objective: Any, logp: torch.Tensor | None) -> Any:
+        if logp is not None:
+            logp += asked_for(sequences, [units])
+        asked.append(float("nan") if logp is None else float(logp.sum()))
+        return {"actor/loss": (1.0, 1.0)}
+
+    model: Any = SimpleNamespace(
+        micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
+        outputs=lambda sequences, updates: asked_for(sequences, updates),
+        backward=backward,
+        gradient_norm=lambda: 1.0,
+        step=lambda lr: None,
+    )
+    updates: Any = SimpleNamespace(
+        begin=lambda: None, end=lambda state: {}, admits=lambda state, name, sums, norm, update: (True, state)
+    )
+    settings = settings_of(name)(name=name, **changes)
+    config = Config(algorithm=settings, trainer=TrainerConfig(ppo_epochs=2))
+    learner = learner_of(config, actor=model, reference=model, updates=updates, restarts_optimizer=False)
+    trajectories: list[Any] = [answer(i, score) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]
+    step = make_batch(trajectories, [], algorithms.get(name), settings, 2)
+    learner.infer(step)
+    assert step.sequences.old_logp is not None
+    by_inference = int(step.sequences.old_logp.sum())
+    learner.train_step(TrainState(), step)
+    assert torch.equal(step.sequences.old_logp, torch.ones(len(step.sequences.tokens)))
+    assert (by_inference < len(step.sequences.tokens)) is infers
+    assert [value == value for value in asked] == [infers] + [False] * (2 * len(step.updates) - 1)
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("critic", [False, True])
 def test_every_epoch_makes_the_same_updates_in_order(epochs: int, critic: bool) -> None:
@@ -215,7 +261,7 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, critic: bool) 
     def model(name: str) -> Any:
         return SimpleNamespace(
             micro_batches=lambda sequences, units: units,
-            backward=lambda sequences, units, objective: (
+            backward=lambda sequences, units, objective, logp: (
                 made.append((objective.name, units)) or {f"{name}/loss": (1.0, 1.0)}
             ),
             gradient_norm=lambda: 1.0,

@@ -43,7 +43,7 @@ def test_the_mismatch_of_log_probs(step: Sequences) -> None:
     old, engine = step.old_logp[sampled], step.engine_logp[sampled]
     difference, probability = (old - engine).abs(), (old.exp() - engine.exp()).abs()
     assert torch.equal(step.sampled, sampled)
-    assert mismatch(step) == {
+    assert mismatch(step, sampled) == {
         "training/rollout_logp_diff_mean": float(difference.double().mean()),
         "training/rollout_probs_diff_mean": float(probability.double().mean()),
         "training/rollout_logp_diff_max": float(difference.max()),

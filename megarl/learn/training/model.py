@@ -135,8 +135,7 @@ class FrozenModel:
 
         def keep(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
             if has_outputs:
-                real = batch.index >= 0
-                result[batch.index[real]] = outputs[..., 0].float().cpu()[real]
+                _write(result, batch, outputs)
             return outputs.sum(), None  # the schedule wants a loss
 
         with self.grid():
@@ -153,6 +152,12 @@ class FrozenModel:
 
         tp, cp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
         return tp == 0 and cp == 0
+
+
+def _write(result: torch.Tensor, batch: MicroBatch, outputs: torch.Tensor) -> None:
+    """Put the first output at each position of a micro-batch where that stands in the step."""
+    real = batch.index >= 0
+    result[batch.index[real]] = outputs[..., 0].detach().float().cpu()[real]
 
 
 class TrainedModel(FrozenModel):
@@ -199,18 +204,34 @@ class TrainedModel(FrozenModel):
         check_written(tensors, self.written())
         return tensors
 
-    def backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
+    def backward(
+        self,
+        sequences: Sequences,
+        batches: Sequence[MicroBatch],
+        objective: Objective,
+        logp: torch.Tensor | None = None,
+    ) -> Sums:
         """Gradients of the objective over the ``batches`` of all data-parallel ranks, each part divided by its global
         count.
+
+        Args:
+            logp: float32 [T]; 0 at the positions of ``batches``, where it gets what ``outputs`` would give.
 
         Returns:
             Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere;
             ``<name>/loss`` is their mean.
         """
+        found = None if logp is None else torch.zeros_like(logp)
         with self.grid():
-            return self._backward(sequences, batches, objective)
+            sums = self._backward(sequences, batches, objective, found)
+        if logp is not None:
+            dist.all_reduce(found)  # exact, as in ``outputs``
+            logp += found
+        return sums
 
-    def _backward(self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective) -> Sums:
+    def _backward(
+        self, sequences: Sequences, batches: Sequence[MicroBatch], objective: Objective, logp: torch.Tensor | None
+    ) -> Sums:
         from megatron.core import parallel_state
 
         from megarl.learn.models.router import UpdateSize, measured
@@ -229,7 +250,11 @@ class TrainedModel(FrozenModel):
         for router in self._routers:
             router.begin(UpdateSize(int(count[0]), int(count[1]), most=int(max(each[0] for each in counts))))
 
+        has_outputs = self._has_outputs()
+
         def loss_function(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            if logp is not None and has_outputs:
+                _write(logp, batch, outputs)
             kept = LossTokens.of(batch, sequences)
             loss = objective.loss(kept, outputs[kept.place.to(outputs.device)])
             total = (loss.totals * scale.to(loss.total)).sum()
@@ -239,7 +264,7 @@ class TrainedModel(FrozenModel):
             self.chunks, sequences, batches, self.head, loss_function, forward_only=False, balanced=self._balanced
         )
         of_routers = measured(self.chunks, objective.name) if self._balanced else {}
-        if not collected or not self._has_outputs():
+        if not collected or not has_outputs:
             return {}
         whole = sum(float(total) for total, _ in collected)
         sums: dict[str, tuple[float, float]] = {f"{objective.name}/loss": (whole, 1.0 / self.parallel.dp)}

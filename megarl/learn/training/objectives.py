@@ -55,8 +55,14 @@ class Objective:
     """(tokens, outputs [T', k] of the head) -> sums where the outputs are, never divided."""
 
 
-def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences) -> Objective:
-    """The algorithm's loss of log-probs."""
+def policy(
+    algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences, *, unchanged: bool = False
+) -> Objective:
+    """The algorithm's loss of log-probs.
+
+    Args:
+        unchanged: The weights are those that the update starts from: ``old_logp`` are the outputs themselves.
+    """
     share, first = sample_shares(sequences)
 
     def by_row(values: torch.Tensor | None, kept: LossTokens) -> torch.Tensor | None:
@@ -70,11 +76,12 @@ def policy(algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences
         def picked(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values[kept.index]
 
+        logp = outputs[:, 0]
         return algorithm.loss(
             LossInput(
-                logp=outputs[:, 0],
+                logp=logp,
                 entropy=outputs[:, 1] if outputs.shape[1] > 1 else None,
-                old_logp=picked(sequences.old_logp),
+                old_logp=logp.detach() if unchanged else picked(sequences.old_logp),
                 ref_logp=picked(sequences.ref_logp),
                 advantages=picked(sequences.advantages),
                 mask=kept.mask,

@@ -86,7 +86,7 @@ def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
 
 
 def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
-    """Take truncated answers out of the loss mask, after inference: ``mismatch`` compares log-probs of every answer."""
+    """Take truncated answers out of the loss mask, after inference: their log-probs are compared with the engine's."""
     if numbers := overlong(batch.rows, settings):
         sequences = batch.sequences
         kept = torch.ones(len(sequences), dtype=torch.bool)
@@ -121,9 +121,13 @@ def updates_of(units: Sequence[T], updates: int, *, exactly: bool = False) -> li
     return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
 
 
-def mismatch(sequences: Sequences) -> dict[str, float]:
-    """Difference of the engine's log-probs from the trainer's, for the same weights and tokens."""
-    old, engine, sampled = sequences.old_logp, sequences.engine_logp, sequences.sampled
+def mismatch(sequences: Sequences, sampled: torch.Tensor) -> dict[str, float]:
+    """Difference of the engine's log-probs from the trainer's, for the same weights and tokens.
+
+    Args:
+        sampled: bool [T]; the tokens that are compared.
+    """
+    old, engine = sequences.old_logp, sequences.engine_logp
     if old is None or engine is None or not bool(sampled.any()):
         return {}
     logp = doubles(sampled, lambda a, b: (a - b).abs(), old, engine)

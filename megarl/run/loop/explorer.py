@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -314,6 +315,8 @@ async def explore(config: Config, key: str, worker: str) -> None:
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
                 event_lines=scorer.tally.line,
             )
+            gc.collect()
+            gc.freeze()  # modules stay, and take long to walk
             await explorer.run()
     finally:
         store.close()

@@ -6,6 +6,7 @@ Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -44,21 +45,29 @@ class Learner:
         self._updates = updates
         self._ranks = ranks
 
+    @property
+    def _first_update_infers(self) -> bool:
+        """True if ``old_logp`` of the first update's tokens come from its own forward pass: nothing needs them
+        earlier, the critic's warm-up leaves no update out, and an algorithm's own ``estimate`` may read them."""
+        needs, settings = self._algorithm.needs, self._config.algorithm
+        others = self._algorithm.estimate is not None or self._models.critic is not None
+        return "old_logp" in needs and not others and settings.kl.target is None
+
     def infer(self, batch: StepBatch) -> None:
         """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
-        values."""
+        values. ``old_logp`` of the first update may be filled by ``train_step``."""
         sequences, needs = batch.sequences, self._algorithm.needs
         # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
         rest = batch.outside if "old_logp" in needs else []
         truncated = set(overlong(batch.rows, self._config.algorithm))
         kept = [unit for unit in rest if not truncated.intersection(unit)]
 
-        def forward(model: FrozenModel, others: list[list[int]] = kept) -> torch.Tensor:
-            asked = [*batch.updates, others] if others else batch.updates
+        def forward(model: FrozenModel, others: list[list[int]] = kept, first: int = 0) -> torch.Tensor:
+            asked = [*batch.updates[first:], *([others] if others else [])]
             return model.outputs(sequences, [model.micro_batches(sequences, units) for units in asked])
 
         if "old_logp" in needs:
-            sequences.old_logp = forward(self._models.actor, rest)
+            sequences.old_logp = forward(self._models.actor, rest, first=int(self._first_update_infers))
         if self._models.reference is not None:
             sequences.ref_logp = forward(self._models.reference)
         if self._models.critic is not None:
@@ -68,8 +77,9 @@ class Learner:
         """Estimate advantages and make the step's updates; return the state with what they changed, and metrics."""
         settings = self.settings(state)
         state, estimated = self.estimate(state, batch)
-        policy = objectives.policy(self._algorithm, settings, batch.sequences)
-        state, updated = self.update(state, batch, policy, settings)
+        policy = partial(objectives.policy, self._algorithm, settings, batch.sequences)
+        first = policy(unchanged=True) if self._first_update_infers else None
+        state, updated = self.update(state, batch, policy(), settings, first)
         return state, estimated | updated
 
     def estimate(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
@@ -100,12 +110,18 @@ class Learner:
         return self._models.critic is not None and state.step < self._config.critic.warmup_steps
 
     def update(
-        self, state: TrainState, batch: StepBatch, policy: Objective, settings: AlgorithmConfig
+        self,
+        state: TrainState,
+        batch: StepBatch,
+        policy: Objective,
+        settings: AlgorithmConfig,
+        first: Objective | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Make the step's optimizer updates, of the critic and of the actor by ``policy``.
 
         Args:
             settings: The algorithm's with the KL coefficient of the step.
+            first: Of the first update, which then fills ``old_logp`` of its tokens.
 
         Returns:
             The state with the norms of the updates, and metrics over all ranks.
@@ -116,9 +132,16 @@ class Learner:
         sums: list[Sums] = []
         updates: list[Sums] = []
 
-        def learn(update: int, model: TrainedModel, objective: Objective, units: list[list[int]], lr: float) -> None:
+        def learn(
+            update: int,
+            model: TrainedModel,
+            objective: Objective,
+            units: list[list[int]],
+            lr: float,
+            logp: torch.Tensor | None = None,
+        ) -> None:
             nonlocal state
-            found = model.backward(sequences, model.micro_batches(sequences, units), objective)
+            found = model.backward(sequences, model.micro_batches(sequences, units), objective, logp)
             norm = model.gradient_norm()
             admitted, state = self._updates.admits(state, objective.name, found, norm, update)
             if admitted:
@@ -138,8 +161,11 @@ class Learner:
                     units,
                     learning_rate(config.critic.optimizer, number),
                 )
-            if not alone:
-                learn(i, actor, policy, units, learning_rate(config.trainer.optimizer, actor_step))
+            lr = learning_rate(config.trainer.optimizer, actor_step)
+            if not alone and first is not None and i == 0:
+                learn(i, actor, first, units, lr, sequences.old_logp)
+            elif not alone:
+                learn(i, actor, policy, units, lr)
         return state, mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | self._updates.end(state)
 
 

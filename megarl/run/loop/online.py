@@ -90,10 +90,11 @@ class OnlineTrainer(Trainer):
                     held.clear()  # their arrays are in the batch
             with phase("inference", step=number):
                 self.learner.infer(batch)
-                differences = mismatch(batch.sequences)
+                sampled = batch.sequences.sampled
                 filter_overlong(batch, settings)
             with phase("update", step=number):
                 before, (state, trained) = state, self.learner.train_step(state, batch)
+                differences = mismatch(batch.sequences, sampled)
             # Rewards in the metrics of the estimate are those with the KL taken off.
             metrics = trajectory_metrics(batch.outcomes, groups.report) | scored | trained | differences | synced
             self.rollouts.drain(before)
