@@ -224,7 +224,7 @@ class TrainedModel(FrozenModel):
         found = None if logp is None else torch.zeros_like(logp)
         with self.grid():
             sums = self._backward(sequences, batches, objective, found)
-        if logp is not None:
+        if logp is not None and found is not None:
             dist.all_reduce(found)  # exact, as in ``outputs``
             logp += found
         return sums
