@@ -80,6 +80,28 @@ def test_formulas_of_logic_are_no_lists(gold: str, pred: str, right: bool) -> No
     assert score(as_response(pred), gold)["status"] == ("ok" if right else "wrong")
 
 
+@pytest.mark.parametrize(
+    ("gold", "pred", "right"),
+    [
+        (r"\angle ABC", r"\angle ACB", False),
+        (r"\angle ABC", r"\angle CBA", True),
+        (r"\angle ABC", r"\angle{CBA}", True),
+        (r"\angle ABC", "∠CBA", True),
+        (r"\angle ABC", r"\angle B", False),
+        (r"\sin\angle ABC", r"\sin\angle ACB", False),
+        (r"\angle ABD=\angle CBD", r"\angle DBC=\angle ABD", True),
+        (r"\angle ABD=\angle CBD", r"\angle ADB=\angle CDB", False),
+        (r"\angle BAC=30^\circ", r"\angle ABC=30^\circ", False),
+        (r"\angle BAC=30^\circ", r"\angle CAB=30^\circ", True),
+        (r"\angle BAC=30^\circ", r"30^\circ", True),
+        (r"30^\circ", r"\angle BAC=30^\circ", True),
+        (r"\angle A=30^\circ", "∠A=30°", True),
+    ],
+)
+def test_an_angle_is_named_by_its_vertex_in_the_middle(gold: str, pred: str, right: bool) -> None:
+    assert score(as_response(pred), gold)["status"] == ("ok" if right else "wrong")
+
+
 @pytest.mark.parametrize("gold", sorted({gold for _, _, gold, _ in cases()}))
 def test_every_gold_is_its_own_answer(gold: str) -> None:
     assert score(f"so $\\boxed{{{gold}}}$", gold)["status"] == "ok"

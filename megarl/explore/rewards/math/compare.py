@@ -259,7 +259,7 @@ def _is_lhs(text: str) -> bool:
     return (
         is_name(text)
         or bool(_FUNCTION.fullmatch(text))
-        or bool(re.fullmatch(r"\\(?:angle|vec|overline|triangle|sin|cos|tan)\s*\{?\s*\w+\s*\}?", text))
+        or bool(re.fullmatch(r"\\(?:angle|vec|overline|triangle|sin|cos|tan)\s*\{?\s*\w+(?:_\{\w+\})?\s*\}?", text))
     )
 
 
