@@ -60,6 +60,9 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
     assert score("reasoning_gym/chain_sum", "first <answer>1</answer> then <answer>12</answer>", "12") == 1.0
     assert score("reasoning_gym/chain_sum", "13", "12") == 0.0
     assert score("reasoning_gym/chain_sum", "", "12") == 0.0
+    assert score("reasoning_gym/chain_sum", "<think>9 + 3</think>\n\n12", "12") == 1.0
+    assert score("reasoning_gym/chain_sum", "<think><answer>12</answer>?</think>13", "12") == 0.0
+    assert score("reasoning_gym/chain_sum", "<think>Is it <answer>12</answer>?", "12") == 0.0
     assert score("reasoning_gym/basic_arithmetic", "-7", "-7") == 1.0
 
 
