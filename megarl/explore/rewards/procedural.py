@@ -16,7 +16,8 @@ def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
 
     The answer is what stands in the last ``<answer>…</answer>`` after all thoughts, or else the whole text after them,
     stripped. Families other than arithmetic read ``extra_info``'s question and metadata. Raises DataError for an
-    unknown family.
+    unknown family. The scorer raises what the family raises for the right answer; another one that it cannot read is
+    wrong.
     """
     import reasoning_gym  # 0.7 s: only in the worker that scores
 
@@ -32,6 +33,10 @@ def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
         entry = {"question": info.get("question"), "answer": ground_truth, "metadata": info.get("metadata") or {}}
         text = after_thinking(solution_str).strip()
         answer = reasoning_gym.utils.extract_answer(text)
-        return float(score_answer(text if answer is None else answer, entry))
+        try:
+            return float(score_answer(text if answer is None else answer, entry))
+        except Exception:
+            score_answer(ground_truth, entry)  # raises too where the row is at fault
+            return 0.0
 
     return score
