@@ -97,6 +97,18 @@ def test_stored_truncation_and_padding_are_reset(tmp_path: Path) -> None:
     assert found.prompt_ids(messages).tolist() == ids
 
 
+def test_thoughts_are_told_from_answers_though_their_tags_are_special_tokens(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "qwen2_5", "qwen2_5")
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.add_special_tokens(["<think>", "</think>"])
+    stored.save(str(folder / "tokenizer.json"))
+    tokenizer = ChatTokenizer.open(folder)
+    for text in (r"<think>Perhaps \boxed{5}. But", r"<think>Perhaps \boxed{5}.</think>\boxed{6}"):
+        ids = tokenizer.response_ids(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, special=True) == text + str(tokenizer.token(int(ids[-1])))
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_demonstrations_end_as_the_template_ends_answers(opened: Opened, name: str) -> None:
     tokenizer = opened(name)

@@ -60,7 +60,17 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
     assert score("reasoning_gym/chain_sum", "first <answer>1</answer> then <answer>12</answer>", "12") == 1.0
     assert score("reasoning_gym/chain_sum", "13", "12") == 0.0
     assert score("reasoning_gym/chain_sum", "", "12") == 0.0
+    assert score("reasoning_gym/chain_sum", "<think>9 + 3</think>\n\n12", "12") == 1.0
+    assert score("reasoning_gym/chain_sum", "<think><answer>12</answer>?</think>13", "12") == 0.0
+    assert score("reasoning_gym/chain_sum", "<think>Is it <answer>12</answer>?", "12") == 0.0
     assert score("reasoning_gym/basic_arithmetic", "-7", "-7") == 1.0
+
+
+def test_an_answer_that_a_family_of_reasoning_gym_cannot_read_is_wrong_and_a_row_an_error() -> None:
+    assert score("reasoning_gym/prime_factorization", "2 × 3", "2 × 3") == 1.0
+    assert score("reasoning_gym/prime_factorization", "no idea", "2 × 3") == 0.0
+    with pytest.raises(KeyError, match="solution"):
+        score("reasoning_gym/sudoku", "1 2 3", "1 2 3", {"metadata": {}})
 
 
 def test_an_unknown_data_source_is_an_error() -> None:

@@ -51,6 +51,57 @@ def test_every_row_of_the_table() -> None:
     assert not disagree, "\n".join(disagree)
 
 
+@pytest.mark.parametrize(
+    ("gold", "pred", "right"),
+    [
+        (r"p \lor q", r"p \land q", False),
+        (r"p \lor q", "p, q", False),
+        (r"p \lor q", "p ∨ q", True),
+        (r"p \lor q", r"q \vee p", True),
+        (r"p \lor q", r"p \text{ or } q", True),
+        (r"p \land q", r"p \text{ or } q", False),
+        (r"\neg p \wedge q", r"(\lnot p) \land q", True),
+        (r"\neg p \wedge q", r"p \wedge \neg q", False),
+        (r"\neg(p \lor q)", r"\neg(p \land q)", False),
+        (r"(p \land q) \lor r", r"(p \lor q) \land r", False),
+        (r"(p \land q) \lor r", r"r \lor p \land q", True),
+        (r"p \land q \to r", r"r \to p \land q", False),
+        (r"p \land q \to r", r"p \lor q \to r", False),
+        (r"S^1 \vee S^2", r"S^1 \wedge S^2", False),
+        (r"p_{12} \lor q", r"p_{12} \land q", False),
+        (r"x=1 \lor x=2", "x=2, x=1", True),
+        (r"x=1 \lor x=2", "1, 2", True),
+        (r"\sqrt{2} \lor -\sqrt{2}", r"\pm\sqrt{2}", True),
+        (r"x>1 \land x<3", "(1,3)", True),
+        (r"x>1 \lor x<3", "(1,3)", False),
+    ],
+)
+def test_formulas_of_logic_are_no_lists(gold: str, pred: str, right: bool) -> None:
+    assert score(as_response(pred), gold)["status"] == ("ok" if right else "wrong")
+
+
+@pytest.mark.parametrize(
+    ("gold", "pred", "right"),
+    [
+        (r"\angle ABC", r"\angle ACB", False),
+        (r"\angle ABC", r"\angle CBA", True),
+        (r"\angle ABC", r"\angle{CBA}", True),
+        (r"\angle ABC", "∠CBA", True),
+        (r"\angle ABC", r"\angle B", False),
+        (r"\sin\angle ABC", r"\sin\angle ACB", False),
+        (r"\angle ABD=\angle CBD", r"\angle DBC=\angle ABD", True),
+        (r"\angle ABD=\angle CBD", r"\angle ADB=\angle CDB", False),
+        (r"\angle BAC=30^\circ", r"\angle ABC=30^\circ", False),
+        (r"\angle BAC=30^\circ", r"\angle CAB=30^\circ", True),
+        (r"\angle BAC=30^\circ", r"30^\circ", True),
+        (r"30^\circ", r"\angle BAC=30^\circ", True),
+        (r"\angle A=30^\circ", "∠A=30°", True),
+    ],
+)
+def test_an_angle_is_named_by_its_vertex_in_the_middle(gold: str, pred: str, right: bool) -> None:
+    assert score(as_response(pred), gold)["status"] == ("ok" if right else "wrong")
+
+
 @pytest.mark.parametrize("gold", sorted({gold for _, _, gold, _ in cases()}))
 def test_every_gold_is_its_own_answer(gold: str) -> None:
     assert score(f"so $\\boxed{{{gold}}}$", gold)["status"] == "ok"

@@ -31,6 +31,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 """Special tokens that transformers gives to a template."""
 AT_ONCE = 1024
 """Texts that are encoded together."""
+TAGS = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
+"""Text that verifiers read, though a tokenizer may have it as special tokens."""
 PROBE = "0f1e2d3c"
 """An answer whose rendering shows what a template writes after answers."""
 
@@ -113,6 +115,12 @@ class ChatTokenizer:
     def largest_id(self) -> int:
         """Largest token id, added tokens included."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @cached_property
+    def _dropped(self) -> frozenset[int]:
+        """Special tokens that are no part of a response's text."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return frozenset(number for number, token in added if token.special and token.content not in TAGS)
 
     def token(self, number: int) -> str | None:
         """Text of a token by its id."""
@@ -198,8 +206,9 @@ class ChatTokenizer:
         return [_array(encoding.ids) for encoding in self.encode_texts(texts)]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of a response, with or without its special tokens."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
+        """Text of a response, with or without its special tokens; those of ``TAGS`` stay."""
+        kept = [i for i in map(int, ids) if special or i not in self._dropped]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
         if self.multimodal:

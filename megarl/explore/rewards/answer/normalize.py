@@ -52,6 +52,10 @@ _MATH_SIGNS = str.maketrans(
         "∩": r"\cap ",
         "∈": r"\in ",
         "∅": r"\emptyset ",
+        "∨": r"\lor ",
+        "∧": r"\land ",
+        "¬": r"\neg ",
+        "∠": r"\angle ",
         "ℝ": r"\mathbb{R}",
         "θ": r"\theta ",
         "α": r"\alpha ",
@@ -135,8 +139,12 @@ _REPLACEMENTS = [
         (r"(?<!\\)\*|\\ast(?![a-zA-Z])", r"\\cdot "),
         (r"(?<![\\a-zA-Z])(sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?![a-zA-Z])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
-        (r"\s*(?:或者|或是|或)\s*|\\(?:lor|vee)(?![a-zA-Z])", " or "),
-        (r"(?<=[\w})])\s*(?:和|与|以及|且)\s*(?=[\w\\({-])|\\(?:land|wedge)(?![a-zA-Z])", " and "),
+        (r"\s*(?:或者|或是|或)\s*", " or "),
+        (r"(?<=[\w})])\s*(?:和|与|以及|且)\s*(?=[\w\\({-])", " and "),
+        (r"\\vee(?![a-zA-Z])", r"\\lor "),
+        (r"\\wedge(?![a-zA-Z])", r"\\land "),
+        (r"\\lnot(?![a-zA-Z])", r"\\neg "),
+        (r"\\angle\s*\{\s*([A-Z]\s*[A-Z]\s*[A-Z])\s*\}", r"\\angle \1"),
         (
             r"\s*[,(]?\s*(?:where |for )?(?:any |all )?(?:integers? "
             r")?[kmn]\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z\s*\}?|is an integer|integer)\s*\)?\s*$",
@@ -145,6 +153,10 @@ _REPLACEMENTS = [
         (r"\s+", " "),
     )
 ]
+
+_VALUES = re.compile(r"[=<>]|\\(?:leq|geq|neq|in|approx|pm|mp)(?![a-zA-Z])|(?<![\^_\d])(?<![\^_]\{)\d")
+"""Signs of what \\lor and \\land list: equations, inequalities, numbers. Without any they join statements."""
+_ANGLE = re.compile(r"\\angle\s*([A-Z])\s*([A-Z])\s*([A-Z])(?![A-Za-z'_])")
 
 
 def half_width(text: str) -> str:
@@ -181,10 +193,20 @@ def _clean(text: str) -> str:
             break
     for pattern, to in _REPLACEMENTS:
         text = pattern.sub(to, text)
+    text = _ANGLE.sub(_angle, text)
+    if _VALUES.search(text):  # "x=1 \lor x=2" are solutions, "p \lor q" is a formula of logic
+        text = re.sub(r"\s*\\lor(?![a-zA-Z])\s*", " or ", text)
+        text = re.sub(r"\s*\\land(?![a-zA-Z])\s*", " and ", text)
     text = text.strip().rstrip(".,;: ").strip()
     while len(text) > 2 and text[0] == "{" and text.endswith("}") and _one_group(text):
         text = text[1:-1].strip()
     return text
+
+
+def _angle(match: re.Match[str]) -> str:
+    """``\\angle B_{AC}`` for ABC and CBA, which algebra would take for a product, the same as that of ACB."""
+    first, vertex, last = match.groups()
+    return rf"\angle {vertex}_{{{min(first, last)}{max(first, last)}}}"
 
 
 def _one_group(text: str) -> bool:

@@ -65,6 +65,8 @@ def _same(gold: Expression, pred: Expression) -> bool:
     gold, pred = _right_side(gold), _right_side(pred)
     if gold.kind == pred.kind == "atom":
         return same_atom(gold.text, pred.text)
+    if "logic" in (gold.kind, pred.kind):
+        return _joined_by(gold) == _joined_by(pred) and _same_unordered(gold.items, pred.items)
     if "," in gold.text + pred.text and {gold.kind, pred.kind} == {"atom", "list"}:  # 100,200 may be a list after all
         gold, pred = _as_list(gold), _as_list(pred)
     if gold.kind in ("list", "set") and pred.kind in ("list", "set"):
@@ -87,6 +89,13 @@ def _same(gold: Expression, pred: Expression) -> bool:
         gold_items, pred_items = (node.items if node.kind == "set" else (node,) for node in (gold, pred))
         return _same_unordered(gold_items, pred_items)
     return _algebra(gold.text, pred.text)
+
+
+def _joined_by(node: Expression) -> str:
+    """Sign between statements; that of the words in ``p or q``."""
+    if node.kind != "list" or re.search("[,;]", node.text):
+        return node.brackets
+    return r"\lor" if node.solutions else r"\land"
 
 
 def _as_matrix(node: Expression) -> Expression:
@@ -250,7 +259,7 @@ def _is_lhs(text: str) -> bool:
     return (
         is_name(text)
         or bool(_FUNCTION.fullmatch(text))
-        or bool(re.fullmatch(r"\\(?:angle|vec|overline|triangle|sin|cos|tan)\s*\{?\s*\w+\s*\}?", text))
+        or bool(re.fullmatch(r"\\(?:angle|vec|overline|triangle|sin|cos|tan)\s*\{?\s*\w+(?:_\{\w+\})?\s*\}?", text))
     )
 
 

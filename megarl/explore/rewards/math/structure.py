@@ -34,20 +34,24 @@ _NO_SOLUTION = (
     "无解",
     "空集",
 )
+_IMPLIES = {
+    "\\" + name
+    for name in ("to", "rightarrow", "Rightarrow", "implies", "leftrightarrow", "Leftrightarrow", "iff", "equiv")
+}
 _TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 _COMPARISON = re.compile(r"(<|>|\\leq|\\geq)")
 
 
 @dataclass(frozen=True)
 class Expression:
-    """``kind``: atom, list (no brackets), set, tuple (points, vectors, intervals), union, or matrix (items are
-    rows)."""
+    """``kind``: atom, list (no brackets), set, tuple (points, vectors, intervals), union, matrix (items are rows), or
+    logic (statements)."""
 
     kind: str
     text: str
     items: tuple[Expression, ...] = ()
     brackets: str = ""
-    """Opening and closing bracket of a tuple; the kind of a matrix."""
+    """Opening and closing bracket of a tuple; the kind of a matrix; the sign that joins statements."""
     name: str = ""
     """The variable that lies in it: of an inequality or ``x \\in``."""
     solutions: bool = False
@@ -84,7 +88,7 @@ def parse(text: str, depth: int = 0) -> Expression:
         return replace(parse(match.group(2), depth + 1), name=match.group(1))
     if text.lower() in _NO_SOLUTION:
         return Expression("set", r"\emptyset")
-    for read in (_cases, _alternatives, _union, _matrix, _bracketed, _point, _inequality, _plus_minus):
+    for read in (_cases, _alternatives, _logic, _union, _matrix, _bracketed, _point, _inequality, _plus_minus):
         node = read(text, depth)
         if node is not None:
             return node
@@ -107,6 +111,17 @@ def _alternatives(text: str, depth: int) -> Expression | None:
     return (_both(items) if " and " in text and not solutions else None) or Expression(
         "list", text, items, solutions=solutions
     )
+
+
+def _logic(text: str, depth: int) -> Expression | None:
+    """Statements that ``\\lor`` joins, or else ``\\land``, which binds more; None beside signs that bind less."""
+    if len(split(text, _IMPLIES) or ()) != 1:
+        return None
+    for sign in (r"\lor", r"\land"):
+        parts = split(text, {sign})
+        if parts is not None and len(parts) > 1:
+            return Expression("logic", text, tuple(parse(part, depth + 1) for part in parts), sign)
+    return None
 
 
 def _both(items: tuple[Expression, ...]) -> Expression | None:
