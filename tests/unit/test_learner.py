@@ -106,11 +106,33 @@ def test_answers_outside_any_pair_have_log_probs(needs: set[str]) -> None:
     learner_of(config, actor=model, reference=model, needs=frozenset({"pairs", "group"} | needs)).infer(batch)
     every = torch.full_like(batch.sequences.mask, True, dtype=torch.float32)
     paired = batch.sequences.row < 2
-    if "old_logp" in needs:  # those of the pair come with its update
+    if "old_logp" in needs:
         assert batch.sequences.old_logp is not None
-        assert torch.equal(batch.sequences.old_logp, torch.where(paired, 0.0, 1.0))
+        assert torch.equal(batch.sequences.old_logp, every)
     assert batch.sequences.ref_logp is not None
     assert torch.equal(batch.sequences.ref_logp, every if "old_logp" in needs else torch.where(paired, 1.0, 0.0))
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_an_answer_in_several_pairs_has_its_log_probs_once(updates: int) -> None:
+    """``outputs`` adds up what ranks have found, and two of them may have the same answer."""
+    trajectories: list[Any] = [answer(i, score) for i, score in enumerate([0.0, 1.0, 0.5, 0.5])]
+    model = SimpleNamespace(
+        micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
+        outputs=lambda sequences, updates: asked_for(sequences, updates),
+    )
+    config = Config(algorithm=PreferenceConfig(name="online_dpo"))
+    changes: Any = {
+        "needs": frozenset({"pairs", "group", "old_logp", "ref_logp"}),
+        "choose_pairs": lambda rewards, settings: [(1, 0), (1, 2)],
+    }
+    algorithm = replace(algorithms.get("online_dpo"), **changes)
+    batch = make_batch(trajectories, [], algorithm, config.algorithm, updates)
+    assert [unit for units in batch.updates for unit in units] == [[1, 0], [1, 2]]
+    learner_of(config, actor=model, reference=model, **changes).infer(batch)
+    every = torch.ones(len(batch.sequences.tokens))
+    assert batch.sequences.old_logp is not None and batch.sequences.ref_logp is not None
+    assert torch.equal(batch.sequences.old_logp, every) and torch.equal(batch.sequences.ref_logp, every)
 
 
 def asked_for(sequences: Sequences, updates: Any) -> torch.Tensor:

@@ -121,6 +121,20 @@ def updates_of(units: Sequence[T], updates: int, *, exactly: bool = False) -> li
     return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
 
 
+def each_once(updates: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+    """Units of ``updates`` without the sequences that a unit before has: an answer may be in several pairs, and outputs
+    of two ranks would be added up."""
+    seen: set[int] = set()
+    found: list[list[list[int]]] = []
+    for units in updates:
+        found.append([])
+        for unit in units:
+            if new := [number for number in unit if number not in seen]:
+                found[-1].append(new)
+                seen.update(new)
+    return found
+
+
 def mismatch(sequences: Sequences, sampled: torch.Tensor) -> dict[str, float]:
     """Difference of the engine's log-probs from the trainer's, for the same weights and tokens.
 

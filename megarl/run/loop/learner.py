@@ -22,7 +22,7 @@ from megarl.learn.training import objectives
 from megarl.learn.training.model import FrozenModel, TrainedModel
 from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
-from megarl.run.loop.batch import StepBatch, overlong
+from megarl.run.loop.batch import StepBatch, each_once, overlong
 from megarl.run.loop.models import Models
 from megarl.run.loop.ranks import Ranks
 from megarl.run.loop.state import TrainState
@@ -48,10 +48,12 @@ class Learner:
     @property
     def _first_update_infers(self) -> bool:
         """True if ``old_logp`` of the first update's tokens come from its own forward pass: nothing needs them
-        earlier, the critic's warm-up leaves no update out, and an algorithm's own ``estimate`` may read them."""
-        needs, settings = self._algorithm.needs, self._config.algorithm
-        others = self._algorithm.estimate is not None or self._models.critic is not None
-        return "old_logp" in needs and not others and settings.kl.target is None
+        earlier (an algorithm's own ``estimate`` may), the critic's warm-up leaves no update out, and each token goes
+        through the model once (an answer may be in several pairs)."""
+        algorithm, settings = self._algorithm, self._config.algorithm
+        others = algorithm.estimate is not None or self._models.critic is not None
+        once = algorithm.choose_pairs is None
+        return "old_logp" in algorithm.needs and once and not others and settings.kl.target is None
 
     def infer(self, batch: StepBatch) -> None:
         """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
@@ -64,7 +66,7 @@ class Learner:
 
         def forward(model: FrozenModel, others: list[list[int]] = kept, first: int = 0) -> torch.Tensor:
             asked = [*batch.updates[first:], *([others] if others else [])]
-            return model.outputs(sequences, [model.micro_batches(sequences, units) for units in asked])
+            return model.outputs(sequences, [model.micro_batches(sequences, units) for units in each_once(asked)])
 
         if "old_logp" in needs:
             sequences.old_logp = forward(self._models.actor, rest, first=int(self._first_update_infers))
