@@ -135,6 +135,19 @@ def test_an_answer_in_several_pairs_has_its_log_probs_once(updates: int) -> None
     assert torch.equal(batch.sequences.old_logp, every) and torch.equal(batch.sequences.ref_logp, every)
 
 
+@pytest.mark.parametrize(("offline", "filled"), [(True, True), (False, False)])
+def test_an_offline_job_has_all_log_probs_from_inference(offline: bool, filled: bool) -> None:
+    """It calls ``update`` with an objective of its own, which fills nothing."""
+    model = SimpleNamespace(
+        micro_batches=lambda sequences, units: micro_batches(sequences, MicroBatching(rows=2), 0, units),
+        outputs=lambda sequences, updates: asked_for(sequences, updates),
+    )
+    step = batch()
+    step.updates, step.outcomes, step.rows = [[[0], [1]]], [], []
+    learner_of(Config(), actor=model, offline=offline).infer(step)
+    assert step.sequences.old_logp is not None and bool(step.sequences.old_logp.any()) is filled
+
+
 def asked_for(sequences: Sequences, updates: Any) -> torch.Tensor:
     """1 at the positions of the micro-batches, each of which may be asked for once."""
     found = torch.zeros(len(sequences.tokens))
