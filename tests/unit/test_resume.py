@@ -17,7 +17,7 @@ from megarl.core.config.load import check_setting
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import MetricWriter
-from megarl.core.schema import WeightsVersion
+from megarl.core.schema import Task, WeightsVersion
 from megarl.explore.store import Store
 from megarl.explore.tasksets import read_rows, write_rows
 from megarl.run.launch import job
@@ -220,6 +220,29 @@ def test_a_run_that_was_finished_on_fewer_nodes_is_the_same_run(
     assert "goes on with other settings: parallel.dp was 1, now 2, rollout.replicas was 1, now 2" in caplog.text
     with pytest.raises(ConfigError, match="finished run"):
         check_settings_of_run(config_of(tmp_path, "trainer.steps=2", "parallel.dp=2", "algorithm.kl.coef=0"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"), [((), True), (("parallel=pp2",), True), (("rollout.temperature=0.5",), False)]
+)
+def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_again(
+    tmp_path: Path, overrides: tuple[str, ...], kept: bool
+) -> None:
+    """Their tokens were sampled, or judged, as the settings do not say any more."""
+    before = ("sync.max_staleness=1", "trainer.steps=9")
+    config = config_of(tmp_path, *before)
+    job._fill_store(config, {}, 1)
+    save_resolved(config, tmp_path / "resolved.json")
+    store = Store(config.store.url, attempt=1)
+    task = Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {"ground_truth": "2"})
+    store.add_tasks("train", [task])
+    store.request_rollout("ahead", "train", 2, WeightsVersion(1, 2), ["t"], 2, {"temperature": 1.0}, weights_step=1)
+    for step in (1, 2):
+        store.record_step(step, {})
+    finished_checkpoint(tmp_path, 2)
+    job._fill_store(config_of(tmp_path, *before, *overrides), {}, 2)
+    assert store.progress("ahead") == (0, int(kept))
+    store.close()
 
 
 @pytest.mark.parametrize("finished", [False, True])

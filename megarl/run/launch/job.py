@@ -29,6 +29,7 @@ from megarl.run.launch.nodes.node import LocalNode, Node
 from megarl.run.launch.nodes.placement import NodeInfo
 from megarl.run.launch.nodes.remote import Gathering, RemoteNode
 from megarl.run.launch.postgres import Server, job_store
+from megarl.run.launch.run_dir.changes import changes_since_last_start
 from megarl.run.launch.run_dir.owner import check_fence, next_attempt, own_run_dir, run_id
 from megarl.run.launch.run_dir.prepare import with_prompt_limit
 from megarl.run.launch.run_dir.resume import check_owner_of_store, check_store_of_run, is_finished, set_aside_damaged
@@ -236,7 +237,7 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
 
 def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> None:
     """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for
-    and the newest checkpoint knows nothing of.
+    and the newest checkpoint knows nothing of, nor groups that it asked for ahead with settings that have changed.
 
     Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
     """
@@ -247,7 +248,9 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int) -> 
     check_store_of_run(config, run_dir, store)
     store.set_run_id(run_id(run_dir))
     found = latest(run_dir / "checkpoints")
-    store.discard_rollouts(0 if found is None else int(read_state(found)["step"]))
+    # Groups that were asked for ahead have the sampling and the verdicts of the settings of then.
+    changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
+    store.discard_rollouts(0 if found is None else int(read_state(found)["step"]), ahead=changed)
     for split, selected in tasks.items():
         if store.tasks(split) != selected.tasks:
             store.add_tasks(split, selected.tasks)
