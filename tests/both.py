@@ -1,8 +1,8 @@
-"""``make test``: the unit tests beside all others, in two pytest processes, since most of the latter wait for something
-half of the time.
+"""``make test``: all tests in two pytest processes, which take about as long as each other. One has the tests of jobs,
+which wait for something half of the time.
 
-``python -m tests.both [options of pytest]`` prints what the others print, then the unit tests' output, then one summary
-line of both. Status 1 when either failed.
+``python -m tests.both [options of pytest]`` prints what the latter prints, then the output of the other process, then
+one summary line of both. Status 1 when either failed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import tempfile
 import time
 from collections import Counter
 
-UNIT = ["tests/unit"]
-OTHERS = ["tests/loop", "tests/parallel", "tests/system"]
+COMPUTING = ["tests/unit", "tests/parallel"]
+JOBS = ["tests/system", "tests/loop"]
 SUMMARY = re.compile(r"^=+ (.*) in [\d.]+s.* =+$")
 ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "warnings", "error", "errors")
 
@@ -39,24 +39,24 @@ def line(found: Counter[str], seconds: float) -> str:
 def main() -> int:
     start = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", *sys.argv[1:]]
-    with tempfile.TemporaryFile("w+") as unit_output:
-        unit = subprocess.Popen([*pytest, *UNIT], stdout=unit_output, stderr=subprocess.STDOUT)
-        others = subprocess.Popen([*pytest, *OTHERS], stdout=subprocess.PIPE, text=True)
-        assert others.stdout is not None
+    with tempfile.TemporaryFile("w+") as other_output:
+        other = subprocess.Popen([*pytest, *COMPUTING], stdout=other_output, stderr=subprocess.STDOUT)
+        jobs = subprocess.Popen([*pytest, *JOBS], stdout=subprocess.PIPE, text=True)
+        assert jobs.stdout is not None
         said = []
         try:
-            while piece := others.stdout.read(1):
+            while piece := jobs.stdout.read(1):
                 said.append(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-            statuses = [others.wait(), unit.wait()]
+            statuses = [jobs.wait(), other.wait()]
         finally:
-            for process in (others, unit):
+            for process in (jobs, other):
                 process.terminate()  # after Ctrl-C; else both have ended
-        unit_output.seek(0)
-        unit_said = unit_output.read()
-    sys.stdout.write(unit_said)
-    found = counts("".join(said)) + counts(unit_said)
+        other_output.seek(0)
+        other_said = other_output.read()
+    sys.stdout.write(other_said)
+    found = counts("".join(said)) + counts(other_said)
     sys.stdout.write(line(found, time.monotonic() - start) + "\n")
     return int(any(statuses))
 

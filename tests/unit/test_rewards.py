@@ -216,6 +216,22 @@ def test_loading_a_verifier_is_no_part_of_a_tasks_time() -> None:
     assert verdict.reward.status == "ok"
 
 
+def test_verifiers_of_known_sources_are_imported_before_the_first_answer() -> None:
+    """Neither the judge's, nor one that is unknown, which the first answer reports."""
+
+    async def main() -> tuple[set[str], Verdict, Verdict]:
+        sources = ["chat/helpful", "no such family", TASK.data_source]
+        config = RewardConfig(routes={"chat": "judge"})
+        async with RewardPool(config, CountingJudge(), sources=sources) as pool:
+            known = await pool.score(TASK, "12")
+            unknown = await pool.score(replace(TASK, data_source="no such family"), "12")
+            return pool._workers[0]._prepared, known, unknown
+
+    prepared, known, unknown = asyncio.run(main())
+    assert prepared == {TASK.data_source}
+    assert (known.reward.status, unknown.reward.status) == ("ok", "error")
+
+
 def test_a_users_function_that_fails_costs_one_sample(
     user_config: RewardConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,11 @@ class TaskTable(Handle):
         query = select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position)
         return self._read(lambda connection: list(connection.scalars(query)))
 
+    def data_sources(self) -> list[str]:
+        """Data sources of the tasks, sorted."""
+        query = select(TASKS.c.data_source).distinct().order_by(TASKS.c.data_source)
+        return self._read(lambda connection: list(connection.scalars(query)))
+
     def tasks(self, split: str, *, images: bool = True) -> list[Task]:
         """A split's tasks in the order in which they were added; without ``images`` those are not read, and each has
         none."""

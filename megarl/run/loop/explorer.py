@@ -290,7 +290,11 @@ async def explore(config: Config, key: str, worker: str) -> None:
             EngineClient(engines, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
             _judge(config, engines, key, engine_timeout_s) as judge,
             RewardPool(
-                await _with_hosts_of_nodes(config.reward), judge, key, _logs(config) / "reward_output.log"
+                await _with_hosts_of_nodes(config.reward),
+                judge,
+                key,
+                _logs(config) / "reward_output.log",
+                store.data_sources(),
             ) as scorer,
             workflows.opened(config.rollout, tokenizer) as workflow,
         ):

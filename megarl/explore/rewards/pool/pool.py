@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -90,14 +91,21 @@ class RewardPool:
         judge: Takes the answers of family ``judge``, which wait rather than compute.
         key: The job's key, for ``reward.hosts``.
         output: File for what reward functions print, kept short; without one it goes to stderr.
+        sources: Data sources of tasks to come: workers import their verifiers at once, not with the first answer.
 
     Raises ConfigError on entering when ``reward.path`` cannot be used, or a host of ``reward.hosts`` not be reached.
     """
 
     def __init__(
-        self, config: RewardConfig, judge: Judging | None = None, key: str = "", output: Path | None = None
+        self,
+        config: RewardConfig,
+        judge: Judging | None = None,
+        key: str = "",
+        output: Path | None = None,
+        sources: Collection[str] = (),
     ) -> None:
         self._config = config
+        self._sources = sources
         self._judge = judge
         self._output = None if output is None else PrintedOutput(output)
         self.tally = Tally()
@@ -105,6 +113,7 @@ class RewardPool:
         self._workers: list[Worker] = [LocalWorker(config, self._output) for _ in range(config.workers)]
         self._workers += [RemoteWorker(config, address, key) for address in addresses(config.hosts)]
         self._queue = WorkerQueue(len(self._workers), config.timeout_s)
+        self._preparing: list[asyncio.Task[None]] = []
         self._quarantine: set[bytes] = set()
         self._scoring: dict[bytes, asyncio.Future[None]] = {}
         """Answers that are being scored, by their digest."""
@@ -117,9 +126,21 @@ class RewardPool:
         except (ConfigError, WorkerError) as error:
             await self.close()
             raise ConfigError(str(error)) from error
-        for worker in self._workers:
-            self._queue.give_back(worker)
+        self._preparing = [asyncio.create_task(self._prepare(worker)) for worker in self._workers]
         return self
+
+    async def _prepare(self, worker: Worker) -> None:
+        """Give a worker to the queue once it has the verifiers of ``sources``. What it cannot have is met, and
+        reported, by the first answer that needs it."""
+        judged = {source for source in self._sources if self._judge is not None and self._verifier(source) == JUDGE}
+        try:
+            for source in sorted(set(self._sources) - judged):
+                with contextlib.suppress(WorkerError, TimeoutError):
+                    await worker.prepare(source)
+                if not worker.up:
+                    break
+        finally:
+            self._queue.give_back(worker)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,6 +154,9 @@ class RewardPool:
 
     async def close(self) -> None:
         """End every worker, busy or not. Who waits for one gets no verdict."""
+        for task in self._preparing:
+            task.cancel()
+        await asyncio.gather(*self._preparing, return_exceptions=True)
         await self._queue.close("the pool of reward processes is closed")
         await asyncio.gather(*(worker.kill() for worker in self._workers))
         if self._output is not None:
@@ -157,7 +181,7 @@ class RewardPool:
             "in_thinking": in_thinking,
         }
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
-        verdict = Verdict(_NONE, verifier=self._verifier(task), tries=0)
+        verdict = Verdict(_NONE, verifier=self._verifier(task.data_source), tries=0)
         if verdict.verifier in (USER, JUDGE, CODE):
             return await self._score(task, request, key, verdict)
         asked = time.monotonic()
@@ -219,11 +243,12 @@ class RewardPool:
         found = _of_reply(weighed(result, text, question, request["in_thinking"], self._config))
         return found._replace(verifier=verdict.verifier, seconds=time.monotonic() - began)
 
-    def _verifier(self, task: Task) -> str:
+    def _verifier(self, data_source: str) -> str:
+        """Family of the verifier; "" where there is none, which a worker reports."""
         if self._config.path is not None:
             return USER
-        with contextlib.suppress(DataError):  # the worker reports it
-            return route(task.data_source, self._config.routes)[0]
+        with contextlib.suppress(DataError):
+            return route(data_source, self._config.routes)[0]
         return ""
 
     async def _try(self, request: dict[str, Any], before: Verdict) -> Verdict:
