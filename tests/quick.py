@@ -14,7 +14,7 @@ SLOW = (
     "test_launch_offline", "test_launch_replace", "test_launch_rewards", "test_ops_advantage", "test_ops_torch",
     "test_own", "test_reshard_families", "test_reshard_oracle", "test_reshard_plan", "test_resume",
     "test_rewards", "test_rewards_k12", "test_rewards_workers", "test_role_checks", "test_rollout_frames",
-    "test_sanitizers", "test_stall", "test_store", "test_store_damage", "test_store_migrations", "test_sweep",
+    "test_sanitizers", "test_stall", "test_store", "test_store_damage", "test_sweep",
     "test_task_sources", "test_tasksets", "test_tasksets_school",
 )  # fmt: skip
 """Files that take more than about three seconds on two idle cores, all tests together."""

@@ -21,6 +21,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-q")
 PARTS = {
     "grids": (*PYTEST, "-m", "soak", "tests"),
     "long answers": (*PYTEST, "tests/loop/test_long_answers.py", "tests/loop/test_engine.py"),
+    "slurm": (*PYTEST, "tests/system/test_slurm.py"),
     "kills": (sys.executable, "-m", "tests.system.soak"),
     "controls": (sys.executable, "benchmarks/controls.py"),
 }

@@ -518,6 +518,7 @@ def test_every_write_is_in_the_table_of_writes() -> None:
     reads = {
         "task_ids",
         "tasks",
+        "data_sources",
         "progress",
         "rollout_metrics",
         "trajectories",

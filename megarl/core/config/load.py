@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.core.config.algorithms import AlgorithmConfig, check_owners, settings_of
-from megarl.core.config.earlier import upgraded
 from megarl.core.config.hub import with_snapshots
 from megarl.core.config.overrides import check_overrides, check_setting, force, grammar_fault, nearest, unknown
 from megarl.core.config.schema import Config
@@ -224,7 +223,7 @@ def load_resolved(path: str | Path) -> Config:
     except ValueError as error:  # also what is no UTF-8
         raise ConfigError(f"{path} cannot be read: {error}; {fix}") from error
     try:
-        config: Config = from_dict(Config, upgraded(values))
+        config: Config = from_dict(Config, values)
     except ConfigError as error:
         raise ConfigError(f"{path} is of another version of megarl: {error}; {fix}") from error
     return config

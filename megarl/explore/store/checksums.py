@@ -1,7 +1,6 @@
 """A checksum in every row that holds what cannot be made again: written with it, compared where it is read.
 
-Rows of a store from before there were checksums get one when it is first opened, as they are then; later a row without
-one is damaged.
+A row without one is damaged.
 """
 
 from __future__ import annotations
@@ -45,13 +44,11 @@ def sealed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, CHECKSUM: _checksum(covered, [row[name] for name in covered.names])}
 
 
-def is_intact(table: Table, row: Mapping[Any, Any], *, unsealed: bool = False) -> bool:
-    """Return True if a row, with all columns of its table, is as it was written. ``unsealed`` takes one that has no
-    checksum yet."""
+def is_intact(table: Table, row: Mapping[Any, Any]) -> bool:
+    """Return True if a row, with all columns of its table, is as it was written."""
     if (covered := _COVERED.get(table.name)) is None:
         return True
-    checksum = row.get(CHECKSUM)
-    return _equal(covered, [row[name] for name in covered.names], checksum, any_sum=unsealed and checksum is None)
+    return _equal(covered, [row[name] for name in covered.names], row[CHECKSUM])
 
 
 def check(table: Table, row: Any, checksum: str = CHECKSUM) -> None:
@@ -65,9 +62,9 @@ def check(table: Table, row: Any, checksum: str = CHECKSUM) -> None:
         raise StoreDamagedError(f"a row of {table.name} is not as it was written, its checksum differs ({key})")
 
 
-def _equal(covered: _Covered, values: Sequence[Any], checksum: Any, *, any_sum: bool = False) -> bool:
+def _equal(covered: _Covered, values: Sequence[Any], checksum: Any) -> bool:
     try:
-        return _checksum(covered, values) == checksum or any_sum
+        return bool(_checksum(covered, values) == checksum)
     except (TypeError, ValueError, OverflowError, struct.error):  # another type than the column's: SQLite keeps any
         return False
 

@@ -39,7 +39,7 @@ def task_to_row(task: Task) -> dict[str, Any]:
     return {
         "task_id": task.task_id,
         "data_source": task.data_source,
-        "prompt": dumps(_prompt(task)),
+        "prompt": dumps({"messages": list(task.prompt), "chat_template_kwargs": task.chat_template_kwargs}),
         "ability": task.ability,
         "reward_model": dumps(task.reward_model),
         "extra_info": dumps(task.extra_info),
@@ -52,7 +52,6 @@ def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
     it."""
     check(TASKS, row)
     prompt = json.loads(row.prompt)
-    prompt = {"messages": prompt} if isinstance(prompt, list) else prompt
     return Task(
         task_id=row.task_id,
         data_source=row.data_source,
@@ -62,17 +61,7 @@ def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
         extra_info=json.loads(row.extra_info),
         response=row.response,
         images=images,
-        chat_template_kwargs=prompt.get("chat_template_kwargs", {}),
-    )
-
-
-def _prompt(task: Task) -> Any:
-    """The messages alone, as stores from before have them, unless the template is given more."""
-    messages = list(task.prompt)
-    return (
-        {"messages": messages, "chat_template_kwargs": task.chat_template_kwargs}
-        if task.chat_template_kwargs
-        else messages
+        chat_template_kwargs=prompt["chat_template_kwargs"],
     )
 
 
@@ -123,7 +112,7 @@ def trajectory_from_row(row: Any) -> Trajectory:
         group_id=row.group_id,
         index=row.index,
         group_size=record["group_size"],
-        turns=tuple(_turns(record["turns"], tensors) if "turns" in record else _turns_of_schema_3(record, tensors)),
+        turns=tuple(_turns(record["turns"], tensors)),
         reward=Reward(score=math.nan if row.score is None else row.score, status=row.status, parts=record["parts"]),
         group_stats=None if stats is None else GroupStats(*stats),
         metadata=record["metadata"],
@@ -149,13 +138,6 @@ def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) 
             finish_reason,
         )
         tokens_at, logp_at = tokens_at + length, logp_at + length * has_logp
-
-
-def _turns_of_schema_3(record: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Iterator[Turn]:
-    """A prompt and a response."""
-    spans = tuple(WeightsSpan(start, end, WeightsVersion.parse(v)) for start, end, v, *_ in record["segments"])
-    yield Turn("user", tensors["prompt_ids"])
-    yield Turn("model", tensors["response_ids"], 0, tensors["engine_logp"], spans, record["finish_reason"])
 
 
 def _check_array(name: str, array: Any, dtype: np.dtype[Any], length: int | None) -> None:

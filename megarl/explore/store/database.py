@@ -19,7 +19,6 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from megarl.core.errors import ConfigError, masked_text
-from megarl.explore.store.tables import EARLIER_NAMES
 
 BUSY_TIMEOUT_S = 60.0
 """Least seconds for which another process's transaction is waited for, also by who waits for no outage."""
@@ -196,11 +195,7 @@ def open_read_only(path: Path, stopping: Callable[[], bool] = lambda: False) -> 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
     # Without a log nobody writes, and only an immutable file is read without making one.
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=LOCK_S)
-    for name, earlier in EARLIER_NAMES.items():  # a view of this connection's; the file stays as it is
-        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (earlier,)).fetchone():
-            connection.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {earlier}")
-    return connection
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=LOCK_S)
 
 
 def _open_postgres(url: URL, answer_s: float) -> Engine:

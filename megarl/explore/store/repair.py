@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -16,10 +15,10 @@ from sqlalchemy.exc import DBAPIError
 
 from megarl.core.errors import JobError
 from megarl.core.schema import GREEDY
-from megarl.explore.store.checksums import CHECKSUM, is_intact, sealed
+from megarl.explore.store.checksums import CHECKSUM, is_intact
 from megarl.explore.store.database import BUSY_TIMEOUT_S, open_read_only, reason, sync_folder
 from megarl.explore.store.rollouts import delete_rollouts
-from megarl.explore.store.tables import EARLIER_NAMES, GROUPS, METADATA, ROLLOUTS, TRAJECTORIES, WHOLE
+from megarl.explore.store.tables import GROUPS, METADATA, ROLLOUTS, TRAJECTORIES, WHOLE
 from megarl.explore.store.transactions import SQLITE_LOCKED, Transactions, is_damage
 
 LARGE = (TRAJECTORIES,)
@@ -53,25 +52,13 @@ def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | Non
 
 
 def _damaged_row(connection: Connection) -> str | None:
-    unsealed = _is_unsealed(connection.exec_driver_sql)
     there = {str(name) for (name,) in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table in METADATA.sorted_tables:
         if table in LARGE or table.name not in there or CHECKSUM not in table.c:
             continue
-        columns = {str(column[1]) for column in connection.exec_driver_sql(f"PRAGMA table_info({table.name})")}
-        rows = connection.execute(select(table)).mappings() if CHECKSUM in columns else ()
-        if not all(is_intact(table, row, unsealed=unsealed) for row in rows):
+        if not all(is_intact(table, row) for row in connection.execute(select(table)).mappings()):
             return f"a row of {table.name} is not as it was written, its checksum differs"
     return None
-
-
-def _is_unsealed(execute: Callable[[str], Any]) -> bool:
-    """Return True if the store is of an earlier schema, whose rows may have no checksum."""
-    try:
-        row = execute("SELECT value FROM job WHERE key = 'schema'").fetchone()
-    except (DBAPIError, sqlite3.DatabaseError):
-        return False
-    return row is None or row[0] in ("1", "2")
 
 
 def rebuild(path: Path, stopping: Callable[[], bool] = lambda: False) -> Path:
@@ -169,11 +156,10 @@ def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
 
 
 def _batches(old: sqlite3.Connection, table: Table) -> Iterator[list[dict[str, Any]]]:
-    columns, batch, unsealed = [column.name for column in table.c], [], _is_unsealed(old.execute)
+    columns, batch = [column.name for column in table.c], []
     for row in _readable(old, table):
-        if is_intact(table, row, unsealed=unsealed):
-            kept = {name: row.get(name) for name in columns}
-            batch.append(sealed(table, kept) if kept.get(CHECKSUM) is None else kept)
+        if is_intact(table, row):
+            batch.append({name: row[name] for name in columns})
         if len(batch) == _BATCH:
             yield batch
             batch = []
@@ -183,11 +169,11 @@ def _batches(old: sqlite3.Connection, table: Table) -> Iterator[list[dict[str, A
 
 def _readable(old: sqlite3.Connection, table: Table) -> Iterator[dict[str, Any]]:
     """Rows up to the first page that cannot be read, then those after the last one."""
-    last, name = -1, _name_in(old, table)
+    last = -1
     for order in ("ASC", "DESC"):
         try:
             for row in old.execute(
-                f"SELECT rowid AS rowid_, * FROM {name} WHERE rowid > ? ORDER BY rowid {order}", (last,)
+                f"SELECT rowid AS rowid_, * FROM {table.name} WHERE rowid > ? ORDER BY rowid {order}", (last,)
             ):
                 last = row["rowid_"] if order == "ASC" else last
                 yield dict(row)
@@ -196,15 +182,6 @@ def _readable(old: sqlite3.Connection, table: Table) -> Iterator[dict[str, Any]]
                 raise  # its rows are there
             continue
         return
-
-
-def _name_in(old: sqlite3.Connection, table: Table) -> str:
-    """Name of the table in a store of whatever version."""
-    earlier = EARLIER_NAMES.get(table.name, table.name)
-    with contextlib.suppress(sqlite3.DatabaseError):
-        if old.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (earlier,)).fetchone():
-            return earlier
-    return table.name
 
 
 def _incomplete(connection: Connection) -> list[str]:

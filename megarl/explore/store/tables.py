@@ -7,13 +7,8 @@ from enum import StrEnum
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 METADATA = MetaData()
-SCHEMA = 7
-"""Number of these tables, kept in ``job``. 1, or none: without checksums; 2: with rows of schema 1 that have none; 3:
-with single responses, called experiences, whose rows are as they were (``codec.py`` reads them); 4: groups without
-consumption, whose last state was ``done``; 5: without the index ``groups_by_use``; 6: without ``groups_in_order``, with
-other indexes of states."""
-EARLIER_NAMES = {"trajectories": "experiences"}
-"""Name of a table: its name before schema 4."""
+SCHEMA, SCHEMA_KEY = 7, "schema"
+"""Number of these tables, and its key in ``job``. A store of another number is refused."""
 
 
 class GroupState(StrEnum):
@@ -31,12 +26,12 @@ class GroupState(StrEnum):
     """A step has left it out; ``reason`` is why."""
 
 
-WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED, "done")
-"""States in which a group's trajectories are there; ``done`` in a store of schema 4 that is only read."""
+WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED)
+"""States in which a group's trajectories are there."""
 
 
 def _checksum() -> Column[int]:
-    """CRC-32 of the row (``checksums.py``); NULL only in rows of schema 1, in a store that was not opened since."""
+    """CRC-32 of the row (``checksums.py``)."""
     return Column("checksum", BigInteger)
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, func, select
+from sqlalchemy import Connection, Engine, Table, func, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, OperationalError
 
@@ -26,8 +26,7 @@ from megarl.core.errors import ConfigError, FencedError, JobError, StoreDamagedE
 from megarl.explore.store import database
 from megarl.explore.store.checksums import sealed
 from megarl.explore.store.database import open_engine, open_read_only, reason, shown, sqlite_file, sync_folder
-from megarl.explore.store.migrations import SCHEMA_KEY, migrate
-from megarl.explore.store.tables import JOB, METADATA, SCHEMA
+from megarl.explore.store.tables import JOB, METADATA, SCHEMA, SCHEMA_KEY
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -273,10 +272,15 @@ def _number(stored: str) -> int:
 def _make_tables(connection: Connection, again: bool) -> None:
     if connection.dialect.name == "postgresql":  # CREATE TABLE IF NOT EXISTS fails when two run it together
         connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
-    migrate(connection)
+    is_new = not inspect(connection).has_table(JOB.name)
+    stored = None if is_new else connection.scalar(select(JOB.c.value).where(JOB.c.key == SCHEMA_KEY))
+    if stored not in (None, str(SCHEMA)):  # None too where a repair has lost that row
+        raise ConfigError(
+            f"the store has tables of schema {stored}, this version of megarl has schema {SCHEMA}; take another "
+            "run.name or store.url, or run the version that made it"
+        )
     METADATA.create_all(connection)
-    schema = select(JOB.c.value).where(JOB.c.key == SCHEMA_KEY)
-    if connection.scalar(schema) != str(SCHEMA):
+    if stored is None:
         put(connection, JOB, [{"key": SCHEMA_KEY, "value": str(SCHEMA)}])
 
 

@@ -30,5 +30,5 @@ class TrainState:
 
     @classmethod
     def from_manifest(cls, saved: Mapping[str, Any]) -> TrainState:
-        """Read a manifest; one of an earlier megarl has fewer entries."""
+        """Read a manifest; what it lacks is as at the start of a run."""
         return cls(**{name.name: saved[name.name] for name in fields(cls) if name.name in saved})
